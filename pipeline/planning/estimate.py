@@ -10,29 +10,16 @@ from dataclasses import dataclass, replace
 from pipeline.chain.binding import Results
 from pipeline.hardware.gpus import GIB
 from pipeline.planning import forecast
-from pipeline.planning.forecast import (
-    Extra,
-    Gradients,
-    Held,
-    Item,
-    Moment,
-    PipelineRank,
-    StrategyMemory,
-    Unit,
-)
-from pipeline.planning.moments import KEPT, LOGITS, OFFLOADED, held, inside
-from pipeline.planning.pipelined import PipelinePeaks, amounts, exchanged
+from pipeline.planning.forecast import Extra, Held, PipelineRank, StrategyMemory
 from pipeline.planning.planner import Job, forecasts, require_told
-from pipeline.planning.profile import ZERO, Line, Peak, Profile
+from pipeline.planning.profile import Line, Profile
 from pipeline.planning.shapes import ModelShape, Step
 from pipeline.planning.topology import Topology
+from pipeline.planning.walk import ranks_of, stage_profiles, step_peaks
 
 PROCESSES = "processes"
 PROCESS = round(0.6 * GIB)
 """Bytes of host memory of a process that has loaded the libraries, measured on CPUs."""
-PASSES = ((True, True),), ((True, False), (False, True))
-"""Micro-batches that represent a step of one and a step of several, as (first, last): the first
-finds no gradients. Micro-batches in between need no more memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,52 +84,64 @@ def combine(topology: Topology, results: Results) -> Estimate:
     peaks = step_peaks(profile, share, samples=step.micro_batch, microbatches=step.microbatches)
     host = peaks["both" if topology.device == "cpu" else "host"]
     disk = {item: size for one in peaks["disk"].values() for item, size in one.items.items()}
-    waiting = round(_of_step(profile.total("offloaded", "forward"), step))
+    ranks = ranks_of(profile, share, step.microbatches)
+    slowest = max((_RankStep(profile, one, step) for one in ranks), key=_RankStep.products)
+    waiting = round(slowest.total("offloaded", "forward"))
     copies = share.copies(step.microbatches)
     return Estimate(
         device=peaks["device"],
         host=_host(topology, host, extras),
         offloaded={item: size * topology.on_node for item, size in disk.items()},
         storage=[extra for extra in extras if not extra.phases],
-        traffic=_joined(_traffic(profile, share, step)),
+        traffic=_joined(slowest.traffic()),
         copies=replace(copies, up=copies.up + waiting, down=copies.down + waiting),
         step=step,
-        work=_work(profile, share, step),
+        work=slowest.work(share.updated),
         caveats=(*caveats, *share.caveats),
     )
 
 
-def _work(profile: Profile, share: StrategyMemory, step: Step) -> Work:
-    names = "products", "attention", "again", "made"
-    total = {name: _of_step(profile.total(name), step) for name in names}
-    slowest, idle = _slowest(profile, share, step), 0.0
-    if slowest is not None:
-        samples, idle = step.micro_batch, slowest.idle
-        total = {name: amounts(profile, slowest, name, samples) for name in names}
-    return Work(moved=2 * total.pop("made") + share.updated, idle=idle, **total)
+class _RankStep:
+    """What a rank computes and sends in a step."""
 
+    def __init__(self, profile: Profile, rank: PipelineRank, step: Step) -> None:
+        self._rank, self._profiles = rank, stage_profiles(profile, rank)
+        # Stages take micro-batches of equal shapes.
+        samples = rank.microbatches * step.micro_batch
+        self._samples = samples if rank.ranks > 1 else step.of_rank
 
-def _slowest(profile: Profile, share: StrategyMemory, step: Step) -> PipelineRank | None:
-    """The rank of a pipeline with the most products; None without a pipeline."""
-    ranks = share.pipeline(step.microbatches)
-    return max(
-        ranks,
-        key=lambda one: amounts(profile, one, "products", step.micro_batch),
-        default=None,
-    )
+    def products(self) -> float:
+        """Operations of products, of which the slowest rank has the most."""
+        return self.total("products")
 
+    def total(self, name: str, event: str = "") -> float:
+        """An amount of the profile over all micro-batches, at all events or one."""
+        return sum(self._of_step(one.total(name, event)) for one in self._profiles)
 
-def _traffic(profile: Profile, share: StrategyMemory, step: Step) -> Iterator[forecast.Traffic]:
-    """Traffic of a step: that which shards the model, and that inside of the model."""
-    slowest = _slowest(profile, share, step)
-    if slowest is not None:
-        for stage in slowest.stages:
-            yield from stage.memory.traffic(slowest.microbatches)
-        yield from exchanged(profile, slowest, step.micro_batch)
-        return
-    yield from share.traffic(step.microbatches)
-    for one in profile.exchanges():
-        yield one.traffic(_of_step(one.bytes, step))
+    def _of_step(self, line: Line) -> float:
+        return line.fixed * self._rank.microbatches + line.each * self._samples
+
+    def work(self, updated: int) -> Work:
+        """All work, with the bytes of an update."""
+        names = "products", "attention", "again"
+        moved = 2 * self.total("made") + updated
+        return Work(moved=moved, idle=self._rank.idle, **{name: self.total(name) for name in names})
+
+    def traffic(self) -> Iterator[forecast.Traffic]:
+        """Traffic that shards the model, that inside of it, and hidden states that are passed
+        on."""
+        rank = self._rank
+        for stage in rank.stages:
+            yield from stage.memory.traffic(rank.microbatches)
+        for profile in self._profiles:
+            for kind, size in profile.exchanges():
+                yield replace(kind, bytes=round(self._of_step(size)))
+        if rank.ranks > 1:
+            passed = sum(one.hidden * one.received for one in rank.stages) * self._samples
+            yield forecast.Traffic(
+                collective="send", bytes=passed, ranks=rank.ranks, apart=rank.apart,
+                what="hidden states and their gradients",
+            )  # fmt: skip
 
 
 def _joined(every: Iterable[forecast.Traffic]) -> list[forecast.Traffic]:
@@ -152,11 +151,6 @@ def _joined(every: Iterable[forecast.Traffic]) -> list[forecast.Traffic]:
         kind = replace(one, bytes=0)
         found[kind] = found.get(kind, 0) + one.bytes
     return [replace(kind, bytes=size) for kind, size in found.items()]
-
-
-def _of_step(line: Line, step: Step) -> float:
-    """An amount of all micro-batches of a rank's step."""
-    return line.fixed * step.microbatches + line.each * step.of_rank
 
 
 def _host(topology: Topology, held: Mapping[str, Held], extras: Sequence[Extra]) -> dict[str, Held]:
@@ -170,81 +164,3 @@ def _host(topology: Topology, held: Mapping[str, Held], extras: Sequence[Extra])
         for phase in extra.phases:
             phases.setdefault(phase, Counter(base))[extra.what] += extra.bytes
     return {phase: Held.of(items) for phase, items in phases.items()}
-
-
-def step_peaks(
-    profile: Profile, share: StrategyMemory, *, samples: int, microbatches: int
-) -> dict[str, dict[str, Held]]:
-    """Place (`device`, `host`, `disk`, or `both` for the first two together) -> phase -> the peak:
-    of loading, of a step of `microbatches` micro-batches of `samples` samples, of saving and of
-    resuming."""
-    tops: dict[str, dict[str, Held]] = {"device": {}, "host": {}, "disk": {}, "both": {}}
-    for phase, items in _noted(profile, share, samples, microbatches):
-        held = {place: Counter[str]() for place in tops}
-        for item in items:
-            held[item.where][item.name] += item.bytes
-        held["both"].update(held["device"])
-        held["both"].update(held["host"])
-        for place, sizes in held.items():
-            if phase not in tops[place] or sizes.total() > tops[place][phase].bytes:
-                tops[place][phase] = Held.of(sizes)
-    return tops
-
-
-def _noted(
-    profile: Profile, share: StrategyMemory, samples: int, microbatches: int
-) -> Iterator[tuple[str, Iterable[Item]]]:
-    """Each moment's phase, and everything that is held then."""
-    ranks = share.pipeline(microbatches)
-    for rank in ranks:
-        yield from PipelinePeaks(profile, rank, share.averaged, samples=samples).noted()
-    if not ranks:
-        yield from _noted_alone(profile, share, samples, min(microbatches, 2))
-
-
-def _noted_alone(
-    profile: Profile, share: StrategyMemory, samples: int, microbatches: int
-) -> Iterator[tuple[str, Iterable[Item]]]:
-    yield forecast.LOAD, held(share, Moment("load"))
-    for first, last in PASSES[microbatches - 1]:
-        yield from _pass(profile, share, samples, first=first, last=last)
-    yield forecast.UPDATE, held(share, Moment("step"))
-    for phase in (forecast.UPDATE, forecast.SAVE, forecast.RESUME):
-        yield phase, held(share, Moment("between"))
-
-
-def _moments(blocks: int, *, first: bool, last: bool) -> Iterator[tuple[str, Moment]]:
-    """Phases and moments of a micro-batch, in order."""
-    units: list[Unit] = ["embeddings", *range(blocks), "head"]
-    for unit in units:
-        yield forecast.FORWARD, Moment("gather", unit, first, last)
-        yield forecast.FORWARD, Moment("forward", unit, first, last)
-    yield forecast.FORWARD, Moment("loss", "head", first, last)
-    yield forecast.BACKWARD, Moment("begin", "head", first, last)
-    for unit in reversed(units):
-        for event in forecast.IN_BACKWARD:
-            if event != "regather" or isinstance(unit, int):
-                yield forecast.BACKWARD, Moment(event, unit, first, last)
-
-
-def _pass(
-    profile: Profile, share: StrategyMemory, samples: int, *, first: bool, last: bool
-) -> Iterator[tuple[str, Iterable[Item]]]:
-    """Each moment's phase in one micro-batch of `samples` samples, and everything held then."""
-    kept = logits = host = 0
-    for phase, moment in _moments(len(profile.model.blocks), first=first, last=last):
-        part, at_head = profile.part(moment.event, moment.unit), moment.unit == "head"
-        if moment.event == "reduce":  # the head's backward is over
-            kept, logits = kept + logits, 0
-        items = [
-            *held(share, moment),
-            Item(KEPT, "device", kept),
-            Item(LOGITS, "device", logits),
-            Item(OFFLOADED, "host", host),
-        ]
-        left = share.gradients(moment) if moment.event == "backward" else Gradients(0, 0)
-        for peak in part.peaks or (Peak(ZERO),):
-            yield phase, [*items, *inside(peak, left, samples, at_head=at_head)]
-        host += part.offloaded.at(samples)
-        logits += part.kept.at(samples) * at_head
-        kept += part.kept.at(samples) * (not at_head)

@@ -119,12 +119,13 @@ weights; and for whole stages: to gather all of its units, to give them up, to r
 
 
 class Pass(NamedTuple):
-    """Next action of a rank of a pipeline: a micro-batch in one of its stages, which are numbered
-    from 0 on each rank."""
+    """Next action of a rank: a micro-batch in one of its stages, which are numbered from 0 on each
+    rank. last: without a pipeline, the step's last micro-batch, as in `Moment`."""
 
     kind: Kind
     stage: int
     microbatch: int = 0
+    last: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

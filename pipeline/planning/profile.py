@@ -26,7 +26,7 @@ import pipeline
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.training import TrainedRun
-from pipeline.planning.forecast import Collective, Event, Traffic, Unit
+from pipeline.planning.forecast import Event, Traffic, Unit
 from pipeline.planning.planner import Job, Planner
 from pipeline.planning.shapes import ModelShape
 from pipeline.utils.activities import activity
@@ -68,24 +68,6 @@ class Peak:
     newest: int = 0
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Bytes of whole tensors that ranks exchange while a part runs, as in `Traffic`."""
-
-    collective: Collective
-    ranks: int
-    apart: int
-    what: str
-    bytes: Line
-
-    def traffic(self, size: float) -> Traffic:
-        """Traffic of a step in which these exchanges have `size` bytes in all."""
-        return Traffic(
-            collective=self.collective, bytes=round(size), ranks=self.ranks, apart=self.apart,
-            what=self.what, waits=True,
-        )  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Memory and work of a part of the model in one direction. kept, offloaded: bytes on the device
@@ -93,8 +75,8 @@ class Part:
     for some number of samples, under some strategy. products, attention, again: floating-point
     operations of matrix products, of attention between tokens that see each other, and of both when
     recomputed. made: bytes of all new tensors. deferred: bytes of gradients that a backward in two
-    halves keeps from the half of inputs to that of weights, in a pipeline. exchanges: what ranks
-    that divide the model exchange."""
+    halves keeps from the half of inputs to that of weights, in a pipeline. exchanges: traffic among
+    ranks that divide the model, with no bytes, and its bytes."""
 
     kept: Line = ZERO
     offloaded: Line = ZERO
@@ -104,7 +86,7 @@ class Part:
     again: Line = ZERO
     made: Line = ZERO
     deferred: Line = ZERO
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[tuple[Traffic, Line], ...] = ()
 
 
 NOTHING = Part()
@@ -130,13 +112,10 @@ class Profile:
         parts = [(part, count) for when, part, count in self._counted() if event in ("", when)]
         return _sum((getattr(part, field), count) for part, count in parts)
 
-    def exchanges(self) -> list[Exchange]:
-        """Everything that ranks exchange in a micro-batch; equal kinds are one."""
-        found: dict[Exchange, list[tuple[Line, int]]] = {}
+    def exchanges(self) -> Iterator[tuple[Traffic, Line]]:
+        """Everything that ranks exchange in a micro-batch, and its bytes, part by part."""
         for _, part, count in self._counted():
-            for one in part.exchanges:
-                found.setdefault(replace(one, bytes=ZERO), []).append((one.bytes, count))
-        return [replace(one, bytes=_sum(lines)) for one, lines in found.items()]
+            yield from ((kind, _sum([(size, count)])) for kind, size in part.exchanges)
 
     def stage(self, blocks: range, *, first: bool, last: bool) -> Profile:
         """The profile of a stage of a pipeline, which has these blocks, and what comes before the

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pipeline.errors import StageError
-from pipeline.planning.forecast import BACKWARD, FORWARD
+from pipeline.planning.forecast import BACKWARD, FORWARD, Traffic
 from pipeline.planning.planner import Job, TraceScope
-from pipeline.planning.profile import NOTHING, Exchange, Line, Part, Peak, Profile, fullest
+from pipeline.planning.profile import NOTHING, Line, Part, Peak, Profile, fullest
 from pipeline.planning.shapes import ModelShape, Weight
 from pipeline.planning.trace.model import Structure, kinds, structure
 from pipeline.planning.trace.run import Traced, declared, run
+from pipeline.planning.trace.torch_compat import Link
 from pipeline.planning.trace.tracker import HEAD, INPUT, LOSS, START, Level, Stretch
 
 SAMPLES = 1, 2
@@ -113,31 +113,26 @@ class _Parts:
             base = [_settled(stretches[0].levels) for stretches in (first, second)]
 
         def total(field: str) -> Line:
-            return _line(*(sum(getattr(one, field) for one in two) for two in (first, second)))
+            return _line(*(sum(one.work[field] for one in two) for two in (first, second)))
 
         return Part(
             kept=_line(*(e.device - b.device for e, b in zip(end, base, strict=True))),
             offloaded=_line(*(e.host - b.host for e, b in zip(end, base, strict=True))),
             peaks=fullest(self._peaks(first, second, base)),
             **{field: total(field) for field in ("products", "attention", "again", "made")},
-            exchanges=self._exchanges(first, second),
+            exchanges=tuple(self._exchanges(first, second)),
         )
 
     def _exchanges(
         self, first: Sequence[Stretch], second: Sequence[Stretch]
-    ) -> tuple[Exchange, ...]:
-        low, high = (sum((one.sent for one in some), Counter()) for some in (first, second))
-        return tuple(
-            Exchange(
-                collective=link.collective,
-                ranks=len(link.ranks),
-                apart=link.ranks[1] - link.ranks[0],
-                what=self._groups[link.group],
-                bytes=_line(low[link], high[link]),
-            )
-            for link in high
-            if link.group in self._groups and len(link.ranks) > 1
-        )
+    ) -> Iterator[tuple[Traffic, Line]]:
+        for link in dict.fromkeys(what for one in second for what in one.work):
+            if isinstance(link, Link) and link.group in self._groups and len(link.ranks) > 1:
+                kind = Traffic(
+                    collective=link.collective, bytes=0, ranks=len(link.ranks),
+                    apart=link.ranks[1] - link.ranks[0], what=self._groups[link.group], waits=True,
+                )  # fmt: skip
+                yield kind, _line(*(sum(one.work[link] for one in two) for two in (first, second)))
 
     def _peaks(
         self, first: Sequence[Stretch], second: Sequence[Stretch], base: Sequence[Level]

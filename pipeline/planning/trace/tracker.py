@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from pipeline.planning.forecast import LOAD
 from pipeline.planning.trace import torch_compat
 from pipeline.planning.trace.compile_compat import Region, counted_by
-from pipeline.planning.trace.operations import ATTENTION, operations
 from pipeline.planning.trace.torch_compat import Link, storage_key, tensors_in
 from pipeline.utils.fake_tensors import device_of, has_values
 
 aten = torch.ops.aten
+ATTENTION, PRODUCTS = "attention", "products"
+KEPT = 4 / 5
+"""Share of the products of an attention kernel's backward that do not repeat forward."""
+CPU_KERNELS: dict[Any, tuple[Any, int, float]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 1.0),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4, KEPT),
+}
+"""Kernel -> formula, the number of tensors whose shapes it takes, and the share that counts."""
 Part = int | str
 START, HEAD, LOSS, INPUT = "start", "head", "loss", "input"
 """Parts of a model that are no block. In forward: before the first block, after the last, after the
@@ -44,29 +53,14 @@ class Level(NamedTuple):
 @dataclass(kw_only=True)
 class Stretch:
     """A program from one position to the next. levels: at its beginning and at each change of
-    memory. products, attention, again: floating-point operations of matrix products, of attention
-    kernels, and of both when recomputed. made: bytes of new tensors. sent: bytes that ranks
-    exchange. repeats: whether anything is recomputed."""
+    memory. work: `products`, `attention`, `again`: floating-point operations of matrix products, of
+    attention kernels, and of both when recomputed; `made`: bytes of new tensors; bytes that ranks
+    exchange by link. repeats: whether anything is recomputed."""
 
     position: Position
     levels: list[Level]
-    products: float = 0.0
-    attention: float = 0.0
-    again: float = 0.0
-    made: int = 0
-    sent: Counter[Link] = field(default_factory=Counter)
+    work: defaultdict[str | Link, float] = field(default_factory=lambda: defaultdict(float))
     repeats: bool = False
-
-    def work(self) -> list[Any]:
-        """Everything that adds up."""
-        return [self.products, self.attention, self.again, self.made, Counter(self.sent)]
-
-    def add(self, work: Sequence[Any]) -> None:
-        """Add the difference of two results of `work`."""
-        products, attention, again, made, sent = work
-        self.products, self.attention = self.products + products, self.attention + attention
-        self.again, self.made = self.again + again, self.made + made
-        self.sent.update(sent)
 
 
 class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
@@ -80,7 +74,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
         self._sizes: dict[int, int] = {}
-        self._ran: dict[Any, tuple[Any, list[Any]]] = {}
+        self._ran: dict[Any, tuple[Any, dict[str | Link, float]]] = {}
         self._on_host: set[int] = set()
         self._now = self._host = 0
         self._region: Region | None = None
@@ -96,15 +90,14 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         and return its result."""
         here, key = self.stretches[-1], (len(self.stretches), key)
         if key not in self._ran:
-            before = here.work()
+            before = here.work.copy()
             result = function()
-            self._ran[key] = (
-                result,
-                [now - then for now, then in zip(here.work(), before, strict=True)],
-            )
+            work = {what: amount - before[what] for what, amount in here.work.items()}
+            self._ran[key] = result, work
             return result
         result, work = self._ran[key]
-        here.add(work)
+        for what, amount in work.items():
+            here.work[what] += amount
         return result
 
     def move_to_host(self, tensor: Tensor) -> None:
@@ -133,7 +126,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         try:
             yield
             left = [key for key in self._region.sizes if self._sizes.get(key)]
-            self.stretches[-1].made += self._region.written(left)
+            self.stretches[-1].work["made"] += self._region.written(left)
         finally:
             self._region = outer
 
@@ -144,16 +137,12 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         here = self.stretches[-1]
         exchanged = torch_compat.collective(function, arguments)
         if exchanged is not None:
-            here.sent[exchanged[0]] += exchanged[1]
+            here.work[exchanged[0]] += exchanged[1]
         kind, amount = operations(function, arguments, named, out)
-        here.made += self._written(max(self._now - before, 0), amount, (arguments, named), out)
-        if torch_compat.computes_again():
-            here.repeats = True
-            here.again += amount
-        elif kind == ATTENTION:
-            here.attention += amount
-        else:
-            here.products += amount
+        new = max(self._now - before, 0)
+        here.work["made"] += self._written(new, amount, (arguments, named), out)
+        here.repeats |= torch_compat.computes_again()
+        here.work["again" if torch_compat.computes_again() else kind] += amount
         return out
 
     def _written(self, new: int, amount: float, given: Any, out: Any) -> int:
@@ -227,3 +216,31 @@ def offloading(tracker: MemoryTracker, device: str) -> Iterator[None]:
         yield
     finally:
         torch.autograd.graph.save_on_cpu = original  # type: ignore[misc]
+
+
+def operations(
+    function: Any, arguments: Sequence[Any], named: Mapping[str, Any], out: Any
+) -> tuple[str, float]:
+    """ATTENTION for fused kernels, else PRODUCTS, with the floating-point operations of the
+    function: half where attention is causal, none for anything but products of matrices."""
+    packet = function._overloadpacket
+    if packet in CPU_KERNELS:
+        formula, tensors, share = CPU_KERNELS[packet]
+        names = [argument.name for argument in function._schema.arguments]
+        causal = (dict(zip(names, arguments, strict=False)) | dict(named)).get("is_causal")
+        amount = formula(*_with_own_heads([one.shape for one in arguments[:tensors]]))
+        return ATTENTION, amount * share * (0.5 if causal else 1.0)
+    if packet is aten._grouped_mm:
+        # Each row of the first is multiplied with its group's matrix; or gradients of that.
+        return PRODUCTS, 2.0 * math.prod(arguments[0].shape) * arguments[1].shape[-1]
+    counted = flop_registry.get(packet)
+    if counted is None:
+        return PRODUCTS, 0.0
+    kind = ATTENTION if "attention" in str(packet) else PRODUCTS
+    return kind, float(counted(*arguments, **named, out_val=out))
+
+
+def _with_own_heads(shapes: Sequence[torch.Size]) -> list[torch.Size]:
+    """Shapes (samples, heads, tokens, size) of attention, with as many heads of keys and values as
+    of queries, which the first has: the work is the same, and torch 2.11 counts no other."""
+    return [torch.Size((shape[0], shapes[0][1], *shape[2:])) for shape in shapes]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pipeline.planning import Kind, Pass
@@ -67,39 +68,25 @@ def idle_shares(orders: Orders, stages: int) -> list[float]:
     """Share of a step in which each rank waits, if all stages take the same time and sending takes
     none."""
     over: dict[tuple[str, int, int], int] = {}
-    clocks, places = [0] * len(orders), [0] * len(orders)
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(orders):
-            while places[rank] < len(order):
-                (kind, _, batch), stage = order[places[rank]]
-                ready = _ready(over, kind, stage, batch, stages)
-                if ready is None:
-                    break
-                if kind in TIMES:
-                    clocks[rank] = max(clocks[rank], ready) + TIMES[kind]
-                    done = "weights" if kind == "weights" else _direction(kind)
-                    over[done, stage, batch] = clocks[rank]
-                places[rank] += 1
-                moved = True
-    span = max(clocks)
+    clocks = [0] * len(orders)
+    left = [deque(one for one in order if one.local.kind in TIMES) for order in orders]
+    while any(left):
+        for rank, order in enumerate(left):
+            while order and (ready := _ready(over, order[0], stages)) is not None:
+                (kind, _, batch, _), stage = order.popleft()
+                clocks[rank] = max(clocks[rank], ready) + TIMES[kind]
+                over["backward" if kind == "inputs" else kind, stage, batch] = clocks[rank]
     busy = [sum(TIMES.get(one.local.kind, 0) for one in order) for order in orders]
-    return [1 - one / span for one in busy]
+    return [1 - one / max(clocks) for one in busy]
 
 
-def _direction(kind: Kind) -> str:
-    return "forward" if kind == "forward" else "backward"
-
-
-def _ready(
-    over: dict[tuple[str, int, int], int], kind: Kind, stage: int, batch: int, stages: int
-) -> int | None:
-    """Time from which a pass can begin; None before what it needs has begun."""
+def _ready(over: Mapping[tuple[str, int, int], int], one: GlobalPass, stages: int) -> int | None:
+    """Time from which a pass can begin; None before what it needs has ended."""
+    (kind, _, batch, _), stage = one
     if kind == "forward":
         return 0 if stage == 0 else over.get(("forward", stage - 1, batch))
-    if kind in ("backward", "inputs"):
-        if stage == stages - 1:
-            return over.get(("forward", stage, batch))
-        return over.get(("backward", stage + 1, batch))
-    return 0
+    if kind == "weights":
+        return 0
+    if stage == stages - 1:
+        return over.get(("forward", stage, batch))
+    return over.get(("backward", stage + 1, batch))

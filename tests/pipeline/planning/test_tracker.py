@@ -31,7 +31,7 @@ def test_storages_count_until_they_are_freed() -> None:
         assert levels(tracker) == [0, 4000, 6000, 4000]
         del view
     assert levels(tracker)[-1] == 0
-    assert tracker.stretches[-1].made == 6000
+    assert tracker.stretches[-1].work["made"] == 6000
 
 
 def test_tensors_without_values_count_and_answer() -> None:
@@ -86,8 +86,12 @@ def test_what_is_computed_again_counts_as_such() -> None:
         out.sum().backward()
     forward, backward = tracker.stretches
     product = 2 * 4 * 8 * 8
-    assert (forward.products, forward.again, forward.repeats) == (product, 0, False)
-    assert (backward.products, backward.again, backward.repeats) == (product, product, True)
+    assert (forward.work["products"], forward.work["again"], forward.repeats) == (product, 0, False)
+    assert (backward.work["products"], backward.work["again"], backward.repeats) == (
+        product,
+        product,
+        True,
+    )
 
 
 def test_what_needs_values_is_said() -> None:
@@ -126,14 +130,14 @@ def test_fused_kernels_write_what_products_read_and_what_is_left() -> None:
     size = 4_000_000
     plain, fused = (compiled_work(fused=one) for one in (False, True))
     # tanh, sigmoid, product, cos, * 3
-    assert plain.stretches[1].made == 5 * size
+    assert plain.stretches[1].work["made"] == 5 * size
     # The product's factor, the product, which is kept for backward, and the output.
-    assert fused.stretches[1].made == 3 * size
-    assert fused.stretches[1].products == plain.stretches[1].products == 2e9
+    assert fused.stretches[1].work["made"] == 3 * size
+    assert fused.stretches[1].work["products"] == plain.stretches[1].work["products"] == 2e9
     # Partitioned as inductor does it: tanh is computed again, not kept.
     assert levels_of(plain) - levels_of(fused) == size
-    assert fused.stretches[2].products == plain.stretches[2].products == 4e9
-    assert fused.stretches[2].made < plain.stretches[2].made
+    assert fused.stretches[2].work["products"] == plain.stretches[2].work["products"] == 4e9
+    assert fused.stretches[2].work["made"] < plain.stretches[2].work["made"]
 
 
 def levels_of(tracker: MemoryTracker) -> int:

@@ -13,7 +13,6 @@ from memories.cases import DORA, EAGER, NARROW, Case, llama, own
 from memories.compare import profile_and_trace
 
 from pipeline.contracts.precision import Precision
-from pipeline.planning.estimate import step_peaks
 from pipeline.planning.forecast import (
     GRADIENTS,
     OPTIMIZER,
@@ -24,10 +23,10 @@ from pipeline.planning.forecast import (
     Moment,
     StrategyMemory,
 )
-from pipeline.planning.moments import AVERAGE
 from pipeline.planning.profile import Line, Part, Peak, Profile
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Weight
 from pipeline.planning.topology import Topology
+from pipeline.planning.walk import AVERAGE, step_peaks
 from stages.average.ema import EmaAverage
 from stages.planners import EmaPlanner
 from stages.wrap.axes import axis_sizes
