@@ -20,8 +20,6 @@ from pipeline.planning.trace.torch_compat import local
 class Structure:
     """A model's weights and blocks."""
 
-    names: Sequence[str]
-    """Names of the modules that are blocks."""
     root: Sequence[Weight]
     """Weights outside of blocks, tied ones once."""
     blocks: Sequence[Sequence[Weight]]
@@ -49,7 +47,6 @@ def structure(source: ModelSource) -> Structure:
     source.tie(model)
     frozen_base = set(source.frozen_base)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    modules = {module: name for name, module in model.named_modules()}
     blocks = source.blocks(model)
     left = {
         parameter: Weight(
@@ -75,7 +72,6 @@ def structure(source: ModelSource) -> Structure:
             for block in source.tower_blocks(model)
         ],
         root=[*left.values()],
-        names=[modules[block] for block in blocks],
         signatures=[
             (*((n, *_traits(one)) for n, one in block.named_modules()), _is_reached(block, order))
             for block in blocks

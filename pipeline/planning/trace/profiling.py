@@ -13,7 +13,7 @@ from pipeline.planning.planner import Job, TraceScope
 from pipeline.planning.profile import NOTHING, Line, Part, Peak, Profile, fullest
 from pipeline.planning.shapes import ModelShape, Weight
 from pipeline.planning.trace.model import Structure, kinds, structure
-from pipeline.planning.trace.run import Traced, declared, run
+from pipeline.planning.trace.run import BareModel, declared, run
 from pipeline.planning.trace.torch_compat import Link
 from pipeline.planning.trace.tracker import HEAD, INPUT, LOSS, START, Level, Stretch
 
@@ -63,13 +63,13 @@ def profile(job: Job) -> Profile:
     )
 
 
-def _runs(job: Job, whole: Structure, blocks: int) -> list[Traced]:
+def _runs(job: Job, whole: Structure, blocks: int) -> list[BareModel]:
     """Run one micro-batch of each size through the first `blocks` blocks, or through all if a
     shallower model has other blocks. Raises StageError if even all differ."""
-    for depth in dict.fromkeys([min(blocks, len(whole.names)), None]):
+    for depth in dict.fromkeys([min(blocks, len(whole.blocks)), None]):
         found = [run(job, TraceScope(blocks=depth, samples=size)) for size in SAMPLES]
         here = structure(found[0].source.skeleton)
-        if here.root == whole.root and here.signatures == whole.signatures[: len(here.names)]:
+        if here.root == whole.root and here.signatures == whole.signatures[: len(here.blocks)]:
             return found
     raise StageError("the model's blocks differ from one build to the next")
 
@@ -77,13 +77,13 @@ def _runs(job: Job, whole: Structure, blocks: int) -> list[Traced]:
 class _Parts:
     """The parts of a model, as functions of samples."""
 
-    def __init__(self, runs: Sequence[Traced]) -> None:
+    def __init__(self, runs: Sequence[BareModel]) -> None:
         self._names = runs[0].names
         self._pieces = [_pieces(one.stretches, self._names) for one in runs]
         self._groups = runs[0].divided.groups
         parts = map(runs[0].divided.part, runs[0].built.weights)
         self._elements = {weight.name: weight.elements for weight in parts}
-        blocks = range(len(runs[0].built.names))
+        blocks = range(len(runs[0].built.blocks))
         if any(len(self._pieces[0].get((FORWARD, place), ())) > 1 for place in blocks):
             raise StageError(
                 "the model runs some of its blocks more than once",
@@ -158,7 +158,7 @@ def _pieces(stretches: Sequence[Stretch], names: Mapping[str, str]) -> Pieces:
     return found
 
 
-def _deferred(runs: Sequence[Traced], weights: Iterable[Weight]) -> Line:
+def _deferred(runs: Sequence[BareModel], weights: Iterable[Weight]) -> Line:
     names = [weight.name for weight in weights]
     return _line(*(sum(one.deferred.get(name, 0) for name in names) for one in runs))
 
@@ -184,7 +184,7 @@ def _aligned(first: Sequence[Level], second: Sequence[Level]) -> list[tuple[Leve
 
 
 def _shape(
-    vocabulary: int, plain: Structure, traced: Traced, numbers: Sequence[int],
+    vocabulary: int, plain: Structure, traced: BareModel, numbers: Sequence[int],
     first: Sequence[int], parts: _Parts,
 ) -> ModelShape:  # fmt: skip
     """The whole model, from the built blocks of each kind (`traced`) and the exported weights

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ from pipeline.planning.trace.tracker import (
     MemoryTracker,
     Part,
     Position,
-    Stretch,
     offloading,
 )
 from pipeline.utils.fake_tensors import with_values, without_values
@@ -50,30 +49,13 @@ TRACE, RUN = "trace", "run"
 """Methods: a planner's `trace` replaces its stage's `run`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traced:
-    """A model that was run, and its memory and work."""
-
-    source: ModelSource
-    built: Structure
-    """The model that was run, which may have fewer blocks than the recipe's."""
-    stretches: Sequence[Stretch]
-    names: Mapping[str, str]
-    """Parameter -> the parameter it is tied to, or itself."""
-    divided: Divided
-    """How the model was divided among ranks."""
-    deferred: Mapping[str, int]
-    """Parameter -> bytes of gradients that a pipeline's backward in two halves keeps between
-    them."""
-
-
 def declared(job: Job) -> ModelSource:
     """The model that a recipe declares, in full depth. Raises UsageError for a recipe without."""
     with context(job) as ctx:
         return declare(job, Results.of(TraceScope()), ctx)
 
 
-def run(job: Job, scope: TraceScope) -> Traced:
+def run(job: Job, scope: TraceScope) -> BareModel:
     """Run a micro-batch of a job's model on one rank. Raises UsageError if nothing is trained, and
     StageError for a model that needs values."""
     tracker = MemoryTracker(fake=True)
@@ -89,15 +71,12 @@ def run(job: Job, scope: TraceScope) -> Traced:
         stack.enter_context(tracker)
         stack.enter_context(model_errors_as_ours())
         precision = results.require(Precision, "no slot of the recipe provides a precision")
-        bare = BareModel(source, precision, job.division, tracker)
+        bare = BareModel(source, built, precision, job.division, tracker)
         results |= Results.of(replace(scope, once=tracker.once, run=bare.run))
         _give(job, results, ctx, (TrainedRun,), TRACE)
         if tracker.stretches[-1].position.phase == LOAD:
             raise UsageError("nothing is trained that could be traced")
-    return Traced(
-        source=source, built=built, stretches=tracker.stretches, names=bare.names,
-        divided=bare.divided, deferred=bare.deferred,
-    )  # fmt: skip
+    return bare
 
 
 class BareModel:
@@ -107,9 +86,10 @@ class BareModel:
     tracker which phase and which part of the model runs."""
 
     def __init__(
-        self, source: ModelSource, precision: Precision, division: Division | None,
-        tracker: MemoryTracker,
+        self, source: ModelSource, built: Structure, precision: Precision,
+        division: Division | None, tracker: MemoryTracker,
     ) -> None:  # fmt: skip
+        self.source, self.built, self.stretches = source, built, tracker.stretches
         self._division, self._tracker, self._phase = division, tracker, LOAD
         self._compute = torch_dtype(precision.compute)
         with with_values():

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from pipeline.planning.forecast import LOAD
 from pipeline.planning.trace import torch_compat
-from pipeline.planning.trace.compile_compat import Region, counted_by
+from pipeline.planning.trace.compile_compat import COUNTING
 from pipeline.planning.trace.torch_compat import Link, storage_key, tensors_in
 from pipeline.utils.fake_tensors import device_of, has_values
 
@@ -77,7 +77,9 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         self._ran: dict[Any, tuple[Any, dict[str | Link, float]]] = {}
         self._on_host: set[int] = set()
         self._now = self._host = 0
-        self._region: Region | None = None
+        self._region: dict[int, int] | None = None
+        """Storages that the running piece of compiled code has made, and their bytes, without those
+        that were counted."""
         self.stretches: list[Stretch] = []
         self.enter(Position(LOAD, ""))
 
@@ -109,24 +111,23 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
             self.stretches[-1].levels.append(self._level())
 
     def __enter__(self) -> MemoryTracker:
-        self._counting = contextlib.ExitStack()
-        self._counting.enter_context(counted_by(self._fused))
+        COUNTING.append(self._fused)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._counting.close()
+        COUNTING.pop()
 
     @contextlib.contextmanager
     def _fused(self, again: bool) -> Iterator[None]:
         """Count what the body makes as what fused kernels write; some of it `again`."""
-        outer, self._region = self._region, Region()
+        outer, self._region = self._region, {}
         self.stretches[-1].repeats |= again
         try:
             yield
-            left = [key for key in self._region.sizes if self._sizes.get(key)]
-            self.stretches[-1].work["made"] += self._region.written(left)
+            left = (size for key, size in self._region.items() if self._sizes.get(key))
+            self.stretches[-1].work["made"] += sum(left)
         finally:
             self._region = outer
 
@@ -151,8 +152,9 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         if self._region is None:
             return new
         made = [*self._storages(out)]
-        self._region.add((key, self._sizes[key]) for key in made if key in self._sizes and new)
-        return self._region.written([*made, *self._storages(given)]) if amount else 0
+        self._region |= {key: self._sizes[key] for key in made if key in self._sizes and new}
+        read = [*made, *self._storages(given)] if amount else ()
+        return sum(self._region.pop(key, 0) for key in read)
 
     def _storages(self, nested: Any) -> Iterator[int]:
         for tensor in map(torch_compat.local, tensors_in(nested)):

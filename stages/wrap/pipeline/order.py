@@ -28,10 +28,9 @@ def passes_of(schedule: str, ranks: int, per_rank: int, count: int) -> tuple[int
     """Number of micro-batches of a step of `count` ones, which a schedule may round up, and the
     passes of each rank."""
     count = least_microbatches(schedule, ranks, count)
-    if schedule == "GPipe":
-        return count, [[*_numbered(rank, _breadth_first(count))] for rank in range(ranks)]
-    if schedule == "1F1B":
-        return count, [[*_numbered(rank, _by_turns(count, ranks - rank))] for rank in range(ranks)]
+    if schedule in ("GPipe", "1F1B"):
+        ahead = [count if schedule == "GPipe" else ranks - rank for rank in range(ranks)]
+        return count, [[*_by_turns(rank, count, most)] for rank, most in enumerate(ahead)]
     from stages.wrap.pipeline.compat import orders
 
     return count, [
@@ -40,28 +39,14 @@ def passes_of(schedule: str, ranks: int, per_rank: int, count: int) -> tuple[int
     ]
 
 
-def _numbered(rank: int, passes: Iterator[tuple[Kind, int]]) -> Iterator[GlobalPass]:
-    for kind, batch in passes:
-        yield GlobalPass(Pass(kind, 0, batch), rank)
-    yield GlobalPass(Pass("reduce", 0), rank)
-
-
-def _breadth_first(count: int) -> Iterator[tuple[Kind, int]]:
-    for batch in range(count):
-        yield "forward", batch
-    for batch in range(count):
-        yield "backward", batch
-
-
-def _by_turns(count: int, ahead: int) -> Iterator[tuple[Kind, int]]:
+def _by_turns(rank: int, count: int, ahead: int) -> Iterator[GlobalPass]:
     """Forward of `ahead` micro-batches, then a backward and a forward in turn."""
-    ahead = min(ahead, count)
-    for batch in range(ahead):
-        yield "forward", batch
-    for batch in range(count):
-        yield "backward", batch
+    for batch in range(-ahead, count):
+        if batch >= 0:
+            yield GlobalPass(Pass("backward", 0, batch), rank)
         if batch + ahead < count:
-            yield "forward", batch + ahead
+            yield GlobalPass(Pass("forward", 0, batch + ahead), rank)
+    yield GlobalPass(Pass("reduce", 0), rank)
 
 
 def idle_shares(orders: Orders, stages: int) -> list[float]:
