@@ -13,7 +13,7 @@ import yaml
 
 from memories import DRAWN
 from pipeline.chain.plan import Plan, plan_file
-from pipeline.planning.topology import Topology
+from pipeline.planning.shapes import Topology
 
 LOCAL = 8
 """GPUs of a node."""

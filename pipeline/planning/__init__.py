@@ -57,14 +57,14 @@ if TYPE_CHECKING:
     from pipeline.planning.planner import Trial as Trial
     from pipeline.planning.profile import Profile as Profile
     from pipeline.planning.shapes import BYTES as BYTES
+    from pipeline.planning.shapes import Division as Division
     from pipeline.planning.shapes import ModelShape as ModelShape
     from pipeline.planning.shapes import OptimizerShape as OptimizerShape
     from pipeline.planning.shapes import SampleShape as SampleShape
     from pipeline.planning.shapes import Sizes as Sizes
     from pipeline.planning.shapes import Step as Step
+    from pipeline.planning.shapes import Topology as Topology
     from pipeline.planning.shapes import Weight as Weight
-    from pipeline.planning.topology import Division as Division
-    from pipeline.planning.topology import Topology as Topology
     from pipeline.planning.trace.compile_compat import traced_backend as traced_backend
     from pipeline.recipe.dump import reads_back as reads_back
 else:

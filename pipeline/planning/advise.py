@@ -20,7 +20,7 @@ from pipeline.planning.planner import Tier
 from pipeline.planning.presets import Strategy, in_order
 from pipeline.planning.report import memory, spare
 from pipeline.planning.search import Candidate, Changes, SearchBase, best, overrides
-from pipeline.planning.topology import Topology
+from pipeline.planning.shapes import Topology
 from pipeline.recipe.dump import render
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier, planned
 from pipeline.planning.presets import Strategy, in_order
 from pipeline.planning.search import Candidate, Changes, SearchBase, best, most_saving, relaxed
-from pipeline.planning.topology import Topology
+from pipeline.planning.shapes import Topology
 from pipeline.utils.activities import activity
 
 MOST_NODES = 512

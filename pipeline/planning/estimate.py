@@ -13,8 +13,7 @@ from pipeline.planning import forecast
 from pipeline.planning.forecast import Extra, Held, PipelineRank, StrategyMemory
 from pipeline.planning.planner import Job, forecasts, require_told
 from pipeline.planning.profile import Line, Profile
-from pipeline.planning.shapes import ModelShape, Step
-from pipeline.planning.topology import Topology
+from pipeline.planning.shapes import ModelShape, Step, Topology
 from pipeline.planning.walk import ranks_of, stage_profiles, step_peaks
 
 PROCESSES = "processes"
@@ -85,7 +84,8 @@ def combine(topology: Topology, results: Results) -> Estimate:
     host = peaks["both" if topology.device == "cpu" else "host"]
     disk = {item: size for one in peaks["disk"].values() for item, size in one.items.items()}
     ranks = ranks_of(profile, share, step.microbatches)
-    slowest = max((_RankStep(profile, one, step) for one in ranks), key=_RankStep.products)
+    steps = [_RankStep(profile, one, step) for one in ranks]
+    slowest = max(steps, key=lambda one: one.total("products"))
     waiting = round(slowest.total("offloaded", "forward"))
     copies = share.copies(step.microbatches)
     return Estimate(
@@ -109,10 +109,6 @@ class _RankStep:
         # Stages take micro-batches of equal shapes.
         samples = rank.microbatches * step.micro_batch
         self._samples = samples if rank.ranks > 1 else step.of_rank
-
-    def products(self) -> float:
-        """Operations of products, of which the slowest rank has the most."""
-        return self.total("products")
 
     def total(self, name: str, event: str = "") -> float:
         """An amount of the profile over all micro-batches, at all events or one."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import UsageError
 from pipeline.hardware.gpus import GB, GIB, Accelerator, accelerators, find_accelerator
 from pipeline.hardware.host import free_memory
-from pipeline.planning.topology import Topology
+from pipeline.planning.shapes import Topology
 from pipeline.utils.text import closest
 
 if TYPE_CHECKING:
@@ -245,17 +245,16 @@ def margins_for(
             hint="name a run on GPUs of the same kind",
         )
     found = named or (newest_record(runs, lambda one: _is_of(one, kind)) if kind else None)
-    margins = Margins() if found is None else _measured(*found)
+    margins = Margins()
+    if found is not None:
+        run, measured = found
+        margins = Margins(
+            overhead=measured.beside_bytes,
+            fragmentation=max(measured.reserved_bytes / measured.allocated_bytes - 1, 0.0),
+            source=f"measured by run {run}",
+            headroom=0.0,
+        )
     return margins if overhead is None else replace(margins, overhead=round(overhead * GIB))
-
-
-def _measured(run: str, record: MemoryRecord) -> Margins:
-    return Margins(
-        overhead=record.beside_bytes,
-        fragmentation=max(record.reserved_bytes / record.allocated_bytes - 1, 0.0),
-        source=f"measured by run {run}",
-        headroom=0.0,
-    )
 
 
 def _is_of(record: MemoryRecord, kind: str) -> bool:

@@ -23,9 +23,8 @@ from pipeline.planning.hardware import (
 )
 from pipeline.planning.planner import Job, Planners, no_planner
 from pipeline.planning.profile import profile_of
-from pipeline.planning.shapes import ModelShape
+from pipeline.planning.shapes import ModelShape, Topology
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
-from pipeline.planning.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

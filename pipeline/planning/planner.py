@@ -23,8 +23,7 @@ from pipeline.chain.binding import Results
 from pipeline.chain.registry import Plugins
 from pipeline.contracts.data import Data
 from pipeline.errors import UsageError
-from pipeline.planning.shapes import SampleShape, Step
-from pipeline.planning.topology import Division, Topology
+from pipeline.planning.shapes import Division, SampleShape, Step, Topology
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan, PlannedSlot

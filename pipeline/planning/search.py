@@ -128,11 +128,6 @@ class Candidate:
         """The candidate without one of its savings."""
         return replace(self, saved=[one for one in self.saved if one is not saved])
 
-    def needs_no_more_than(self, other: Candidate) -> bool:
-        """Whether another candidate needs as much memory, of GPUs and of hosts."""
-        mine, its = self.memory_plan, other.memory_plan
-        return mine.needed <= its.needed and mine.estimate.host_peak <= its.estimate.host_peak
-
     def line(self) -> str:
         """Arguments to add to a command, and the memory that the recipe then needs."""
         words = shlex.join([*self.base.options, *overrides(self.changes)])
@@ -174,7 +169,9 @@ def relaxed(candidate: Candidate) -> Candidate:
     for one in reversed(candidate.saved if candidate.fits else ()):
         less = candidate.without(one)
         optional = less.roomy if candidate.roomy or one.order < AWAY else less.fits
-        optional = optional or less.needs_no_more_than(candidate)
+        mine, its = less.memory_plan, candidate.memory_plan
+        no_more = mine.needed <= its.needed and mine.estimate.host_peak <= its.estimate.host_peak
+        optional = optional or no_more
         candidate = less if optional else candidate
     return candidate
 

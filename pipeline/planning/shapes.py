@@ -1,4 +1,5 @@
-"""Sizes of a model, of samples, of an optimizer and of a step, which planners hand to each other.
+"""Sizes of a model, of samples, of an optimizer and of a step, which planners hand to each other,
+the ranks of a run, and how these divide a model.
 
 Nothing here makes a tensor.
 """
@@ -7,12 +8,17 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.training import TrainingLength
+
+if TYPE_CHECKING:
+    from pipeline.contracts.data import MicroBatch
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number in a recipe's dtypes."""
@@ -178,3 +184,59 @@ class OptimizerShape:
     def update(self, largest: int) -> int:
         """Temporary bytes of an update, whose largest parameter has `largest` elements."""
         return round(self.taken * largest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Number of ranks and nodes of a run, and its device."""
+
+    ranks: int
+    """Processes over all nodes, one a device."""
+    local_ranks: int
+    """Processes of one node."""
+    device: str
+    """`cpu` or `cuda`."""
+    shares: int | None = None
+    """Number of data-parallel ranks; None: all."""
+    stages: int = 1
+    """Ranks of a pipeline."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks among which the samples of a step are divided."""
+        return self.ranks if self.shares is None else self.shares
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return -(-self.ranks // self.local_ranks)
+
+    @property
+    def on_node(self) -> int:
+        """Processes of the fullest node."""
+        return min(self.local_ranks, self.ranks)
+
+
+class Division(ABC):
+    """How a strategy divides a model among ranks before it shards what each of them has, so that a
+    profile is that of one rank's part."""
+
+    stages: int = 1
+    """Ranks of a pipeline."""
+
+    @property
+    @abstractmethod
+    def key(self) -> Mapping[str, Any]:
+        """Everything that the part depends on, as JSON."""
+
+    @abstractmethod
+    def divide(
+        self, model: Any, blocks: Sequence[Any]
+    ) -> tuple[Mapping[str, str], Mapping[str, int]]:
+        """Divide a model, whose parameters are on the meta device, in place, in a process group of
+        all ranks that sends nothing. Returns what is exchanged by the name of each group, and the
+        number of ranks for weights that these divide by experts."""
+
+    @abstractmethod
+    def own(self, batch: MicroBatch) -> MicroBatch:
+        """Return the first rank's part of a micro-batch."""

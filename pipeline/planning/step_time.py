@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pipeline.planning.estimate import Estimate
 from pipeline.planning.forecast import Traffic
 from pipeline.planning.hardware import BETWEEN, COMPUTE, DISK, DOWN, INSIDE, MEMORY, UP, Hardware
-from pipeline.planning.topology import Topology
+from pipeline.planning.shapes import Topology
 
 PRODUCTS = 0.8
 """Rate of a training's matrix products against the best ones (`Accelerator.matmul`): 70 % of an

@@ -142,11 +142,6 @@ class StageShards(Sharded):
         super().__init__(topology, model, optimizer, sizes, config=config)
         self._late = True
 
-    def held(self, moment: Moment) -> Iterator[Item]:
-        if moment.event == "rest":
-            moment = moment._replace(unit="head")
-        yield from super().held(moment)
-
     def _gathered(self, moment: Moment, place: int) -> int:
         whole, end = self._whole, len(self._model.blocks) + 1
         root = whole.between(ROOT, 0)  # the embeddings stay as well

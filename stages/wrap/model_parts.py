@@ -38,7 +38,6 @@ class ModelParts(Division):
     def __init__(self, stage: Any, axes: Axes, shards: int, experts: int) -> None:
         self._axes, self._shards, self._among = axes, shards, experts
         self._tensor = getattr(stage, "tensor_parallel", None) if axes.tensor > 1 else None
-        self._dispatched: list[Any] = []
         self.stages = axes.pipeline
 
     @property
@@ -49,34 +48,34 @@ class ModelParts(Division):
             "experts": self._among,
         }
 
-    def divide(self, model: Any, blocks: Sequence[Any]) -> Mapping[str, str]:
+    def divide(
+        self, model: Any, blocks: Sequence[Any]
+    ) -> tuple[Mapping[str, str], Mapping[str, int]]:
         from stages.wrap.context.attention import ContextParallel
         from stages.wrap.experts import divide_experts
         from stages.wrap.mesh import context_group, expert_mesh, parameter_mesh
         from stages.wrap.tensor.divide import divide_layers
 
-        axes, groups = self._axes, dict[str, str]()
+        axes, groups, experts = self._axes, dict[str, str](), dict[str, int]()
         if self._tensor is not None:
             mesh = parameter_mesh(axes, "cpu", self._shards)["tensor"]
             divide_layers(self._tensor, model, blocks, mesh)
             groups[mesh.get_group().group_name] = ACTIVATIONS
         if self._among > 1:
             meshes = expert_mesh(axes, "cpu", self._shards, self._among)
-            self._dispatched = divide_experts(model, meshes["expert"], meshes["tensor"])
+            dispatched = divide_experts(model, meshes["expert"], meshes["tensor"])
+            names = {module: name for name, module in model.named_modules()}
+            experts = {
+                f"{names[module]}.{name}": self._among
+                for module in dispatched
+                for name, _ in module.named_parameters()
+            }
             groups[meshes["expert"].get_group().group_name] = TOKENS
         if axes.context > 1:
             group = context_group(axes, "cpu")
             ContextParallel(model, group, axes.tensor)
             groups[group.group_name] = HEADS
-        return groups
-
-    def experts(self, model: Any) -> Mapping[str, int]:
-        names = {module: name for name, module in model.named_modules()}
-        return {
-            f"{names[module]}.{name}": self._among
-            for module in self._dispatched
-            for name, _ in module.named_parameters()
-        }
+        return groups, experts
 
     def own(self, batch: MicroBatch) -> MicroBatch:
         from stages.batches.layout import padded, sequence_slice

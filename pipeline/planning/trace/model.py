@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from pipeline.contracts.model import ModelSource
-from pipeline.planning.shapes import Weight
-from pipeline.planning.topology import Division
+from pipeline.planning.shapes import Division, Weight
 from pipeline.planning.trace.torch_compat import local
 
 
@@ -126,8 +125,7 @@ class Divided:
         """Divide a model on the meta device, whose parameters become this rank's parts."""
         if division is None:
             return cls()
-        groups = division.divide(model, blocks)
-        experts = division.experts(model)
+        groups, experts = division.divide(model, blocks)
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:

@@ -55,7 +55,8 @@ def profile(job: Job) -> Profile:
     units = {f"backward {kind}": runs[0].built.blocks[place] for kind, place in enumerate(first)}
     units["backward head"] = [one for one in runs[0].built.root if one.name in parts.early]
     for name, weights in units.items():
-        found[name] = replace(found[name], deferred=_deferred(runs, weights))
+        sizes = (sum(run.deferred.get(one.name, 0) for one in weights) for run in runs)
+        found[name] = replace(found[name], deferred=_line(*sizes))
     return Profile(
         model=_shape(source.vocab_size, plain, runs[0], numbers, first, parts),
         parts=found,
@@ -156,11 +157,6 @@ def _pieces(stretches: Sequence[Stretch], names: Mapping[str, str]) -> Pieces:
             part = part if isinstance(mark, str) and mark in names else mark
             found.setdefault((phase, part), []).append(stretch)
     return found
-
-
-def _deferred(runs: Sequence[BareModel], weights: Iterable[Weight]) -> Line:
-    names = [weight.name for weight in weights]
-    return _line(*(sum(one.deferred.get(name, 0) for name in names) for one in runs))
 
 
 def _line(low: float, high: float) -> Line:

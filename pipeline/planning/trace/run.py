@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.execution.in_process import scratch_context
 from pipeline.planning.forecast import BACKWARD, FORWARD, LOAD, UPDATE
 from pipeline.planning.planner import Job, TraceScope
-from pipeline.planning.topology import Division
+from pipeline.planning.shapes import Division
 from pipeline.planning.trace.model import Divided, Structure, structure
 from pipeline.planning.trace.torch_compat import (
     cast_in,
@@ -155,7 +156,8 @@ class BareModel:
             self._watch_block(place, block, last=place == len(blocks) - 1)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                self._drop_gradient(name, parameter)
+                drop = functools.partial(self._drop_gradient, name)
+                parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
 
     def _watch_block(self, place: int, block: nn.Module, *, last: bool) -> None:
         def before(module: nn.Module, inputs: Any, named: Any) -> Any:
@@ -175,12 +177,9 @@ class BareModel:
         block.register_forward_pre_hook(before, with_kwargs=True)
         block.register_forward_hook(after)
 
-    def _drop_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        def drop(parameter: Tensor) -> None:
-            parameter.grad = None
-            self._enter(name)
-
-        parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+    def _drop_gradient(self, name: str, parameter: Tensor) -> None:
+        parameter.grad = None
+        self._enter(name)
 
 
 def _cast(tensors: Any, dtype: torch.dtype) -> None:

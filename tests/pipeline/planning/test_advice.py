@@ -27,8 +27,8 @@ from pipeline.planning.search import (
     most_saving,
     relaxed,
 )
+from pipeline.planning.shapes import Topology
 from pipeline.planning.step_time import StepTime
-from pipeline.planning.topology import Topology
 
 ROOM, ROOMY = 10, 9
 """GiB of a GPU, and what advice uses of them if it can."""

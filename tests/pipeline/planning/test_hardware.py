@@ -14,7 +14,7 @@ from pipeline.commands.hardware_options import link
 from pipeline.doctor.report import MachineReport
 from pipeline.errors import UsageError
 from pipeline.planning.hardware import HardwareOptions, Rate, resolve_hardware, resolve_topology
-from pipeline.planning.topology import Topology
+from pipeline.planning.shapes import Topology
 
 GIB = 1 << 30
 RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"

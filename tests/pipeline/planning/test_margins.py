@@ -18,7 +18,7 @@ from pipeline.execution.memory_record import read_record, record_memory
 from pipeline.planning.forecast import Held
 from pipeline.planning.hardware import Hardware, Margins, margins_for
 from pipeline.planning.memory_plan import shortages
-from pipeline.planning.topology import Topology
+from pipeline.planning.shapes import Topology
 from tests.support.runs import context
 
 GIB = 1 << 30

@@ -12,8 +12,8 @@ from pipeline.contracts.training import TrainingLength
 from pipeline.planning.estimate import Work
 from pipeline.planning.forecast import Copies, Traffic
 from pipeline.planning.hardware import MEASURED, Hardware, Rate
+from pipeline.planning.shapes import Topology
 from pipeline.planning.step_time import ATTENTION, PRODUCTS, leaving, sent, speed, step_time
-from pipeline.planning.topology import Topology
 
 FOUR = Topology(ranks=4, local_ranks=4, device="cuda")
 WORK = Work(products=300.0, attention=50.0, again=50.0, moved=70.0)

@@ -11,7 +11,7 @@ import torch
 
 from pipeline import testing
 from pipeline.contracts.precision import Precision
-from pipeline.planning.topology import Topology
+from pipeline.planning.shapes import Topology
 from stages.optimizer.adamw import AdamW, Kernel, Moments
 from stages.optimizer.planner import AdamWPlanner
 

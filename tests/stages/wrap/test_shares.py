@@ -24,8 +24,7 @@ from pipeline.planning.forecast import (
     StrategyMemory,
 )
 from pipeline.planning.profile import Line, Part, Peak, Profile
-from pipeline.planning.shapes import ModelShape, OptimizerShape, Weight
-from pipeline.planning.topology import Topology
+from pipeline.planning.shapes import ModelShape, OptimizerShape, Topology, Weight
 from pipeline.planning.walk import AVERAGE, step_peaks
 from stages.average.ema import EmaAverage
 from stages.planners import EmaPlanner

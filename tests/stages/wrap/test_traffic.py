@@ -10,8 +10,7 @@ import pytest
 
 from pipeline import testing
 from pipeline.planning.planner import Planners
-from pipeline.planning.shapes import OptimizerShape
-from pipeline.planning.topology import Topology
+from pipeline.planning.shapes import OptimizerShape, Topology
 from tests.support.processes import run_ranks
 from tests.support.runs import tiny_model
 from tests.support.shapes import weights_alone

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.contracts.precision import Precision
 from pipeline.planning.forecast import Copies, Moment
-from pipeline.planning.shapes import ModelShape, OptimizerShape, Weight
-from pipeline.planning.topology import Topology
+from pipeline.planning.shapes import ModelShape, OptimizerShape, Topology, Weight
 from stages.wrap.axes import TensorParallel
 from stages.wrap.zero import OptimizerOffload, ParameterOffload, PlusPlus, Zero
 from stages.wrap.zero.memory import ZeroMemory
