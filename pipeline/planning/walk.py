@@ -79,10 +79,10 @@ def ranks_of(profile: Profile, share: StrategyMemory, microbatches: int) -> Sequ
         blocks=range(len(profile.model.blocks)), first=True, last=True, stays=False, memory=share,
         hidden=0, tokens=0,
     )  # fmt: skip
-    alone = PipelineRank(
+    single = PipelineRank(
         ranks=1, apart=1, stages=[whole], passes=passes, idle=0.0, microbatches=microbatches
     )
-    return share.pipeline(microbatches) or [alone]
+    return share.pipeline(microbatches) or [single]
 
 
 def stage_profiles(profile: Profile, rank: PipelineRank) -> list[Profile]:
@@ -181,9 +181,9 @@ class StepWalk:
     ) -> Iterator[list[Item]]:
         """Items of the running stage at each moment of a pass, with those of its micro-batch."""
         memory, profile = self._rank.stages[number].memory, self._profiles[number]
-        kept = Kept(self._after_inputs(number) if kind == "weights" else self._kept[number])
-        if kind not in ENDING:
-            kept.clear()
+        kept = Kept(self._kept[number] if kind in ("backward", "inputs") else {})
+        if kind == "weights":
+            kept = self._after_inputs(number)
         for event, unit in _events(kind, self._rank.stages[number]):
             if event == "reduce":  # the head's backward is over
                 kept[KEPT] += kept.pop(LOGITS, 0)
@@ -191,18 +191,18 @@ class StepWalk:
             items = [*self._held(memory, moment), *_items(kept)]
             left = memory.gradients(moment) if event == "backward" else Gradients(0, 0)
             for peak in part.peaks or (Peak(ZERO),):
-                yield [*items, *self._inside(peak, left, LOGITS if unit == "head" else "")]
+                yield [*items, *self._inside(peak, left, at_head=unit == "head")]
             if kind != "inputs" or unit == "head":  # the weights' half needs the rest
                 self._count(kept, part, unit)
             if kind == "inputs":
                 kept[DEFERRED] += part.deferred.at(self._samples)
 
-    def _inside(self, peak: Peak, left: Gradients, name: str) -> Iterator[Item]:
-        """Further items at a peak inside a part, under this name or the usual ones."""
+    def _inside(self, peak: Peak, left: Gradients, *, at_head: bool) -> Iterator[Item]:
+        """Further items at a peak inside a part."""
         size = peak.bytes.at(self._samples)
-        yield Item(name or COMPUTED, "device", max(size, 0))
+        yield Item(LOGITS if at_head else COMPUTED, "device", max(size, 0))
         # Memory freed meanwhile is part of what was kept.
-        yield Item(name or KEPT, "device", min(size, 0))
+        yield Item(LOGITS if at_head else KEPT, "device", min(size, 0))
         unreduced = left.kept * peak.arrived + left.passing * peak.newest
         yield Item(WHOLE_GRADIENTS, "device", round(unreduced))
 
