@@ -19,9 +19,8 @@ import torch
 from torch.profiler import record_function
 
 from pipeline import Data, DataAxis, MicroBatch, Progress, Sample, StageError, Unit
-from stages.batches.prefetch import Prefetch
+from stages.batches.prefetch import Prefetch, Transfer
 from stages.batches.samples import count_units, micro_batch, read
-from stages.batches.transfer import Transfer
 
 if TYPE_CHECKING:
     from stages.train.settings import BatchPlan
@@ -138,8 +137,10 @@ class Feed:
         self._behind = None if left is None else position + left * self._batch
         for number in range(len(self._shares(position))):
             began = time.perf_counter()
+            place = position, number
             with record_function(WAIT):
-                received, lengths = self._take((position, number))
+                ahead = self._ahead
+                received, lengths = self._prepare(place) if ahead is None else ahead.take(place)
                 batch = received()
             seconds = time.perf_counter() - began
             squares = sum(length * length for length in lengths)
@@ -168,9 +169,6 @@ class Feed:
             for number in range(first, count):
                 yield position, number
             position, first = position + self.count(position), 0
-
-    def _take(self, place: Place) -> Prepared:
-        return self._prepare(place) if self._ahead is None else self._ahead.take(place)
 
     def _prepare(self, place: Place) -> Prepared:
         position, number = place

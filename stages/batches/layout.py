@@ -31,8 +31,9 @@ def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> Mic
     packed = any("positions" in line for line in lines)
     columns = {name: one for line in lines for name, one in line.items() if name != "positions"}
     columns = columns or {"input_ids": np.zeros(0, np.int64), "labels": np.zeros(0, np.int64)}
+    filling = {**PADDING, "input_ids": pad_id}
     tokens: dict[str, Array] = {
-        name: np.full((*shape, *one.shape[1:]), _filling(name, pad_id), dtype=one.dtype)
+        name: np.full((*shape, *one.shape[1:]), filling.get(name, 0), dtype=one.dtype)
         for name, one in columns.items()
     }
     real = tokens["real"] = np.zeros(shape, dtype=np.bool_)
@@ -56,7 +57,9 @@ def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> Mic
         documents=[_lengths(row) for row in positions] if packed else None,
         size=sum(sample.documents for sample in samples),
     )
-    return batch if device.type == "cpu" else batch.changed(lambda one: _sent(one, device))
+    if device.type == "cuda":
+        return batch.changed(lambda one: one.pin_memory().to(device, non_blocking=True))
+    return batch.changed(lambda one: one.to(device))
 
 
 def _lines(sample: Sample) -> list[dict[str, Array]]:
@@ -73,10 +76,6 @@ def _lines(sample: Sample) -> list[dict[str, Array]]:
         {name: one[start:end] for name, one in columns.items()}
         for start, end in itertools.pairwise(edges)
     ]
-
-
-def _filling(name: str, pad_id: int) -> int:
-    return pad_id if name == "input_ids" else PADDING.get(name, 0)
 
 
 def _joined(columns: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
@@ -97,12 +96,6 @@ def _lengths(positions: Array) -> list[int]:
 
 def _tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(one)) for name, one in arrays.items()}
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
