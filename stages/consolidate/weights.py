@@ -25,7 +25,11 @@ def open_weights(address: str, *, verify: bool = True, average: str | None = Non
             f"{source.where} holds no {average} of the weights",
             hint="set weights: model in the consolidate slot",
         )
-    return CheckpointWeights(source, _identity(source, address, average or WEIGHT), average)
+    # A digest of the state and of what is read of it, the same wherever it lies. Where a format has
+    # no checksums, pieces of its files stand for them.
+    held = source.digest() or sampled(state_files(address))
+    facts = json.dumps([source.step, source.world_size, held, average or WEIGHT])
+    return CheckpointWeights(source, hashlib.sha256(facts.encode()).hexdigest(), average)
 
 
 class CheckpointWeights(Weights):
@@ -69,14 +73,6 @@ class CheckpointWeights(Weights):
         if name not in self._keys:
             raise CheckpointError(f"{self._source.where}: holds no tensor {name}")
         return self._keys[name]
-
-
-def _identity(source: StateSource, address: str, kind: str) -> str:
-    """Digest of the state and of what is read of it, the same wherever it lies. Where a format has
-    no checksums, pieces of its files stand for them."""
-    held = source.digest() or sampled(state_files(address))
-    facts = [source.step, source.world_size, held, kind]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def state_files(address: str) -> list[Path]:

@@ -80,8 +80,10 @@ class ModelScorer:
         found = self._complete(found)
         if request.total and columns:
             found["total"] = found["tokens"].sum()
-        if request.router is not None:
-            found["router"] = self._router(request.router)(output, own.real)
+        if (weight := request.router) is not None:
+            if weight not in self._routers:
+                self._routers[weight] = RouterLoss(self._model, weight)
+            found["router"] = self._routers[weight](output, own.real)
         return Scores(**found)
 
     def _of_logits(
@@ -103,8 +105,11 @@ class ModelScorer:
         if columns:
             scores = columns(local_part(flat), labels, _candidates(own, request), _shard(flat))
             found |= columns.named(scores.view(*own.labels.shape, -1))
+        elif request.total and isinstance(flat, DTensor):
+            found["total"] = -sharded_cross_entropy(flat, labels)
         elif request.total:
-            found["total"] = -_cross_entropy(flat, labels)
+            wide = flat.to(torch.float32)
+            found["total"] = -F.cross_entropy(wide, labels, ignore_index=NO_TARGET, reduction="sum")
         return found
 
     def _at_row_ends(self, logits: Tensor, whole: MicroBatch) -> Tensor:
@@ -133,11 +138,6 @@ class ModelScorer:
             for name, one in found.items()
         }
 
-    def _router(self, weight: Any) -> RouterLoss:
-        if weight not in self._routers:
-            self._routers[weight] = RouterLoss(self._model, weight)
-        return self._routers[weight]
-
 
 def _shard(logits: Tensor) -> VocabularyShard | None:
     """The shard of the head's outputs that this rank has; None for all."""
@@ -163,10 +163,3 @@ def _in_chunks(
 
 def _candidates(own: MicroBatch, request: ScoreRequest) -> Tensor | None:
     return own.tokens[request.candidates].flatten(0, 1) if request.candidates else None
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    if isinstance(logits, DTensor):
-        return sharded_cross_entropy(logits, labels)
-    wide = logits.to(torch.float32)
-    return F.cross_entropy(wide, labels, ignore_index=NO_TARGET, reduction="sum")

@@ -27,20 +27,17 @@ class LionOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; `closure` is not called."""
         for group in self.param_groups:
+            share, decay = group["betas"]
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    if "exp_avg" not in state:
-                        state["exp_avg"] = torch.zeros_like(parameter)
-                    _lion(parameter, parameter.grad, state["exp_avg"], group)
-
-
-def _lion(parameter: Tensor, gradient: Tensor, moment: Tensor, group: dict[str, Any]) -> None:
-    share, decay = group["betas"]
-    direction = gradient.lerp(moment, share).sign_()
-    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-    parameter.add_(direction, alpha=-group["lr"])
-    moment.lerp_(gradient, 1 - decay)
+                if (gradient := parameter.grad) is None:
+                    continue
+                state = self.state[parameter]
+                if "exp_avg" not in state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                direction = gradient.lerp(state["exp_avg"], share).sign_()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(direction, alpha=-group["lr"])
+                state["exp_avg"].lerp_(gradient, 1 - decay)
 
 
 class LowBitAdamW(Optimizer):
