@@ -76,29 +76,26 @@ def _problems(
     file, kind = stage.config, _kind(content)
     if "distributed_type" not in content:
         yield f"{file} is not an accelerate configuration: no distributed_type", ""
-    elif kind == "DEEPSPEED":
+        return
+    if kind == "DEEPSPEED":
         message = "distributed_type is DEEPSPEED: accelerate only hands the settings on to it"
         yield message, f"run `pipe import {file}`, which makes a recipe of them"
-    else:
-        if kind == "NO" and plan.procs > 1:
-            message = f"distributed_type NO is for one process, and there are {plan.procs}"
-            yield message, "set it to MULTI_GPU or MULTI_CPU"
-        yield from _untranslatable(Path(file).name, content)
-        if is_sharded(content):
-            yield from _sharding(content.get("fsdp_config") or {}, plan)
-        policy = plan.producer(stage, Precision)
-        if isinstance(policy, traits.DeclaresDtypes):
-            yield from _precision(content, policy)
-
-
-def _untranslatable(file: str, content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys that no recipe expresses: accelerate cannot add them to a recipe either."""
+        return
+    if kind == "NO" and plan.procs > 1:
+        message = f"distributed_type NO is for one process, and there are {plan.procs}"
+        yield message, "set it to MULTI_GPU or MULTI_CPU"
+    # Keys that no recipe expresses: accelerate cannot add them to a recipe either.
     unread = {"deepspeed_config"} | (set() if is_sharded(content) else SHARDING)
-    draft = Draft()
-    draft.read(file, {k: v for k, v in content.items() if k not in unread}, ACCELERATE)
+    name, draft = Path(file).name, Draft()
+    draft.read(name, {k: v for k, v in content.items() if k not in unread}, ACCELERATE)
     for entry in draft.entries:
         if entry.left_out:
-            yield f"{entry.key} in {file}: {entry.why or 'is not translated'}", entry.hint
+            yield f"{entry.key} in {name}: {entry.why or 'is not translated'}", entry.hint
+    if is_sharded(content):
+        yield from _sharding(content.get("fsdp_config") or {}, plan)
+    policy = plan.producer(stage, Precision)
+    if isinstance(policy, traits.DeclaresDtypes):
+        yield from _precision(content, policy)
 
 
 def _sharding(block: Mapping[str, Any], plan: PlanView) -> Iterator[tuple[str, str]]:

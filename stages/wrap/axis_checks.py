@@ -24,8 +24,11 @@ from stages.wrap.config_checks import config_problems
 def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     """Axes that do not divide the processes, or that nothing else allows."""
     yield from _pipeline_problems(stage, plan)
-    if getattr(stage, "tensor_parallel", None) is not None:
-        yield from _tensor_problems(stage, plan)
+    divides_layers = getattr(stage, "tensor_parallel", None) is not None
+    for model in declarations(stage, plan) if divides_layers else ():
+        if isinstance(model, traits.NeedsWholeWeights):
+            for message, hint in model.needs_whole_weights():
+                yield Problem(key="tensor_parallel", message=message, hint=hint)
     if axis_sizes(stage).get("context", 1) > 1:
         why = "of all tokens of a micro-batch, and a rank has a slice of them"
         yield from _router_problems("context_parallel", why, stage, plan)
@@ -39,13 +42,6 @@ def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
             yield Problem(key=f"{FIELDS[axis]}.size", message=message)
             return
         left //= size
-
-
-def _tensor_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
-    for model in declarations(stage, plan):
-        if isinstance(model, traits.NeedsWholeWeights):
-            for message, hint in model.needs_whole_weights():
-                yield Problem(key="tensor_parallel", message=message, hint=hint)
 
 
 def _expert_problems(block: ExpertParallel | None) -> Iterator[Problem]:

@@ -97,17 +97,14 @@ class Fsdp:
         yield from self._pipeline_problems()
         if self.shard_size is not None and self.sharding != "hybrid_shard":
             yield Problem(key="shard_size", message="only applies to hybrid_shard")
-        yield from self._shard_size_problems(plan)
-        if self.sharding == "no_shard" and self.cpu_offload:
-            yield Problem(key="cpu_offload", message="needs sharding", hint="use full_shard")
-
-    def _shard_size_problems(self, plan: PlanView) -> Iterator[Problem]:
         found = axes.Axes.of(self, plan.procs)
         both = 0 if found is None else found.data * found.context
         if self.shard_size is not None and both % self.shard_size:
             whole = "processes" if both == plan.procs else f"of {plan.procs} processes"
             message = f"{both} {whole} do not divide into groups of {self.shard_size}"
             yield Problem(key="shard_size", message=message)
+        if self.sharding == "no_shard" and self.cpu_offload:
+            yield Problem(key="cpu_offload", message="needs sharding", hint="use full_shard")
 
     def _pipeline_problems(self) -> Iterator[Problem]:
         block = self.pipeline_parallel

@@ -52,7 +52,9 @@ def build_pipeline(
     shape = _pipeline_plan(config, whole, mesh, precision, ctx.dist.device)
     if config.tensor_parallel is not None:
         resolve_plan(config.tensor_parallel, whole, blocks)
-    ranges = _ranges(whole, blocks, shape.count)
+    head = whole.get_input_embeddings().weight.numel()
+    block = sum(parameter.numel() for parameter in blocks[0].parameters())
+    ranges = layer_ranges(len(blocks), shape.count, head, block)
     stages: list[Stage] = []
 
     def make(module: nn.Module, *, number: int) -> None:
@@ -95,13 +97,6 @@ def _pipeline_plan(
         dtype=torch_dtype(precision.compute),
         device=device,
     )
-
-
-def _ranges(whole: Any, blocks: Sequence[nn.Module], stages: int) -> list[range]:
-    """Layers of each stage, by the elements of the model's weights."""
-    head = whole.get_input_embeddings().weight.numel()
-    block = sum(parameter.numel() for parameter in blocks[0].parameters())
-    return layer_ranges(len(blocks), stages, head, block)
 
 
 def _optimizers(

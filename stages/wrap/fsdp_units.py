@@ -77,7 +77,11 @@ class UnitDivider:
         _shard(config, early, self.data_mesh, self._precision)
         _shard(config, late, self.data_mesh, self._precision, reshard=False)
         _shard(config, [module], self.data_mesh, self._precision)
-        _look_up_once(units, ends[0])
+        if (embedding := ends[0]) in units:
+            # Backward does not gather it: the gradient of a table whose rows are looked up needs
+            # indices alone.
+            assert isinstance(embedding, FSDPModule)
+            embedding.set_unshard_in_backward(False)
         # Text does not pass through towers, so nothing gathers them ahead.
         _prefetch(config, [one for one in units if one not in towers], experts)
         self.units += [*experts, *units, module]
@@ -106,15 +110,6 @@ def _shard(
         fully_shard(
             unit, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=offload
         )
-
-
-def _look_up_once(units: Sequence[nn.Module], embedding: nn.Module | None) -> None:
-    """Keep backward from gathering the embedding: the gradient of a table whose rows are looked up
-    needs indices alone."""
-    for unit in units:
-        if unit is embedding:
-            assert isinstance(unit, FSDPModule)
-            unit.set_unshard_in_backward(False)
 
 
 def _average_over(unit: nn.Module, ranks: int, shards: int) -> None:
@@ -169,7 +164,10 @@ def choose_units(
     stays in the root, whose time covers both uses. Raises StageError if the recipe's choice finds
     none in this model, or separates tied weights.
     """
-    owners = _owners(module)
+    owners: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            owners[parameter].add(owner)
     if config.units == "block":
         units, what = list(blocks), "transformer blocks; name their classes in `units`"
     else:
@@ -211,14 +209,6 @@ def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         yield from _inner_first(child)
         yield child
-
-
-def _owners(module: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
-    owners: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
-    for owner in module.modules():
-        for parameter in owner.parameters(recurse=False):
-            owners[parameter].add(owner)
-    return owners
 
 
 def _closed(unit: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) -> bool:

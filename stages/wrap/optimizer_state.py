@@ -22,17 +22,19 @@ def start_state(optimizer: Optimizer, part: OptimizerPart) -> None:
     """Create every parameter's state as the optimizer's first step would, so that it can be saved
     and restored before there is one."""
     for group in optimizer.param_groups:
+        # torch's fused and capturable kernels read the count of updates on the device.
+        on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                count = {UPDATES: _zero(group, parameter)} if part.counts_updates else {}
-                optimizer.state[parameter] = count | _start(parameter.detach(), part)
-
-
-def _start(parameter: Tensor, part: OptimizerPart) -> dict[str, Tensor]:
-    if part.packing is None:
-        return {name: torch.zeros_like(parameter) for name in part.moments}
-    own = flat(parameter)
-    return part.packing.start(own, own.numel())
+            if optimizer.state[parameter]:
+                continue
+            if part.packing is None:
+                state = {name: torch.zeros_like(parameter.detach()) for name in part.moments}
+            else:
+                own = flat(parameter)
+                state = part.packing.start(own, own.numel())
+            place = parameter.device if on_device else torch.device("cpu")
+            count = torch.zeros((), dtype=torch.float32, device=place)
+            optimizer.state[parameter] = {UPDATES: count, **state} if part.counts_updates else state
 
 
 def read_moments(
@@ -52,13 +54,6 @@ def write_moments(
     if part.packing is not None:
         for name, values in moments.items():
             part.packing.pack(state, name, values)
-
-
-def _zero(group: Mapping[str, Any], parameter: nn.Parameter) -> Tensor:
-    """A count of 0, on the device for torch's fused and capturable kernels, which read it there."""
-    on_device = group.get("fused") or group.get("capturable")
-    device = parameter.device if on_device else torch.device("cpu")
-    return torch.zeros((), dtype=torch.float32, device=device)
 
 
 def updates(state: Mapping[str, Any], uncounted: int) -> int:
@@ -152,7 +147,9 @@ def require_zeros(part: OptimizerPart, device: torch.device) -> None:
     if part.packing is not None:
         return
     same = True
-    with contextlib.suppress(Exception), _own_random_numbers(device):
+    # The random numbers of training stay as they are.
+    fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with contextlib.suppress(Exception), fork:
         given, own = (_updated(part, device, started=started) for started in (True, False))
         same = all(torch.equal(given[name], own[name]) for name in given.keys() & own.keys())
     if not same:
@@ -160,11 +157,6 @@ def require_zeros(part: OptimizerPart, device: torch.device) -> None:
             f"{part.algorithm} does not begin with moments of zeros, and its stage says so",
             hint="describe them by a packing (StateCodec), whose `start` makes them",
         )
-
-
-def _own_random_numbers(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Leave the random numbers of training as they are."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def _updated(part: OptimizerPart, device: torch.device, *, started: bool) -> dict[str, Tensor]:

@@ -86,7 +86,7 @@ def _held(name: str, tensor: DTensor, place: Sequence[int] | None) -> tuple[list
     ranges: list[Ranges] = [[(0, size)] if size else [] for size in tensor.shape]
     cuts = list(_cuts(name, tensor, place))
     for dim, split, count, own in cuts:
-        chunks = _chunks(ranges[dim], split)
+        chunks = [_chunk(ranges[dim], split, number) for number in range(split)]
         ranges[dim] = _joined(part for chunk in chunks for part in _chunk(chunk, count, own))
     return ranges, {cut.dim for cut in cuts}
 
@@ -125,10 +125,6 @@ def _cuts(name: str, tensor: DTensor, place: Sequence[int]) -> Iterator[_Cut]:
         else:
             yield _Cut(dim, split, mesh.size(axis), own)
     yield from reversed(late)
-
-
-def _chunks(ranges: Ranges, count: int) -> list[Ranges]:
-    return [_chunk(ranges, count, number) for number in range(count)]
 
 
 def _chunk(ranges: Ranges, count: int, number: int) -> Ranges:

@@ -36,9 +36,8 @@ from pipeline.utils import HostCopy, local_part
 from stages.objectives.judge import StepSums
 from stages.wrap.build import dtype_names, named_parts, parameter_count
 from stages.wrap.compute_cast import installed_casts
-from stages.wrap.gradients import multiply, total_norm
+from stages.wrap.gradients import LossScaler, multiply, total_norm
 from stages.wrap.load_weights import flat, stored_tensors
-from stages.wrap.loss_scaling import LossScaler
 from stages.wrap.optimizer_groups import LivePart, grouped_state
 from stages.wrap.optimizer_state import (
     declared_state,
@@ -213,7 +212,8 @@ class TorchEngine(Engine):
     def state(self) -> EngineState:
         fixed = self._layout.fixed
         names = itertools.chain.from_iterable(group.parameters for group in fixed.groups)
-        counts = {name: self._updates_of(name) for name in names}
+        # Of those restored and those made since.
+        counts = {name: self._restored.get(name, 0) + self._applied for name in names}
         for name, own in self._layout.trained.items():
             counts[name] = updates(own.values, counts[name])
         return dataclasses.replace(
@@ -221,10 +221,6 @@ class TorchEngine(Engine):
             updates=counts,
             loss_scale=None if self.scaler is None else self.scaler.state,
         )
-
-    def _updates_of(self, name: str) -> int:
-        """Number of a parameter's updates, of those restored and those made since."""
-        return self._restored.get(name, 0) + self._applied
 
     def fragments(self) -> Iterator[Fragment]:
         yield from self._fragments(write=False)
@@ -261,11 +257,11 @@ class TorchEngine(Engine):
             start_state(optimizer, part)
         tensors = {name: one for part in self.parts for name, one in stored_tensors(part)}
         trained = dict(self._trained())
-        stored = []
-        for name, tensor in tensors.items():
-            found = tiles_of(name, tensor)
-            if found:
-                stored.append(_Stored(name, found, tensor, trained.get(name)))
+        stored = [
+            _Stored(name, found, tensor, trained.get(name))
+            for name, tensor in tensors.items()
+            if (found := tiles_of(name, tensor))
+        ]
         whole = self._whole or self.parts[0]
         fixed = grouped_state(whole, self.plan, named_parts(whole, self.parts))
         return _Layout(fixed, trained, stored)

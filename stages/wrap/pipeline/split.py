@@ -64,20 +64,16 @@ class AbsentBlock(Absent):
     def __init__(self, block: nn.Module, *, several: bool) -> None:
         super().__init__()
         self._several = several
-        _copy_facts(block, self)
+        # Numbers and words, such as the kind of a block's attention.
+        kinds = [kind for kind in type(block).__mro__ if kind not in nn.Module.__mro__]
+        for place in (*reversed(kinds), block):
+            for name, value in vars(place).items():
+                if isinstance(value, str | int | float) and not name.startswith("_"):
+                    setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = super().forward(*args, **kwargs)
         return (found, None) if self._several else found
-
-
-def _copy_facts(block: nn.Module, to: nn.Module) -> None:
-    """Copy numbers and words, such as the kind of a block's attention."""
-    kinds = [kind for kind in type(block).__mro__ if kind not in nn.Module.__mro__]
-    for place in (*reversed(kinds), block):
-        for name, value in vars(place).items():
-            if isinstance(value, str | int | float) and not name.startswith("_"):
-                setattr(to, name, value)
 
 
 class AbsentTable(Absent):
@@ -88,21 +84,15 @@ class AbsentTable(Absent):
         return numbers.new_zeros(*numbers.shape, 1)
 
 
-class StageInput(nn.Module):
+class StageInput(AbsentBlock):
     """In the place of the layer before a stage's first: returns what that layer returned on the
     stage before. Whatever the model computed before it is discarded."""
 
     received: Tensor | None = None
 
-    def __init__(self, block: nn.Module, *, several: bool) -> None:
-        """As AbsentBlock."""
-        super().__init__()
-        self._several = several
-        _copy_facts(block, self)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.received is not None
-        return (self.received, None) if self._several else self.received
+        return super().forward(self.received)
 
 
 def keep_layers(model: Any, layers: range) -> None:
@@ -149,7 +139,8 @@ def layer_list(model: Any) -> tuple[list[str], str, list[str]]:
     StageError where there is no one list of layers."""
     base = model.base_model
     refuse_type("pipeline_parallel", model.config)
-    parts = list(model.config.get_text_config().base_model_pp_plan or _parts(base))
+    weighted = [n for n, one in base.named_children() if any(True for _ in one.parameters())]
+    parts = list(model.config.get_text_config().base_model_pp_plan or weighted)
     lists = [part for part in parts if isinstance(getattr(base, part, None), nn.ModuleList)]
     if len(lists) != 1 or base is model or model.get_output_embeddings() is None:
         raise StageError(
@@ -167,11 +158,6 @@ def _source(function: Any) -> str:
         return ""
 
 
-def _parts(base: nn.Module) -> list[str]:
-    """Children that have weights."""
-    return [name for name, child in base.named_children() if any(True for _ in child.parameters())]
-
-
 def kept(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """The blocks that `keep_layers` left."""
-    return [block for block in blocks if not isinstance(block, Absent | StageInput)]
+    return [block for block in blocks if not isinstance(block, Absent)]

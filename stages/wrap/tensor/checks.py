@@ -22,7 +22,9 @@ def check_layers(
     for name, style in styles.items():
         if name in parameters:
             _check_parameter(name, parameters[name], style, size)
-        elif style == "moe_tp_experts" and _has_updates(modules[name]):
+        elif style == "moe_tp_experts" and any(
+            True for child in modules[name].children() for _ in child.parameters()
+        ):
             raise StageError(
                 f"{name}: updates of experts are not divided by tensor_parallel",
                 hint="leave experts out of the adapter's targets",
@@ -31,11 +33,6 @@ def check_layers(
             raise StageError(f"{name}: {style} is for embeddings, this is {_kind(modules[name])}")
         elif style in COLUMNS or style in ROWS:
             _check_linear(model, name, style, size, shared)
-
-
-def _has_updates(experts: nn.Module) -> bool:
-    inside = (one for child in experts.children() for one in child.parameters())
-    return any(True for _ in inside)
 
 
 def _kind(module: nn.Module) -> str:

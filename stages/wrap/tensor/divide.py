@@ -108,12 +108,17 @@ class _Installer:
                 self._install_style(name, self.modules[name], style)
         for number, region in enumerate(self.plan.regions.values()):
             self._install_region(region, number)
-        for name in self.plan.blocks:
-            self._install_random_block(self.modules[name])
+        blocks = [self.modules[name] for name in self.plan.blocks]
+        for block in blocks:
+            if self.plan.sequence and has_dropout(block):
+                _within(block, self.streams.own)
         for block in self.compiled:
             self._find_ahead(block)
         if self.plan.sequence:
-            self._install_ends()
+            change_input(blocks[0], lambda value: split(value, self.group, SEQUENCE))
+            change_output(
+                blocks[-1], lambda value: gather(value, self.group, SEQUENCE, summands=False)
+            )
 
     def _localize(self, name: str, module: nn.Module) -> None:
         prefix = f"{name}." if name else ""
@@ -226,15 +231,6 @@ class _Installer:
             return value
 
         change_output(module, switched)
-
-    def _install_random_block(self, block: nn.Module) -> None:
-        if self.plan.sequence and has_dropout(block):
-            _within(block, self.streams.own)
-
-    def _install_ends(self) -> None:
-        first, last = self.modules[self.plan.blocks[0]], self.modules[self.plan.blocks[-1]]
-        change_input(first, lambda value: split(value, self.group, SEQUENCE))
-        change_output(last, lambda value: gather(value, self.group, SEQUENCE, summands=False))
 
     def _region(self, name: str) -> Region | None:
         found = (r for n, r in self.plan.regions.items() if name == n or name.startswith(f"{n}."))

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from pipeline import StageError
-from stages.wrap.pipeline.split import Absent, StageInput
+from stages.wrap.pipeline.split import Absent
 from stages.wrap.tensor.checks import check_layers, check_ties
 from stages.wrap.tensor.compat import own_plan, sharded_dim
 from stages.wrap.tensor.layers import COLUMNS, ROWS, STYLES, SUMMED, layer_sizes, shared_heads
@@ -72,7 +72,7 @@ def resolve(
     styles = _styles(model, own_plan(model), patterns or {})
     names = {module: name for name, module in model.named_modules()}
     block_names = tuple(names[block] for block in blocks)
-    head = _head(model, names, styles)
+    head = names.get(getattr(model, "get_output_embeddings", lambda: None)())
     if sequence and not block_names:
         raise StageError("sequence: the model does not say which modules are its blocks")
     owners = owners_of(model, styles)
@@ -89,7 +89,7 @@ def resolve(
         summed=frozenset(_summed(model, owners, placements, block_names, regions, sequence)),
         blocks=block_names,
         regions=regions,
-        head=head,
+        head=head if styles.get(head or "") in COLUMNS else None,
         shared_heads=shared,
     )
 
@@ -102,7 +102,7 @@ def matches(pattern: str, name: str) -> bool:
 def _styles(
     model: nn.Module, own: Mapping[str, str], patterns: Mapping[str, str]
 ) -> dict[str, str]:
-    absent = [name for name, one in model.named_modules() if isinstance(one, Absent | StageInput)]
+    absent = [name for name, one in model.named_modules() if isinstance(one, Absent)]
     names = [name for name, _ in model.named_modules() if name not in absent]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, str] = {}
@@ -127,12 +127,6 @@ def _ends(names: Sequence[str], pattern: str) -> str:
     return f"of the model, which has {', '.join(like[:3])}, ..."
 
 
-def _head(model: Any, names: Mapping[nn.Module, str], styles: Mapping[str, str]) -> str | None:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    name = names.get(head) if head is not None else None
-    return name if styles.get(name or "") in COLUMNS else None
-
-
 def _regions(
     model: nn.Module,
     blocks: Sequence[str],
@@ -144,7 +138,9 @@ def _regions(
             name = f"{block}.{child}"
             inside = {n: s for n, s in styles.items() if n == name or n.startswith(f"{name}.")}
             divides = any(style not in ("replicate", SUMMED) for style in inside.values())
-            if not divides and _by_token(module):
+            # A module of no others, a norm, a dropout or a linear layer, treats each token by itself,
+            # so it may be given a part of the sequence.
+            if not divides and not any(True for _ in module.children()):
                 continue
             _check_region(name, inside)
             parameters = [f"{name}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
@@ -165,12 +161,6 @@ def _paired(model: nn.Module, inside: Mapping[str, str]) -> bool:
     sizes = [layer_sizes(model.get_submodule(n)) for n in columns]
     widths = {None if one is None else one[0] for one in sizes}
     return len(widths) == 1 and any(style in ROWS for style in inside.values())
-
-
-def _by_token(module: nn.Module) -> bool:
-    """Whether `module` is no more than a norm, a dropout or a linear layer: it treats each token by
-    itself, so it may be given a part of the sequence."""
-    return not any(True for _ in module.children())
 
 
 def _check_region(name: str, inside: Mapping[str, str]) -> None:

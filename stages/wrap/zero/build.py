@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import weakref
 from collections.abc import Mapping
@@ -87,8 +86,7 @@ def build(
         compat.lift_loss_scale_floor(live)
         passes = ModulePasses(live.module, model.scorer(live, group=group), ctx.dist, axes)
         engine = ZeroEngine(live, passes, precision, plan)
-        # Weakly, so that the engine's memory can be freed before the run ends.
-        ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
+        close_at_exit(ctx, engine)
         # Load masters and make parameters from them: masters that DeepSpeed makes from
         # parameters have lost what the compute dtype rounds off.
         load_weights(engine.master_shards(), reader, ctx)
@@ -167,9 +165,10 @@ def _tell_of_parameters(model: ModelSource, module: nn.Module) -> None:
             deepspeed.utils.set_z3_leaf_module(block, True)
 
 
-def _close(engine: weakref.ref[ZeroEngine]) -> None:
-    if (live := engine()) is not None:
-        live.close()
+def close_at_exit(ctx: Context, engine: Engine) -> None:
+    """Close an engine as the run ends; held weakly, so that its memory can be freed before."""
+    close = weakref.WeakMethod(engine.close)
+    ctx.on_exit(lambda: (live := close()) and live())
 
 
 def _expected(

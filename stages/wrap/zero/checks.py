@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 def problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
     """Every problem of `stage`, keys relative to it."""
     yield from _stage_problems(stage)
-    policy = plan.producer(stage, Precision)
+    policy, master = plan.producer(stage, Precision), "fp32"
     if isinstance(policy, traits.DeclaresDtypes):
+        master = policy.master
         for wrong, key, message, hint in _precision_rows(stage, policy):
             if wrong:
                 yield Problem(key=key, message=message, hint=hint)
@@ -26,7 +27,9 @@ def problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
         yield from _selective_problems(stage, plan)
     if stage.plus_plus is not None:
         yield from _plus_plus_problems(stage, stage.plus_plus, plan)
-    yield from _rule_problems(stage, plan)
+    optimizer = plan.producer(stage, OptimizerPlan)
+    if isinstance(optimizer, traits.DeclaresRules):
+        yield from rule_problems(stage, master, optimizer.update_rules())
     yield from extra_problems(stage.extra)
 
 
@@ -114,14 +117,6 @@ def _selective_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
                 "operations of forward one by one, and stage 3 gathers parameters in between",
                 hint="set keep: nothing there, or stage: 2",
             )
-
-
-def _rule_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
-    """Rules of the optimizer slot that DeepSpeed cannot run as the recipe asks."""
-    policy, optimizer = plan.producer(stage, Precision), plan.producer(stage, OptimizerPlan)
-    master = policy.master if isinstance(policy, traits.DeclaresDtypes) else "fp32"
-    if isinstance(optimizer, traits.DeclaresRules):
-        yield from rule_problems(stage, master, optimizer.update_rules())
 
 
 def rule_problems(stage: Zero, master: str, rules: Sequence[UpdateRule]) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -63,7 +63,8 @@ class ZeroEngine(Engine):
         factor = self.passes.axes.data * self.passes.axes.context
         backward = functools.partial(self.deepspeed.backward, scale_wrt_gas=False)
         sums = StepSums(objective, self.device, counts, factor=factor)
-        return self.passes.train(batches, sums, _nothing, backward)
+        # Nothing surrounds a micro-batch: DeepSpeed reduces gradients as they come.
+        return self.passes.train(batches, sums, lambda last: nullcontext(), backward)
 
     def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
         return self.passes.evaluate(batches, measure)
@@ -155,11 +156,6 @@ class ZeroEngine(Engine):
             del self.passes, self.parts, self._state
             live.destroy()
             compat.forget_groups()
-
-
-def _nothing(last: bool) -> AbstractContextManager[None]:
-    """Surround a micro-batch: DeepSpeed reduces gradients as they come."""
-    return nullcontext()
 
 
 class StepVeto:

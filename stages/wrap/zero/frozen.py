@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,7 @@ from stages.wrap.optimizer_state import fixed_state
 from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_engine import TorchEngine
 from stages.wrap.zero import compat
-from stages.wrap.zero.build import make_module
+from stages.wrap.zero.build import close_at_exit, make_module
 from stages.wrap.zero.config import generate
 from stages.wrap.zero.state import frozen_fragments, frozen_shards
 from stages.wrap.zero.tensor_parallel import ZeroDivider
@@ -48,16 +46,11 @@ def build_frozen(
                 )
         passes = ModulePasses(module, model.scorer(live, group=group), ctx.dist, axes)
         engine = FrozenZeroEngine(live, passes, [], precision, plan)
-        ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
+        close_at_exit(ctx, engine)
         load_weights(frozen_shards(module, engine.zero), reader, ctx)
     expected = {"world_size": ctx.dist.world_size, "compute": [precision.compute]}
     verify_engine(ctx, engine, expected)
     return engine
-
-
-def _close(engine: weakref.ref[FrozenZeroEngine]) -> None:
-    if (live := engine()) is not None:
-        live.close()
 
 
 class FrozenZeroEngine(TorchEngine):

@@ -104,7 +104,9 @@ class ZeroState:
         yield from self._trained(write=True, counts=state.updates)
         yield from frozen_fragments(self._live.module, self._live.optimizer)
         compat.restore_bias_correction(self._live)
-        self._set_loss_scale(state.loss_scale)
+        scaler, saved = compat.loss_scaler(self._live), state.loss_scale
+        if scaler is not None and saved is not None:
+            compat.set_loss_scale(scaler, saved.scale, saved.good_steps % self._growth_interval)
 
     def sync_compute_weights(self) -> None:
         """See `Engine.sync_compute_weights`."""
@@ -164,11 +166,6 @@ class ZeroState:
             return None
         good = compat.steps_since_overflow(scaler) % self._growth_interval
         return LossScale(scale=float(scaler.cur_scale), good_steps=good)
-
-    def _set_loss_scale(self, saved: LossScale | None) -> None:
-        scaler = compat.loss_scaler(self._live)
-        if scaler is not None and saved is not None:
-            compat.set_loss_scale(scaler, saved.scale, saved.good_steps % self._growth_interval)
 
 
 def frozen_fragments(module: nn.Module, zero: Any) -> Iterator[Fragment]:
