@@ -27,7 +27,7 @@ from pipeline.planning import (
 )
 from stages.adapter.lora import Lora
 from stages.average.ema import ELEMENT, EmaAverage
-from stages.checkpoint.settings import CheckpointSettings
+from stages.checkpoint.sharded import CheckpointSettings
 from stages.data.chat import ChatData
 from stages.export.safetensors import ExportSafetensors
 from stages.model.trained import TrainedModel

@@ -4,11 +4,102 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pipeline import PlanView, Problem
+from annotated_types import Ge, Gt
+
+from pipeline import Checkpoints, Context, Engine, ModelSource, PlanView, Problem
 from pipeline.utils import address_problems, path_problems
-from stages.checkpoint.settings import CheckpointSettings
+from stages.periods import Period, epoch_problems
+from stages.wires import mixed_problems
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint import CheckpointManager, Retention
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """When to save, what to keep, and how to begin."""
+
+    format: ClassVar[str]
+    """Name of the format of the checkpoints, canonical or full."""
+
+    every: Period | None = None
+    """Steps between checkpoints, or a part of an epoch: `0.25 epochs`, `1/3 epochs`. A part of an
+    epoch is saved after the step that completes it. Null saves only at the end."""
+
+    keep: Annotated[int, Gt(0)] | None = 2
+    """Newest checkpoints to keep; null keeps all."""
+
+    keep_every: Annotated[int, Gt(0)] | None = None
+    """Keep for good the checkpoints whose step is a multiple of this."""
+
+    keep_best: Annotated[int, Ge(0)] = 0
+    """Number of checkpoints with the lowest held-out loss to keep as well. If it is not 0, one is
+    saved after every evaluation with the lowest loss so far, regardless of `every`."""
+
+    asynchronous: bool = True
+    """Write while training continues, from a copy of the state on a GPU. For state in host memory,
+    the next update waits until all but 1 GiB per rank is in files. false makes training wait until
+    the checkpoint is on disk, and makes no copy."""
+
+    start_from: str | None = None
+    """A checkpoint (folder or address), or a run, whose newest it is, to start a new run from;
+    ignored once the run has its own."""
+
+    folder: str | None = None
+    """Path, or for checkpoint.sharded an address (`s3://bucket/folder`), to which the run's
+    name is added: a run of the same name continues from there. null: the run's own folder."""
+
+    @property
+    def retention(self) -> Retention:
+        """Rules of which checkpoints to keep."""
+        from pipeline.checkpoint import Retention
+
+        return Retention(last=self.keep, every=self.keep_every, best=self.keep_best)
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        yield from address_problems("start_from", self.start_from)
+        path = self.start_from
+        if path is not None and "://" not in path and not Path(path).expanduser().exists():
+            message = f"{path} does not exist here, and a new run needs it"
+            yield Problem(key="start_from", message=message, warning=True)
+        yield from mixed_problems(self, plan)
+        yield from epoch_problems(plan.readers(self), plan, every=self.every)
+        if self.keep_every is not None and isinstance(self.every, str):
+            message = f"counts steps, and `every` counts epochs ({self.every}): they rarely meet"
+            hint = "give `every` a number of steps too, or keep all: keep: null"
+            yield Problem(key="keep_every", message=message, hint=hint)
+
+    def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
+        return self._open(ctx, engine, model)
+
+    def _open(self, ctx: Context, engine: Engine, model: ModelSource | None) -> CheckpointManager:
+        from pipeline.checkpoint import FULL, SHARDED, CheckpointManager, address
+
+        return CheckpointManager(
+            ctx=ctx,
+            engine=engine,
+            frozen_base=frozenset(model.frozen_base if model else ()),
+            address=address(ctx.run_dir, self.folder, ctx.training),
+            file_layout=FULL if self.format == "full" else SHARDED,
+            every=self.every,
+            retention=self.retention,
+            asynchronous=self.asynchronous,
+            start_from=self.start_from,
+        )
+
+    def run_dry(
+        self, ctx: Context, engine: Engine, model: ModelSource | None = None
+    ) -> Checkpoints:
+        """Checkpoints beside the run's own, which are gone when the dry run ends."""
+        made = replace(self, start_from=None)._open(ctx, engine, model)
+        if ctx.dist.is_main:
+            made.discard()  # those that a failed dry run has left
+            ctx.on_exit(made.discard)
+        ctx.dist.barrier()
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)

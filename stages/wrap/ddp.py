@@ -11,8 +11,7 @@ from annotated_types import Gt
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
 from stages.wrap import axes
 from stages.wrap.axes import ContextParallel
-from stages.wrap.axis_checks import axis_problems
-from stages.wrap.config_checks import gradient_problems
+from stages.wrap.axis_checks import axis_problems, gradient_problems
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,7 @@ def build(
     """Shard units then the root on the meta device; each rank materializes and loads its shards."""
     axes, model = required(config, ctx.dist.world_size), source_of(model, plan)
     with with_values():
-        mesh = make_mesh(config, ctx, axes)
-        experts = make_expert_mesh(config, ctx, axes)
+        mesh, experts = _meshes(config, ctx, axes)
     divider = UnitDivider(config, model, precision, mesh, experts)
     engine: FsdpEngine
     if axes.pipeline > 1:
@@ -62,26 +61,20 @@ def build(
     return engine
 
 
-def make_mesh(config: Fsdp, ctx: Context, axes: Axes) -> DeviceMesh:
-    """The mesh of the parameters. Raises StageError for shards that do not divide the ranks."""
-    both = axes.data * axes.context
+def _meshes(config: Fsdp, ctx: Context, axes: Axes) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The mesh of the parameters, and of experts, None if they are not divided. Raises StageError
+    for shards that do not divide the ranks, or do not divide among the ranks of experts."""
+    both, device = axes.data * axes.context, ctx.dist.device.type
     shards = config.shards(axes, ctx.dist.local_world_size)
     if both % shards:
         raise StageError(f"{both} processes do not divide into shard groups of {shards}")
     warn_of_slow_groups(ctx, axes)
-    return parameter_mesh(axes, ctx.dist.device.type, shards)
-
-
-def make_expert_mesh(config: Fsdp, ctx: Context, axes: Axes) -> DeviceMesh | None:
-    """The mesh of experts that are divided; None if they are not. Raises StageError for ranks that
-    do not divide."""
-    asked = config.expert_parallel
+    mesh, asked = parameter_mesh(axes, device, shards), config.expert_parallel
     if asked is None or asked.size == 1:
-        return None
-    shards = config.shards(axes, ctx.dist.local_world_size)
+        return mesh, None
     if shards % asked.size:
         raise StageError(f"expert_parallel: {shards} shards do not divide among {asked.size} ranks")
-    return expert_mesh(axes, ctx.dist.device.type, shards, asked.size)
+    return mesh, expert_mesh(axes, device, shards, asked.size)
 
 
 def mesh_facts(config: Fsdp, mesh: DeviceMesh) -> dict[str, int]:

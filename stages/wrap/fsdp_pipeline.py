@@ -25,8 +25,7 @@ from stages.wrap.context.attention import divide_sequence
 from stages.wrap.fsdp_engine import FsdpEngine, places
 from stages.wrap.fsdp_units import UnitDivider
 from stages.wrap.optimizer_groups import LivePart, build_optimizers
-from stages.wrap.pipeline.passes import PipelinePasses
-from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
+from stages.wrap.pipeline.schedule import Pipeline, PipelinePasses, PipelinePlan, Stage
 from stages.wrap.pipeline.split import is_tied, keep_layers, layer_ranges
 from stages.wrap.pipeline.ties import TiedEmbedding
 from stages.wrap.tensor.divide import resolve_plan

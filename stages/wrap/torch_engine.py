@@ -83,7 +83,7 @@ class _Layout(NamedTuple):
 
     fixed: EngineState
     trained: dict[str, _State]
-    """Optimizer state of every trained parameter, by its name."""
+    """Optimizer state of every trained parameter that has elements, by its name."""
     tensors: list[_Stored]
 
 
@@ -256,7 +256,18 @@ class TorchEngine(Engine):
         for _, part, optimizer in self.optimizers:
             start_state(optimizer, part)
         tensors = {name: one for part in self.parts for name, one in stored_tensors(part)}
-        trained = dict(self._trained())
+        owners = {
+            parameter: (part, optimizer)
+            for _, part, optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        trained = {
+            name: _State(*owners[one], one)
+            for part in self.parts
+            for name, one in part.named_parameters()
+            if one.requires_grad and one.numel()
+        }
         stored = [
             _Stored(name, found, tensor, trained.get(name))
             for name, tensor in tensors.items()
@@ -286,16 +297,3 @@ class TorchEngine(Engine):
                 )
             if write and state is not None:
                 write_moments(values, state.part, moments)
-
-    def _trained(self) -> Iterator[tuple[str, _State]]:
-        """Name and optimizer state of every trained parameter that has elements."""
-        owners = {
-            parameter: (part, optimizer)
-            for _, part, optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        named = (each for part in self.parts for each in part.named_parameters())
-        for name, parameter in named:
-            if parameter.requires_grad and parameter.numel():
-                yield name, _State(*owners[parameter], parameter)

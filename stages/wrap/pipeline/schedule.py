@@ -7,24 +7,30 @@ The last stage computes scores and loss in its forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from pipeline import MicroBatch, Scorer
-from stages.model.documents_compat import flash_documents
-from stages.wrap.axes import FOLDED, least_microbatches
+from pipeline import DistContext, LossParts, Measure, MicroBatch, Scorer
+from stages.batches.layout import equal_shapes
+from stages.model.documents_compat import flash_documents, known_documents
+from stages.objectives.judge import StepSums, measured
+from stages.wrap.axes import FOLDED, Axes, least_microbatches
+from stages.wrap.passes import Around, Backward, Passes, evaluating
 from stages.wrap.pipeline import compat
 from stages.wrap.pipeline.split import StageInput, stages_of
 
 ONE_STAGE = ("GPipe", "1F1B")
 """Schedules of one stage a rank; the others have two or more."""
+EVALUATED = 4
+"""Micro-batches for each stage that an evaluation passes on at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,31 +164,81 @@ class Pipeline:
         return self._made[1]
 
     def _make(self, count: int, samples: int, length: int) -> Any:
-        stages = [
-            self._torch_stage(stage, number, samples, length)
-            for stage, number in zip(self._stages, self._plan.own(), strict=True)
-        ]
-        given = stages[0] if self._plan.schedule in ONE_STAGE else stages
-        kind = get_schedule_class(self._plan.schedule)
-        return kind(given, count, loss_fn=lambda loss, _: loss, scale_grads=False)
-
-    def _torch_stage(self, stage: Stage, number: int, samples: int, length: int) -> PipelineStage:
         plan = self._plan
         ids = torch.empty(samples, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(
             samples, length, plan.width, dtype=plan.dtype, device="meta", requires_grad=True
         )
         loss = torch.empty((), device="meta", requires_grad=True)
-        made = PipelineStage(
-            stage.module,
-            number,
-            plan.count,
-            plan.device,
-            # Stated, so that nobody runs the model for its shapes and sends them as pickles.
-            input_args=ids if number == 0 else hidden,
-            output_args=loss if number == plan.count - 1 else hidden,
-            group=plan.group,
-        )
-        compat.mend_halves(made)
-        compat.number_passes(made, stage)
-        return made
+        stages = []
+        for stage, number in zip(self._stages, plan.own(), strict=True):
+            made = PipelineStage(
+                stage.module,
+                number,
+                plan.count,
+                plan.device,
+                # Stated, so that nobody runs the model for its shapes and sends them as pickles.
+                input_args=ids if number == 0 else hidden,
+                output_args=loss if number == plan.count - 1 else hidden,
+                group=plan.group,
+            )
+            compat.mend_halves(made)
+            compat.number_passes(made, stage)
+            stages.append(made)
+        kind = get_schedule_class(plan.schedule)
+        given: Any = stages[0] if plan.schedule in ONE_STAGE else stages
+        return kind(given, count, loss_fn=lambda loss, _: loss, scale_grads=False)
+
+
+class PipelinePasses(Passes):
+    """Runs all micro-batches of a step at once; `parts` are this rank's stages."""
+
+    def __init__(
+        self, pipeline: Pipeline, parts: Sequence[nn.Module], dist: DistContext, axes: Axes
+    ) -> None:
+        super().__init__(parts, dist, axes)
+        self._pipeline = pipeline
+
+    def train(
+        self, batches: Iterable[MicroBatch], sums: StepSums, around: Around, backward: Backward
+    ) -> LossParts:
+        even = self._even(batches)
+
+        def loss(scorer: Scorer, number: int, inputs: Mapping[str, Tensor]) -> Tensor:
+            whole, own = even[number]
+            return sums.judge(scorer, own, whole, **inputs)
+
+        with known_documents(*(own for _, own in even)):
+            self._pipeline.run(even, loss)
+        return sums.part(counted=self.counts_rows)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
+        rest, size = iter(batches), EVALUATED * self.axes.pipeline
+        with evaluating(self.parts):
+            while some := list(itertools.islice(rest, size)):
+                found = self._measured(self._even(some), measure)
+                yield from (found.get(number) for number in range(len(some)))
+
+    def _measured(self, even: Sequence[Passed], measure: Measure) -> dict[int, Tensor]:
+        """The rows of each micro-batch that are this rank's to give."""
+        found: dict[int, Tensor] = {}
+
+        def rows(scorer: Scorer, number: int, inputs: Mapping[str, Tensor]) -> Tensor:
+            whole, own = even[number]
+            found[number] = measured(measure, scorer, own, whole, **inputs)
+            return torch.zeros((), device=self.device)
+
+        with known_documents(*(own for _, own in even)):
+            self._pipeline.run(even, rows)
+        return found if self.counts_rows else {}
+
+    @property
+    def counts_rows(self) -> bool:
+        return super().counts_rows and self._pipeline.ends_here
+
+    def _even(self, batches: Iterable[MicroBatch]) -> list[Passed]:
+        """The micro-batches and this rank's part of each, all of one shape."""
+        given = list(batches)
+        even = equal_shapes(given, self._pipeline.least(len(given)))
+        return [self.laid_out(one) for one in even]

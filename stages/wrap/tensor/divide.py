@@ -44,10 +44,24 @@ def divide_layers(
     *,
     late: bool = False,
 ) -> None:
-    """Divide `model`, on the meta device, as a recipe asks for it; `compiled` modules have compiled
-    forward methods, and `late` parameters are there no earlier than the modules that have them run.
-    Raises StageError for a model that does not divide so."""
-    parallelize(model, mesh, resolve_plan(config, model, blocks), compiled, late=late)
+    """Divide `model`, whose parameters are on the meta device, over the one axis `mesh`, in place,
+    as a recipe asks for it; `compiled` modules have compiled forward methods, and `late` parameters
+    are there no earlier than the modules that have them run. Raises StageError for a model that
+    does not divide so.
+
+    Every parameter becomes a DTensor on `mesh`, tied ones stay one object; its elements are not
+    communicated. The forward takes the same tokens on every rank, and returns logits that are a
+    DTensor sharded by the vocabulary if the plan divides the output layer, else complete. With
+    `sequence` the length has to divide among the ranks.
+
+    Gradients are those of a loss that every rank computes alike: parts where weights are divided,
+    complete and equal on all ranks where they are not.
+    """
+    plan = resolve_plan(config, model, blocks)
+    if mesh.size() != plan.size:
+        raise ValueError(f"a plan for {plan.size} ranks on a mesh of {mesh.size()}")
+    place_parameters(model, mesh, plan.placements)
+    _Installer(model, mesh, plan, compiled, late=late).install()
 
 
 def resolve_plan(
@@ -57,30 +71,6 @@ def resolve_plan(
     divide so."""
     refuse_type("tensor_parallel", model.config)
     return resolve(model, blocks, size=config.size, patterns=config.plan, sequence=config.sequence)
-
-
-def parallelize(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    plan: TensorPlan,
-    compiled: Sequence[nn.Module] = (),
-    *,
-    late: bool = False,
-) -> None:
-    """Divide `model`, whose parameters are on the meta device, over the one axis `mesh`, in place.
-
-    Every parameter becomes a DTensor on `mesh`, tied ones stay one object; its elements are not
-    communicated. The forward takes the same tokens on every rank, and returns logits that are a
-    DTensor sharded by the vocabulary if the plan divides the output layer, else complete. With
-    `plan.sequence` the length has to divide among the ranks.
-
-    Gradients are those of a loss that every rank computes alike: parts where weights are divided,
-    complete and equal on all ranks where they are not.
-    """
-    if mesh.size() != plan.size:
-        raise ValueError(f"a plan for {plan.size} ranks on a mesh of {mesh.size()}")
-    place_parameters(model, mesh, plan.placements)
-    _Installer(model, mesh, plan, compiled, late=late).install()
 
 
 class _Installer:
@@ -129,21 +119,18 @@ class _Installer:
         if entry in self.plan.shared_heads:
             if ".lora_A." not in f"{name}.":
                 hidden = share_heads(module, self.mesh, self.plan.shared_heads[entry])
-            self._share_keys(entry)
+            attention: Any = self.modules[entry.rpartition(".")[0]]
+            if not getattr(attention, "keys_are_shared", False):
+                keys = self.plan.shared_heads[entry]
+                queries = attention.num_key_value_groups * keys // self.plan.size
+                attention.num_key_value_groups = queries
+                attention.keys_are_shared = True
         elif "bias" in own and self.plan.styles.get(entry) in ROWS:
             hidden = {"bias": _no_bias}
         self.locals[module] = use_local_parameters(module, self.group, summed, hidden)
 
     def _find_ahead(self, module: nn.Module) -> None:
         find_ahead(module, {one: self.locals[one] for one in module.modules()})
-
-    def _share_keys(self, name: str) -> None:
-        attention: Any = self.modules[name.rpartition(".")[0]]
-        if not getattr(attention, "keys_are_shared", False):
-            keys = self.plan.shared_heads[name]
-            queries = attention.num_key_value_groups * keys // self.plan.size
-            attention.num_key_value_groups = queries
-            attention.keys_are_shared = True
 
     def _entry(self, name: str) -> str:
         """The entry of the plan that a module is, or is in; empty if there is none."""

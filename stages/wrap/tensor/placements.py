@@ -1,13 +1,14 @@
-"""The part of each parameter that a tensor-parallel rank has, as a placement of DTensor."""
+"""The part of each parameter that a tensor-parallel rank has: as a placement of DTensor, and as a
+plain tensor for strategies that cannot hold DTensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -73,25 +74,33 @@ def _placement(name: str, parameter: nn.Parameter, owner: Owner) -> Any:
 
 def place_parameters(model: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Any]) -> None:
     """Replace each parameter on the meta device by a DTensor, also on the meta device."""
+
+    def sharded(name: str, whole: nn.Parameter) -> Tensor:
+        shape, stride = whole.shape, whole.stride()
+        part = torch.empty(
+            local_shape(shape, placements[name], mesh), dtype=whole.dtype, device="meta"
+        )
+        return DTensor.from_local(
+            part, mesh, [placements[name]], run_check=False, shape=shape, stride=stride
+        )
+
+    replace_parameters(model, sharded)
+
+
+def replace_parameters(module: nn.Module, changed: Callable[[str, nn.Parameter], Tensor]) -> None:
+    """Replace each parameter by what `changed` makes of its name and itself: one of other values,
+    or a parameter. Tied ones stay one object."""
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        owner, _, leaf = name.rpartition(".")
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if parameter not in made:
-            part = torch.empty(
-                local_shape(parameter.shape, placements[name], mesh),
-                dtype=parameter.dtype,
-                device="meta",
+            value = changed(name, parameter)
+            made[parameter] = (
+                value
+                if isinstance(value, nn.Parameter)
+                else nn.Parameter(value, requires_grad=parameter.requires_grad)
             )
-            sharded = DTensor.from_local(
-                part,
-                mesh,
-                [placements[name]],
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            made[parameter] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-        model.get_submodule(owner)._parameters[leaf] = made[parameter]
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._parameters[leaf] = made[parameter]
 
 
 def local_shape(shape: torch.Size, placement: Any, mesh: DeviceMesh) -> torch.Size:
@@ -102,3 +111,36 @@ def local_shape(shape: torch.Size, placement: Any, mesh: DeviceMesh) -> torch.Si
     parts = packed_parts(placement)
     own = len(own_chunk(shape[dim] // parts, mesh)) * parts
     return torch.Size([*shape[:dim], own, *shape[dim + 1 :]])
+
+
+Wholes = Mapping[str, DTensor]
+"""Name of each parameter -> the DTensor that it was, on the meta device."""
+
+
+def take_parts(module: nn.Module) -> Wholes:
+    """Replace each parameter, a DTensor on the meta device, by this rank's part of it, also on the
+    meta device. Tied ones stay one object."""
+    wholes: dict[str, DTensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        assert isinstance(parameter.data, DTensor)
+        wholes[name] = parameter.data
+    replace_parameters(module, lambda _, parameter: parameter.data.to_local())  # type: ignore[attr-defined]
+    return wholes
+
+
+def mark(module: nn.Module, wholes: Wholes) -> None:
+    """Let parameters say what they are a part of (`whole_of`)."""
+    parameter: Any
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        parameter.part_of = wholes[name]
+
+
+def whole_of(tensor: Tensor) -> DTensor | None:
+    """The tensor on the meta device that a parameter is this rank's part of; None for others."""
+    whole: DTensor | None = getattr(tensor, "part_of", None)
+    return whole
+
+
+def is_divided(whole: DTensor) -> bool:
+    """Whether ranks have different parts of it."""
+    return any(sharded_dim(placement) is not None for placement in whole.placements)

@@ -17,9 +17,17 @@ from torch import nn
 
 from pipeline import StageError
 from stages.wrap.pipeline.split import Absent
-from stages.wrap.tensor.checks import check_layers, check_ties
 from stages.wrap.tensor.compat import own_plan, sharded_dim
-from stages.wrap.tensor.layers import COLUMNS, ROWS, STYLES, SUMMED, layer_sizes, shared_heads
+from stages.wrap.tensor.layers import (
+    COLUMNS,
+    ROWS,
+    STYLES,
+    SUMMED,
+    check_layers,
+    check_ties,
+    layer_sizes,
+    shared_heads,
+)
 from stages.wrap.tensor.placements import Owner, owners_of, placements_of
 
 
@@ -138,8 +146,8 @@ def _regions(
             name = f"{block}.{child}"
             inside = {n: s for n, s in styles.items() if n == name or n.startswith(f"{name}.")}
             divides = any(style not in ("replicate", SUMMED) for style in inside.values())
-            # A module of no others, a norm, a dropout or a linear layer, treats each token by itself,
-            # so it may be given a part of the sequence.
+            # A norm, a dropout or a linear layer treats each token by itself, so it may be given a
+            # part of the sequence.
             if not divides and not any(True for _ in module.children()):
                 continue
             _check_region(name, inside)

@@ -36,7 +36,7 @@ from stages.wrap.load_weights import load_weights
 from stages.wrap.optimizer_groups import groups_of
 from stages.wrap.optimizer_state import require_zeros
 from stages.wrap.passes import ModulePasses
-from stages.wrap.tensor.plain import is_divided, replace_parameters, whole_of
+from stages.wrap.tensor.placements import is_divided, replace_parameters, whole_of
 from stages.wrap.zero import compat
 from stages.wrap.zero.checks import rule_problems
 from stages.wrap.zero.config import generate
@@ -142,7 +142,7 @@ def _partition(
     process holds more of the model than its part and one whole tensor."""
     partition = compat.partitioner(config, None if divider is None else divider.groups)
 
-    def partitioned(parameter: nn.Parameter) -> nn.Parameter:
+    def partitioned(_: str, parameter: nn.Parameter) -> nn.Parameter:
         empty = torch.empty_like(parameter, device=device, dtype=compute)
         made = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         partition(made)
@@ -194,13 +194,11 @@ def _expected(
 def _optimizer(stage: Zero, plan: OptimizerPlan, module: nn.Module) -> Optimizer:
     """The optimizer over the module's parameters, before DeepSpeed takes it apart."""
     axes = required(stage, torch.distributed.get_world_size())
-    (part,), (own,) = (
-        plan.parts,
-        plan.divide(
-            one._replace(shape=compat.full_shape(one.parameter), shard=_shard(one.parameter, axes))
-            for one in named_parameters(module)
-        ),
+    named = (
+        one._replace(shape=compat.full_shape(one.parameter), shard=_shard(one.parameter, axes))
+        for one in named_parameters(module)
     )
+    (part,), (own,) = plan.parts, plan.divide(named)
     groups = groups_of(part, own)
     if not uses_cpu_adam(stage, part.algorithm):
         for one in own[:1]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import DistContext, OptimizerPart
-from stages.wrap.tensor.plain import whole_of
+from stages.wrap.tensor.placements import whole_of
 from stages.wrap.zero.operators_compat import keep_operators
 
 

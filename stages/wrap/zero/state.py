@@ -30,7 +30,7 @@ from stages.wrap.optimizer_state import (
     write_moments,
 )
 from stages.wrap.shards import part_of, tiles_of
-from stages.wrap.tensor.plain import whole_of
+from stages.wrap.tensor.placements import whole_of
 from stages.wrap.zero import compat
 from stages.wrap.zero.partitions import (
     FlatMaster,

@@ -17,7 +17,7 @@ from pipeline import Context, ModelSource, StageError
 from pipeline.utils import with_values
 from stages.wrap.mesh import parameter_mesh, warn_of_slow_groups
 from stages.wrap.tensor.divide import divide_layers
-from stages.wrap.tensor.plain import Wholes, is_divided, mark, take_parts
+from stages.wrap.tensor.placements import Wholes, is_divided, mark, take_parts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

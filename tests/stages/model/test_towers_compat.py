@@ -21,7 +21,7 @@ from stages.model.files import read_json
 from stages.model.hf import HfModel
 from stages.model.source import HfSource, open_source
 from stages.wrap.axes import PipelineParallel
-from stages.wrap.config_checks import config_problems
+from stages.wrap.axis_checks import config_problems
 from stages.wrap.fsdp import Fsdp
 from tests.support.every_family import small
 from tests.support.models import FAMILIES, context, filled, random_source, save_tokenizer
