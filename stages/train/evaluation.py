@@ -26,11 +26,9 @@ def evaluate(
     DataError for a sample that is not as the set says, or has a token outside of the
     `vocabulary`."""
     assert data.heldout is not None
-    total, blocks = (
-        0.0,
-        rows_in_order(
-            engine, measure, data, data.heldout, micro_batch_size, dist, vocabulary=vocabulary
-        ),
+    total, samples = 0.0, data.heldout
+    blocks = rows_in_order(
+        engine, measure, data, samples, micro_batch_size, dist, vocabulary=vocabulary
     )
     with contextlib.closing(blocks):
         for rows in blocks:

@@ -56,8 +56,18 @@ class Writer:
             )
         self._prompts = [self._encoded(prompt) for prompt in settings.prompts]
         for prompt, ids in zip(settings.prompts, self._prompts, strict=True):
-            self._require_possible(prompt, len(ids))
-        self._ends = _ends(self._tokenizer)
+            if not ids:
+                message = f"generate: prompt {prompt!r} has no tokens"
+                raise StageError(message, hint="give it a text")
+            longest = len(ids) + settings.max_tokens - 1  # the last token is not read again
+            if self._most is not None and longest > self._most:
+                raise StageError(
+                    f"generate: the text of prompt {_begin(prompt)!r} may have {longest} tokens, "
+                    f"and the model has {self._most} positions",
+                    hint="lower `generate.max_tokens`, or shorten the prompt",
+                )
+        end = self._tokenizer.eos_token_id
+        self._ends = set[int]() if end is None else {int(end)}
 
     def _encoded(self, prompt: str) -> list[int]:
         if not self._settings.chat:
@@ -71,17 +81,6 @@ class Writer:
                 f"generate: the chat template refuses prompt {_begin(prompt)!r}: {error}"
             ) from error
         return list(encoded["input_ids"])
-
-    def _require_possible(self, prompt: str, tokens: int) -> None:
-        if not tokens:
-            raise StageError(f"generate: prompt {prompt!r} has no tokens", hint="give it a text")
-        longest = tokens + self._settings.max_tokens - 1  # the last token is not read again
-        if self._most is not None and longest > self._most:
-            raise StageError(
-                f"generate: the text of prompt {_begin(prompt)!r} may have {longest} tokens, and "
-                f"the model has {self._most} positions",
-                hint="lower `generate.max_tokens`, or shorten the prompt",
-            )
 
     def write(self, engine: Engine, dist: DistContext, step: int) -> list[dict[str, Any]] | None:
         """Continue every prompt (collective). Returns `number`, `prompt` and `text` of each; None
@@ -118,11 +117,6 @@ class Writer:
 
 def _begin(prompt: str) -> str:
     return prompt if len(prompt) <= SHOWN else f"{prompt[:SHOWN]}..."
-
-
-def _ends(tokenizer: Any) -> set[int]:
-    """Return the ids behind which a text has ended."""
-    return {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
 
 
 @dataclass(frozen=True)

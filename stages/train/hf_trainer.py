@@ -56,7 +56,14 @@ class HfTrainer(BatchPlan):
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
         yield from heldout_problems(self, plan, ["eval_every"] if self.eval_every else [])
-        yield from _refused(self.arguments)
+        for name in self.arguments:
+            if name not in FREE:
+                similar = closest(name, FREE)
+                hint = f"did you mean `{similar}`?" if similar else ""
+                if name == "report_to":
+                    hint = "add a slot before train, such as track: {use: track.wandb}"
+                message = "is not a TrainingArgument, or is set by a slot of the recipe"
+                yield Problem(key=f"arguments.{name}", message=message, hint=hint)
         yield from _other_slots(self, plan)
 
     def run(
@@ -84,23 +91,6 @@ FREE = frozenset(
     }
 )  # fmt: skip
 """TrainingArguments that no slot decides and that change neither samples, loss nor checkpoints."""
-
-
-def _refused(arguments: Mapping[str, Any]) -> Iterator[Problem]:
-    for name in arguments:
-        if name not in FREE:
-            yield Problem(
-                key=f"arguments.{name}",
-                message="is not a TrainingArgument, or is set by a slot of the recipe",
-                hint=_hint(name),
-            )
-
-
-def _hint(name: str) -> str:
-    if name == "report_to":
-        return "add a slot before train, such as track: {use: track.wandb}"
-    similar = closest(name, FREE)
-    return f"did you mean `{similar}`?" if similar else ""
 
 
 def _other_slots(stage: HfTrainer, plan: PlanView) -> Iterator[Problem]:

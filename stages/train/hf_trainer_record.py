@@ -101,8 +101,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
                 hint="lower the learning rate, or look for broken samples",
             )
         progress.metrics["loss"] = loss
+        rates = self.plan.rates(self.plan.lr_scales(progress.step - 1, args.max_steps))
         record = {
-            "grad_norm": norm, **self._rates(args.max_steps), "tokens": progress.tokens,
+            "grad_norm": norm, **rates, "tokens": progress.tokens,
             "samples": progress.samples, "applied": True, "loss_scale": 1.0, "time": time.time(),
             "loss": loss, **self._speed(),
         }  # fmt: skip
@@ -127,10 +128,6 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         if progress.stopped:
             self.reporter.ended_early(progress.step, steps, progress.stopped, again=bool(known))
         return bool(progress.stopped)
-
-    def _rates(self, steps: int) -> dict[str, float]:
-        """The learning rate of the step."""
-        return self.plan.rates(self.plan.lr_scales(self.progress.step - 1, steps))
 
     def _restart(self) -> None:
         """Leave out of the next step's time all that was before this call."""

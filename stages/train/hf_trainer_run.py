@@ -41,9 +41,8 @@ from stages.objectives.judge import judged
 from stages.objectives.scoring import ModelScorer
 from stages.train.hf_trainer import HfTrainer, several_rules
 from stages.train.hf_trainer_record import Recorder, complete_checkpoints, root
-from stages.train.lineage import lineage, require_same_lineage
-from stages.train.nothing_left import Length
 from stages.train.report import Reporter
+from stages.train.resuming import Length, lineage, require_same_lineage
 from stages.wrap.accelerate_compat import reset_state
 from stages.wrap.build import build_module
 from stages.wrap.load_weights import stored_tensors

@@ -26,9 +26,9 @@ from stages.train.garbage import collect_behind, collected_as_usual, collected_a
 from stages.train.generate import Writer
 from stages.train.launched import LaunchedSteps
 from stages.train.meter import StepMeter
-from stages.train.nothing_left import Length
 from stages.train.profiling import Profiler
 from stages.train.report import Reporter
+from stages.train.resuming import Length
 from stages.train.saves import Saves
 from stages.train.step import StepResult, TrainStep
 from stages.train.verify_loss import verify_packing

@@ -26,12 +26,17 @@ from stages.train.causal_lm import TrainCausalLm
 from stages.train.flops import known_cost, known_peak
 from stages.train.generate import Writer
 from stages.train.launched import LaunchedSteps
-from stages.train.lineage import again, lineage, require_same_lineage
 from stages.train.loop import Training
 from stages.train.meter import StepMeter
-from stages.train.nothing_left import Length, require_steps_left
 from stages.train.profiling import Profiler, traces
 from stages.train.report import Reporter
+from stages.train.resuming import (
+    Length,
+    again,
+    lineage,
+    require_same_lineage,
+    require_steps_left,
+)
 from stages.train.saves import Saves
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES
 from stages.train.step import TrainStep

@@ -110,21 +110,14 @@ class Fsdp:
         block = self.pipeline_parallel
         if block is None:
             return
-        if block.schedule in axes.SPLIT_BACKWARD and self.sharding in (
-            "full_shard",
-            "hybrid_shard",
-        ):
-            yield Problem(
-                key="sharding",
-                message=f"{block.schedule} needs parameters that stay gathered until backward",
-                hint="use shard_grad_op or no_shard, or choose another schedule",
-            )
+        gathers_again = self.sharding in ("full_shard", "hybrid_shard")
+        if block.schedule in axes.SPLIT_BACKWARD and gathers_again:
+            message = f"{block.schedule} needs parameters that stay gathered until backward"
+            hint = "use shard_grad_op or no_shard, or choose another schedule"
+            yield Problem(key="sharding", message=message, hint=hint)
         if self.cpu_offload:
-            yield Problem(
-                key="cpu_offload",
-                message="does not work with pipeline_parallel",
-                hint="leave out one of them",
-            )
+            message = "does not work with pipeline_parallel"
+            yield Problem(key="cpu_offload", message=message, hint="leave out one of them")
 
     def _expert_problems(self, plan: PlanView) -> Iterator[Problem]:
         asked = axes.Axes.of(self, plan.procs)

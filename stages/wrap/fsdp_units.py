@@ -183,8 +183,10 @@ def choose_units(
                 hint="choose units that hold all owners of a tied weight, or none",
             )
     if config.units == "block":
+        # An end without weights, or with weights of others, is none.
         first, last = (
-            [one] if one is not None and _stands_alone(one, owners) else [] for one in ends
+            [one] if one is not None and [*one.parameters()] and _closed(one, owners) else []
+            for one in ends
         )
         units = [*first, *units, *last]
     return units
@@ -215,8 +217,3 @@ def _closed(unit: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) -> bool
     """Whether `unit` holds all owners of its weights; torch gathers a weight in one unit."""
     inside = set(unit.modules())
     return all(owners[parameter] <= inside for parameter in unit.parameters())
-
-
-def _stands_alone(unit: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) -> bool:
-    """Whether `unit` has weights, and holds all of their owners."""
-    return next(unit.parameters(), None) is not None and _closed(unit, owners)

@@ -141,33 +141,23 @@ class ContextParallel:
             kwargs["s_aux"] = kwargs["s_aux"].chunk(self._count)[self._index]
         query, key, value = gather_sequence((query, key, value), self._group)
         attend = compat.attention_function(self._base, module)
-        local = _Attention(module, self._base, query.shape[1] // key.shape[1])
+        # The module as attention functions see it, with this rank's heads.
+        config = _Changed(module.config, _attn_implementation=self._base)
+        groups = query.shape[1] // key.shape[1]
+        local = _Changed(module, num_key_value_groups=groups, config=config)
         output, _ = attend(local, query, key, value, attention_mask, **kwargs)
         return scatter_sequence(output, self._group), None
 
 
-class _Attention:
-    """An attention module as attention functions see it, with this rank's heads and the name of
-    the implementation that runs."""
+class _Changed:
+    """An object with other values of some attributes."""
 
-    def __init__(self, module: nn.Module, implementation: str, groups: int) -> None:
-        self._module = module
-        self.num_key_value_groups = groups
-        self.config = _Config(module.config, implementation)
+    def __init__(self, of: Any, **attributes: Any) -> None:
+        self._of = of
+        vars(self).update(attributes)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-class _Config:
-    """A configuration with another attention implementation."""
-
-    def __init__(self, config: Any, implementation: str) -> None:
-        self._config = config
-        self._attn_implementation = implementation
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
+        return getattr(self._of, name)
 
 
 def gather_sequence(states: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:

@@ -108,17 +108,8 @@ def orders(
     for rank in range(ranks):
         actions = [one for one in made.pipeline_order_with_comms[rank] if _kind(one) in KINDS]
         numbers = sorted({one.stage_index for one in actions})
-        found.append(
-            [
-                (
-                    KINDS[_kind(one)],
-                    numbers.index(one.stage_index),
-                    one.stage_index,
-                    one.microbatch_index or 0,
-                )
-                for one in actions
-            ]
-        )
+        rows = [(KINDS[_kind(one)], one.stage_index, one.microbatch_index or 0) for one in actions]
+        found.append([(kind, numbers.index(stage), stage, batch) for kind, stage, batch in rows])
     return found
 
 

@@ -103,21 +103,14 @@ def _groups(zero: Any) -> Iterator[FlatMaster]:
     rank = torch.distributed.get_rank(zero.dp_process_group)
     for index, flat in enumerate(compat.master_partitions(zero)):
         pads = padding[index] if padding else itertools.repeat(0)
-        parts = _overlaps(groups[index], pads, rank * flat.numel(), flat.numel())
-        yield FlatMaster(zero, index, index, groups[index], list(parts))
-
-
-def _overlaps(
-    parameters: Sequence[nn.Parameter], pads: Any, first: int, length: int
-) -> Iterator[MasterPart]:
-    """Parts of consecutive parameters that lie in [first, first + length)."""
-    begin = 0
-    for parameter, pad in zip(parameters, pads, strict=False):
-        low = max(begin, first)
-        high = min(begin + parameter.numel(), first + length)
-        if low < high:
-            yield MasterPart(parameter, low - first, high - low, low - begin)
-        begin += parameter.numel() + pad
+        parts, begin, first = [], 0, rank * flat.numel()
+        for parameter, pad in zip(groups[index], pads, strict=False):
+            low = max(begin, first)
+            high = min(begin + parameter.numel(), first + flat.numel())
+            if low < high:
+                parts.append(MasterPart(parameter, low - first, high - low, low - begin))
+            begin += parameter.numel() + pad
+        yield FlatMaster(zero, index, index, groups[index], parts)
 
 
 def _sub_groups(zero: Any) -> Iterator[FlatMaster]:

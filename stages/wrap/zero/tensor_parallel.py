@@ -7,6 +7,7 @@ which builds the whole model on every rank, replaces modules, and sends pickles.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,39 +27,18 @@ if TYPE_CHECKING:
     from stages.wrap.zero.stage import Zero
 
 
-class Groups:
-    """The groups of a rank, as DeepSpeed asks for them of Megatron's `mpu`."""
-
-    def __init__(self, data: ProcessGroup, tensor: ProcessGroup) -> None:
-        self._data, self._tensor = data, tensor
-
-    def get_data_parallel_group(self) -> ProcessGroup:
-        """The ranks that have the same part of the model."""
-        return self._data
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Their numbers among all ranks."""
-        return dist.get_process_group_ranks(self._data)
-
-    def get_data_parallel_world_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return dist.get_world_size(self._data)
-
-    def get_data_parallel_rank(self) -> int:
-        """Number of this rank among them."""
-        return dist.get_rank(self._data)
-
-    def get_model_parallel_group(self) -> ProcessGroup:
-        """The ranks that together have the model."""
-        return self._tensor
-
-    def get_model_parallel_world_size(self) -> int:
-        """Number of tensor-parallel ranks."""
-        return dist.get_world_size(self._tensor)
-
-    def get_model_parallel_rank(self) -> int:
-        """Number of this rank among them."""
-        return dist.get_rank(self._tensor)
+def megatron_groups(data: ProcessGroup, tensor: ProcessGroup) -> SimpleNamespace:
+    """The groups of a rank, as DeepSpeed asks for them of Megatron's `mpu`: `data` are the ranks
+    that have the same part of the model, `tensor` those that together have the model."""
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: data,
+        get_data_parallel_group_ranks=lambda: dist.get_process_group_ranks(data),
+        get_data_parallel_world_size=lambda: dist.get_world_size(data),
+        get_data_parallel_rank=lambda: dist.get_rank(data),
+        get_model_parallel_group=lambda: tensor,
+        get_model_parallel_world_size=lambda: dist.get_world_size(tensor),
+        get_model_parallel_rank=lambda: dist.get_rank(tensor),
+    )
 
 
 class ZeroDivider:
@@ -74,7 +54,7 @@ class ZeroDivider:
             mesh = parameter_mesh(axes, ctx.dist.device.type, axes.data * axes.context)
         self._mesh = mesh["tensor"]
         self._wholes: Wholes = {}
-        self.groups = Groups(mesh["shard"].get_group(), self._mesh.get_group())
+        self.groups = megatron_groups(mesh["shard"].get_group(), self._mesh.get_group())
 
     def divide(self, model: ModelSource, module: nn.Module) -> None:
         """Divide a module on the meta device in place; its parameters become this rank's parts.

@@ -15,7 +15,7 @@ from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import ResumeRefused
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.lineage import again, lineage, require_same_lineage
+from stages.train.resuming import again, lineage, require_same_lineage
 from tests.support.runs import context, tiny_model, toy_data
 
 DATA = {"contents": "a" * 64, "sequence_length": 128}
