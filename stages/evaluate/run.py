@@ -38,29 +38,22 @@ def evaluate(
     config: EvaluateLm, ctx: Context, exported: ExportedModel, source: ModelSource, *, briefly: bool
 ) -> EvaluatedModel:
     """Measure on rank 0 (collective). `briefly` takes a few windows and no task."""
-    text = None
+    results: dict[str, Any] = {"model": str(exported.folder)}
     if ctx.dist.is_main:
-        text = json.dumps(_measured(config, ctx, exported, source, briefly=briefly))
+        model = _load(exported.folder, source, on_gpu=ctx.dist.device.type == "cuda")
+        if config.files:
+            results["text"] = _text(config, model, source, BRIEF if briefly else None)
+            ctx.log.info("%s", _shown(results["text"]))
+        if config.tasks and not briefly:
+            results["tasks"] = run_tasks(config, model, source.tokenizer())
+            for task, numbers in results["tasks"].items():
+                ctx.log.info("%s: %s", task, _shown(numbers))
+    text = json.dumps(results) if ctx.dist.is_main else None
     results = json.loads(ctx.dist.broadcast_str(text))
     found = EvaluatedModel(file=ctx.run_dir / FILE, slot=ctx.slot or "evaluate", results=results)
     if ctx.dist.is_main:
         found.save()
     return found
-
-
-def _measured(
-    config: EvaluateLm, ctx: Context, exported: ExportedModel, source: ModelSource, *, briefly: bool
-) -> dict[str, Any]:
-    model = _load(exported.folder, source, on_gpu=ctx.dist.device.type == "cuda")
-    results: dict[str, Any] = {"model": str(exported.folder)}
-    if config.files:
-        results["text"] = _text(config, model, source, BRIEF if briefly else None)
-        ctx.log.info("%s", _shown(results["text"]))
-    if config.tasks and not briefly:
-        results["tasks"] = run_tasks(config, model, source.tokenizer())
-        for task, numbers in results["tasks"].items():
-            ctx.log.info("%s: %s", task, _shown(numbers))
-    return results
 
 
 def _shown(numbers: Mapping[str, Any]) -> str:

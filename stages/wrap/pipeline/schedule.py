@@ -22,13 +22,11 @@ from pipeline import DistContext, LossParts, Measure, MicroBatch, Scorer
 from stages.batches.layout import equal_shapes
 from stages.model.documents_compat import flash_documents, known_documents
 from stages.objectives.judge import StepSums, measured
-from stages.wrap.axes import FOLDED, Axes, least_microbatches
+from stages.wrap.axes import FOLDED, SEVERAL_STAGES, Axes, least_microbatches
 from stages.wrap.passes import Around, Backward, Passes, evaluating
 from stages.wrap.pipeline import compat
 from stages.wrap.pipeline.split import StageInput, stages_of
 
-ONE_STAGE = ("GPipe", "1F1B")
-"""Schedules of one stage a rank; the others have two or more."""
 EVALUATED = 4
 """Micro-batches for each stage that an evaluation passes on at a time."""
 
@@ -186,7 +184,7 @@ class Pipeline:
             compat.number_passes(made, stage)
             stages.append(made)
         kind = get_schedule_class(plan.schedule)
-        given: Any = stages[0] if plan.schedule in ONE_STAGE else stages
+        given: Any = stages if plan.schedule in SEVERAL_STAGES else stages[0]
         return kind(given, count, loss_fn=lambda loss, _: loss, scale_grads=False)
 
 

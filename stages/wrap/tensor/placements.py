@@ -76,12 +76,14 @@ def place_parameters(model: nn.Module, mesh: DeviceMesh, placements: Mapping[str
     """Replace each parameter on the meta device by a DTensor, also on the meta device."""
 
     def sharded(name: str, whole: nn.Parameter) -> Tensor:
+        placement, own = placements[name], [*whole.shape]
+        if (dim := sharded_dim(placement)) is not None:  # by the rule of torch.chunk
+            parts = packed_parts(placement)
+            own[dim] = len(own_chunk(own[dim] // parts, mesh)) * parts
+        part = torch.empty(own, dtype=whole.dtype, device="meta")
         shape, stride = whole.shape, whole.stride()
-        part = torch.empty(
-            local_shape(shape, placements[name], mesh), dtype=whole.dtype, device="meta"
-        )
         return DTensor.from_local(
-            part, mesh, [placements[name]], run_check=False, shape=shape, stride=stride
+            part, mesh, [placement], run_check=False, shape=shape, stride=stride
         )
 
     replace_parameters(model, sharded)
@@ -101,16 +103,6 @@ def replace_parameters(module: nn.Module, changed: Callable[[str, nn.Parameter],
             )
         owner, _, leaf = name.rpartition(".")
         module.get_submodule(owner)._parameters[leaf] = made[parameter]
-
-
-def local_shape(shape: torch.Size, placement: Any, mesh: DeviceMesh) -> torch.Size:
-    """Shape of this rank's part, by the rule of torch.chunk."""
-    dim = sharded_dim(placement)
-    if dim is None:
-        return shape
-    parts = packed_parts(placement)
-    own = len(own_chunk(shape[dim] // parts, mesh)) * parts
-    return torch.Size([*shape[:dim], own, *shape[dim + 1 :]])
 
 
 Wholes = Mapping[str, DTensor]
