@@ -32,9 +32,11 @@ def start_state(optimizer: Optimizer, part: OptimizerPart) -> None:
             else:
                 own = flat(parameter)
                 state = part.packing.start(own, own.numel())
-            place = parameter.device if on_device else torch.device("cpu")
-            count = torch.zeros((), dtype=torch.float32, device=place)
-            optimizer.state[parameter] = {UPDATES: count, **state} if part.counts_updates else state
+            count: dict[str, Tensor] = {}
+            if part.counts_updates:
+                place = parameter.device if on_device else torch.device("cpu")
+                count[UPDATES] = torch.zeros((), dtype=torch.float32, device=place)
+            optimizer.state[parameter] = count | state
 
 
 def read_moments(
