@@ -111,7 +111,12 @@ class ChatData(Selection):
             message = "trains each answer on what comes before it, and `loss: all` on every token"
             yield Problem(message=message, key="turns", hint="leave out one of them")
         yield from problems(self)
-        yield from self._name_problems()
+        yield from name_problems(self.names())
+        for key in ("sources", "heldout_sources"):
+            for index, source in enumerate(getattr(self, key)):
+                own = source.columns or source.role_names
+                for problem in name_problems(self.names(source)) if own else ():
+                    yield dataclasses.replace(problem, key=f"{key}.{index}.{problem.key}")
         plain = "`template: false` for pairs of texts" if self._needs_template() else None
         yield from tokenizer_problems(self, plan, no_template=plain)
 
@@ -123,15 +128,6 @@ class ChatData(Selection):
             role_names=own.role_names or self.role_names,
             roles=self.roles,
         )
-
-    def _name_problems(self) -> Iterator[Problem]:
-        yield from name_problems(self.names())
-        for key in ("sources", "heldout_sources"):
-            for index, source in enumerate(getattr(self, key)):
-                for problem in name_problems(self.names(source)):
-                    if source.columns or source.role_names:
-                        place = f"{key}.{index}.{problem.key}"
-                        yield dataclasses.replace(problem, key=place)
 
     def _needs_template(self) -> bool:
         """Whether rows are certain to need the chat template: by `form`, or by the first row of

@@ -100,23 +100,19 @@ def _documents(part: Part, key: str, unit: Unit, report: Report) -> Iterator[Doc
         yield Document(read_text(Path(part.name)).replace("\r\n", "\n"), part.name, 0)
 
 
-def _pieces(documents: Iterable[Document], cut: Callable[[str], list[str]]) -> Iterator[Piece]:
+def _batches(
+    documents: Iterable[Document], cut: Callable[[str], list[str]]
+) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    size = 0
     for text, file, row in documents:
         pieces = cut(text)
         for number, piece in enumerate(pieces, 1):
-            yield Piece(piece, number == 1, number == len(pieces), file, row)
-
-
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        length = len(piece.text)
-        size += length
-        if batch and (len(batch) == _BATCH or size > _LARGEST_CALL):
-            yield batch
-            batch, size = [], length
-        batch.append(piece)
+            size += len(piece)
+            if batch and (len(batch) == _BATCH or size > _LARGEST_CALL):
+                yield batch
+                batch, size = [], len(piece)
+            batch.append(Piece(piece, number == 1, number == len(pieces), file, row))
     if batch:
         yield batch
 
@@ -225,7 +221,7 @@ class Documents:
         counts = {"documents": 0, "tokens": 0, "largest": 0}
         first: Piece | None = None
         changed = False
-        batches = _batches(_pieces(documents, self._cut))
+        batches = _batches(documents, self._cut)
         waiting = np.empty(0, np.int64)
         """Place of a document that has no token yet."""
         with (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -105,10 +105,7 @@ class RowEncoder:
         laid_out = [_tried(self._laid_out, example) for example in flat]
         texts = [self._text(example) for example in laid_out]
         found = iter(self.tokens([text for text in texts if text is not None]))
-        results = iter([
-            self._given(example) if text is None else _tried(self._encoded, example, next(found))
-            for example, text in zip(laid_out, texts, strict=True)
-        ])  # fmt: skip
+        results = iter([_tried(self._encoded, example, found) for example in laid_out])
         return [
             _together([_tried(self._cut, row, next(results)) for _ in each])
             for (_, row), each in zip(rows, examples, strict=True)
@@ -171,14 +168,14 @@ class RowEncoder:
             return example.prompt + example.completion
         return example.text if isinstance(example, LaidOut) else None
 
-    def _given(self, example: _Found) -> Encoded | Dropped | Mistake:
-        """Return the result of an example without a text."""
+    def _encoded(self, example: _Found, found: Iterator[TextTokens]) -> Encoded | Dropped | Mistake:
+        """Return the result of an example; if it has a text, `found` yields its tokens next."""
         if isinstance(example, Dropped | Mistake):
             return example
-        assert isinstance(example, Tokens)
-        return Encoded(ids=np.array(example.ids, np.int64), trained=np.array(example.trained, bool))
-
-    def _encoded(self, example: _Found, tokens: TextTokens) -> Encoded | Dropped:
+        if isinstance(example, Tokens):
+            trained = np.array(example.trained, bool)
+            return Encoded(ids=np.array(example.ids, np.int64), trained=trained)
+        tokens = next(found)
         if isinstance(example, Completion):
             return self._completion(example, tokens)
         assert isinstance(example, LaidOut)

@@ -39,17 +39,13 @@ class TextTokenizer:
 
     def __call__(self, texts: list[str]) -> list[TextTokens]:
         """Tokenise texts that contain their special tokens already."""
-        found = self._counted(texts) if self._sizes is not None else [None] * len(texts)
-        rest = iter(
-            self._reported([text for text, one in zip(texts, found, strict=True) if not one])
-        )
+        found: list[TextTokens | None] = [None] * len(texts)
+        if self._sizes is not None:
+            ids = (np.array(each, np.int64) for each in plain_ids(self.tokenizer, texts))
+            found = list(map(self._sizes.tokens, texts, ids))
+        left = [text for text, one in zip(texts, found, strict=True) if not one]
+        rest = iter(self._reported(left))
         return [one or next(rest) for one in found]
-
-    def _counted(self, texts: list[str]) -> list[TextTokens | None]:
-        """Return the tokens of each text whose characters follow from the tokens' sizes."""
-        assert self._sizes is not None
-        ids = (np.array(each, np.int64) for each in plain_ids(self.tokenizer, texts))
-        return list(map(self._sizes.tokens, texts, ids))
 
     def _reported(self, texts: list[str]) -> list[TextTokens]:
         """Return the tokens of each text with the characters that the tokenizer reports."""

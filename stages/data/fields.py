@@ -139,28 +139,23 @@ def _excludes(key: str, other: str) -> Problem:
 
 def _source_problems(key: str, sources: tuple[Source, ...]) -> Iterator[Problem]:
     for index, source in enumerate(sources):
-        found = _file_source(source) if source.dataset is None else _hub_source(source)
-        for problem in found:
+        for problem in _own_problems(source):
             place = f"{key}.{index}.{problem.key}"
             yield Problem(message=problem.message, key=place, hint=problem.hint)
 
 
-def _file_source(source: Source) -> Iterator[Problem]:
-    for key in ("config", "revision"):
-        if getattr(source, key) is not None:
-            yield Problem(message=f"`{key}` is only for a hub `dataset`", key=key)
-    yield from file_problems("files", source.files)
-
-
-def _hub_source(source: Source) -> Iterator[Problem]:
+def _own_problems(source: Source) -> Iterator[Problem]:
+    if source.dataset is None:
+        for key in ("config", "revision"):
+            if getattr(source, key) is not None:
+                yield Problem(message=f"`{key}` is only for a hub `dataset`", key=key)
+        yield from file_problems("files", source.files)
+        return
     if source.files:
         yield _excludes("files", "dataset")
-    if not HUB_ID.fullmatch(source.dataset or ""):
-        yield Problem(
-            message=f"{source.dataset!r} is not a hub id (owner/name)",
-            key="dataset",
-            hint="local files are named under `files`",
-        )
+    if not HUB_ID.fullmatch(source.dataset):
+        message = f"{source.dataset!r} is not a hub id (owner/name)"
+        yield Problem(message=message, key="dataset", hint="local files are named under `files`")
     elif source.revision is not None and not REVISION.fullmatch(source.revision):
         message = f"{source.revision!r} is not a commit, branch or tag"
         yield Problem(message=message, key="revision")

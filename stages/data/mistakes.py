@@ -116,7 +116,11 @@ class Mistakes:
             head += f": the first {len(first)}"
         lines = [f"{head}:", *(f"  {_cut(str(error))}" for error in first)]
         if len(self._kinds) < len(first):
-            lines += ["by kind:", *(f"  {each}" for each in self._by_kind())]
+            common = self._kinds.most_common(SHOWN)
+            words = (f"{counted(count, 'rows')}: {self._words(kind)}" for kind, count in common)
+            lines += ["by kind:", *(f"  {each}" for each in words)]
+            if rest := self.count - sum(count for _, count in common):
+                lines.append(f"  {counted(rest, 'rows')} of other kinds")
         lines.append("`bad_rows: drop` leaves such rows out")
         raise BadRows("\n".join(lines), rows=first, kinds=self._kinds)
 
@@ -136,12 +140,6 @@ class Mistakes:
         """Yield each kind of mistake in words, its number, and the first; most frequent first."""
         for kind, count in self._kinds.most_common():
             yield self._words(kind), count, self._first[kind]
-
-    def _by_kind(self) -> list[str]:
-        common = self._kinds.most_common(SHOWN)
-        lines = [f"{counted(count, 'rows')}: {self._words(kind)}" for kind, count in common]
-        rest = self.count - sum(count for _, count in common)
-        return [*lines, f"{counted(rest, 'rows')} of other kinds"] if rest else lines
 
     def _words(self, kind: str) -> str:
         return _cut(kind if kind in self._varied else self._first[kind].message)

@@ -106,17 +106,13 @@ def _lines(path: Path, report: Report) -> Iterator[Row]:
             except DataError as error:
                 report(error)
                 continue
-            if number == 1 and _begins_an_array(path, text):
+            begins_an_array = text.replace(" ", "") in ("[", "[{")
+            if number == 1 and path.name.endswith(JSON_LINES) and begins_an_array:
                 hint = "give it the ending .json, or write one object a line"
                 message = "the file is one JSON array"
                 raise DataError(message, file=path, row=number, hint=hint)
             if text.strip():
                 yield Row(file=path, number=number, value=text)
-
-
-def _begins_an_array(path: Path, first: str) -> bool:
-    """Whether a file of JSON lines begins as an array of objects does."""
-    return path.name.endswith(JSON_LINES) and first.replace(" ", "") in ("[", "[{")
 
 
 def _decode(raw: bytes, path: Path, first_line: int) -> str:

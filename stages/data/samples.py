@@ -239,7 +239,11 @@ class TokenBlocks(CountedSamples):
         borders = np.asarray(self.starts[begin:end], dtype=np.int64) - start
         labels = labels.copy()
         labels[borders - 1] = NO_TARGET
-        return Sample(input_ids=inputs, labels=labels, positions=_positions(len(inputs), borders))
+        began = np.zeros(len(inputs), dtype=np.int64)
+        inside = borders[borders < len(inputs)]
+        began[inside] = inside
+        positions = np.arange(len(inputs)) - np.maximum.accumulate(began)
+        return Sample(input_ids=inputs, labels=labels, positions=positions)
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
         starts, stops = self._bounds(require_within(indices, len(self)))
@@ -260,14 +264,6 @@ class TokenBlocks(CountedSamples):
         """Return the start and end in the stream of one window, or of an array of them."""
         starts = (self.first + indices) * self.length
         return starts, np.minimum(starts + self.length + 1, len(self.tokens))
-
-
-def _positions(length: int, borders: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return 0, 1, 2, ... beginning anew at each border; shape (length,)."""
-    began = np.zeros(length, dtype=np.int64)
-    inside = borders[borders < length]
-    began[inside] = inside
-    return np.arange(length) - np.maximum.accumulate(began)
 
 
 def block_count(tokens: int, length: int) -> int:

@@ -70,7 +70,8 @@ class Limited:
                 with os.fdopen(requests, "wb", closefd=False) as outgoing:
                     _send(outgoing, pickle.dumps((args, kwargs)))
                 with os.fdopen(answers, "rb", closefd=False) as incoming:
-                    content = _received(incoming)
+                    ready, _, _ = select.select([incoming], [], [], WAIT)
+                    content = _receive(incoming) if ready else b""
             except OSError:
                 content = b""
             if not content:
@@ -78,7 +79,10 @@ class Limited:
                 raise self._broken(f"{SECONDS} s of a processor or {MEMORY >> 30} GiB of memory")
         answer = json.loads(content)
         if "failed" in answer:
-            raise _as_it_was(*answer["failed"])
+            name, text = answer["failed"]
+            kind = getattr(jinja2, name, RuntimeError)
+            known = isinstance(kind, type) and issubclass(kind, jinja2.TemplateError)
+            raise (jinja2.TemplateError if known else RuntimeError)(text)
         if "limit" in answer:
             raise self._broken(answer["limit"])
         return answer["returned"]
@@ -115,12 +119,6 @@ class Limited:
                 os.kill(self._child, signal.SIGKILL)
                 os.waitpid(self._child, 0)
         self._owner, self._pipes = 0, None
-
-
-def _received(answers: BinaryIO) -> bytes:
-    """The answer; empty if the process was killed instead."""
-    ready, _, _ = select.select([answers], [], [], WAIT)
-    return _receive(answers) if ready else b""
 
 
 def _send(stream: BinaryIO, content: bytes) -> None:
@@ -161,7 +159,9 @@ def _answer(function: Callable[..., Any], request: bytes) -> bytes:
     limit = int(used.ru_utime + used.ru_stime) + 1 + SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
     try:
-        content = json.dumps({"returned": _plain(function(*args, **kwargs))}).encode()
+        value = function(*args, **kwargs)
+        plain = dict(value) if hasattr(value, "keys") else value  # a mapping of transformers
+        content = json.dumps({"returned": plain}).encode()
         if len(content) <= ANSWER:
             return content
         return json.dumps({"limit": f"{ANSWER >> 20} MiB of text"}).encode()
@@ -169,14 +169,3 @@ def _answer(function: Callable[..., Any], request: bytes) -> bytes:
         return json.dumps({"limit": f"{MEMORY >> 30} GiB of memory"}).encode()
     except Exception as error:
         return json.dumps({"failed": [type(error).__name__, str(error)[:10_000]]}).encode()
-
-
-def _plain(value: Any) -> Any:
-    """Mappings of transformers as JSON knows them."""
-    return dict(value) if hasattr(value, "keys") else value
-
-
-def _as_it_was(name: str, text: str) -> Exception:
-    kind = getattr(jinja2, name, RuntimeError)
-    known = isinstance(kind, type) and issubclass(kind, jinja2.TemplateError)
-    return jinja2.TemplateError(text) if known else RuntimeError(text)

@@ -62,8 +62,17 @@ class MlflowTracker(Tracker):
         from mlflow.tracking import MlflowClient
 
         own = self.settings
-        self._client = MlflowClient(tracking_uri=own.tracking_uri)
-        self._id = state.get("run_id") or self._new(run)
+        self._client = client = MlflowClient(tracking_uri=own.tracking_uri)
+        self._id = state.get("run_id")
+        if not self._id:
+            name = own.experiment or str(run.recipe["name"])
+            known = client.get_experiment_by_name(name)
+            number = (
+                known.experiment_id
+                if known
+                else client.create_experiment(name, artifact_location=own.artifacts)
+            )
+            self._id = client.create_run(number, run_name=own.name or run.name).info.run_id
         fields = _flat(run.recipe)
         known = self._client.get_run(self._id).data.params
         params = [Param(k, v[:LONGEST]) for k, v in fields.items() if k not in known]
@@ -71,18 +80,6 @@ class MlflowTracker(Tracker):
             self._client.log_batch(self._id, params=params[first : first + AT_ONCE])
         self._client.set_terminated(self._id, status="RUNNING")
         return {"run_id": self._id}
-
-    def _new(self, run: RunFacts) -> str:
-        """Make a run, and return its id."""
-        name = self.settings.experiment or str(run.recipe["name"])
-        experiment = self._client.get_experiment_by_name(name)
-        number = (
-            experiment.experiment_id
-            if experiment
-            else self._client.create_experiment(name, artifact_location=self.settings.artifacts)
-        )
-        made = self._client.create_run(number, run_name=self.settings.name or run.name)
-        return str(made.info.run_id)
 
     def log(self, step: int, metrics: Mapping[str, float], time: float) -> None:
         from mlflow.entities import Metric

@@ -75,15 +75,12 @@ class WandbTracker(Tracker):
         self._run.log({**metrics, "step": step, "_timestamp": time})
 
     def log_text(self, step: int, name: str, text: str) -> None:
+        import html
+
         import wandb
 
-        self._run.log({name: wandb.Html(_as_html(text)), "step": step})
+        shown = f"<pre style='white-space: pre-wrap'>{html.escape(text)}</pre>"
+        self._run.log({name: wandb.Html(shown), "step": step})
 
     def close(self, outcome: Outcome) -> None:
         self._run.finish(exit_code=int(outcome == "failed"))
-
-
-def _as_html(text: str) -> str:
-    import html
-
-    return f"<pre style='white-space: pre-wrap'>{html.escape(text)}</pre>"

@@ -216,14 +216,22 @@ class ShardStore:
             if number in self._open:
                 self._open.move_to_end(number)
                 return self._open[number]
-        blocks = self._tokenised(number)
+        shard, key = self.shards[number], self._key(number)
+        with self._locked(key):
+            entry = prepare_locally(self.folder, key, lambda folder: self._build(shard, folder))
+            sha256 = (entry.folder / _DIGEST).read_text("ascii")
+            with self._guard:
+                self.index.record(shard, sha256, entry.counts["tokens"])
+            tokenize.check_ids(self.documents.model, entry.counts["largest"])
+            blocks = self.documents.samples(entry)
         with self._guard:
             self._open[number] = blocks
             old = list(self._open)[: -self.capacity]
             for each in old:
                 del self._open[each]
-        for each in old:
-            self._remove(each)
+        for key in map(self._key, old if self._cleans else ()):
+            with self._locked(key):
+                shutil.rmtree(self.folder / key, ignore_errors=True)
         return blocks
 
     def prepare(self, numbers: Sequence[int]) -> None:
@@ -246,16 +254,6 @@ class ShardStore:
         with contextlib.suppress(StageError):  # it is raised where the shard is needed
             self.blocks(number)
 
-    def _tokenised(self, number: int) -> TokenBlocks:
-        shard, key = self.shards[number], self._key(number)
-        with self._locked(key):
-            entry = prepare_locally(self.folder, key, lambda folder: self._build(shard, folder))
-            sha256 = (entry.folder / _DIGEST).read_text("ascii")
-            with self._guard:
-                self.index.record(shard, sha256, entry.counts["tokens"])
-            tokenize.check_ids(self.documents.model, entry.counts["largest"])
-            return self.documents.samples(entry)
-
     def _build(self, shard: Shard, folder: Path) -> Counts:
         """Tokenise one shard; it may have no text."""
         with fetched(shard, self.folder) as path:
@@ -276,12 +274,6 @@ class ShardStore:
             if self._closed:
                 raise StageError("the run ends")
             yield document
-
-    def _remove(self, number: int) -> None:
-        if self._cleans:
-            key = self._key(number)
-            with self._locked(key):
-                shutil.rmtree(self.folder / key, ignore_errors=True)
 
     def _key(self, number: int) -> str:
         shard = self.shards[number]
