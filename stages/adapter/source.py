@@ -15,12 +15,10 @@ from pipeline import ModelSource, StageError, TensorReader, Weights
 from pipeline.utils import plural
 from stages.adapter.compat import CONFIG, WEIGHTS
 from stages.adapter.experts import updated_modules
-from stages.adapter.injection import inject, layers
+from stages.adapter.injection import inject, layers, log_left_out
 from stages.adapter.layers import Layer
-from stages.adapter.left_out import log_left_out
 from stages.adapter.lora import AdaptedModel
-from stages.adapter.peft_config import save_config
-from stages.adapter.peft_files import changes_to_file, saved_updates
+from stages.adapter.peft_files import changes_to_file, save_config, saved_updates
 from stages.adapter.updates import InitialValues, MergedWeights
 from stages.model.declared import outline, ties
 from stages.weights.change import Change, renamed

@@ -13,13 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import DataError
-from stages.data.encodings import TextTokenizer
+from stages.data.encodings import Span, TextTokenizer, TextTokens
 from stages.data.layouts import layouts, prints_python
 from stages.data.marks import THOUGHTS, says_nothing
 from stages.data.messages import Conversation
 from stages.data.rendering import Refused, Renderer
 from stages.data.rows import require_text
-from stages.data.token_sizes import Span, TextTokens
 from stages.data.turns import Turns
 from stages.model.chat_template import MARKERS
 

@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 from pipeline import DataError, StageError
 from stages.data import forms, tokenize
 from stages.data.conversations import UNRENDERED, ConversationEncoder, LaidOut, Unrendered
-from stages.data.encodings import TextTokenizer
+from stages.data.encodings import TextTokenizer, TextTokens
 from stages.data.forms import Completion, Example, Form, Tokens
 from stages.data.marks import says_nothing
 from stages.data.messages import Conversation
 from stages.data.mistakes import Mistake
 from stages.data.names import Names
 from stages.data.rows import Row
-from stages.data.token_sizes import TextTokens
 
 if TYPE_CHECKING:
     from stages.data.chat import ChatData

@@ -8,11 +8,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from stages.data.encodings import Span
 from stages.data.layouts import Messages
 from stages.data.marks import ARGUMENTS, CALLS, THOUGHTS, Mark, marked, says_nothing, without_marks
 from stages.data.messages import Conversation
 from stages.data.rendering import Refused, Renderer
-from stages.data.token_sizes import Span
 
 _PLAIN = {"role", "content"}
 _CUT = re.compile(r"(?:[<\[({]\S*|\w+)\Z")

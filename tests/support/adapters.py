@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from stages.adapter.compat import quiet
 from stages.adapter.lora import Lora
 from stages.adapter.nf4_linear import round_layers
-from stages.adapter.peft_config import peft_config
+from stages.adapter.peft_files import peft_config
 from stages.model.hf import HfModel
 from tests.support.models import context
 from tests.support.moe import attention_of

@@ -16,10 +16,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from pipeline.contracts.stage import Context
 from stages.data import documents, pieces
-from stages.data.encodings import TextTokenizer, plain_ids
+from stages.data.encodings import TextTokenizer, plain_ids, token_sizes
 from stages.data.samples import STARTS, TOKENS
 from stages.data.text import TextData
-from stages.data.token_sizes import token_sizes
 from tests.stages.data.fakes import FakeSource, ids
 from tests.support.tier import examples, times
 
