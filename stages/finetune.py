@@ -132,16 +132,12 @@ def _most_tokens(request: AdviceRequest) -> int:
     return TOKENS if request.on_gpus else TOKENS_ON_CPUS
 
 
-def _size(request: AdviceRequest) -> int:
-    """Parameters of the model; as of a large one where they are not known."""
-    return (request.survey.parameters if request.survey else None) or LARGE
-
-
 def _rate(request: AdviceRequest) -> tuple[float, str]:
     """Return the learning rate, and why. For all weights, it and the weight decay are those of
     Llama 2's fine-tuning (Touvron et al. 2023, section 3.1); LoRA takes about ten times the rate
     (Schulman et al. 2025, LoRA Without Regret)."""
-    size = _size(request)
+    # A model of which the size is not known counts as a large one.
+    size = (request.survey.parameters if request.survey else None) or LARGE
     if request.lora:
         return (
             (1e-4, "LoRA from 30B parameters")
@@ -182,14 +178,11 @@ def _choices(request: AdviceRequest) -> Choices:
 
 def _data(request: AdviceRequest, chosen: Choices | None, length: int) -> dict[str, Any]:
     file = request.named(str(request.data.absolute()))
-    if chosen is None:
-        return {
-            "use": "data.chat", "heldout_fraction": 0.02, "files": file, "sequence_length": length,
-        }  # fmt: skip
     return {
-        "use": "data.text" if request.survey.running else "data.chat",
-        "heldout_fraction": chosen.fraction, "files": file, "sequence_length": length,
-        "bad_rows": chosen.bad_rows,
+        "use": "data.text" if chosen and request.survey.running else "data.chat",
+        "heldout_fraction": chosen.fraction if chosen else 0.02,
+        "files": file, "sequence_length": length,
+        **({"bad_rows": chosen.bad_rows} if chosen else {}),
     }  # fmt: skip
 
 

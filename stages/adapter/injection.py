@@ -42,7 +42,13 @@ def inject(stage: Lora, model: nn.Module) -> None:
         _inject_linear(stage, model)
     add_updates(model, experts, LowRank(stage.rank, scale(stage), stage.dropout))
     found = layers(model)
-    _refuse_unmatched_targets(stage, model, found)
+    linear = [layer.name for layer in found if layer.experts is None]
+    for target in () if isinstance(stage.targets, str) else stage.targets:
+        if not any(_ends_in(name, target) for name in linear):
+            raise StageError(
+                f"adapter.lora: no linear layer's name ends in {target!r}",
+                hint=_linear_hint(model, target),
+            )
     _train_also(stage, parameters, {layer.weight for layer in found})
 
 
@@ -142,15 +148,6 @@ def layers(model: nn.Module) -> list[Layer]:
             )
         found.append(layer)
     return [*found, *updated_experts(model)]
-
-
-def _refuse_unmatched_targets(stage: Lora, model: nn.Module, found: Sequence[Layer]) -> None:
-    for target in () if isinstance(stage.targets, str) else stage.targets:
-        if not any(_ends_in(layer.name, target) for layer in found if layer.experts is None):
-            raise StageError(
-                f"adapter.lora: no linear layer's name ends in {target!r}",
-                hint=_linear_hint(model, target),
-            )
 
 
 def _linear_hint(model: nn.Module, target: str = "") -> str:

@@ -55,7 +55,8 @@ def save_config(
     config.inference_mode = True
     config.fan_in_fan_out = any(one.transposed for one in layers if one.experts is None)
     if stacked:
-        parameters = (_without_base_layer(name) for name, _ in model.named_parameters())
+        names = (name for name, _ in model.named_parameters())
+        parameters = (name.replace(".base_layer.", ".") for name in names)
         config.target_parameters = _short(stacked, parameters, 2)
         config.lora_dropout = 0.0  # peft refuses it there, and only training uses it
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
@@ -83,10 +84,6 @@ def _as_modules_and_parameters(
         )
     stacked = {layer.weight for layer in layers if layer.experts is not None or layer.name in moved}
     return linear - moved, stacked
-
-
-def _without_base_layer(name: str) -> str:
-    return name.replace(".base_layer.", ".")
 
 
 def _short(names: Collection[str], all_names: Iterable[str], parts: int) -> list[str]:
@@ -128,8 +125,7 @@ def changes_to_file(trained: Sequence[str], layers: Sequence[Layer]) -> Iterator
         if name not in stacked:
             yield renamed(name, names[name])
         else:
-            flatten = _flat_down if name == stacked[name].down else _flat_up
-            yield _change(name, names[name], flatten)
+            yield _change(name, names[name], partial(_flat, name == stacked[name].down))
 
 
 def names_in_file(trained: Sequence[str], layers: Sequence[Layer]) -> dict[str, str]:
@@ -185,12 +181,8 @@ def _change(old: str, new: str, move: Callable[[Tensor], Tensor]) -> Change:
     return Change(sources=(old,), convert=lambda tensors: {new: move(tensors[old])})
 
 
-def _flat_down(down: Tensor) -> Tensor:
-    return down.flatten(0, 1)
-
-
-def _flat_up(up: Tensor) -> Tensor:
-    return up.permute(1, 2, 0).flatten(1)
+def _flat(is_down: bool, factors: Tensor) -> Tensor:
+    return factors.flatten(0, 1) if is_down else factors.permute(1, 2, 0).flatten(1)
 
 
 def _flat_shape(layer: Layer, name: str) -> tuple[int, int]:

@@ -29,18 +29,12 @@ def unmatched_targets(stage: Lora, plan: PlanView) -> Iterator[Problem]:
         for target in targets:
             unknown = [part for part in target.split(".") if lacks_name(kind, part)]
             if [part for part in unknown if part.isidentifier()]:
+                what = "linear layer" if key == "targets" else "weight"
+                names = linear_names(kind)
+                near = closest(target.rpartition(".")[2], names)
+                asked = f"did you mean `{near}`? " if near else ""
                 yield Problem(
-                    key=key, message=_message(kind, key, target), hint=_hint(kind, target)
+                    key=key,
+                    message=f"no {what} of a {kind} has a name that ends in {target!r}",
+                    hint=f"{asked}linear layers are called {', '.join(names)}" if names else "",
                 )
-
-
-def _message(kind: str, key: str, target: str) -> str:
-    what = "linear layer" if key == "targets" else "weight"
-    return f"no {what} of a {kind} has a name that ends in {target!r}"
-
-
-def _hint(kind: str, target: str) -> str:
-    names = linear_names(kind)
-    near = closest(target.rpartition(".")[2], names)
-    asked = f"did you mean `{near}`? " if near else ""
-    return f"{asked}linear layers are called {', '.join(names)}" if names else ""

@@ -6,12 +6,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from pipeline import (
     Context,
@@ -65,7 +65,10 @@ class LoadedModel(TextModel):
         tokenizer = words.tokenizer
         self._model, self._tokenizer, self._held = model.eval(), tokenizer, held
         self._render, self._device = words.render, device
-        self.device, self.dtype = str(device), _dtype(model)
+        sizes = Counter[torch.dtype]()
+        for one in model.parameters():
+            sizes[one.dtype] += one.numel()
+        self.device, self.dtype = str(device), dtype_name(sizes.most_common(1)[0][0])
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self._most = table_of_positions(model.config.get_text_config().to_dict())
         self._size = sum(one.numel() * one.element_size() for one in model.parameters())
@@ -86,6 +89,10 @@ class LoadedModel(TextModel):
         if not prompt:
             raise StageError("the prompt has no tokens", hint="write a text")
         length = self._length(len(prompt), how.max_tokens)
+        # Sampling keeps the other settings of generation_config.json.
+        drawing: dict[str, Any] = {"do_sample": True, "temperature": how.temperature}
+        if not how.temperature:
+            drawing = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         ids = torch.tensor([prompt], device=self._device)
         torch.manual_seed(how.seed)
         with compat.quiet(), torch.no_grad():
@@ -94,7 +101,7 @@ class LoadedModel(TextModel):
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=length,
                 streamer=_streamer(self._tokenizer, show),
-                **_drawing(how.temperature),
+                **drawing,
             )
         new = output[0, len(prompt) :].tolist()
         text = self._tokenizer.decode(new, skip_special_tokens=True)
@@ -130,13 +137,6 @@ class LoadedModel(TextModel):
             torch.cuda.empty_cache()
 
 
-def _dtype(model: nn.Module) -> str:
-    sizes: dict[torch.dtype, int] = {}
-    for one in model.parameters():
-        sizes[one.dtype] = sizes.get(one.dtype, 0) + one.numel()
-    return dtype_name(max(sizes, key=lambda dtype: sizes[dtype]))
-
-
 def _streamer(tokenizer: Any, show: Callable[[str], object]) -> Any:
     from transformers import TextStreamer
 
@@ -146,14 +146,6 @@ def _streamer(tokenizer: Any, show: Callable[[str], object]) -> Any:
                 show(text)
 
     return Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-
-def _drawing(temperature: float) -> dict[str, Any]:
-    """Return the options for transformers' generate. Sampling keeps the other settings of
-    generation_config.json."""
-    if temperature:
-        return {"do_sample": True, "temperature": temperature}
-    return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
 def open_folder(

@@ -97,7 +97,10 @@ def _recomputed(forward: Forward, settings: ActivationCheckpointing) -> Forward:
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        with _offloading() if settings.offload else contextlib.nullcontext():
+        inputs: AbstractContextManager[Any] = contextlib.nullcontext()
+        if settings.offload:  # sees only what is saved outside of the recomputed part: its inputs
+            inputs = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+        with inputs:
             return checkpoint(
                 forward,
                 *args,
@@ -109,11 +112,6 @@ def _recomputed(forward: Forward, settings: ActivationCheckpointing) -> Forward:
             )
 
     return recomputed
-
-
-def _offloading() -> AbstractContextManager[Any]:
-    # Sees tensors that are saved outside of the recomputed part alone: its inputs.
-    return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
 
 
 def _policy(keep: str) -> Callable[..., CheckpointPolicy]:

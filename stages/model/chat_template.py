@@ -31,6 +31,8 @@ def read_template(given: str) -> str:
             hint = f"{did_you_mean(given, known_templates())}; a file starts with ./, ../, / or ~"
             raise StageError(f"no chat template is called {given!r}", hint=hint)
         return (_FOLDER / f"{given}.jinja").read_text("utf-8")
+    from jinja2 import Environment, TemplateSyntaxError
+
     file = local(given)
     try:
         if not file.is_file() or file.stat().st_size > _LARGEST:
@@ -38,19 +40,13 @@ def read_template(given: str) -> str:
         text = file.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise StageError(f"{file} cannot be read: {error}") from error
-    _require_syntax(file, text)
-    return text
-
-
-def _require_syntax(file: Path, text: str) -> None:
-    from jinja2 import Environment, TemplateSyntaxError
-
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(MARKERS.sub("", text))
     except TemplateSyntaxError as error:
         raise StageError(f"{file}:{error.lineno}: no chat template: {error.message}") from error
     except RecursionError as error:
         raise StageError(f"{file}: no chat template: nested too deep") from error
+    return text
 
 
 def unknown_tokens(template: str, tokenizer: Any) -> list[str]:

@@ -63,18 +63,13 @@ def beside_problems(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
         return
     folder = local(stage.path)
     adapter, others = adapter_beside(folder), other_weights(folder)
-    if adapter and not _starts_from(folder, stage, plan):
+    readers = (other for other in plan.readers(stage) if isinstance(other, traits.StartsFrom))
+    started = (local(other.start_from).resolve() for other in readers if other.start_from)
+    if adapter and folder.resolve() not in started:
         hint = f"name it in an adapter slot (`start_from: {stage.path}`), or move it away"
         yield Problem(key="path", message=adapter, hint=hint)
     if others:
         yield Problem(key="path", message=others, hint="remove the one that is stale", warning=True)
-
-
-def _starts_from(folder: Path, stage: HfModel, plan: PlanView) -> bool:
-    """Whether an adapter of the model starts from a folder."""
-    readers = (other for other in plan.readers(stage) if isinstance(other, traits.StartsFrom))
-    named = (other.start_from for other in readers)
-    return any(name and local(name).resolve() == folder.resolve() for name in named)
 
 
 def foreign_code(stage: HfModel) -> Iterator[tuple[str, str]]:

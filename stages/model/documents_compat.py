@@ -77,35 +77,26 @@ def flash_documents(model: nn.Module, positions: Tensor) -> dict[str, Any]:
     positions of shape (samples, length), of the micro-batch in `known_documents`, if there is one;
     empty for a model with another attention. By itself it takes a batch of several packed samples
     for unpacked ones."""
+    import torch
+
     configs = (getattr(one, "config", None) for one in model.modules())
     config = next((one for one in configs if hasattr(one, "_attn_implementation")), None)
     if config is None or "flash" not in str(config._attn_implementation):
         return {}
-    bounds, longest = _bounds_of(_lengths, positions) if _lengths else _bounds_in(positions)
+    if _lengths:
+        sizes = list(itertools.chain.from_iterable(_lengths))
+        on_gpu = positions.is_cuda and has_values(positions)
+        places = [0, *itertools.accumulate(sizes)]
+        bounds = torch.tensor(places, dtype=torch.int32, pin_memory=on_gpu)
+        bounds, longest = bounds.to(positions.device, non_blocking=True), max(sizes)
+    else:  # waits for the device
+        starts = (positions.flatten() == 0).nonzero().flatten()
+        end = torch.tensor([positions.numel()], device=positions.device)
+        bounds = torch.cat([starts, end]).to(torch.int32)
+        longest = int(bounds.diff().max())
     return {
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
         "max_length_q": longest,
         "max_length_k": longest,
     }
-
-
-def _bounds_of(lengths: Sequence[Sequence[int]], positions: Tensor) -> tuple[Tensor, int]:
-    """Beginnings of documents of these lengths, with the end of the last, and the longest."""
-    import torch
-
-    flat = list(itertools.chain.from_iterable(lengths))
-    on_gpu = positions.is_cuda and has_values(positions)
-    bounds = torch.tensor([0, *itertools.accumulate(flat)], dtype=torch.int32, pin_memory=on_gpu)
-    return bounds.to(positions.device, non_blocking=True), max(flat)
-
-
-def _bounds_in(positions: Tensor) -> tuple[Tensor, int]:
-    """The same, as positions of shape (samples, length) have it; waits for the device."""
-    import torch
-
-    flat = positions.flatten()
-    starts = (flat == 0).nonzero().flatten()
-    ends = torch.tensor([flat.numel()], device=flat.device)
-    bounds = torch.cat([starts, ends]).to(torch.int32)
-    return bounds, int(bounds.diff().max())

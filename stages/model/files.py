@@ -250,12 +250,8 @@ def source_fingerprint(
         digest.update("\0".join(new).encode())
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}".encode())
-        digest.update(_edges(file))
+        with open_regular(file) as stream:
+            digest.update(stream.read(EDGE))
+            stream.seek(max(0, file.stat().st_size - EDGE))
+            digest.update(stream.read(EDGE))
     return digest.hexdigest()
-
-
-def _edges(file: Path) -> bytes:
-    with open_regular(file) as stream:
-        first = stream.read(EDGE)
-        stream.seek(max(0, file.stat().st_size - EDGE))
-        return first + stream.read(EDGE)

@@ -46,23 +46,19 @@ class RandomReader(TensorReader):
         return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        yield from pieces(self._values(name), start, stop)
+        name = self._tied.get(name, name)
+        unit = self._unit_of.get(name)
+        if unit is not None and (unit != self._unit or not self._tensors):
+            self._tensors = {}  # frees the old block before the new one is made
+            self._tensors = self._initialised(unit)
+            self._unit = unit
+        values = self._declared(name) if unit is None else self._tensors[name]
+        yield from pieces(values, start, stop)
 
     def _declared(self, name: str) -> Tensor:
         if name not in self._state:
             raise StageError(f"no tensor named {name}")
         return self._state[name]
-
-    def _values(self, name: str) -> Tensor:
-        name = self._tied.get(name, name)
-        if name not in self._unit_of:
-            return self._declared(name)
-        unit = self._unit_of[name]
-        if unit != self._unit or not self._tensors:
-            self._tensors = {}  # frees the old block before the new one is made
-            self._tensors = self._initialised(unit)
-            self._unit = unit
-        return self._tensors[name]
 
     def close(self) -> None:
         self._tensors = {}
@@ -81,7 +77,12 @@ class RandomReader(TensorReader):
                 owner._init_weights(module)  # type: ignore[operator]
         prefix = f"{unit}." if unit else ""
         found = {prefix + name: p.detach() for name, p in module.named_parameters(recurse=whole)}
-        _refuse_uninitialised(self._model, found)
+        for name, values in found.items():
+            if values.isnan().any():
+                raise StageError(
+                    f"{type(self._model).__name__} does not say how to initialise {name}",
+                    hint="start from pretrained weights",
+                )
         return found
 
 
@@ -106,12 +107,3 @@ def _allocate(module: nn.Module, *, recurse: bool) -> None:
         for name, parameter in child.named_parameters(recurse=False):
             values = torch.full(parameter.shape, math.nan, dtype=torch.float32)
             setattr(child, name, torch.nn.Parameter(values))
-
-
-def _refuse_uninitialised(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.isnan().any():
-            raise StageError(
-                f"{type(model).__name__} does not say how to initialise {name}",
-                hint="start from pretrained weights",
-            )

@@ -130,7 +130,9 @@ class DocumentAngles:
         last = torch.full_like(positions[..., :1], length - 1)
         with _unchanged(self._module):
             found = self._forward(x, torch.cat([positions, last], dim=-1), **rest)
-        return _each(found, lambda one: one[..., :-1, :])
+        if isinstance(found, tuple):  # cosines and sines
+            return tuple(one[..., :-1, :] for one in found)
+        return found[..., :-1, :]
 
 
 def _beyond(lengths: Tensor, limit: int) -> list[int]:
@@ -158,11 +160,6 @@ def _unchanged(module: Any) -> Iterator[None]:
         vars(module).update(attributes)
         made.clear()
         made.update(buffers)
-
-
-def _each(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Angles, or cosines and sines, each changed."""
-    return tuple(map(change, found)) if isinstance(found, tuple) else change(found)
 
 
 def _where(chosen: Tensor, some: Any, others: Any) -> Any:

@@ -224,12 +224,10 @@ class HfSource(ModelSource):
 
     @functools.cached_property
     def _allowed(self) -> Allowed:
-        tables = compat.vocabulary(self._outline) if self._resized else ()
-        stage = self._stage
         return Allowed(
-            new=stage.new_weights,
-            unused=stage.unused_weights,
-            vocabulary=tables,
+            new=self._stage.new_weights,
+            unused=self._stage.unused_weights,
+            vocabulary=compat.vocabulary(self._outline) if self._resized else (),
             towers=self._towers,
         )
 
@@ -424,15 +422,6 @@ class HfSource(ModelSource):
         commit = self._files.folder.name  # of the hub's cache
         return commit if COMMIT.fullmatch(commit) else None
 
-    def _align(self, folder: Path) -> None:
-        changes = "; ".join(align(folder, self.tokenizer(), self.vocab_size))
-        if changes and changes not in self._said:
-            self._said.add(changes)  # an export saves twice
-            self._log.warning(
-                "the exported model begins, ends and pads as tokenizer and chat template do: %s",
-                changes,
-            )
-
     def save_assets(self, folder: Path, *, dtype: str) -> None:
         model = self._outline
         torch_name = str(torch_dtype(cast("DtypeName", dtype))).removeprefix("torch.")
@@ -444,7 +433,14 @@ class HfSource(ModelSource):
             assets.save_generation_config(self.config, origin, folder)
             if self._has_tokenizer:
                 assets.save_tokenizer(self.tokenizer(), folder)
-                self._align(folder)
+                changes = "; ".join(align(folder, self.tokenizer(), self.vocab_size))
+                if changes and changes not in self._said:
+                    self._said.add(changes)  # an export saves twice
+                    self._log.warning(
+                        "the exported model begins, ends and pads as tokenizer and chat template "
+                        "do: %s",
+                        changes,
+                    )
         if self._multimodal:
             assets.copy_processor(origin, folder)
         if compat.is_remote_code(model):

@@ -75,11 +75,16 @@ class ConvertedReader(ReaderView):
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         runs = self._runs_of(name)
-        if runs is None:
-            yield from pieces(self._converted(name), start, stop)
+        if runs is not None:
+            for source, at, length in _between(runs, start, stop):
+                yield from self._base.chunks(source, at, at + length)
             return
-        for source, at, length in _between(runs, start, stop):
-            yield from self._base.chunks(source, at, at + length)
+        change = self._owner[name]
+        if self._whole is None or self._whole[0] is not change:
+            self._whole = None  # frees the old ones before new ones are made
+            made = change.convert({source: self._base.read(source) for source in change.sources})
+            self._whole = (change, made)
+        yield from pieces(self._whole[1][name], start, stop)
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         runs = self._runs_of(name)
@@ -113,14 +118,6 @@ class ConvertedReader(ReaderView):
             self._runs[change] = trace(change, sources, self._results[change], WORTHWHILE)
         found = self._runs[change]
         return None if found is None else found[name]
-
-    def _converted(self, name: str) -> Tensor:
-        change = self._owner[name]
-        if self._whole is None or self._whole[0] is not change:
-            self._whole = None  # frees the old ones before new ones are made
-            made = change.convert({source: self._base.read(source) for source in change.sources})
-            self._whole = (change, made)
-        return self._whole[1][name]
 
 
 def _between(runs: list[Run], start: int, stop: int) -> Iterator[tuple[str, int, int]]:
