@@ -233,10 +233,9 @@ def _is_trained(row: Row, message: Mapping[str, Any], where: str) -> bool:
 
 
 def _template_arguments(row: Row) -> dict[str, Any]:
-    given = ("tools", "documents")
-    extra = {key: row.value[key] for key in given if row.value.get(key) is not None}
+    extra: dict[str, Any] = {}
     for key in ("tools", "documents"):
-        found = _or_none(row, extra.pop(key, None), key)
+        found = _or_none(row, row.value.get(key), key)
         if found is not None:
             extra[key] = require(row, found, list, f"`{key}`")
     more = _parsed(row, row.value.get("chat_template_kwargs") or {}, "chat_template_kwargs") or {}

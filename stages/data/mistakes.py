@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -126,14 +126,14 @@ class Mistakes:
 
     def notes(self) -> list[Note]:
         """Return what was dropped, as notes on the source."""
+        said = "that cannot be trained on"
         return [
             Note(
-                text=f"dropped {counted(count, 'rows')} that cannot be trained on: "
-                + self._words(kind),
-                part=self._place(self._first[kind])[0],
-                row=self._first[kind].row or 0,
+                text=f"dropped {counted(count, 'rows')} {said}: {words}",
+                part=self.part(first.file),
+                row=first.row or 0,
             )
-            for kind, count in self._kinds.most_common()
+            for words, count, first in self.kinds()
         ]
 
     def kinds(self) -> Iterator[tuple[str, int, DataError]]:
@@ -155,12 +155,8 @@ def together(errors: Sequence[DataError | BadRows]) -> DataError | BadRows:
     rows, kinds = list[DataError](), Counter[str]()
     for error in errors:
         rows += error.rows if isinstance(error, BadRows) else [error]
-        kinds.update(_kinds(error))
+        kinds.update(error.kinds if isinstance(error, BadRows) else [kind_of(error.message)])
     return BadRows("\n".join(map(str, errors)), rows=rows, kinds=kinds)
-
-
-def _kinds(error: DataError | BadRows) -> Mapping[str, int]:
-    return error.kinds if isinstance(error, BadRows) else {kind_of(error.message): 1}
 
 
 def _cut(text: str) -> str:

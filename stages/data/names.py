@@ -44,11 +44,9 @@ class Names:
         """Return a row with the keys that are read, without the nulls inside of its values."""
         value = self.renamed(row.value)
         plain = {key: _without_nulls(each) for key, each in value.items()}
-        found = (
-            ""
-            if plain == value
-            else next(_nulls(value, {self.of("content"), self.of("value")}), "")
-        )
+        found = ""
+        if plain != value:
+            found = next(_nulls(value, {self.of("content"), self.of("value")}), "")
         return dataclasses.replace(row, value=plain, nulls=found)
 
     def renamed(self, value: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from stages.data.samples import (
     write_samples,
 )
 from stages.data.sources import OpenedSource, open_source
-from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
+from stages.data.views import PackedSamples, train_and_heldout, write_packs
 
 if TYPE_CHECKING:
     from stages.data.chat import ChatData
@@ -271,7 +271,7 @@ class Rows:
         packs = prepare(
             self.ctx,
             cache_folder(self.stage.cache),
-            lambda: pack_key(entry, first, count, length),
+            lambda: digest(["packing", KEYS, entry.key, first, count, length]),
             lambda folder: write_packs(folder, rows, length),
         )
         filled = packs.counts["positions"] / (packs.counts["samples"] * length)

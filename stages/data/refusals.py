@@ -28,14 +28,9 @@ def refusal(
         if renders(messages, rest):
             return f"the row has `{key}`, which the chat template does not lay out: {words}"
     last = last_message(messages, extra, renders)
-    what = next(
-        (
-            what
-            for what, instead in _changes(messages[:last])
-            if renders([*messages[: last - 1], *instead], extra)
-        ),
-        None,
-    )
+    before, changes = messages[: last - 1], _changes(messages[:last])
+    found = (what for what, instead in changes if renders([*before, *instead], extra))
+    what = next(found, None)
     where = f"messages[{last - 1}]"
     if what is None:
         role = messages[last - 1]["role"] if messages else "none"

@@ -62,12 +62,16 @@ def rows(path: Path, columns: list[str] | None = None, report: Report = raised) 
         for line in _lines(path, report):
             yield Row(file=path, number=line.number, value={"text": line.value})
     elif path.name.endswith(JSON) and _is_array(path):
-        found, value_of = _elements(path)
-        yield from _objects(found, report, value_of)
+        # Other than lines, the elements are in memory all at once.
+        values, marked = _decoded(Row(file=path, number=1, value=None), read_text(path))
+        found = (Row(file=path, number=number, value=each) for number, each in enumerate(values, 1))
+        if marked:
+            yield from _objects(found, report, lambda row: _require_once(row, row.value))
+        else:
+            yield from _objects(found, report, lambda row: row.value)
     else:
-        yield from _objects(
-            _lines(path, report), report, lambda line: parsed_json(line, line.value)
-        )
+        lines = _lines(path, report)
+        yield from _objects(lines, report, lambda line: parsed_json(line, line.value))
 
 
 def read_text(path: Path) -> str:
@@ -180,16 +184,7 @@ def parsed_json(row: Row, text: str, what: str = "") -> Any:
     """Return the value of a JSON text in a row; `what` names the text unless it is the whole row.
     Raises the row's error if it is no JSON, or has an object with a key twice."""
     value, marked = _decoded(row, text, what)
-    if marked:
-        _require_once(row, value, what)
-    return value
-
-
-def _meant(row: Row, text: str) -> str:
-    """Return what to do about a line that is not JSON."""
-    if text.lstrip()[:2] in ("{'", "{\u2018", "{\u201c"):
-        return 'keys and texts of JSON have double quotes ("); write rows with json.dumps'
-    return _HINT
+    return _require_once(row, value, what) if marked else value
 
 
 _AFTER = {"{": "object", "[": "list"}
@@ -221,19 +216,23 @@ def _decoded(row: Row, text: str, what: str = "") -> tuple[Any, bool]:
         if what:
             mark = " is " if message.startswith("not ") else ": "
             message = f"`{what}`{mark}{message}"
-        raise row.error(message, hint="" if what else _meant(row, text)) from error
+        hint = _HINT
+        if text.lstrip()[:2] in ("{'", "{\u2018", "{\u201c"):
+            hint = 'keys and texts of JSON have double quotes ("); write rows with json.dumps'
+        raise row.error(message, hint="" if what else hint) from error
 
 
-def _require_once(row: Row, value: Any, place: str = "") -> None:
-    """Raise the row's error if a _Twice is within the value, which is at `place`."""
+def _require_once(row: Row, value: Any, place: str = "") -> Any:
+    """Return the value, which is at `place`. Raises the row's error if a _Twice is within it."""
     left = [(place, value)]
     while left:
-        at, value = left.pop()
-        if isinstance(value, _Twice):
+        at, found = left.pop()
+        if isinstance(found, _Twice):
             where = f"`{at}` has" if at else "has"
             hint = "leave out the one that is not meant"
-            raise row.error(f"{where} the key {value.key!r} twice", hint=hint)
-        left += reversed(list(children(at, value)))
+            raise row.error(f"{where} the key {found.key!r} twice", hint=hint)
+        left += reversed(list(children(at, found)))
+    return value
 
 
 def children(place: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -248,20 +247,6 @@ def _is_array(path: Path) -> bool:
     """Whether a JSON file is one array rather than an object a line."""
     with _opened(path, lambda: None) as file:
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-
-
-def _elements(path: Path) -> tuple[Iterator[Row], Callable[[Row], Any]]:
-    """Return the elements of a JSON array, which is in memory as a whole, and a function that gives
-    the value of each."""
-    values, marked = _decoded(Row(file=path, number=1, value=None), read_text(path))
-
-    def checked(row: Row) -> Any:
-        if marked:
-            _require_once(row, row.value)
-        return row.value
-
-    found = (Row(file=path, number=number, value=each) for number, each in enumerate(values, 1))
-    return found, checked
 
 
 def _parquet_rows(path: Path, columns: list[str] | None) -> Iterator[Row]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import Sample, Samples, StageError
-from stages.data.cache import KEYS, Counts, Entry, digest
+from stages.data.cache import Counts, Entry
 from stages.data.samples import CountedSamples, MaskedSamples, require_within
 
 if TYPE_CHECKING:
@@ -51,11 +51,6 @@ class PackedSamples(CountedSamples):
 
     def total_rows(self, indices: NDArray[np.int64]) -> int:
         return int((self._offsets[indices + 1] - self._offsets[indices]).sum())
-
-
-def pack_key(rows: Entry, first: int, count: int, length: int) -> str:
-    """Return the cache key of a packing of some of an entry's rows."""
-    return digest(["packing", KEYS, rows.key, first, count, length])
 
 
 def write_packs(folder: Path, rows: MaskedSamples, length: int) -> Counts:

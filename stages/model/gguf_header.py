@@ -83,10 +83,14 @@ class _Header:
         name, (kind,) = self._text(), self.numbers("I")
         if kind == STRING:
             return name, self._text()
-        if kind == ARRAY:
-            self._skip_array()
-            return name, None
-        return name, self.numbers(_scalar(kind))[0]
+        if kind != ARRAY:
+            return name, self.numbers(_scalar(kind))[0]
+        inner, count = self.numbers("IQ")
+        if inner != STRING:
+            self._skip(count * struct.calcsize(f"<{_scalar(inner)}"))
+        for _ in range(count if inner == STRING else 0):
+            self._skip(LENGTH.unpack(self.bytes(LENGTH.size))[0])
+        return name, None
 
     def tensor(self) -> tuple[str, tuple[int, ...]]:
         """Return the name and the shape of a tensor."""
@@ -98,14 +102,6 @@ class _Header:
 
     def _text(self) -> str:
         return self.bytes(self.numbers("Q")[0]).decode("utf-8", "replace")
-
-    def _skip_array(self) -> None:
-        kind, count = self.numbers("IQ")
-        if kind != STRING:
-            self._skip(count * struct.calcsize(f"<{_scalar(kind)}"))
-            return
-        for _ in range(count):
-            self._skip(LENGTH.unpack(self.bytes(LENGTH.size))[0])
 
     def _skip(self, count: int) -> None:
         self._claim(count)

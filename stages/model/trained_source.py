@@ -74,10 +74,8 @@ class TrainedSource(DerivedSource):
     @functools.cached_property
     def _identity(self) -> str:
         """Digest of the weights that are read, the same wherever the checkpoint lies."""
-        average = self._stage.average
-        with contextlib.closing(
-            open_weights(self._checkpoint, verify=False, average=average)
-        ) as opened:
+        opened = open_weights(self._checkpoint, verify=False, average=self._stage.average)
+        with contextlib.closing(opened):
             return opened.identity
 
     @functools.cached_property
@@ -91,12 +89,10 @@ class TrainedSource(DerivedSource):
 
     @functools.cached_property
     def contents(self) -> str | None:
-        with contextlib.closing(
-            open_state(self._checkpoint, Reading(weights_only=True, verify=False))
-        ) as state:
-            read = (
-                [state.digest()] if state.digest() else file_digests(state_files(self._checkpoint))
-            )
+        reading = Reading(weights_only=True, verify=False)
+        with contextlib.closing(open_state(self._checkpoint, reading)) as state:
+            written = state.digest()
+        read = [written] if written else file_digests(state_files(self._checkpoint))
         if needs_source(self._origin):
             read.append(str(self._origin.contents))
         return hashlib.sha256("\n".join(read).encode()).hexdigest()

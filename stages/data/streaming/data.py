@@ -146,7 +146,6 @@ class StreamSamples(CountedSamples):
         return self._store.blocks(place.shard)[place.block]
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
-        # one by the index of the first block of its shard and window
         return sum(shard.total_targets(own) for shard, own in self._divided(indices))
 
     def total_rows(self, indices: NDArray[np.int64]) -> int:
