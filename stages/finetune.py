@@ -138,15 +138,13 @@ def _rate(request: AdviceRequest) -> tuple[float, str]:
     (Schulman et al. 2025, LoRA Without Regret)."""
     # A model of which the size is not known counts as a large one.
     size = (request.survey.parameters if request.survey else None) or LARGE
+    if request.lora and size >= LARGE:
+        return 1e-4, "LoRA from 30B parameters"
     if request.lora:
-        return (
-            (1e-4, "LoRA from 30B parameters")
-            if size >= LARGE
-            else (2e-4, "LoRA below 30B parameters")
-        )
-    return (2e-5, "all weights from 1B parameters") if size >= SMALL else (
-        1e-4, "all weights of a model below 1B parameters"
-    )  # fmt: skip
+        return 2e-4, "LoRA below 30B parameters"
+    if size >= SMALL:
+        return 2e-5, "all weights from 1B parameters"
+    return 1e-4, "all weights of a model below 1B parameters"
 
 
 def _of_training(request: AdviceRequest, slots: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

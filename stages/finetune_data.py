@@ -145,10 +145,8 @@ def _facts(ctx: Context, model: Mapping[str, Any], source: ModelSource | None) -
 def _quantized(model: HfModel) -> str:
     """Type that most weights of a GGUF file are quantized to; empty if they are not, or if it is
     not here."""
-    if model.path is None or not is_local(model.path) or model.init == "random":
-        return ""
-    file = local(model.path) / (model.gguf_file or "")
-    if not is_gguf(file.name):
+    file = local(model.path or "") / (model.gguf_file or "")
+    if not is_local(model.path or "") or model.init == "random" or not is_gguf(file.name):
         return ""
     try:
         return quantization(file)
@@ -168,8 +166,9 @@ def _encoded(
         start=tokenize.start_ids(tokenizer, None),
         dtype=tokenize.id_dtype(tokenizer, source.vocab_size),
     )  # fmt: skip
+    rest = iter(found)
     with activity("tokenising", total=len(found), unit="rows") as doing:
-        for batch in _batches(found):
+        while batch := list(itertools.islice(rest, 64)):
             for (_, row), result in zip(batch, encoder.batch(batch), strict=True):
                 if isinstance(result, Mistake):
                     mistakes.add(row.error(result.message, hint=result.hint))
@@ -197,11 +196,6 @@ def _prompt(form: Form, row: Row) -> str | None:
     if first.get("role") != "user" or not isinstance(text, str) or not 0 < len(text) <= QUESTION:
         return None
     return text if reads_back(text) else None
-
-
-def _batches(found: Sequence[tuple[Form, Row]]) -> Iterator[list[tuple[Form, Row]]]:
-    rest = iter(found)
-    return iter(lambda: list(itertools.islice(rest, 64)), [])
 
 
 def _broken(mistakes: Mistakes) -> tuple[Broken, ...]:

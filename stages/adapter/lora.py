@@ -160,13 +160,12 @@ def _frozen_random(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     lacking = [table for table, name in named.items() if not _is_named(name, stage.train_also)]
     if rows and lacking:
         names = [name for name in named.values() if name]
+        hint = f"train_also: {names} trains {'them' if len(names) > 1 else 'it'} as a whole"
         yield Problem(
             key="train_also",
             message=f"{rows} rows of the vocabulary are new and random, and stay frozen while the "
             f"tokenizer uses them: train_also names no {' and no '.join(lacking)}",
-            hint=f"train_also: {names} trains {'them' if len(names) > 1 else 'it'} as a whole"
-            if names
-            else "",
+            hint=hint if names else "",
         )
 
 
@@ -180,17 +179,13 @@ def _skipped_experts(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     from stages.model.config_checks import config_of, has_experts
 
     if has_experts(config_of(stage, plan) or {}):
-        included = "target_parameters: [experts.gate_up_proj, experts.down_proj] includes them"
-        whole = "train_also: ['*.experts.*'] trains them as a whole"
-        yield Problem(
-            key="dora" if stage.dora else "target_parameters",
-            message="experts get no update: "
-            + (
-                "DoRA has none for stacked weights" if stage.dora else "`targets` are linear layers"
-            ),
-            hint=whole if stage.dora else included,
-            warning=True,
-        )
+        key, why = "target_parameters", "`targets` are linear layers"
+        hint = "target_parameters: [experts.gate_up_proj, experts.down_proj] includes them"
+        if stage.dora:
+            key, why = "dora", "DoRA has none for stacked weights"
+            hint = "train_also: ['*.experts.*'] trains them as a whole"
+        message = f"experts get no update: {why}"
+        yield Problem(key=key, message=message, hint=hint, warning=True)
 
 
 def differences(stage: Lora, folder: Path) -> Iterator[tuple[str, str]]:

@@ -14,8 +14,7 @@ from pipeline.utils import activity, counted
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.encodings import plain_ids
-from stages.data.mistakes import Enough, Mistakes
-from stages.data.notes import Note, write_notes
+from stages.data.mistakes import Enough, Mistakes, Note, write_notes
 from stages.data.pieces import cutter
 from stages.data.rows import TEXT, Report, raised, read_text, require_text
 from stages.data.samples import BAD, CHANGED, STARTS, TOKENS, TokenBlocks

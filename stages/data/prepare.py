@@ -20,8 +20,7 @@ from stages.data.documents import Documents
 from stages.data.encode import RowEncoder
 from stages.data.encodings import TextTokenizer
 from stages.data.forms import rows_with_forms
-from stages.data.mistakes import Mistakes, together
-from stages.data.notes import read_notes
+from stages.data.mistakes import Mistakes, read_notes, together
 from stages.data.samples import (
     BAD,
     CHANGED,

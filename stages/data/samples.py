@@ -19,8 +19,7 @@ from stages.data.cache import Counts, Entry, VerifiedArray
 from stages.data.conversations import ENDED, LAID_OUT, UNRENDERED
 from stages.data.encode import EMPTY_ANSWER, Dropped, Encoded
 from stages.data.forms import Form
-from stages.data.mistakes import Mistake, Mistakes
-from stages.data.notes import Note, write_notes
+from stages.data.mistakes import Mistake, Mistakes, Note, write_notes
 from stages.data.rows import JSON, JSON_LINES, Row
 from stages.data.tokenize import FORMATTED, TOKENISING
 

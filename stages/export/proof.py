@@ -16,13 +16,7 @@ from pipeline import DistContext, ExportError, ModelSource, StageError, TensorRe
 from pipeline.checkpoint import DTYPES
 from pipeline.hardware import free_memory
 from pipeline.utils import activity, plural, require_code_trust
-from stages.adapter.compat import (
-    CONFIG,
-    import_peft,
-    name_in_file,
-    name_without_updates,
-    quiet,
-)
+from stages.adapter.compat import CONFIG, import_peft, name_in_file, name_without_updates, quiet
 from stages.export import manifest
 from stages.export.manifest import BLOCK, CARD, Manifest, Position, Proof, names_in
 from stages.export.weight_files import Shard, prove_files

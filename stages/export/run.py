@@ -12,14 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline import (
-    Context,
-    ExportedModel,
-    ExportError,
-    StageError,
-    TrainedRun,
-    in_words,
-)
+from pipeline import Context, ExportedModel, ExportError, StageError, TrainedRun, in_words
 from pipeline.utils import BYTES, activity, human, plural, replace_text
 from stages.export import target
 from stages.export.contents import Contents

@@ -188,14 +188,19 @@ def _base_of(folder: Path) -> Path:
 
 def _whole(folder: Path, ctx: Context, speaks: Path, *, trust_remote_code: bool) -> LoadedModel:
     """The model in a folder, with the tokenizer in `speaks`, whose ends of turns end its texts."""
+    from transformers import AutoTokenizer
+
     files = safetensors_files(folder)  # an index may name anything
     safe = bool(files) and all(file.suffix == ".safetensors" for file in files)
     passed = _looked_over(folder, ctx, has_weights=safe)
     model: Any
     device = ctx.dist.device
     with contextlib.ExitStack() as stack, activity(f"loading {folder.name}"), _odd(folder):
-        words = Words(_tokenizer(speaks, trust_remote_code=trust_remote_code))
-        own = words.tokenizer
+        with loading(f"the tokenizer in {speaks} cannot be loaded"):
+            own = AutoTokenizer.from_pretrained(
+                speaks, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        words = Words(own)
         ends = [] if speaks == folder else wanted_ids(own, len(own))["eos_token_id"]
         with _fitting(device):
             model = stack.enter_context(
@@ -236,15 +241,6 @@ def _looked_over(folder: Path, ctx: Context, *, has_weights: bool) -> Sequence[s
             hint="pickles are not read; `pipe export` writes safetensors",
         )
     return written.passed if written else ()
-
-
-def _tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    with loading(f"the tokenizer in {folder} cannot be loaded"):
-        return AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
 
 
 def open_trained(ctx: Context, source: ModelSource, weights: Weights, dtype: str) -> LoadedModel:

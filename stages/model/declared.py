@@ -4,7 +4,6 @@ and the base of sources that change another one."""
 from __future__ import annotations
 
 import functools
-import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
@@ -65,7 +64,8 @@ def refuse_differences(
 
     `misshapen` are sentences of `misfit`, `unexpected` names or sentences about several.
     """
-    lacking = _without(missing, compat.may_lack(model))
+    tolerated = compat.may_lack(model)
+    lacking = [name for name in missing if not any(one.search(name) for one in tolerated)]
     found = {"missing": lacking, "of another shape": misshapen}
     parts = [f"{kind} {listed(names)}" for kind, names in found.items() if names]
     extra = unexpected if isinstance(unexpected, str) else listed(list(unexpected))
@@ -106,10 +106,6 @@ def refuse_idle(key: str, patterns: Iterable[str], names: Collection[str], what:
                 f"{key}: {pattern!r} matches no {what}",
                 hint=f"they are called {', '.join(shown)}, ...",
             )
-
-
-def _without(names: Iterable[str], patterns: Sequence[re.Pattern[str]]) -> list[str]:
-    return [name for name in names if not any(pattern.search(name) for pattern in patterns)]
 
 
 def without_memory(build: Callable[[], nn.Module]) -> nn.Module:

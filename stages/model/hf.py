@@ -84,12 +84,7 @@ class HfModel:
     itself: `--trust-remote-code` on the command line does."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        from stages.model.checks import (
-            beside_problems,
-            multimodal_notes,
-            problems,
-            speed_problems,
-        )
+        from stages.model.checks import beside_problems, multimodal_notes, problems, speed_problems
         from stages.model.config_checks import too_long
         from stages.model.frozen_checks import frozen_problems
         from stages.model.head_checks import head_problems

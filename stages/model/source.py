@@ -14,28 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from pipeline import (
-    DtypeName,
-    ModelSource,
-    Scorer,
-    StageError,
-    TensorReader,
-    Weights,
-    torch_dtype,
-)
+from pipeline import DtypeName, ModelSource, Scorer, StageError, TensorReader, Weights, torch_dtype
 from pipeline.utils import COMMIT
 from stages.data.sources import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks
 from stages.model.config_checks import sees_later_tokens, table_of_positions
-from stages.model.declared import (
-    completed,
-    matches,
-    outline,
-    refuse_idle,
-    ties,
-    without_memory,
-)
+from stages.model.declared import completed, matches, outline, refuse_idle, ties, without_memory
 from stages.model.files import (
     ADAPTER,
     Files,
@@ -51,11 +36,10 @@ from stages.model.files import (
 )
 from stages.model.gguf import open_gguf
 from stages.model.random_reader import RandomReader
-from stages.model.reconcile import Allowed, fit
+from stages.model.reconcile import Allowed, Unread, fit, sort_out
 from stages.model.rotary_compat import choose_by_document
 from stages.model.special_ids import align
 from stages.model.towers_compat import leave_out_towers
-from stages.model.unread import Unread, sort_out
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.safetensors import SafetensorsReader

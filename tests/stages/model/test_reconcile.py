@@ -17,7 +17,7 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.testing import plan_view
 from stages.model.hf import HfModel
-from stages.model.reconcile import Allowed, fit
+from stages.model.reconcile import Allowed, fit, sized, sort_out
 from stages.optimizer.adamw import AdamW
 from stages.weights.torch_files import MemoryReader
 from tests.support import runs
@@ -436,3 +436,49 @@ def test_a_missing_buffer_is_an_error_unless_the_architecture_minds_none() -> No
     with pytest.raises(StageError, match=r"missing 2 tensors \(counts, scale\)") as caught:
         fitted({})
     assert "steps" not in str(caught.value)
+
+
+def fates(names: str, wanted: str = "", towers: str = "", **stated: Any) -> tuple[list[str], ...]:
+    found = sort_out(names.split(), wanted.split(), towers.split(), stated)
+    return found.passed, found.dropped, found.undeclared
+
+
+def test_each_tensor_that_is_not_read_has_a_fate() -> None:
+    assert fates("a b c", wanted="a") == ([], [], ["b", "c"])
+    assert fates("a b c", wanted="a", towers="c", b="drop") == (["c"], ["b"], [])
+    assert fates("a b c", wanted="a", b="pass_through", c="drop") == (["b"], ["c"], [])
+    assert fates("a b", wanted="a b", b="drop") == ([], ["b"], [])
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    found = sort_out(["mtp.a", "mtp.b"], [], [], {"mtp.a": "drop", "mtp.*": "pass_through"})
+    assert (found.passed, found.dropped) == (["mtp.b"], ["mtp.a"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["h.0.attn.bias", "gpt_neox.layers.1.attention.masked_bias", "model.rotary_emb.inv_freq",
+     "embeddings.position_ids", "rope_freqs.weight", "h.0.crossattention.bias"],
+)  # fmt: skip
+def test_computed_tables_are_dropped(name: str) -> None:
+    assert fates(name) == ([], [name], [])
+
+
+@pytest.mark.parametrize(
+    "name", ["h.0.attn.c_attn.bias", "model.layers.0.self_attn.q_proj.bias", "attention_bias"]
+)
+def test_weights_are_no_tables(name: str) -> None:
+    assert fates(name) == ([], [], [name])
+
+
+def test_fates_that_cannot_be() -> None:
+    with pytest.raises(StageError, match="b cannot be dropped"):
+        fates("a b", towers="b", b="drop")
+    with pytest.raises(StageError, match="a is used, and so cannot be passed through"):
+        fates("a b", wanted="a", a="pass_through")
+
+
+def test_number_bytes_and_names() -> None:
+    held = MemoryReader({"a": torch.ones(3), "b": torch.ones(2, dtype=torch.bfloat16)})
+    assert sized(["a", "b"], held) == "2 tensors, 16 B (a, b)"
+    assert sized(["b"], held) == "1 tensor, 4 B (b)"
