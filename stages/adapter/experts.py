@@ -12,7 +12,7 @@ token and expert that it is sent to, the inputs of both projections and `rank` n
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -71,22 +71,19 @@ def add_updates(model: nn.Module, names: Collection[str], settings: LowRank) -> 
     for name, module, leaf in stacked_weights(model):
         if name in names:
             chosen.setdefault(module, []).append(leaf)
-    for module, leaves in chosen.items():
-        _add(module, leaves, settings)
-
-
-def _add(experts: Any, leaves: Sequence[str], settings: LowRank) -> None:
-    downs, ups = {}, {}
-    for leaf in leaves:
-        count, inputs, outputs = full_shape(getattr(experts, leaf))
-        if not experts.is_transposed:
-            inputs, outputs = outputs, inputs
-        downs[leaf] = (count, settings.rank, inputs)
-        ups[leaf] = (count, outputs, settings.rank)
-    device = getattr(experts, leaves[0]).device
-    experts.lora_A, experts.lora_B = Factors(downs, device), Factors(ups, device)
-    experts.low_rank = settings
-    experts.forward = functools.partial(forward, experts)
+    experts: Any
+    for experts, leaves in chosen.items():
+        downs, ups = {}, {}
+        for leaf in leaves:
+            count, inputs, outputs = full_shape(getattr(experts, leaf))
+            if not experts.is_transposed:
+                inputs, outputs = outputs, inputs
+            downs[leaf] = (count, settings.rank, inputs)
+            ups[leaf] = (count, outputs, settings.rank)
+        device = getattr(experts, leaves[0]).device
+        experts.lora_A, experts.lora_B = Factors(downs, device), Factors(ups, device)
+        experts.low_rank = settings
+        experts.forward = functools.partial(forward, experts)
 
 
 def updated_modules(model: nn.Module) -> list[nn.Module]:

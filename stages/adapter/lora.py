@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Lt
 
 from pipeline import Context, Engine, ModelSource, PlanView, Problem, StageError
-from pipeline.utils import parse_json, read_whole
+from pipeline.utils import closest, parse_json, read_whole
 from stages.model.declared import DerivedSource
 
 if TYPE_CHECKING:
@@ -84,8 +84,6 @@ class Lora:
     settings, and should have been trained on weights in the same precision."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        from stages.adapter.target_checks import unmatched_targets
-
         if importlib.util.find_spec("peft") is None:
             yield Problem(message="needs peft", hint="pip install 'pipetrain[adapter]'")
         builder = plan.too_late(self, Engine)
@@ -100,7 +98,7 @@ class Lora:
             yield Problem(key="target_parameters", message=message, hint="set dora: false")
         if self.misses_experts and not any("expert" in name for name in self.train_also):
             yield from _skipped_experts(self, plan)
-        yield from unmatched_targets(self, plan)
+        yield from _unmatched_targets(self, plan)
         if self.targets == () and not self.target_parameters:
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
         yield from _frozen_random(self, plan)
@@ -186,6 +184,35 @@ def _skipped_experts(stage: Lora, plan: PlanView) -> Iterator[Problem]:
             hint = "train_also: ['*.experts.*'] trains them as a whole"
         message = f"experts get no update: {why}"
         yield Problem(key=key, message=message, hint=hint, warning=True)
+
+
+def _unmatched_targets(stage: Lora, plan: PlanView) -> Iterator[Problem]:
+    """Yield a mistake for each target with a name that the model's source does not have. A name
+    that it has can still be that of no linear layer, which the run finds when it builds the
+    model."""
+    from stages.model.compat import is_multimodal
+    from stages.model.config_checks import config_of, hf_model
+    from stages.model.source_text_compat import lacks_name, linear_names
+
+    config, model = config_of(stage, plan), hf_model(stage, plan)
+    foreign = model is not None and model.trust_remote_code
+    if config is None or foreign or is_multimodal(config):
+        return
+    kind = str(config.get("model_type"))
+    linear = () if isinstance(stage.targets, str) else stage.targets
+    for key, targets in (("targets", linear), ("target_parameters", stage.target_parameters or ())):
+        for target in targets:
+            unknown = [part for part in target.split(".") if lacks_name(kind, part)]
+            if [part for part in unknown if part.isidentifier()]:
+                what = "linear layer" if key == "targets" else "weight"
+                names = linear_names(kind)
+                near = closest(target.rpartition(".")[2], names)
+                asked = f"did you mean `{near}`? " if near else ""
+                yield Problem(
+                    key=key,
+                    message=f"no {what} of a {kind} has a name that ends in {target!r}",
+                    hint=f"{asked}linear layers are called {', '.join(names)}" if names else "",
+                )
 
 
 def differences(stage: Lora, folder: Path) -> Iterator[tuple[str, str]]:

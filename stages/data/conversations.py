@@ -48,14 +48,6 @@ class LaidOut:
     turns: Turns
     notes: tuple[str, ...] = ()
 
-    @property
-    def chat(self) -> Conversation:
-        return self.turns.chat
-
-    @property
-    def text(self) -> str:
-        return self.turns.text
-
 
 @dataclass(frozen=True)
 class Targets:
@@ -130,7 +122,7 @@ class ConversationEncoder:
     def targets(self, laid_out: LaidOut, tokens: TextTokens) -> Targets:
         """Return which tokens of its text are trained on. Raises DataError if its turns cannot be
         located."""
-        chat, text, turns = laid_out.chat, laid_out.text, laid_out.turns
+        turns, chat = laid_out.turns, laid_out.turns.chat
         located = self._located(chat)
         if self.stage.loss == "all":
             silent = [turns.span(index, prompt=prompt) for index, prompt in located]
@@ -143,7 +135,7 @@ class ConversationEncoder:
         special = tokens.bounds[self.tokens.are_special(tokens.ids)]
         spans, end = list[Span](), tuple[int, ...]()
         for index, prompt in located:
-            span = _without_tail(text, special, turns.span(index, prompt=prompt))
+            span = _without_tail(turns.text, special, turns.span(index, prompt=prompt))
             if not (special[:, 1] == span[1]).any():
                 span, end, note = self._ended(turns, span)
                 notes += (note,)

@@ -102,8 +102,12 @@ class RowEncoder:
         flat = [example for each in examples for example in each]
         self._conversation.ahead([each for each in flat if isinstance(each, Conversation)])
         laid_out = [_tried(self._laid_out, example) for example in flat]
-        texts = [self._text(example) for example in laid_out]
-        found = iter(self.tokens([text for text in texts if text is not None]))
+        texts = [
+            each.turns.text if isinstance(each, LaidOut) else each.prompt + each.completion
+            for each in laid_out
+            if isinstance(each, LaidOut | Completion)
+        ]
+        found = iter(self.tokens(texts))
         results = iter([_tried(self._encoded, example, found) for example in laid_out])
         return [
             _together([_tried(self._cut, row, next(results)) for _ in each])
@@ -161,12 +165,6 @@ class RowEncoder:
                 raise
             return Dropped(why=UNRENDERED)
 
-    def _text(self, example: _Found) -> str | None:
-        """Return the text to tokenise, if there is one."""
-        if isinstance(example, Completion):
-            return example.prompt + example.completion
-        return example.text if isinstance(example, LaidOut) else None
-
     def _encoded(self, example: _Found, found: Iterator[TextTokens]) -> Encoded | Dropped | Mistake:
         """Return the result of an example; if it has a text, `found` yields its tokens next."""
         if isinstance(example, Dropped | Mistake):
@@ -179,13 +177,14 @@ class RowEncoder:
             return self._completion(example, tokens)
         assert isinstance(example, LaidOut)
         targets = self._conversation.targets(example, tokens)
-        says = any(message["role"] == "assistant" for message in example.chat.messages)
+        chat = example.turns.chat
+        says = any(message["role"] == "assistant" for message in chat.messages)
         if not says and not targets.trained.any():
             return Dropped(why="without a message of the assistant")
         return Encoded(
             ids=np.concatenate([tokens.ids, np.array(targets.end, np.int64)]),
             trained=np.concatenate([targets.trained, np.ones(len(targets.end), bool)]),
-            nulls=example.chat.row.nulls,
+            nulls=chat.row.nulls,
             notes=(*example.notes, *targets.notes),
         )
 
@@ -214,20 +213,13 @@ class RowEncoder:
     def _cut(self, row: Row, encoded: Encoded | Dropped | Mistake) -> Encoded | Dropped | Mistake:
         """Return at most `sequence_length` tokens, in the dtype of the cache; Dropped if none of
         them is trained on."""
-        result = encoded if isinstance(encoded, Mistake) else self._truncated(row, encoded)
-        if not isinstance(result, Encoded):
-            return result
-        return dataclasses.replace(result, ids=result.ids.astype(self.dtype))
-
-    def _truncated(self, row: Row, encoded: Encoded | Dropped) -> Encoded | Dropped:
-        """Return at most `sequence_length` tokens; Dropped if none of them is trained on."""
         stage, room = self.stage, self.stage.sequence_length
-        if isinstance(encoded, Dropped):
+        if not isinstance(encoded, Encoded):
             return encoded
         if not encoded.trained[1:].any():  # nothing predicts the first token
             return Dropped(why="without a token to train on")
         if len(encoded.ids) <= room:
-            return encoded
+            return dataclasses.replace(encoded, ids=encoded.ids.astype(self.dtype))
         if stage.too_long == "error":
             raise row.error(f"{len(encoded.ids)} tokens, but `sequence_length` is {room}")
         one_more = len(encoded.ids) == room + 1
@@ -239,7 +231,7 @@ class RowEncoder:
             return Dropped(why=why, long=True, kept_more=one_more)
         return dataclasses.replace(
             encoded,
-            ids=encoded.ids[:room],
+            ids=encoded.ids[:room].astype(self.dtype),
             trained=encoded.trained[:room],
             long=True,
             kept_more=one_more,

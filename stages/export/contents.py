@@ -121,18 +121,16 @@ class AdapterContents:
             imports += "from transformers import BitsAndBytesConfig\n"
             bits = f'load_in_4bit=True, bnb_4bit_quant_type="{self.source.quantize}"'
             options += f", quantization_config=BitsAndBytesConfig({bits})"
+        onto_base = imports.replace("AutoPeftModelForCausalLM", "PeftModel")
+        load = 'PeftModel.from_pretrained(base, "path/to/this/folder")'
         if self.source.location is None:
-            imports = imports.replace("AutoPeftModelForCausalLM", "PeftModel")
-            load = 'PeftModel.from_pretrained(base, "path/to/this/folder")'
             base = f"base = ...  # {self.source.name}, loaded with {options}"
-            return f"{imports}\n{base}\nmodel = {load}"
+            return f"{onto_base}\n{base}\nmodel = {load}"
         config: Any = outline(self.source.export_view).config
         auto = compat.auto_class(config.to_dict())
         if auto != "AutoModelForCausalLM":
             base = f'{auto}.from_pretrained("{self.source.location}", {options})'
-            load = 'PeftModel.from_pretrained(base, "path/to/this/folder")'
-            imports = imports.replace("AutoPeftModelForCausalLM", "PeftModel")
-            return f"{imports}from transformers import {auto}\n\nbase = {base}\nmodel = {load}"
+            return f"{onto_base}from transformers import {auto}\n\nbase = {base}\nmodel = {load}"
         load = f'AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder", {options})'
         return f"{imports}\nmodel = {load}"
 

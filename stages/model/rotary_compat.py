@@ -9,7 +9,7 @@ one, at inference say: its own function computes them, for one length after anot
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,9 @@ def choose_by_document(model: nn.Module) -> None:
     """Have the rotary tables of `model`, one of transformers, depend on each document's own length.
     Raises StageError where they would still depend on others."""
     for module in model.modules():
-        if set(_kinds(module)) & set(LENGTHWISE):
+        kind = getattr(module, "rope_type", None)
+        kinds = kind.values() if isinstance(kind, Mapping) else [kind]
+        if set(kinds) & set(LENGTHWISE):
             module.forward = DocumentAngles(module)
     config: Any = model.config
     unsuited = other_angles(config.to_dict(), of_transformers=not is_remote_code(model))
@@ -76,12 +78,6 @@ def document_lengths(positions: Tensor) -> Tensor:
     number = (torch.diff(flat, prepend=flat[:, :1] - 1, dim=-1) <= 0).cumsum(-1)
     lengths = torch.zeros_like(flat).scatter_reduce(-1, number, flat + 1, "amax")
     return lengths.gather(-1, number).view(positions.shape)
-
-
-def _kinds(module: nn.Module) -> Sequence[Any]:
-    """Kinds of a rotary module's tables; none for another module."""
-    kind = getattr(module, "rope_type", None)
-    return list(kind.values()) if isinstance(kind, Mapping) else [kind]
 
 
 class DocumentAngles:

@@ -50,9 +50,14 @@ class SafetensorsReader(TensorReader):
         place = named(self._places, name)
         size = place.spec.dtype.itemsize
         step = CHUNK // size
+        if self._buffer is None:
+            # Copies to a GPU are faster from page-locked memory.
+            pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            self._buffer = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned)
+        buffer = self._buffer
         for first in range(start, stop, step):
             count = min(step, stop - first)
-            chunk = self._staging()[: count * size].view(place.spec.dtype)
+            chunk = buffer[: count * size].view(place.spec.dtype)
             self._read(place, first * size, as_bytes(chunk))
             yield chunk
 
@@ -82,13 +87,6 @@ class SafetensorsReader(TensorReader):
         if done < len(memory):
             raise StageError(f"{place.file}: has become shorter while it was read")
         self.bytes_read += done
-
-    def _staging(self) -> Tensor:
-        if self._buffer is None:
-            # Copies to a GPU are faster from page-locked memory.
-            pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            self._buffer = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned)
-        return self._buffer
 
 
 def places(file: Path) -> dict[str, _Place]:
