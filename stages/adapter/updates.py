@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pipeline import StageError, TensorReader, TensorSpec, Weights
+from pipeline import TensorReader, TensorSpec, Weights
 from pipeline.checkpoint import CHUNK
 from stages.adapter.layers import Layer
 from stages.model.random_reader import unit_seed
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
-from stages.weights.torch_files import pieces
+from stages.weights.torch_files import named, pieces
 from stages.weights.views import ComputedReader, JoinedReader
 
 
@@ -148,14 +148,17 @@ class InitialValues(TensorReader):
         return self._layers.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        if name not in self._layers:
-            raise StageError(f"no tensor named {name}")
-        return TensorSpec(self._layers[name].shapes[name], torch.float32)
+        return TensorSpec(named(self._layers, name).shapes[name], torch.float32)
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         layer, spec = self._layers[name], self.spec(name)
         if name == layer.magnitude:
-            yield from self._lengths(layer, start, stop)
+            self._base = self._base or self._open_base()
+            width = layer.inputs
+            for top, bottom in row_blocks(layer.outputs, width, start * width, stop * width):
+                rows = read_rows(self._base, layer.weight, top, bottom, width)
+                lengths = torch.linalg.vector_norm(rows, dim=1)
+                yield lengths[max(start - top, 0) : stop - top]
         elif name == layer.up:
             yield from pieces(torch.zeros(spec.numel), start, stop)
         else:
@@ -163,15 +166,6 @@ class InitialValues(TensorReader):
             bound = 1 / math.sqrt(layer.inputs)
             values = torch.empty(spec.numel).uniform_(-bound, bound, generator=generator)
             yield from pieces(values, start, stop)
-
-    def _lengths(self, layer: Layer, start: int, stop: int) -> Iterator[Tensor]:
-        if self._base is None:
-            self._base = self._open_base()
-        width = layer.inputs
-        for top, bottom in row_blocks(layer.outputs, width, start * width, stop * width):
-            rows = read_rows(self._base, layer.weight, top, bottom, width)
-            lengths = torch.linalg.vector_norm(rows, dim=1)
-            yield lengths[max(start - top, 0) : stop - top]
 
     def close(self) -> None:
         if self._base is not None:

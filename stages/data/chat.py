@@ -132,12 +132,10 @@ class ChatData(Selection):
     def _needs_template(self) -> bool:
         """Whether rows are certain to need the chat template: by `form`, or by the first row of
         each source's first file, since there may be thousands of files."""
-        firsts = [
-            (path, self.names(source))
-            for source in self.trained_on()
-            for path in find_files(source.files)[:1]
-        ]
-        found = {self.form} if self.form else {first_form(*each) for each in firsts}
+        found: set[str | None] = {self.form}
+        if self.form is None:
+            firsts = ((find_files(one.files)[:1], self.names(one)) for one in self.trained_on())
+            found = {first_form(path, names) for paths, names in firsts for path in paths}
         always = {"messages", "sharegpt"}
         return bool(found & (always | {"prompt/completion", "alpaca"} if self.template else always))
 

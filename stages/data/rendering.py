@@ -221,9 +221,4 @@ def _changes(
         between = {"role": other, "content": "x"}
         yield f"is of role {role!r} after one of role {before!r}", [between, last]
     yield f"is of role {role!r}", []
-    yield f"is of role {role!r}", [{**_text(last), "role": "user"}]
-
-
-def _text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of text alone."""
-    return {"role": message["role"], "content": message.get("content") or "x"}
+    yield f"is of role {role!r}", [{"role": "user", "content": last.get("content") or "x"}]

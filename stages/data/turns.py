@@ -151,7 +151,7 @@ class Turns:
         start, end = "", self.text
         if index:
             start = self.rendered.text(self.chat, index, prompt=prompt)
-        if not self._is_last(index):
+        if index + 1 < len(self.chat.messages):
             end = self.rendered.text(self.chat, index + 1)
         if self.text.startswith(end) and end.startswith(start):
             return len(start), len(end)
@@ -164,7 +164,7 @@ class Turns:
         start, end = 0, len(whole.text)
         if index:
             start = self._parting(whole, self._marked(index, prompt, whole.which), index)
-        if not self._is_last(index):
+        if index + 1 < len(self.chat.messages):
             part = self._marked(index + 1, False, whole.which)
             content = not says_nothing(self.chat.messages[index + 1])
             end = self._parting(whole, part, index + 1, other_end=content)
@@ -172,9 +172,6 @@ class Turns:
         if not all(start < place <= end for place in said) or not 0 <= start <= end:
             return None
         return self._unmarked(whole, start), self._unmarked(whole, end)
-
-    def _is_last(self, index: int) -> bool:
-        return index + 1 == len(self.chat.messages)
 
     def _parting(
         self, whole: MarkedText, part: MarkedText | None, before: int, *, other_end: bool = False

@@ -104,13 +104,10 @@ class LoadedModel(TextModel):
                 **drawing,
             )
         new = output[0, len(prompt) :].tolist()
-        text = self._tokenizer.decode(new, skip_special_tokens=True)
-        return Written(text=text, tokens=len(new), ended=bool(self._ends & set(new[-1:])))
-
-    @property
-    def _ends(self) -> set[int]:
         ends = self._model.generation_config.eos_token_id
-        return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        ended = bool({*(ends if isinstance(ends, list) else [ends])} & {*new[-1:]})
+        text = self._tokenizer.decode(new, skip_special_tokens=True)
+        return Written(text=text, tokens=len(new), ended=ended)
 
     def _length(self, prompt: int, asked: int) -> int:
         """Tokens to write after so many of a prompt."""
@@ -158,8 +155,7 @@ def open_folder(
         return _whole(folder, ctx, folder, trust_remote_code=trust_remote_code)
     _looked_over(folder, ctx, has_weights=(folder / ADAPTER).is_file())
     if source is not None:
-        with contextlib.closing(source.export_view.weights()) as own:
-            under = _filled(source.export_view, own, AS_SOURCE, ctx.dist.device)
+        under = open_source(ctx, source, AS_SOURCE)
     else:
         base, speaks = _base_of(folder), (folder / "tokenizer_config.json").is_file()
         under = _whole(base, ctx, folder if speaks else base, trust_remote_code=trust_remote_code)

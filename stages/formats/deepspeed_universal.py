@@ -36,6 +36,11 @@ def open_universal(folder: Path, reading: Reading) -> StateSource:
     moments = () if reading.weights_only else MOMENTS
     found = dict(_trained(zero, shapes, (WEIGHT, *moments)))
     others = dict(_untrained(zero, model, shapes))
+    updates: dict[str, int] = {}
+    if moments:  # DeepSpeed keeps one count for all
+        file = zero / next(iter(shapes)) / "step.pt"
+        saved = optimizer["optimizer_state_dict"]["state"]
+        updates = dict.fromkeys(shapes, int(load(file) if file.is_file() else saved[0]["step"]))
     return stored.MappedSource(
         where=str(folder),
         step=step,
@@ -46,7 +51,7 @@ def open_universal(folder: Path, reading: Reading) -> StateSource:
             aliases=dict(model["shared_params"]),
             frozen=[name for name in others if name not in model["buffer_names"]],
             groups=list(_groups(model["param_shapes"], optimizer["param_groups"], moments, folder)),
-            updates=dict.fromkeys(shapes, _updates(zero, shapes, optimizer)) if moments else {},
+            updates=updates,
             loss_scale=loss_scale(optimizer),
         ),
         stored=found | {f"{WEIGHT}/{name}": value for name, value in others.items()},
@@ -82,14 +87,6 @@ def _tensor(file: Path) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"{file}: holds no tensor")
     return tensor
-
-
-def _updates(zero: Path, shapes: Mapping[str, Shape], optimizer: Mapping[str, Any]) -> int:
-    """The one count of updates that DeepSpeed keeps."""
-    file = zero / next(iter(shapes)) / "step.pt"
-    if file.is_file():
-        return int(load(file))
-    return int(optimizer["optimizer_state_dict"]["state"][0]["step"])
 
 
 def _groups(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ def foreign_code(stage: HfModel) -> Iterator[tuple[str, str]]:
 def _problems(stage: HfModel) -> Found:
     yield from _exclusive(stage)
     for key, origin in foreign_code(stage):
-        yield from _untrusted(key, origin)
+        yield from _untrusted(key, require_code_trust, origin)
     if isinstance(stage.config, str):
         yield from _config_file(stage, local(stage.config), "config")
     elif stage.config is not None:
@@ -107,9 +107,9 @@ def _problems(stage: HfModel) -> Found:
             yield "chat_template", str(error), ""
 
 
-def _untrusted(key: str, origin: str) -> Found:
+def _untrusted(key: str, require: Callable[..., object], what: str | Path) -> Found:
     try:
-        require_code_trust(origin)
+        require(what)
     except UsageError as error:
         yield key, str(error), ""
 
@@ -159,7 +159,7 @@ def _config_file(stage: HfModel, file: Path, key: str) -> Found:
 
 def _config(stage: HfModel, config: Mapping[str, Any], key: str) -> Found:
     for kernel in kernels_named(config):
-        yield from _untrusted(key, f"the hub's kernel {kernel}")
+        yield from _untrusted(key, require_code_trust, f"the hub's kernel {kernel}")
         yield from _unpinned(key, kernel)
     kind, known = config.get("model_type"), causal_types()
     wrong = wrong_size(config)
@@ -231,8 +231,9 @@ def _path(stage: HfModel, path: str) -> Found:
             yield "gguf_file", f"no such file: {place / name}", ""
     elif (place / "config.json").is_file():
         yield from _config_file(stage, place / "config.json", "path")
-        if stage.init != "random":
-            yield from _pickles(place)
+        pickles = sorted(place.glob("pytorch_model*.bin")) if stage.init != "random" else []
+        if pickles and not safetensors_files(place):  # its weights can only be read from them
+            yield from _untrusted("path", require_trust, pickles[0])
     else:
         yield "path", f"no config.json in {place}", _instead_of(place)
 
@@ -247,16 +248,6 @@ def _instead_of(folder: Path) -> str:
         return f"{run}{'its model is' if run else 'there is'} {shown_path(inner[0].parent)}"
     export = f"`pipe export {shown_path(folder)} --out FOLDER` writes its model"
     return f"{run}{export}" if run else "expected Hugging Face layout"
-
-
-def _pickles(folder: Path) -> Found:
-    """A model whose weights can only be read from pickles."""
-    pickles = sorted(folder.glob("pytorch_model*.bin"))
-    if pickles and not safetensors_files(folder):
-        try:
-            require_trust(pickles[0])
-        except UsageError as error:
-            yield "path", str(error), ""
 
 
 def _hub(stage: HfModel, path: str) -> Found:

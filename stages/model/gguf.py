@@ -19,6 +19,7 @@ from stages.model import compat
 from stages.model.read import gguf_header
 from stages.weights.change import Change, renamed
 from stages.weights.converted import ConvertedReader
+from stages.weights.torch_files import named
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -101,9 +102,7 @@ class GgufTensors(TensorReader):
         return self._tensors.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        if name not in self._tensors:
-            raise StageError(f"no tensor named {name}")
-        shape = tuple(int(size) for size in reversed(self._tensors[name].shape))
+        shape = tuple(int(size) for size in reversed(named(self._tensors, name).shape))
         return TensorSpec(shape, torch.float32)
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:

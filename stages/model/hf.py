@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt
 
-from pipeline import Context, ModelSource, PlanView, Problem
+from pipeline import Context, ModelSource, PlanView, Problem, StageError
 from pipeline.utils import HubName, require_code_trust
 
 Fate = Literal["pass_through", "drop"]
@@ -120,12 +120,14 @@ class HfModel:
 
     def run(self, ctx: Context) -> ModelSource:
         from stages.model.checks import foreign_code
-        from stages.model.source import open_source, require_causal
+        from stages.model.config_checks import sees_later_tokens
+        from stages.model.source import open_source
 
         for _, origin in foreign_code(self):
             require_code_trust(origin)
         source = open_source(self, ctx)
-        require_causal(source)
+        if unsuited := sees_later_tokens(source.config.to_dict()):
+            raise StageError(unsuited[0], hint=unsuited[1])
         source.require_frozen()
         return source
 

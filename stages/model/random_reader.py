@@ -17,7 +17,7 @@ import torch
 
 from pipeline import StageError, TensorReader, TensorSpec
 from stages.model import compat
-from stages.weights.torch_files import pieces
+from stages.weights.torch_files import named, pieces
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,7 +42,7 @@ class RandomReader(TensorReader):
         return self._state.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        tensor = self._declared(name)
+        tensor = named(self._state, name)
         return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
@@ -52,13 +52,8 @@ class RandomReader(TensorReader):
             self._tensors = {}  # frees the old block before the new one is made
             self._tensors = self._initialised(unit)
             self._unit = unit
-        values = self._declared(name) if unit is None else self._tensors[name]
+        values = named(self._state, name) if unit is None else self._tensors[name]
         yield from pieces(values, start, stop)
-
-    def _declared(self, name: str) -> Tensor:
-        if name not in self._state:
-            raise StageError(f"no tensor named {name}")
-        return self._state[name]
 
     def close(self) -> None:
         self._tensors = {}

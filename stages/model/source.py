@@ -19,7 +19,7 @@ from pipeline.utils import COMMIT
 from stages.data.sources import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks
-from stages.model.config_checks import sees_later_tokens, table_of_positions
+from stages.model.config_checks import table_of_positions
 from stages.model.declared import completed, matches, outline, refuse_idle, ties, without_memory
 from stages.model.files import (
     ADAPTER,
@@ -95,13 +95,6 @@ def _look_beside(stage: HfModel, files: Files, log: Logger) -> None:
         )
     if others:
         log.warning("%s: %s", stage.path, others)
-
-
-def require_causal(source: HfSource) -> None:
-    """Raise StageError for a model whose tokens see those that they are to predict."""
-    found = sees_later_tokens(source.config.to_dict())
-    if found is not None:
-        raise StageError(found[0], hint=found[1])
 
 
 def _open_files(files: Sequence[Path]) -> TensorReader:

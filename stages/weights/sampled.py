@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,22 +32,14 @@ def sampled(files: Sequence[Path]) -> str:
 
 def _look(file: Path) -> bytes:
     size = file.stat().st_size
+    offsets = [*range(0, size, max(PIECE, size // PIECES))]
+    if file.suffix == ".safetensors":
+        each = places(file).values()
+        offsets = sorted(one.offset + max(0, one.spec.nbytes - PIECE) // 2 for one in each)
+    count = min(len(offsets), PIECES)
+    even = (offsets[number * len(offsets) // count] for number in range(count))
     digest = hashlib.sha256(f"{file.name} {size}\0".encode())
     with file.open("rb", buffering=0) as stream:
-        for offset in (0, *_even(sorted(_offsets(file, size)))):
+        for offset in (0, *even):
             digest.update(os.pread(stream.fileno(), PIECE, offset))
     return digest.digest()
-
-
-def _offsets(file: Path, size: int) -> Iterator[int]:
-    if file.suffix != ".safetensors":
-        yield from range(0, size, max(PIECE, size // PIECES))
-        return
-    for place in places(file).values():
-        middle = max(0, place.spec.nbytes - PIECE) // 2
-        yield place.offset + middle
-
-
-def _even(offsets: Sequence[int]) -> Iterator[int]:
-    count = min(len(offsets), PIECES)
-    return (offsets[number * len(offsets) // count] for number in range(count))

@@ -76,7 +76,12 @@ class StreamOrder:
         """Return the indices of positions start ... start + count - 1; shape (count,)."""
         pieces = [np.empty(0, dtype=np.int64)]
         while count > 0:
-            number = self._window_at(start)
+            while self._starts[-1] <= start:
+                number = len(self._starts) - 1
+                self._starts.append(self._starts[-1] + sum(map(self._count, self.members(number))))
+                if number + 1 == self._windows and not self._starts[-1]:
+                    raise StageError("no shard has two tokens of text")
+            number = bisect_right(self._starts, start) - 1
             taken = min(count, self._starts[number + 1] - start)
             pieces.append(self._blocks(number, start - self._starts[number], taken))
             start, count = start + taken, count - taken
@@ -89,14 +94,6 @@ class StreamOrder:
         size = min(self._window, count - first)
         members: list[int] = self._shards.indices(epoch * count + first, size).tolist()
         return members
-
-    def _window_at(self, position: int) -> int:
-        while self._starts[-1] <= position:
-            number = len(self._starts) - 1
-            self._starts.append(self._starts[-1] + sum(map(self._count, self.members(number))))
-            if number + 1 == self._windows and not self._starts[-1]:
-                raise StageError("no shard has two tokens of text")
-        return bisect_right(self._starts, position) - 1
 
     def _blocks(self, number: int, offset: int, count: int) -> NDArray[np.int64]:
         _require(number + 1, WINDOW_BITS, "windows")

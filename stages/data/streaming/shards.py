@@ -74,16 +74,12 @@ def edges(shards: Iterable[Shard]) -> str:
     """Return the hex digest of the sizes, beginnings and ends of the local shards; remote ones all
     machines read from the same place."""
     found = hashlib.sha256()
-    for shard in shards:
-        if "://" not in shard.address:
-            with (
-                _access_errors(f"cannot read {shard.address}"),
-                Path(shard.address).open("rb") as f,
-            ):
-                size = f.seek(0, os.SEEK_END)
-                found.update(f"{size}\0".encode())
-                for offset in (0, max(0, size - _EDGE)):
-                    found.update(os.pread(f.fileno(), _EDGE, offset))
+    for path in (shard.address for shard in shards if "://" not in shard.address):
+        with _access_errors(f"cannot read {path}"), Path(path).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            found.update(f"{size}\0".encode())
+            for offset in (0, max(0, size - _EDGE)):
+                found.update(os.pread(file.fileno(), _EDGE, offset))
     return found.hexdigest()
 
 
