@@ -114,7 +114,7 @@ class ChatData(Selection):
         yield from name_problems(self.names())
         for key in ("sources", "heldout_sources"):
             for index, source in enumerate(getattr(self, key)):
-                own = source.columns or source.role_names
+                own = isinstance(source, ChatSource) and (source.columns or source.role_names)
                 for problem in name_problems(self.names(source)) if own else ():
                     yield dataclasses.replace(problem, key=f"{key}.{index}.{problem.key}")
         plain = "`template: false` for pairs of texts" if self._needs_template() else None

@@ -19,6 +19,7 @@ from pipeline.errors import DataError, StageError
 from pipeline.testing import plan_view
 from stages.data.chat import ChatData
 from stages.data.encode import Dropped, Encoded, RowEncoder
+from stages.data.mistakes import Mistake
 from stages.data.rendering import with_date
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
 from tests.support.tier import examples, times
@@ -201,7 +202,9 @@ def truncated(row: Encoded, length: int) -> Encoded | Dropped:
         start=[],
         dtype="<u2",
     )
-    return encoder._truncated(nothing, row)
+    found = encoder._cut(nothing, row)
+    assert not isinstance(found, Mistake)
+    return found
 
 
 @given(length=st.integers(2, 60), count=st.integers(2, 60))
