@@ -211,10 +211,8 @@ class ConversationEncoder:
                 return marked  # turns that are rendered differently here cannot be compared
             raise
         for index, span in zip(turns, spans, strict=True):
-            if (
-                not says_nothing(chat.messages[index])
-                and not (marked & tokens.inside([span])).any()
-            ):
+            found = (marked & tokens.inside([span])).any()
+            if not found and not says_nothing(chat.messages[index]):
                 raise chat.row.error(
                     "the chat template's {% generation %} markers do not mark the assistant's "
                     "turns",

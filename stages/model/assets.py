@@ -63,10 +63,9 @@ PROCESSOR = (
 
 def copy_processor(source: Path | None, folder: Path) -> None:
     """Copy the files by which a model of more than text prepares the rest, as far as there are."""
-    for name in PROCESSOR if source is not None else ():
-        assert source is not None
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    for file in () if source is None else [source / name for name in PROCESSOR]:
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

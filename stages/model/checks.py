@@ -63,8 +63,9 @@ def beside_problems(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
         return
     folder = local(stage.path)
     adapter, others = adapter_beside(folder), other_weights(folder)
-    readers = (other for other in plan.readers(stage) if isinstance(other, traits.StartsFrom))
-    started = (local(other.start_from).resolve() for other in readers if other.start_from)
+    readers = plan.readers(stage) if adapter else ()
+    named = (one.start_from for one in readers if isinstance(one, traits.StartsFrom))
+    started = (local(name).resolve() for name in named if name)
     if adapter and folder.resolve() not in started:
         hint = f"name it in an adapter slot (`start_from: {stage.path}`), or move it away"
         yield Problem(key="path", message=adapter, hint=hint)
