@@ -104,10 +104,13 @@ class LoadedModel(TextModel):
                 **drawing,
             )
         new = output[0, len(prompt) :].tolist()
-        ends = self._model.generation_config.eos_token_id
-        ended = bool({*(ends if isinstance(ends, list) else [ends])} & {*new[-1:]})
         text = self._tokenizer.decode(new, skip_special_tokens=True)
-        return Written(text=text, tokens=len(new), ended=ended)
+        return Written(text=text, tokens=len(new), ended=bool(self._ends & set(new[-1:])))
+
+    @property
+    def _ends(self) -> set[int]:
+        ends = self._model.generation_config.eos_token_id
+        return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
     def _length(self, prompt: int, asked: int) -> int:
         """Tokens to write after so many of a prompt."""
