@@ -115,25 +115,18 @@ class Draft:
         more = {} if self.attention is None else {"attention": self.attention}
         return where(self.model, self.revision) | more
 
-    def looked(self) -> Draft:
-        """The draft with a look at the data, if there is any. Raises PipeError."""
-        from pipeline.planning.advise import look
-
-        if self.data is None or self.survey is not None:
-            return self
-        return replace(self, survey=look(self.where, self.data))
-
     def write(self) -> Path:
-        """Write the recipe, say what was chosen and why, and return its place. Exits with code 3
-        where nothing fits."""
+        """Look at the data, if there is any, write the recipe, say what was chosen and why, and
+        return its place. Exits with code 3 where nothing fits. Raises PipeError."""
         from pipeline.distributed.signals import stoppable
-        from pipeline.planning.advise import EXAMPLE, advise
+        from pipeline.planning.advise import EXAMPLE, advise, look
 
-        place, target = self.where, self.target
+        draft, place, target = self, self.where, self.target
         require_writable(target)
         example = target.with_suffix(".example.jsonl")
         with stoppable():
-            draft = self.looked()
+            if self.data is not None and self.survey is None:
+                draft = replace(self, survey=look(place, self.data))
             task = draft.request(place, example)
             recipe, lines = advise(task, self.machines, self.margins, self.registry)
             if recipe is None and self.reason and not self.lora:

@@ -15,15 +15,14 @@ import click
 
 from pipeline.commands.completion import RUN
 from pipeline.commands.options import Count, code_option, json_option, newest_run, run_argument
-from pipeline.contracts.text_model import Message, Writing, Written
+from pipeline.contracts.text_model import Message, TextModel, Writing, Written
 from pipeline.errors import StageError
 from pipeline.utils.terminal import bare, shown
 
 if TYPE_CHECKING:
-    from pipeline.contracts.text_model import TextModel, Written
     from pipeline.execution.talk import Opener, Subject
 
-Load = Callable[[], "TextModel"]
+Load = Callable[[], TextModel]
 TRAINED, BASE = "trained", "base"
 """The two models, as headings and as keys of --json."""
 
@@ -199,9 +198,6 @@ def _loads(opener: Opener, options: Mapping[str, Any]) -> dict[str, Load]:
 
 
 def _conversation(options: Mapping[str, Any]) -> Conversation:
-    from pipeline.commands.chat import Conversation
-    from pipeline.contracts.text_model import Writing
-
     writing = Writing(
         max_tokens=options["max_tokens"],
         temperature=options["temperature"],

@@ -9,13 +9,10 @@ import contextlib
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
-
-if TYPE_CHECKING:
-    from pipeline.chain.registry import Registry
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 MOST_RUNS = 50
@@ -118,7 +115,9 @@ def _overrides(context: click.Context, typed: str) -> Iterator[str]:
         taken = (need.parameter for need in needs(registry.load(spec.use)))
         kinds |= {f"{slot}.takes.{parameter}": Literal[tuple(earlier)] for parameter in taken}
         earlier.append(slot)
-        kinds[f"{slot}.use"] = Literal[tuple(_alternatives(spec.use, registry))]
+        alike = f"{spec.use.partition('.')[0]}."
+        names = [one.name for one in registry.entries() if one.name.startswith(alike)]
+        kinds[f"{slot}.use"] = Literal[tuple(names)]
     key, head = _key_in(typed, context.params.get("overrides") or ())
     if key is None:
         yield from (f"{path}=" for path in kinds)
@@ -148,12 +147,6 @@ def _fields(slot: str, owner: type) -> Iterator[tuple[str, Any]]:
     kinds = get_type_hints(owner)
     for name in getattr(owner, "__dataclass_fields__", ()):
         yield f"{slot}.{name}", kinds[name]
-
-
-def _alternatives(use: str, registry: Registry) -> list[str]:
-    """Return the stages of the same kind."""
-    kind = use.partition(".")[0]
-    return [one.name for one in registry.entries() if one.name.startswith(f"{kind}.")]
 
 
 def _values(kind: Any) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,14 +71,10 @@ def import_(
         click.echo(json.dumps({**table.as_json(translation), "problems": found}, indent=1))
     elif translation.recipe is not None and out is None:
         click.echo(table.recipe_text(translation), nl=False)
-    sys.exit(_exit_code(translation, found))
-
-
-def _exit_code(translation: Translation, problems: Sequence[str]) -> int:
     if translation.recipe is None:
-        return 2
+        sys.exit(2)
     lacks = translation.missing or any(each.left_out for each in translation.outcomes)
-    return INCOMPLETE if lacks or problems else 0
+    sys.exit(INCOMPLETE if lacks or found else 0)
 
 
 def _problems(translation: Translation) -> list[str]:

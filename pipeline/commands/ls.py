@@ -55,7 +55,8 @@ def ls(runs: Path, as_json: bool) -> None:
 
 
 def _runs(root: Path, closed: list[Path]) -> Iterator[dict[str, Any]]:
-    """Yield descriptions of runs; add the folders to `closed` that others have not opened."""
+    """Yield descriptions of runs; add the folders to `closed` that others have not opened. A run
+    that cannot be read is no reason to list no other."""
     from pipeline.execution import rundir
 
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
@@ -64,22 +65,14 @@ def _runs(root: Path, closed: list[Path]) -> Iterator[dict[str, Any]]:
                 yield _described(folder)
         except PermissionError:
             closed.append(folder)
+        except Exception as error:
+            nothing = dict.fromkeys(("slot", "training", "step", "loss", "best", "ended_early"))
+            started = folder.stat().st_mtime
+            said = {"state": "damaged", "damage": in_words(error), "started": started}
+            yield {"folder": str(folder), **said, **nothing}
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    """Describe a run. One that cannot be read is no reason to list no other."""
-    try:
-        return _describe(folder)
-    except PermissionError:
-        raise
-    except Exception as error:
-        nothing = dict.fromkeys(("slot", "training", "step", "loss", "best", "ended_early"))
-        started = folder.stat().st_mtime
-        said = {"state": "damaged", "damage": in_words(error), "started": started}
-        return {"folder": str(folder), **said, **nothing}
-
-
-def _describe(folder: Path) -> dict[str, Any]:
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
     from pipeline.execution.metrics import by_training, is_record

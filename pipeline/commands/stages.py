@@ -91,18 +91,13 @@ def _page(explained: dict[str, Any]) -> Iterator[str]:
     yield f"returns: {explained['returns'] or 'nothing'}"
     yield ""
     yield "fields:" if explained["fields"] else "no fields"
-    for row in explained["fields"]:
-        yield from _field(FieldRow(**row))
-
-
-def _field(row: FieldRow) -> Iterator[str]:
-    default = "required" if row.default is None else f"default {row.default}"
-    bounds = f", {row.range}" if row.range else ""
-    yield f"  {row.name}: {row.type} ({default}{bounds})"
-    if row.doc:
-        yield click.wrap_text(
-            row.doc, width=96, initial_indent="      ", subsequent_indent="      "
-        )
+    indent = " " * 6
+    for row in (FieldRow(**fields) for fields in explained["fields"]):
+        default = "required" if row.default is None else f"default {row.default}"
+        bounds = f", {row.range}" if row.range else ""
+        yield f"  {row.name}: {row.type} ({default}{bounds})"
+        if row.doc:
+            yield click.wrap_text(row.doc, 96, initial_indent=indent, subsequent_indent=indent)
 
 
 @click.command()

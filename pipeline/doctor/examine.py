@@ -100,31 +100,25 @@ class Session:
     def measure(self, runs: Folder) -> dict[str, Any]:
         """The measured fields of a report."""
         dtypes = ["fp32", "bf16", *(["fp16"] if self.device == "cuda" else [])]
-        rates = self._disk(runs)
+        size = min(self.budget.disk_bytes, (runs.free_bytes or 0) // SHARE_OF_DISK)
+        rates: dict[str, float] = {}
+        if runs.writable and size >= MIB:
+            rates = self._rates("disk", {"folder": runs.path, "size": size}, procs=1)
+        else:
+            reason = "it has no space left" if runs.writable else "it cannot be written to"
+            self._noted("disk", RankResults(failure=f"{runs.path}: {reason}"))
         matmul = self._rates("matmul", {"dtypes": dtypes})
         size = min(self.budget.copy_bytes, self._buffer())
         rates |= self._rates("copies", {"size": size})
         fields: dict[str, Any] = {"allreduce": [], "allgather": []}
-        for record in self._collectives():
-            fields[record["operation"]].append(bandwidth(**record, procs=self.procs))
+        if self.procs > 1:
+            sizes = [size for size in self.budget.sizes if size <= self._buffer()]
+            for record in self._measure("collectives", {"sizes": sizes}).all_records:
+                fields[record["operation"]].append(bandwidth(**record, procs=self.procs))
         for name in MachineReport.model_fields:
             if name.endswith("_bytes_per_s"):
                 fields[name] = rates.get(name)
         return {**fields, "matmul_flops": Matmul(**{"fp32": None, "bf16": None, **matmul})}
-
-    def _disk(self, folder: Folder) -> dict[str, float]:
-        size = min(self.budget.disk_bytes, (folder.free_bytes or 0) // SHARE_OF_DISK)
-        if not folder.writable or size < MIB:
-            reason = "it has no space left" if folder.writable else "it cannot be written to"
-            self._noted("disk", RankResults(failure=f"{folder.path}: {reason}"))
-            return {}
-        return self._rates("disk", {"folder": folder.path, "size": size}, procs=1)
-
-    def _collectives(self) -> tuple[dict[str, Any], ...]:
-        if self.procs == 1:
-            return ()
-        sizes = [size for size in self.budget.sizes if size <= self._buffer()]
-        return self._measure("collectives", {"sizes": sizes}).all_records
 
     def _rates(self, name: str, settings: dict[str, Any], procs: int = 0) -> dict[str, float]:
         """Rates by name; all ranks record the same ones."""

@@ -130,20 +130,18 @@ def kernel() -> Kernel:
     """Limits and settings; None if the system does not report one."""
     total, free = _space(Path("/dev/shm"))
     capabilities = _search(CAPABILITIES, "/proc/self/status")
+    limits = {}
+    for name, number in LIMITS.items():
+        known = (None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(number))
+        soft, hard = known
+        limits[name] = Limit(soft=soft, hard=hard)
     return Kernel(
-        limits={name: _limit(number) for name, number in LIMITS.items()},
+        limits=limits,
         processes_in_group=most_processes(),
         locks_freely=bool(int(capabilities, 16) & CAP_IPC_LOCK) if capabilities else None,
         shared_memory_bytes=total,
         shared_memory_free_bytes=free,
     )
-
-
-def _limit(number: int) -> Limit:
-    soft, hard = (
-        None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(number)
-    )
-    return Limit(soft=soft, hard=hard)
 
 
 def _search(pattern: str, file: str | Path) -> str | None:

@@ -49,28 +49,24 @@ def measure_torch(settings: Mapping[str, Any], record: Record) -> None:
     except Exception as error:  # a broken installation may raise anything
         record({"problem": f"torch cannot be imported: {error}", "devices": []})
         return
+    devices = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        devices = list(_devices()) if torch.cuda.is_available() else []
+        for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
+            properties = torch.cuda.get_device_properties(index)
+            device = {
+                "name": properties.name,
+                "uuid": f"GPU-{properties.uuid}",
+                "memory_bytes": properties.total_memory,
+                "memory_free_bytes": torch.cuda.mem_get_info(index)[0],
+                "compute_capability": f"{properties.major}.{properties.minor}",
+            }
+            devices.append(device)
     problem = None if devices or not caught else str(caught[0].message).split("\n")[0]
     nccl = None
     if torch.version.cuda is not None and torch.distributed.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     record({"cuda": torch.version.cuda, "nccl": nccl, "problem": problem, "devices": devices})
-
-
-def _devices() -> Iterator[dict[str, Any]]:
-    import torch
-
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        yield {
-            "name": properties.name,
-            "uuid": f"GPU-{properties.uuid}",
-            "memory_bytes": properties.total_memory,
-            "memory_free_bytes": torch.cuda.mem_get_info(index)[0],
-            "compute_capability": f"{properties.major}.{properties.minor}",
-        }
 
 
 def measure_disk(settings: Mapping[str, Any], record: Record) -> None:

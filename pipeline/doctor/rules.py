@@ -178,7 +178,7 @@ def _disk(machine: MachineReport) -> Findings:
         yield _finding("slow-disk", f"{human(rate)}/s are written", why=why)
 
 
-def _shared_and_locked_memory(machine: MachineReport) -> Findings:
+def _memory(machine: MachineReport) -> Findings:
     kernel = machine.kernel
     free, size = kernel.shared_memory_free_bytes, kernel.shared_memory_bytes
     if machine.procs > 1 and _below(free, SHARED) and size is not None:
@@ -187,9 +187,6 @@ def _shared_and_locked_memory(machine: MachineReport) -> Findings:
     limit = _soft_limit(machine, "locked_memory")
     if kernel.locks_freely is False and _below(limit, LOCKED):
         yield _finding("locked-memory", f"{human(limit)} of memory may be locked (ulimit -l)")
-
-
-def _host_memory(machine: MachineReport) -> Findings:
     free, total = machine.host.memory_free_bytes, machine.host_memory_bytes
     if total is not None and _below(free, LOW * total):
         yield _finding("host-memory", f"{human(free)} of {human(total)} of host memory are free")
@@ -244,6 +241,6 @@ def _folders(machine: MachineReport) -> Findings:
 
 
 RULES: tuple[Callable[[MachineReport], Findings], ...] = (
-    _torch, _unusable_gpus, _companions, _compilers, _gpus, _links, _load, _failures,
-    _disk, _shared_and_locked_memory, _host_memory, _cores, _limits, _switches, _folders,
+    _torch, _unusable_gpus, _companions, _compilers, _gpus, _links, _load, _failures, _disk,
+    _memory, _cores, _limits, _switches, _folders,
 )  # fmt: skip
