@@ -71,7 +71,8 @@ class Agent:
             procs=self._plan.per_node,
             port=_free_port(),
         )
-        with self._link(beat) as link:
+        where, own = (self._host, self._port, beat), self._server
+        with Link(*where) if own is None else OwnLink(own, *where) as link:
             while True:
                 reply = self._wait_for_round(link)
                 if reply.over is not None:
@@ -82,11 +83,6 @@ class Agent:
                 link.tell(report=report)
                 self._wait_until_over(link, reply.round)
                 link.tell(round=0, report=None, landmarks=0, port=_free_port())
-
-    def _link(self, beat: Beat) -> Link:
-        if self._server is not None:
-            return OwnLink(self._server, self._host, self._port, beat)
-        return Link(self._host, self._port, beat)
 
     def _wait_for_round(self, link: Link) -> Reply:
         """The reply that gives this node a place, or ends the run."""

@@ -190,7 +190,7 @@ class Coordinator:
         elif not enough and now - self._waits_since > self.rendezvous_seconds:
             self._give_up(
                 f"{len(alive)} of at least {self.fewest} nodes were there within "
-                f"{self.rendezvous_seconds:.0f} s: {', '.join(self._names(alive)) or 'none'}\n"
+                f"{self.rendezvous_seconds:.0f} s: {', '.join(map(self._name, alive)) or 'none'}\n"
                 f"{ON_EVERY_NODE}"
             )
 
@@ -198,6 +198,7 @@ class Coordinator:
         reports = {n: self._report(n, now) for n in self._members}
         given = [report for report in reports.values() if report is not None]
         kinds = {report.kind for report in given}
+        others = set(self._alive()) - set(self._members)
         if any(self._nodes[n].beat.stopping for n in self._members) or "stopped" in kinds:
             self._stop = self._stop or "for good"
         if kinds & set(GRAVITY):
@@ -212,7 +213,7 @@ class Coordinator:
                 self._members, self._not_before = [], now
             else:
                 self._end_by_stop()
-        elif not self._stop and self._others_wait():
+        elif not self._stop and others and len(self._members) < self.most:
             self._stop = "to regroup"
 
     def _report(self, agent: str, now: float) -> Report | None:
@@ -229,10 +230,6 @@ class Coordinator:
     def _beats_after(self, agent: str, then: float) -> bool:
         """Whether a node is known to be alive at a time."""
         return (self._ticked if agent == self.own else self._nodes[agent].seen) >= then
-
-    def _others_wait(self) -> bool:
-        """Whether a node that is not a member could become one."""
-        return len(self._members) < self.most and any(n not in self._members for n in self._alive())
 
     def _end_by_stop(self) -> None:
         """End the run with the signal and the node that got it, where that is known."""
@@ -281,9 +278,6 @@ class Coordinator:
     def _name(self, agent: str) -> str:
         node = self._nodes[agent]
         return f"node {node.beat.node} ({node.beat.host}, {node.address})"
-
-    def _names(self, agents: list[str]) -> list[str]:
-        return [self._name(agent) for agent in agents]
 
 
 def _by_stop(failed: list[Report]) -> bool:

@@ -52,7 +52,9 @@ class Server:
                 f"node 0 cannot listen at {host}:{port}: {error.strerror}",
                 hint="--rdzv names an address of node 0 and a port that is free there",
             ) from error
-        self.address = _own_address(family, address)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address[0], address[1] or 1, *address[2:]))  # which sends nothing
+            self.address = str(probe.getsockname()[0])
         """This node's address on the way to itself."""
         for work in (self._http.serve_forever, self._tick):
             threading.Thread(target=work, name="pipe-coordinator", daemon=True).start()
@@ -95,12 +97,6 @@ class Server:
                     self._coordinator.tick(time.monotonic())
         except Exception as error:
             self._failure = error
-
-
-def _own_address(family: int, address: tuple[Any, ...]) -> str:
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address[0], address[1] or 1, *address[2:]))  # which sends nothing
-        return str(probe.getsockname()[0])
 
 
 class _Handler(BoundedHandler):

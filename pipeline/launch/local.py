@@ -21,10 +21,9 @@ from pipeline.execution.failures import Exit
 from pipeline.execution.journal import Journal
 from pipeline.execution.metrics import saved_step
 from pipeline.hardware.host import cores_each
-from pipeline.launch import flight_recorder
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.restarts import Attempts
-from pipeline.launch.watch import Watch, landmarks, report_stall
+from pipeline.launch.watch import Watch, landmarks, recorder_environment, report_stall
 from pipeline.recipe.launch import Launch
 from pipeline.utils.files import anonymous_file
 from pipeline.utils.garbage import collect_as_usual
@@ -87,7 +86,7 @@ def set_threads(settings: Launch, ranks_here: int) -> None:
 
 def for_gpus(run_dir: Path) -> dict[str, str]:
     """Variables for ranks on GPUs; what the user has set stays."""
-    return flight_recorder.environment(run_dir) | allocator_settings()
+    return recorder_environment(run_dir) | allocator_settings()
 
 
 def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float) -> None:
@@ -119,12 +118,7 @@ def run_ranks(
     supervise(ranks, settings, run_dir, lambda interrupted: screen.refresh())
 
 
-def supervise(
-    ranks: LocalRanks,
-    settings: Launch,
-    run_dir: Path,
-    check: Check,
-) -> None:
+def supervise(ranks: LocalRanks, settings: Launch, run_dir: Path, check: Check) -> None:
     """Watch started ranks until all have finished. Raises RunFailed when one fails or stalls; a
     signal makes all of them stop as soon as they can, and is raised again when they have. `check`
     is called now and then, with what has stopped them if something has, and what it raises ends
@@ -183,11 +177,7 @@ def _was_asked(end: Exit) -> bool:
 
 
 def _wind_down(
-    ranks: LocalRanks,
-    watch: Watch,
-    run_dir: Path,
-    interrupted: Interrupted,
-    check: Check,
+    ranks: LocalRanks, watch: Watch, run_dir: Path, interrupted: Interrupted, check: Check
 ) -> None:
     """Have all ranks save and end. Raises `interrupted` if they have, RunFailed if one fails."""
     ranks.send(interrupted.number)

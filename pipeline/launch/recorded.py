@@ -1,4 +1,8 @@
-"""A command's record in the run's folder: its start and its end, and the last lines about it."""
+"""A command's record in the run's folder: its start and its end, and the last lines about it.
+
+A command that fails before it has done anything leaves the run as it was: its settings, and what
+lists and reports say of it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ from pathlib import Path
 
 import click
 
-from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.chain.plan import Plan
 from pipeline.chain.trainings import training_of
+from pipeline.contracts.stage import ENGINE_FILE, ENVIRONMENT_FILE, engine_file
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.signals import Interrupted, LastWords
 from pipeline.errors import (
@@ -22,19 +27,19 @@ from pipeline.errors import (
     in_words,
     system_errors_as,
 )
-from pipeline.execution import activity_record, failures, rundir
+from pipeline.execution import activity_record, failures, origins, rundir
 from pipeline.execution.journal import Journal
-from pipeline.execution.metrics import saved_step
-from pipeline.execution.origins import write_origins
+from pipeline.execution.metrics import is_record, saved_step
 from pipeline.execution.rank_logging import say
 from pipeline.execution.resume import finished_in, plan_resume, results
 from pipeline.execution.selection import ends_early
-from pipeline.launch import undo
-from pipeline.utils.files import replace_text
+from pipeline.utils.files import replace_bytes, replace_text
+from pipeline.utils.foreign import read_whole
+from pipeline.utils.jsonl import read_tail
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import align, duration, shown_path
 from pipeline.view.ending import next_lines, outcome
-from pipeline.view.history import RunState
+from pipeline.view.history import PLAN_FILE, RunState
 
 REPORT_SECONDS = 5.0
 """Seconds that the report of a stopped run may take: who has stopped it waits for the exit code."""
@@ -58,7 +63,7 @@ def _show_results(plan: Plan, folder: Path) -> None:
     measured: list[tuple[str, str]] = []
     with contextlib.suppress(OSError):
         measured += outcome(folder)
-    trained = [step.slot for step in plan.steps if _trains(step)]
+    trained = [step.slot for step in plan.steps if issubclass(step.gives or object, TrainedRun)]
     names = {trained[0]: "checkpoint"} if len(trained) == 1 else {}
     places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
     found = [(names.get(name, name), shown_path(place)) for name, place in places]
@@ -71,15 +76,11 @@ def _continues(plan: Plan, folder: Path, journal: Journal) -> str:
     """Say from where a run goes on."""
     done = finished_in(plan, journal)
     left = [step for step in plan.steps if step.slot not in done]
-    trains = next((one.slot for one in left if _trains(one)), None)
-    training = trains and training_of(plan.view.wiring, trains)
+    trains = [one.slot for one in left if issubclass(one.gives or object, TrainedRun)]
+    training = training_of(plan.view.wiring, trains[0]) if trains else None
     step = None if training is None else saved_step(folder / rundir.METRICS, training)
     where = "" if step is None else f" at step {step}"
     return f"continues{where} ({len(done)} of {len(plan.steps)} slots done)"
-
-
-def _trains(step: PlannedSlot) -> bool:
-    return step.gives is not None and issubclass(step.gives, TrainedRun)
 
 
 @contextlib.contextmanager
@@ -91,8 +92,8 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
     """
     journal = Journal(folder / rundir.JOURNAL)
     with system_errors_as(UsageError):
-        before, recipe = undo.Before(folder), plan.recipe.dump()
-        write_origins(folder, plan.recipe)
+        before, recipe = Before(folder), plan.recipe.dump()
+        origins.write_origins(folder, plan.recipe)
         replace_text(folder / rundir.RECIPE, recipe)
         here = rundir.environment()
         changes = rundir.write_environment(folder, here)
@@ -155,7 +156,7 @@ def report(folder: Path, words: LastWords) -> None:
         click.echo(f"{folder}/report.html could not be written: {why} (later: {how})", err=True)
 
 
-def _journal_end(journal: Journal, folder: Path, error: BaseException, before: undo.Before) -> None:
+def _journal_end(journal: Journal, folder: Path, error: BaseException, before: Before) -> None:
     """Record how the run has ended, or that it is as it was `before`. A full disk may be what has
     ended it."""
     with contextlib.suppress(OSError):
@@ -167,8 +168,61 @@ def _journal_end(journal: Journal, folder: Path, error: BaseException, before: u
             return
         note: dict[str, bool] = {}
         with contextlib.suppress(OSError, JournalDamaged):
-            if undo.did_nothing(folder):
+            if did_nothing(folder):
                 before.put_back()
-                undo.said(error, folder)
+                say_undone(error, folder)
                 note = {"undone": True}
         journal.write("run failed", problem=shown(str(error)), **note)
+
+
+SETTINGS = (rundir.RECIPE, origins.FILE, ENVIRONMENT_FILE, ENGINE_FILE, PLAN_FILE)
+"""Files that each command writes again."""
+DONE = ("loss", "checkpoint_stall_seconds")
+"""Keys of records of what is not undone: a step, a checkpoint."""
+UNDONE = "  the run is as it was before this command, its recipe too"
+
+
+class Before:
+    """The settings of a run before a command."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError."""
+        self._folder = folder
+        further = (file.name for file in folder.glob(engine_file("*")))
+        files = {name: folder / name for name in (*SETTINGS, *further)}
+        self._files = {
+            name: read_whole(file, within=folder) if file.exists() else None
+            for name, file in files.items()
+        }
+        self.recipe = self._files[rundir.RECIPE]
+        """None before the run's first start."""
+
+    def put_back(self) -> None:
+        """Write them again, and have nobody count the failure. Raises OSError."""
+        for name, content in self._files.items():
+            if content is None:
+                (self._folder / name).unlink(missing_ok=True)
+            else:
+                replace_bytes(self._folder / name, content)
+        failures.undo(self._folder)
+
+
+def did_nothing(folder: Path) -> bool:
+    """Whether the newest command, which has failed, is to be undone: it changed the settings of a
+    run that was there, or the training refused to go on under them, and neither a step nor a
+    checkpoint nor a durable result came of it. Raises OSError, JournalDamaged."""
+    command = Journal(folder / rundir.JOURNAL).newest_command()
+    starts = [event for event in command if event["event"] == "run started"]
+    changed = starts[0].get("changed") if starts else None
+    if changed is None or not (changed or failures.refused(folder)):
+        return False
+    results = [event for event in command if event["event"] == "slot finished" and event["record"]]
+    newest = filter(is_record, read_tail(folder / rundir.METRICS))
+    since = starts[0]["time"]
+    steps = [one for one in newest if any(key in one for key in DONE)]
+    return not results and all((one.get("time") or 0.0) < since for one in steps)
+
+
+def say_undone(error: PipeError, folder: Path) -> None:
+    """Have the error say that the run is as it was."""
+    error.args = (f"{failures.without_continuation(str(error), folder)}\n{UNDONE}",)

@@ -24,16 +24,11 @@ from pipeline.distributed.placement import (
 )
 from pipeline.distributed.schedulers import require_task
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
-from pipeline.errors import (
-    CommandStopped,
-    JournalDamaged,
-    RunStopped,
-)
+from pipeline.errors import CommandStopped, JournalDamaged, RunStopped
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
 from pipeline.execution.selection import Selection, cut
-from pipeline.launch import undo
-from pipeline.launch.recorded import is_done, opened
+from pipeline.launch.recorded import did_nothing, is_done, opened, say_undone
 from pipeline.utils.terminal import hide_environment, typed
 from pipeline.view.screen import Display
 
@@ -190,7 +185,7 @@ def _run_as_rank(folder: Path, store: Store, accept: Sequence[str]) -> None:
         if failures.first_rank(folder) == worker_rank():
             error = failures.first(folder, [])
             with contextlib.suppress(OSError, JournalDamaged):
-                if undo.did_nothing(folder):  # as rank 0 sees, too
-                    undo.said(error, folder)
+                if did_nothing(folder):  # as rank 0 sees, too
+                    say_undone(error, folder)
             raise error from None
         sys.exit(1)

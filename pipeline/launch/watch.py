@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from pipeline.distributed.environment import DUMP
 from pipeline.distributed.heartbeat import Beat, Heartbeats
 from pipeline.errors import RunFailed
 from pipeline.execution import failures
-from pipeline.launch import flight_recorder
 from pipeline.launch.ranks import LocalRanks
 from pipeline.recipe.launch import Timeouts
 from pipeline.utils.files import private_folder, replace_text
@@ -77,19 +77,16 @@ class Watch:
         if beat.time != self._beats[number].time or beat.waits:
             self._changed[number] = now
         self._beats[number] = beat
-        seconds, stopped = now - self._changed[number], self._is_stopped(number, now)
-        if stopped:
-            seconds = max(seconds, now - self._stopped[number])
+        frozen = 0.0
+        if _state(self._pids[number]) == "T":
+            frozen = now - self._stopped.setdefault(number, now)
+        else:
+            self._stopped.pop(number, None)
+        stopped = frozen > FROZEN_SECONDS  # nobody seems to go on with it
+        seconds = max(now - self._changed[number], frozen if stopped else 0.0)
         if stopped or seconds > getattr(self._timeouts, beat.phase.limit):
             return Stall(number=number, beat=beat, seconds=seconds, stopped=stopped)
         return None
-
-    def _is_stopped(self, number: int, now: float) -> bool:
-        """Whether the process has been stopped for so long that nobody seems to go on with it."""
-        if _state(self._pids[number]) != "T":
-            self._stopped.pop(number, None)
-            return False
-        return now - self._stopped.setdefault(number, now) > FROZEN_SECONDS
 
 
 def _state(pid: int) -> str:
@@ -111,6 +108,41 @@ DUMP_SECONDS = 3.0
 """Seconds that ranks get to write their stacks."""
 SHOWN_FRAMES = 4
 """Innermost calls of the stalled rank that are shown."""
+COLLECTIVES = f"{FOLDER}/nccl"
+"""Folder in the run's: the newest collectives of each rank, kept by NCCL's flight recorder. torch
+writes them when a byte comes through a rank's pipe
+(https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html); `torchfrtrace` reads
+the files, which are torch's own pickles."""
+ENTRIES = 2000
+"""Collectives that each rank keeps in memory."""
+
+
+def recorder_environment(run_dir: Path) -> dict[str, str]:
+    """Variables with which ranks keep their newest collectives; what the user has set stays."""
+    folder = run_dir / COLLECTIVES
+    wanted = {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(ENTRIES),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{folder}/rank-",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{folder}/rank-",
+    }
+    if any(name in os.environ for name in wanted):
+        return {}
+    with contextlib.suppress(OSError):  # a full disk will be told by those who need it
+        private_folder(run_dir / FOLDER)
+        private_folder(folder)
+        return wanted
+    return {}
+
+
+def request_collectives(run_dir: Path, ranks: Iterable[int]) -> None:
+    """Have the ranks write what they keep; those without a recorder are passed over."""
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            pipe = os.open(run_dir / COLLECTIVES / f"rank-{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.write(pipe, b"1")
+            finally:
+                os.close(pipe)
 
 
 def report_stall(
@@ -119,7 +151,7 @@ def report_stall(
     """Have all ranks of this machine write their stacks, keep those in the run's folder, and return
     the error that names the rank which stands still, the first of `stalls`."""
     before = [len(ranks.stacks(number)) for number in range(len(ranks.places))]
-    flight_recorder.request(run_dir, [ranks.rank(n) for n in range(len(ranks.places))])
+    request_collectives(run_dir, [ranks.rank(n) for n in range(len(ranks.places))])
     ranks.send(DUMP)
     ranks.send(signal.SIGCONT)  # a stopped process acts on a signal only when it goes on
     stacks = _written(ranks, before)

@@ -141,19 +141,13 @@ class Prompt:
 def prompts(records: Iterable[Mapping[str, Any]], slot: str = "") -> list[Prompt]:
     """Return the newest prompts of a training's records with their answers, for a report; `slot` is
     the training's, if the run has others."""
-    found = list(by_prompt(records).items())[-MOST_IN_REPORT:]
-    return [_prompt(text, by_step, slot) for (_, text), by_step in found]
-
-
-def _prompt(text: str, by_step: Mapping[int, str], slot: str) -> Prompt:
-    first, *rest = _answers(by_step, slot)
-    kept = rest[max(0, len(rest) - MOST_ANSWERS + 1) :]
-    return Prompt(
-        text=shown(text),
-        shown=[first, *kept[-1:]],
-        between=kept[:-1],
-        left_out=len(rest) - len(kept),
-    )
+    found = []
+    for (_, text), by_step in list(by_prompt(records).items())[-MOST_IN_REPORT:]:
+        first, *rest = _answers(by_step, slot)
+        kept = rest[max(0, len(rest) - MOST_ANSWERS + 1) :]
+        ends, left_out = [first, *kept[-1:]], len(rest) - len(kept)
+        found.append(Prompt(text=shown(text), shown=ends, between=kept[:-1], left_out=left_out))
+    return found
 
 
 def _answers(by_step: Mapping[int, str], slot: str) -> Iterator[Answer]:

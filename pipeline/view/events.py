@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 from pipeline.execution.journal import command_begins
@@ -37,19 +37,15 @@ class News:
     def look(self) -> list[dict[str, Any]]:
         """Return an event for everything that is new in the run's folder."""
         found = self._run.look()
-        events = found.events if self._told is not None else _of_newest_start(found.events)
+        # first from the newest start on, with the slots that were set aside for it
+        begin = command_begins(found.events) if self._told is None else 0
         told = self._run.chain.started if self._told is None else self._told
         metrics = [event(kind_of(one), one) for one in _timed(found.metrics, told)]
         if found.again:  # the file begins with steps of earlier starts
             metrics = [one for one in metrics if one["time"] > told]
         self._told = max([told, *(one["time"] for one in metrics)])
-        journal = [event(one["event"], one) for one in events]
+        journal = [event(one["event"], one) for one in found.events[begin:]]
         return sorted([*journal, *metrics], key=lambda one: float(one["time"]))
-
-
-def _of_newest_start(events: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return the journal from the newest start on, with the slots that were set aside for it."""
-    return events[command_begins(events) :]
 
 
 def _timed(records: Iterable[Mapping[str, Any]], time: float) -> Iterator[dict[str, Any]]:

@@ -63,7 +63,8 @@ class Chain:
             if kind == "run started":
                 self._leave("waiting", self._newest)  # that start was killed
                 self.started, self.ended = event["time"], 0.0
-                self._wait_again()
+                for each in self.slots.values():
+                    each.state = "waiting" if each.state in ("failed", "stopped") else each.state
             elif kind in ENDS:
                 self.ended = event["time"]
                 self._leave(ENDS[kind], event["time"])
@@ -89,12 +90,6 @@ class Chain:
             if slot.state == "running":
                 slot.state = state
                 slot.total_seconds += max(0.0, now - slot.began)
-
-    def _wait_again(self) -> None:
-        """Have the slots wait that an earlier start did not finish."""
-        for slot in self.slots.values():
-            if slot.state in ("failed", "stopped"):
-                slot.state = "waiting"
 
     @property
     def running(self) -> SlotState | None:

@@ -71,7 +71,12 @@ def drawing(
     header: Header, run: Follower, gpus: Sequence[GpuReading], *, width: int, marks: Marks = UNICODE
 ) -> RenderableType:
     """Return the run as it is at the moment, `width` columns wide."""
-    parts: list[RenderableType] = [Text(), _title(header, run), _chain(run, marks, width)]
+    title = Table.grid(expand=True)
+    title.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    title.add_column(justify="right", no_wrap=True)
+    name = Text(shown(header.name), style="bold").append(f"  {shown(header.where)}", style=LABEL)
+    title.add_row(name, Text(duration(run.seconds), style=LABEL))
+    parts: list[RenderableType] = [Text(), title, _chain(run, marks, width)]
     doing = run.activity()
     if doing:
         parts.append(_activity(doing, width))
@@ -83,15 +88,6 @@ def drawing(
             table.add_row(label, value)
         parts += [_steps(run, width), table]
     return Group(*parts)
-
-
-def _title(header: Header, run: Follower) -> RenderableType:
-    line = Table.grid(expand=True)
-    line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    line.add_column(justify="right", no_wrap=True)
-    name = Text(shown(header.name), style="bold").append(f"  {shown(header.where)}", style=LABEL)
-    line.add_row(name, Text(duration(run.seconds), style=LABEL))
-    return line
 
 
 def _chain(run: Follower, marks: Marks, width: int) -> RenderableType:
@@ -191,15 +187,13 @@ def _measured(run: Follower, marks: Marks) -> Iterator[tuple[str, RenderableType
         when = "" if step == run.step["step"] else f" at step {step}"
         text = Text(f"{value:.4g}{when}")
         curve = sparkline([value for _, value in values], CURVE_WIDTH, marks.bars)
-        yield _cut(shown(name), marks), text.append(f"  {curve}", style="cyan")
+        label = shown(name)
+        if len(label) > LONGEST_LABEL:
+            label = f"{label[: LONGEST_LABEL - 1]}{marks.cut}"
+        yield label, text.append(f"  {curve}", style="cyan")
     left = len(run.measured) - MOST_MEASURED
     if left > 0:
         yield "", Text(f"{left} more measurements are in the report", style=LABEL)
-
-
-def _cut(name: str, marks: Marks) -> str:
-    """Return a label that leaves room for its value."""
-    return name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}{marks.cut}"
 
 
 def _update(step: dict[str, Any]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from pipeline.utils.text import plural
 from pipeline.view.follow import Follower
 
 if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan, PlannedSlot
+    from pipeline.chain.plan import Plan
 
 Choice = Literal["live", "lines", "quiet", "json"]
 LONG = 1 << 16
@@ -166,8 +166,10 @@ class Display:
         from pipeline.view.live_screen import LiveScreen
 
         view = plan.view
-        wrap = next((step.use for step in plan.steps if _gives_engine(step)), "")
-        where = ", ".join(filter(None, (wrap, plural(view.procs, "process"), view.device)))
+        wraps = (step.use for step in plan.steps if issubclass(step.gives or object, Engine))
+        where = ", ".join(
+            filter(None, (next(wraps, ""), plural(view.procs, "process"), view.device))
+        )
         return LiveScreen(run, Header(name=folder.name, where=where))
 
 
@@ -188,10 +190,6 @@ def _set_aside_stdout() -> TextIO:
     aside = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     return aside
-
-
-def _gives_engine(step: PlannedSlot) -> bool:
-    return step.gives is not None and issubclass(step.gives, Engine)
 
 
 class Now:

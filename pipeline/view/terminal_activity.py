@@ -34,8 +34,12 @@ class CommandActivities:
         if sys.stderr.isatty():
             if activity.seconds >= BAR_SECONDS:
                 self._draw(activity)
-        else:
-            self._say(activity)
+            return
+        last = self._said.setdefault(activity, activity.began)
+        newest = activity is next(reversed(self._said))
+        if newest and time.monotonic() - last >= LINE_SECONDS:
+            self._said[activity] = time.monotonic()
+            click.echo(activity.describe(), err=True)
 
     def ended(self, activity: Activity) -> None:
         self._said.pop(activity, None)
@@ -50,13 +54,6 @@ class CommandActivities:
         """Leave the terminal as it was, whatever is still shown."""
         if self._progress is not None:
             self._progress.stop()
-
-    def _say(self, activity: Activity) -> None:
-        last = self._said.setdefault(activity, activity.began)
-        newest = activity is next(reversed(self._said))
-        if newest and time.monotonic() - last >= LINE_SECONDS:
-            self._said[activity] = time.monotonic()
-            click.echo(activity.describe(), err=True)
 
     def _draw(self, activity: Activity) -> None:
         if self._progress is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.launch.undo import SETTINGS, UNDONE
+from pipeline.launch.recorded import SETTINGS, UNDONE
 from pipeline.view.follow import Follower
 from pipeline.view.history import read_history
 from tests.support.pipe import Pipe

@@ -61,7 +61,7 @@ def run_page(history: History) -> str:
         typed[0] = "pipe"
     return render(
         "run.html.j2",
-        [*_plots(history), *_gpu_plots(history, gpus)],
+        list(_plots(history, gpus)),
         title=history.name,
         name=history.name,
         state=history.state,
@@ -88,14 +88,11 @@ def run_page(history: History) -> str:
     )
 
 
-def _plots(history: History) -> Iterator[Plot]:
+def _plots(history: History, gpus: Sequence[dict[str, Any]]) -> Iterator[Plot]:
+    """Yield the plots of each training, then those of GPUs over its own steps."""
     for training in history.trainings:
         for plot in _plots_of(training):
             yield replace(plot, title=training.named(plot.title))
-
-
-def _gpu_plots(history: History, gpus: Sequence[dict[str, Any]]) -> Iterator[Plot]:
-    """Yield the plots of GPUs, those of each training over its own steps."""
     for training in trainings_in(gpus, lambda: slots_that_train(history.slots)):
         for plot in gpu_plots(training.metrics):
             yield replace(plot, title=training.named(plot.title))
@@ -111,7 +108,8 @@ def _plots_of(training: Training) -> Iterator[Plot]:
             series.append(Series(label="held out", curve=held_out, dots=True))
         yield Plot(title="Loss", unit="nats per token", series=series)
     for name in measured_names(training.metrics):
-        series = [Series(label=shown(name), curve=_own_curve(training, name))]
+        own = [one for one in training.metrics if name in dict(measured(one))]
+        series = [Series(label=shown(name), curve=curve(own, name))]
         yield Plot(title=shown(name), series=series)
     for name, title, unit, wide in (
         ("grad_norm", "Gradient norm", "before clipping", True),
@@ -127,12 +125,6 @@ def _plots_of(training: Training) -> Iterator[Plot]:
         if any(found.mean):
             series = [Series(label=title.lower(), curve=found)]
             yield Plot(title=title, unit=unit, series=series, wide=wide)
-
-
-def _own_curve(training: Training, name: str) -> Curve:
-    """Return the curve of a plugin's number."""
-    found = [one for one in training.metrics if name in dict(measured(one))]
-    return curve(found, name)
 
 
 def _slots(history: History) -> Iterator[dict[str, Any]]:

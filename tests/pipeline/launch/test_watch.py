@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.distributed.heartbeat import HEARTBEATS, Heartbeats, Phase, own_heartbeat
 from pipeline.errors import RunFailed
-from pipeline.launch import flight_recorder, local, watch
+from pipeline.launch import local, watch
 from pipeline.launch.restarts import Attempts
 from pipeline.launch.watch import Watch, landmarks
 from pipeline.recipe.launch import Restarts, Timeouts
@@ -125,7 +125,7 @@ def test_restarts_can_be_off() -> None:
 
 
 def test_the_flight_recorder_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = flight_recorder.environment(tmp_path)
+    variables = watch.recorder_environment(tmp_path)
     pipe = Path(variables["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "1.pipe")
     os.mkfifo(pipe)
     heard = []
@@ -133,12 +133,12 @@ def test_the_flight_recorder_is_asked(tmp_path: Path, monkeypatch: pytest.Monkey
     listener.start()
     deadline = time.monotonic() + 10
     while listener.is_alive() and time.monotonic() < deadline:
-        flight_recorder.request(tmp_path, [0, 1])  # rank 0 has no recorder
+        watch.request_collectives(tmp_path, [0, 1])  # rank 0 has no recorder
         time.sleep(0.05)
     listener.join(1)
     assert heard == [b"1"]
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "5")
-    assert flight_recorder.environment(tmp_path) == {}
+    assert watch.recorder_environment(tmp_path) == {}
 
 
 def test_the_allocators_segments_grow_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pipeline.execution import failures
 from pipeline.execution.journal import Journal
 from pipeline.execution.metrics import Metrics
-from pipeline.launch.undo import SETTINGS, Before, did_nothing
+from pipeline.launch.recorded import SETTINGS, Before, did_nothing
 
 
 @pytest.fixture
