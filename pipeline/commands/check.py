@@ -20,14 +20,7 @@ from pipeline.commands.options import (
     recipe_argument,
     trust_options,
 )
-from pipeline.errors import (
-    BadRows,
-    DataError,
-    Problem,
-    RecipeError,
-    StageError,
-    UsageError,
-)
+from pipeline.errors import BadRows, DataError, Problem, RecipeError, StageError, UsageError
 from pipeline.importing.unknown_keys import plan_recipe
 from pipeline.utils import terminal
 from pipeline.utils.text import plural

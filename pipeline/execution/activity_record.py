@@ -66,16 +66,8 @@ class ActivityRecord:
         file = self.folder / FILE
         with contextlib.suppress(OSError):
             if self._under_way:
-                replace_text(file, json.dumps(_facts(self._under_way[-1])))
+                newest = self._under_way[-1]
+                facts = {name: getattr(newest, name) for name in ("name", "done", "total", "unit")}
+                replace_text(file, json.dumps({**facts, "seconds": round(newest.seconds, 3)}))
             else:
                 file.unlink(missing_ok=True)
-
-
-def _facts(activity: Activity) -> dict[str, object]:
-    return {
-        "name": activity.name,
-        "done": activity.done,
-        "total": activity.total,
-        "unit": activity.unit,
-        "seconds": round(activity.seconds, 3),
-    }

@@ -175,9 +175,7 @@ def first(
     if causes:
         return _died(run_dir, causes[0], slot, oom)
     if reports:
-        cause = reports[0]
-        text, memory = _raised(run_dir, cause), cause["memory"]
-        return RunFailed(text, restart=cause["restart"], memory=memory)
+        return _raised(run_dir, reports[0])
     if silent:
         return _died(run_dir, silent[0], slot, oom)
     return RunFailed(f"the run failed without saying why\n{continuation(run_dir)}")
@@ -241,7 +239,7 @@ def manner(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def _raised(run_dir: Path, report: Mapping[str, Any]) -> str:
+def _raised(run_dir: Path, report: Mapping[str, Any]) -> RunFailed:
     where = f"in slot `{report['slot']}`" if report["slot"] else "before the first slot"
     lines = [f"rank {report['rank']} failed {where}: {report['message']}"]
     if not report["expected"]:
@@ -249,7 +247,8 @@ def _raised(run_dir: Path, report: Mapping[str, Any]) -> str:
         lines.append(f"  traceback: {_traceback_file(run_dir, report['rank'])}")
     if report.get("snapshot"):
         lines.append(f"  what held the memory: {report['snapshot']}")
-    return "\n".join([*lines, continuation(run_dir, mistake=bool(report.get("mistake")))])
+    lines.append(continuation(run_dir, mistake=bool(report.get("mistake"))))
+    return RunFailed("\n".join(lines), restart=report["restart"], memory=report["memory"])
 
 
 def _traceback_file(run_dir: Path, rank: int) -> Path:

@@ -77,17 +77,8 @@ def identity(plan: Plan, per_node: int | None) -> Identity:
 def require_planned(plan: Plan, per_node: int | None, file: Path) -> None:
     """Raise PlanDrift, listing everything that differs, and UsageError for a file that is no
     plan."""
-    planned, now = _read(file), identity(plan, per_node)
-    if per_node is None:
-        planned = planned.model_copy(update={"processes_per_node": None})
-    found = list(differences(planned, now))
-    if found:
-        raise PlanDrift(f"not what was planned in {file}: {'; '.join(found)}")
-
-
-def _read(file: Path) -> Identity:
     try:
-        return SavedPlan.model_validate_json(read_whole(file)).identity
+        planned = SavedPlan.model_validate_json(read_whole(file)).identity
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {in_words(error)}") from error
     except ValidationError as error:
@@ -95,6 +86,11 @@ def _read(file: Path) -> Identity:
             f"{file} is not a saved plan: {first_mistake(error)}",
             hint=f"pipe plan RECIPE --out {file} writes one",
         ) from error
+    if per_node is None:
+        planned = planned.model_copy(update={"processes_per_node": None})
+    found = list(differences(planned, identity(plan, per_node)))
+    if found:
+        raise PlanDrift(f"not what was planned in {file}: {'; '.join(found)}")
 
 
 def differences(planned: Identity, now: Identity) -> Iterator[str]:

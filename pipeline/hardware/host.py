@@ -19,7 +19,13 @@ def free_memory() -> int:
         free = _figures(Path("/proc/meminfo"))["MemAvailable"] * 1024
     except OSError:
         return sys.maxsize
-    return max(min(free, *_left_in_groups(), sys.maxsize), 0)
+    left = [free, sys.maxsize]
+    for folder, used, limit in _memory_limits():
+        with contextlib.suppress(OSError, ValueError):
+            figures = _figures(folder / "memory.stat")
+            # Memory that cannot be reclaimed; shared memory (snapshots) is kept like files.
+            left.append(limit - sum(figures.get(name, 0) for name in (used, "shmem")))
+    return max(min(left), 0)
 
 
 def total_memory() -> int | None:
@@ -56,7 +62,13 @@ def usable_cores() -> float:
     """Cores that processes here may use together: this process's affinity, or a control group's
     quota, which need not be whole."""
     given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min([float(given or 1), *_quotas()])
+    cores = [float(given or 1)]
+    for folder, old in _groups("cpu"):
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if old else ("cpu.max",)
+        with contextlib.suppress(OSError, ValueError):  # "max", or -1, is no quota
+            quota, period = " ".join((folder / name).read_text("ascii") for name in names).split()
+            cores += [int(quota) / int(period)] if int(quota) > 0 else []
+    return min(cores)
 
 
 def cores_each(procs: int) -> int:
@@ -65,29 +77,12 @@ def cores_each(procs: int) -> int:
     return max(1, int(usable_cores()) // procs)
 
 
-def _left_in_groups() -> Iterator[int]:
-    for folder, used, limit in _memory_limits():
-        with contextlib.suppress(OSError, ValueError):
-            figures = _figures(folder / "memory.stat")
-            # Memory that cannot be reclaimed; shared memory (snapshots) is kept like files.
-            yield limit - sum(figures.get(name, 0) for name in (used, "shmem"))
-
-
 def _memory_limits() -> Iterator[tuple[Path, str, int]]:
     """Folder, name of the figure of private memory, and limit in bytes, of each limited group."""
     for folder, old in _groups("memory"):
         file, used = ("memory.limit_in_bytes", "rss") if old else ("memory.max", "anon")
         with contextlib.suppress(OSError, ValueError):  # "max" is no limit
             yield folder, used, int((folder / file).read_text("ascii"))
-
-
-def _quotas() -> Iterator[float]:
-    for folder, old in _groups("cpu"):
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if old else ("cpu.max",)
-        with contextlib.suppress(OSError, ValueError):  # "max", or -1, is no quota
-            quota, period = " ".join((folder / name).read_text("ascii") for name in names).split()
-            if int(quota) > 0:
-                yield int(quota) / int(period)
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, bool]]:

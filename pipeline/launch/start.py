@@ -16,12 +16,7 @@ from pipeline.chain.names import resolved
 from pipeline.chain.plan import Plan, Started
 from pipeline.distributed.environment import STOPPED, is_worker, started, worker_rank
 from pipeline.distributed.launchers import placement
-from pipeline.distributed.placement import (
-    NodeOptions,
-    NodePlacement,
-    RankPlacement,
-    combined,
-)
+from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlacement, combined
 from pipeline.distributed.schedulers import require_task
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
 from pipeline.errors import CommandStopped, JournalDamaged, RunStopped

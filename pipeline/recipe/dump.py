@@ -136,16 +136,12 @@ def _edited(text: str, path: KeyPath, value: Any, *, after: str, note: str) -> s
         quote = key.style or ""
         written = f'"{value}"' if quote == '"' else inline(value)
         return f"{text[:end]}, {quote}{path[-1]}{quote}: {written}{text[end:]}"
-    return _new_line(text, key.start_mark.column, end, f"{path[-1]}: {inline(value)}  # {note}")
-
-
-def _new_line(text: str, column: int, end: int, entry: str) -> str:
-    """The text with an entry on its own line, after the line in which `end` is."""
-    newline = "\r\n" if "\r\n" in text else "\n"
-    found = re.compile(r"\r?\n|\Z").search(text, end)
-    assert found is not None
-    before, rest = text[: found.start()], text[found.end() :]
-    return f"{before}{newline}{' ' * column}{entry}{newline}{rest}"
+    # on a new line, after the one in which `end` is
+    newline, indent = "\r\n" if "\r\n" in text else "\n", " " * key.start_mark.column
+    line_end = re.compile(r"\r?\n|\Z").search(text, end)
+    assert line_end is not None
+    entry = f"{indent}{path[-1]}: {inline(value)}  # {note}"
+    return f"{text[: line_end.start()]}{newline}{entry}{newline}{text[line_end.end() :]}"
 
 
 def _at(node: yaml.Node | None, path: KeyPath) -> yaml.MappingNode | None:

@@ -152,8 +152,9 @@ def _problem(
 def _wanted(faults: list[_Fault], places: SourceMap, path: KeyPath) -> tuple[str, str]:
     options = [option for fault in faults for option in fault.options]
     wanted = list(dict.fromkeys(fault.wanted for fault in faults if fault.wanted))
-    named = [f"`{option}`" for option in options]
-    message = f"must be {_either([*named, *wanted])}, not {_shown(places, path)}"
+    *most, last = [*(f"`{option}`" for option in options), *wanted]
+    either = f"{', '.join(most)} or {last}" if most else last
+    message = f"must be {either}, not {_shown(places, path)}"
     written = lookup(places.data, path)
     if not isinstance(written, str):
         only_text = wanted == ["text"] and isinstance(written, int | float)
@@ -163,15 +164,12 @@ def _wanted(faults: list[_Fault], places: SourceMap, path: KeyPath) -> tuple[str
     found = closest(written.lower(), options)
     if found is not None:
         return message, f"did you mean `{found}`?"
-    return message, _trap(written, wanted)
-
-
-def _trap(written: str, wanted: list[str]) -> str:
-    if not {"a whole number", "a number", "true or false"}.intersection(wanted):
-        return ""
+    if {"a whole number", "a number", "true or false"}.isdisjoint(wanted):
+        return message, ""
     hint = what_to_write(written)
     is_word = hint in ("write true", "write false")
-    return hint if is_word == ("true or false" in wanted) or hint == "remove the quotes" else ""
+    fits = is_word == ("true or false" in wanted) or hint == "remove the quotes"
+    return message, hint if fits else ""
 
 
 def _in_range(fault: _Fault, written: Any) -> str:
@@ -206,11 +204,6 @@ def _known(fault: _Fault, kind: type) -> list[str]:
             hints = [field_types(owner).get(part) for owner in owners]
             owners = [found for hint in hints for found in dataclasses_in(hint)]
     return sorted({name for owner in owners for name in field_types(owner)})
-
-
-def _either(options: Sequence[str]) -> str:
-    *most, last = options
-    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _shown(places: SourceMap, path: KeyPath) -> str:

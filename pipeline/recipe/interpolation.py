@@ -20,8 +20,6 @@ from pipeline.utils.text import closest
 
 MAX_EXPANSIONS = 1000
 """Limit on interpolations resolved in one recipe, each counted as often as it is reached."""
-
-
 MAX_IN_TEXT = 50
 """Limit on those of one text: the time to parse nested ones grows with a power of their number."""
 
@@ -138,16 +136,18 @@ def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
     problems: list[Problem] = []
     sound: list[tuple[KeyPath, Node]] = []
     for path, node in leaves:
-        found = _refusals(texts[path], allowed, hide_env=hide_env)
+        text = texts[path]
+        refusals = (_refusal(call, allowed, hide_env=hide_env) for call in text.calls)
+        found = [reason for reason in (text.fault, *refusals) if reason]
         problems += [_problem(message, "", path, node) for message in found]
         if found:
             _put(data, path, None)
         else:
             sound.append((path, node))
             # values of the environment are not said again, here or in logs
-            for call in texts[path].calls:
+            for call in text.calls:
                 hide(os.environ.get(call.args[0], ""), f"${call.args[0]}")
-            if hide_env and texts[path].calls:
+            if hide_env and text.calls:
                 _put(data, path, _HIDDEN)
     return data, problems + _fill(data, sound, root)
 
@@ -160,15 +160,8 @@ def _interpolated(node: Node) -> bool:
     return isinstance(node.value, str) and "${" in node.value
 
 
-def _refusals(text: Text, allowed: Collection[str], *, hide_env: bool) -> list[str]:
-    """Mistakes of an interpolation that are found before it is resolved."""
-    if text.fault:
-        return [text.fault]
-    reasons = (_refusal(call, allowed, hide_env=hide_env) for call in text.calls)
-    return [reason for reason in reasons if reason]
-
-
 def _refusal(call: Call, allowed: Collection[str], *, hide_env: bool) -> str | None:
+    """A mistake that is found before a call is resolved."""
     if call.name != "oc.env":
         return f"`{call.name}` is not allowed in an interpolation (only `oc.env` is)"
     if not call.args:

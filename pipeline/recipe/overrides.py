@@ -148,21 +148,15 @@ def _overlay(root: Node, override: str, place: Location) -> tuple[Node, list[Pro
     if not all(parts):
         raise _RefusedError("the path before = has an empty part", "such as train.steps=50")
     value, found = _value(path, text, place)
-    _check_start(root, parts, plain(value))
-    full = parts if parts[0] in TOP_LEVEL else ["stages", *parts]
-    return _nest(root, full, 0, value), found
-
-
-def _check_start(root: Node, parts: list[str], value: Any) -> None:
     stages = root.entries().get("stages")
-    slots = list(stages.entries()) if stages else []
-    first = parts[0]
+    first, known = parts[0], [*(stages.entries() if stages else ()), *TOP_LEVEL]
     if first == "stages" and len(parts) > 1:
         raise _RefusedError("a path starts with the slot", f"write {'.'.join(parts[1:])}=...")
-    if first not in TOP_LEVEL and first not in slots:
-        known = [*slots, *TOP_LEVEL]
-        hint, near = did_you_mean(first, known), closest(first, known) or ""
-        raise _RefusedError(f"the recipe has no slot `{first}`", hint, tuple(parts), value, near)
+    if first not in known:
+        hint, near, given = did_you_mean(first, known), closest(first, known) or "", plain(value)
+        raise _RefusedError(f"the recipe has no slot `{first}`", hint, tuple(parts), given, near)
+    full = parts if first in TOP_LEVEL else ["stages", *parts]
+    return _nest(root, full, 0, value), found
 
 
 def _value(path: str, text: str, place: Location) -> tuple[Node, list[Problem]]:

@@ -87,13 +87,17 @@ class _Parser:
         try:
             loader = yaml.SafeLoader(text)
         except yaml.reader.ReaderError as error:
-            self._problems.append(self._unreadable(text, error))
+            before = text[: error.position]
+            column = error.position - before.rfind("\n") - 1
+            message = f"the character U+{ord(text[error.position]):04X} is not allowed"
+            self._say(self._locate(before.count("\n"), column), message)
             return None, self._problems
         try:
             while loader.check_event():
                 self._take(loader.get_event())  # type: ignore[no-untyped-call]
         except yaml.MarkedYAMLError as error:
-            self._problems.append(self._syntax(error, text))
+            mistake = explain(error, text)
+            self._say(self._locate(mistake.line, mistake.column), mistake.message, mistake.hint)
         except (ValueError, OverflowError):
             # PyYAML lets chr() and int() fail on absurd escapes and version numbers
             place = self._locate(loader.line, loader.column)
@@ -205,15 +209,3 @@ class _Parser:
 
     def _say(self, place: Location, message: str, hint: str = "") -> None:
         self._problems.append(Problem(message=message, hint=hint, location=place))
-
-    def _syntax(self, error: yaml.MarkedYAMLError, text: str) -> Problem:
-        mistake = explain(error, text)
-        place = self._locate(mistake.line, mistake.column)
-        return Problem(message=mistake.message, hint=mistake.hint, location=place)
-
-    def _unreadable(self, text: str, error: yaml.reader.ReaderError) -> Problem:
-        before = text[: error.position]
-        line = before.count("\n")
-        place = self._locate(line, error.position - before.rfind("\n") - 1)
-        message = f"the character U+{ord(text[error.position]):04X} is not allowed"
-        return Problem(message=message, location=place)

@@ -59,7 +59,10 @@ def in_fields(stage: type) -> Iterator[str]:
     """Every field, at any depth, is documented and understood, and accepts its own default."""
     unfit: list[str] = []
     for prefix, kind in _nested(stage):
-        unfit += [*_undocumented(kind, prefix), *_unwritable_defaults(kind, prefix)]
+        docs, names = field_docs(kind), [field.name for field in init_fields(kind)]
+        for name in (name for name in names if name not in docs):
+            unfit.append(f"field `{prefix}{name}` has no string under it that says what it is")
+        unfit += _unwritable_defaults(kind, prefix)
     try:
         adapter(stage).json_schema()
     except PluginError as error:
@@ -68,8 +71,13 @@ def in_fields(stage: type) -> Iterator[str]:
         unfit.append(f"there is no JSON Schema of its fields: {error}")
     yield from unfit
     if not unfit:
+        # Python does not hold a default to its field's bounds; a recipe with the default would be
         for prefix, kind in _nested(stage):
-            yield from _refused_defaults(kind, prefix)
+            defaults = _defaults(kind)
+            for problem in make(kind, defaults)[1]:
+                if problem.key.partition(".")[0] in defaults:
+                    key = f"{prefix}{problem.key}"
+                    yield f"the default of field `{key}` is refused: {problem.message}"
 
 
 def _nested(stage: type, prefix: str = "") -> Iterator[tuple[str, type]]:
@@ -80,27 +88,12 @@ def _nested(stage: type, prefix: str = "") -> Iterator[tuple[str, type]]:
             yield from _nested(below, f"{prefix}{name}.")
 
 
-def _undocumented(kind: type, prefix: str) -> Iterator[str]:
-    docs = field_docs(kind)
-    for field in init_fields(kind):
-        if field.name not in docs:
-            yield f"field `{prefix}{field.name}` has no string under it that says what it is"
-
-
 def _unwritable_defaults(kind: type, prefix: str) -> Iterator[str]:
     for name, default in _defaults(kind).items():
         try:
             json.dumps(default)
         except TypeError as error:
             yield f"the default of field `{prefix}{name}` cannot be written in a recipe: {error}"
-
-
-def _refused_defaults(kind: type, prefix: str) -> Iterator[str]:
-    """Python does not hold a default to its field's bounds; a recipe with the default would be."""
-    defaults = _defaults(kind)
-    for problem in make(kind, defaults)[1]:
-        if problem.key.partition(".")[0] in defaults:
-            yield f"the default of field `{prefix}{problem.key}` is refused: {problem.message}"
 
 
 def _defaults(kind: type) -> dict[str, Any]:

@@ -52,7 +52,12 @@ def address_problems(key: str, text: str | None) -> Iterator[Problem]:
         hint = f"did you mean {lower}://{rest}?" if lower in PROTOCOLS else f"known: {known}"
         yield Problem(key=key, message=f"{protocol}:// is not opened", hint=hint)
     else:
-        yield from _missing_package(key, protocol)
+        from fsspec.registry import known_implementations
+
+        store = known_implementations.get(protocol)
+        if store and importlib.util.find_spec(store["class"].partition(".")[0]) is None:
+            message = f"{protocol}:// needs a package"
+            yield Problem(key=key, message=message, hint=store.get("err", ""))
 
 
 def path_problems(key: str, text: str | None) -> Iterator[Problem]:
@@ -61,12 +66,3 @@ def path_problems(key: str, text: str | None) -> Iterator[Problem]:
     if mark and (protocol in PROTOCOLS or rest.startswith("/")):
         hint = "give a path; what is written there can be copied to the store afterwards"
         yield Problem(key=key, message=f"{text} is an address, not a path", hint=hint)
-
-
-def _missing_package(key: str, protocol: str) -> Iterator[Problem]:
-    from fsspec.registry import known_implementations
-
-    known = known_implementations.get(protocol)
-    if known and importlib.util.find_spec(known["class"].partition(".")[0]) is None:
-        message = f"{protocol}:// needs a package"
-        yield Problem(key=key, message=message, hint=known.get("err", ""))

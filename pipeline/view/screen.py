@@ -167,9 +167,8 @@ class Display:
 
         view = plan.view
         wraps = (step.use for step in plan.steps if issubclass(step.gives or object, Engine))
-        where = ", ".join(
-            filter(None, (next(wraps, ""), plural(view.procs, "process"), view.device))
-        )
+        parts = next(wraps, ""), plural(view.procs, "process"), view.device
+        where = ", ".join(filter(None, parts))
         return LiveScreen(run, Header(name=folder.name, where=where))
 
 

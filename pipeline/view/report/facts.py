@@ -157,7 +157,14 @@ def _numbers(training: Training) -> Iterator[Tile]:
         yield Tile(label="steps", value=f"{last['step']}" + (f" of {total}" if total else ""))
         note = f"{number(first['loss'])} at step {first['step']}"
         yield Tile(label="training loss", value=number(last["loss"]), note=note)
-    yield from _held_out(training)
+    found, best = training.evaluations, training.best
+    if found:  # the last loss next to the first and the best
+        first, last = found[0], found[-1]
+        told = [f"{number(first['eval_loss'])} at step {first['step']}"]
+        if best is not None and best["step"] not in (first["step"], last["step"]):
+            told.append(f"best {number(best['eval_loss'])} at step {best['step']}")
+        note = ", ".join(told) if first["step"] != last["step"] else f"at step {last['step']}"
+        yield Tile(label="held-out loss", value=number(last["eval_loss"]), note=note)
     speed = MeanSpeed.of(steps)
     rate, used = speed.mean("tokens_per_second"), speed.mean("mfu")
     mean = f"mean of {plural(speed.steps, 'step')}"
@@ -167,19 +174,6 @@ def _numbers(training: Training) -> Iterator[Tile]:
         yield Tile(label="MFU", value=percent(used), note=mean)
     if steps and steps[-1].get("tokens") is not None:
         yield Tile(label="target tokens", value=count(steps[-1]["tokens"]))
-
-
-def _held_out(training: Training) -> Iterator[Tile]:
-    """Yield the last held-out loss, and how it compares with the first and the best."""
-    found, best = training.evaluations, training.best
-    if not found:
-        return
-    first, last = found[0], found[-1]
-    told = [f"{number(first['eval_loss'])} at step {first['step']}"]
-    if best is not None and best["step"] not in (first["step"], last["step"]):
-        told.append(f"best {number(best['eval_loss'])} at step {best['step']}")
-    note = ", ".join(told) if first["step"] != last["step"] else f"at step {last['step']}"
-    yield Tile(label="held-out loss", value=number(last["eval_loss"]), note=note)
 
 
 def busy_seconds(history: History) -> float:

@@ -61,7 +61,7 @@ def run_page(history: History) -> str:
         typed[0] = "pipe"
     return render(
         "run.html.j2",
-        list(_plots(history, gpus)),
+        [*_plots(history), *_gpu_plots(history, gpus)],
         title=history.name,
         name=history.name,
         state=history.state,
@@ -88,11 +88,14 @@ def run_page(history: History) -> str:
     )
 
 
-def _plots(history: History, gpus: Sequence[dict[str, Any]]) -> Iterator[Plot]:
-    """Yield the plots of each training, then those of GPUs over its own steps."""
+def _plots(history: History) -> Iterator[Plot]:
     for training in history.trainings:
         for plot in _plots_of(training):
             yield replace(plot, title=training.named(plot.title))
+
+
+def _gpu_plots(history: History, gpus: Sequence[dict[str, Any]]) -> Iterator[Plot]:
+    """Yield the plots of GPUs, those of each training over its own steps."""
     for training in trainings_in(gpus, lambda: slots_that_train(history.slots)):
         for plot in gpu_plots(training.metrics):
             yield replace(plot, title=training.named(plot.title))

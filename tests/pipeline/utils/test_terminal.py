@@ -21,7 +21,7 @@ from pipeline.execution.rank_logging import rank_log
 from pipeline.recipe import read_recipe
 from pipeline.recipe.dump import render
 from pipeline.utils import terminal
-from pipeline.utils.terminal import UNSAFE, Guarded
+from pipeline.utils.terminal import UNSAFE, Guarded, is_harmless, says_secret
 
 EVIL = "\x1b]0;title\x07 \x1b]8;;http://x\x1b\\link \u202eabc \x9b31m \rover \x7f \udcff"
 HARMLESS = (
@@ -302,3 +302,42 @@ def test_each_line_of_a_key_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal.hide_environment()
     for line in lines:
         assert terminal.shown(f"'{line}'") == "'$SIGNING'"
+
+
+SECRET = [
+    "GITHUB_PAT", "PAT", "SLACK_WEBHOOK_URL", "PGPASS", "PGPASSWORD", "DB_PW", "MYSQL_PWD",
+    "HTTP_AUTH", "AUTHORIZATION", "HF_TOKEN", "SLURM_JWT", "SENTRY_DSN", "AWS_ACCESS_KEY_ID",
+    "SESSION_COOKIE", "WANDB_API_KEY", "PIPE_RDZV_TOKEN", "client_secret",
+    "AZURE_STORAGE_SAS_URL", "CUDA_MIRROR_PASSWORD",
+]  # fmt: skip
+HARMLESS = [
+    "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HF_HOME", "TMPDIR", "LC_ALL", "LANG", "TERM", "PWD",
+    "OLDPWD", "SLURM_JOB_NODELIST", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_DEBUG",
+    "MASTER_ADDR", "RANK", "TORCH_EXTENSIONS_DIR", "TOKENIZERS_PARALLELISM", "SSH_AUTH_SOCK",
+    "XDG_RUNTIME_DIR",
+]  # fmt: skip
+NEITHER = [
+    "FOO",
+    "MODEL",
+    "HTTP_PROXY",
+    "PIP_INDEX_URL",
+    "GIT_COMMITTER_NAME",
+    "PATHOLOGY",
+    "RANKED",
+    "XLANG",
+]
+
+
+@pytest.mark.parametrize("name", SECRET)
+def test_names_that_say_it(name: str) -> None:
+    assert (says_secret(name), is_harmless(name)) == (True, False)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_names_of_harmless_values(name: str) -> None:
+    assert (says_secret(name), is_harmless(name)) == (False, True)
+
+
+@pytest.mark.parametrize("name", NEITHER)
+def test_names_that_say_nothing(name: str) -> None:
+    assert (says_secret(name), is_harmless(name)) == (False, False)
