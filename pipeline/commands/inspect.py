@@ -16,7 +16,7 @@ from pipeline.utils.terminal import bare
 from pipeline.utils.text import human, plural
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.manifest import Manifest, TensorEntry
+    from pipeline.checkpoint.manifest import TensorEntry
     from pipeline.checkpoint.reader import CheckpointReader
     from pipeline.checkpoint.store import Store
 
@@ -102,9 +102,12 @@ def _look(
 
 
 def _facts(reader: CheckpointReader) -> dict[str, Any]:
-    """The manifest's content, as JSON."""
+    """The manifest's content, as JSON; tensors by the first part of their keys, in its order."""
     manifest = reader.manifest
     state = manifest.model_dump(include={"state"})["state"]
+    kinds: dict[str, list[TensorEntry]] = defaultdict(list)
+    for tensor in manifest.tensors:
+        kinds[tensor.key.partition("/")[0]].append(tensor)
     return {
         "where": reader.where,
         "step": manifest.step,
@@ -112,28 +115,20 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "writer": dict(manifest.writer),
         "progress": dict(manifest.progress),
-        "tensors": _kinds(manifest),
+        "tensors": [
+            {
+                "kind": kind,
+                "tensors": len(tensors),
+                "elements": sum(tensor.numel for tensor in tensors),
+                "bytes": sum(tensor.nbytes for tensor in tensors),
+                "dtypes": list(dict.fromkeys(tensor.dtype for tensor in tensors)),
+            }
+            for kind, tensors in kinds.items()
+        ],
         **{k: v for k, v in state.items() if k not in ("updates", "averages")},
         "files": [{"name": file.name, "bytes": file.size} for file in manifest.files],
         "bytes": sum(file.size for file in manifest.files),
     }
-
-
-def _kinds(manifest: Manifest) -> list[dict[str, Any]]:
-    """Tensors by the first part of their keys, in the order of the manifest."""
-    found: dict[str, list[TensorEntry]] = defaultdict(list)
-    for tensor in manifest.tensors:
-        found[tensor.key.partition("/")[0]].append(tensor)
-    return [
-        {
-            "kind": kind,
-            "tensors": len(tensors),
-            "elements": sum(tensor.numel for tensor in tensors),
-            "bytes": sum(tensor.nbytes for tensor in tensors),
-            "dtypes": list(dict.fromkeys(tensor.dtype for tensor in tensors)),
-        }
-        for kind, tensors in found.items()
-    ]
 
 
 def _show_all(lines: Sequence[Mapping[str, Any]], aside: Sequence[str]) -> None:

@@ -17,7 +17,6 @@ from pipeline.chain.elsewhere import explained
 from pipeline.chain.plan import Plan, in_order, load_slots
 from pipeline.chain.registry import Registry
 from pipeline.commands.options import Count, json_option, overrides_argument, recipe_argument
-from pipeline.contracts.data import Sample
 from pipeline.errors import RecipeError
 from pipeline.execution.data_preview import Preview, Token, documents, previews
 from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
@@ -168,22 +167,17 @@ def _marked(shown: Preview, tokens: Sequence[Token], *, colour: bool) -> str:
 
 
 def _as_json(shown: Preview, indices: Sequence[int]) -> dict[str, object]:
-    data = shown.data
-    return {
-        **shown.facts(),
-        "shown": [
-            {"place": place, "index": index, **_sample(data.train[index])}
-            for place, index in enumerate(indices)
-        ],
-    }
-
-
-def _sample(sample: Sample) -> dict[str, object]:
-    positions = sample.positions
-    return {
-        "input_ids": sample.input_ids.tolist(),
-        "labels": sample.labels.tolist(),
-        "positions": None if positions is None else positions.tolist(),
-        **{name: one.tolist() for name, one in {**sample.tokens, **sample.rows}.items()},
-        **{name: list(one.shape) for name, one in sample.free.items()},
-    }
+    samples = []
+    for place, index in enumerate(indices):
+        sample = shown.data.train[index]
+        facts = {
+            "place": place,
+            "index": index,
+            "input_ids": sample.input_ids.tolist(),
+            "labels": sample.labels.tolist(),
+            "positions": None if sample.positions is None else sample.positions.tolist(),
+            **{name: one.tolist() for name, one in {**sample.tokens, **sample.rows}.items()},
+            **{name: list(one.shape) for name, one in sample.free.items()},
+        }
+        samples.append(facts)
+    return {**shown.facts(), "shown": samples}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import click
 
 from pipeline.commands.options import code_option, run_argument
 from pipeline.errors import ExportError, UsageError, system_errors_as
-from pipeline.utils.foreign import read_json
+from pipeline.utils.foreign import json_object
 
 
 @click.command("verify")
@@ -30,17 +29,23 @@ def verify(folder: Path) -> None:
         if not export.is_dir():
             raise UsageError(f"{export} is not there", hint="`pipe resume RUN` finishes a run")
         # the hub's cache holds links to files elsewhere; a run writes none
-        within = export if is_run else None
-        _verify(export, _writer(export, within))
+        _verify(export, export if is_run else None)
     click.echo("verified")
 
 
-def _verify(folder: Path, name: str) -> None:
+def _verify(folder: Path, within: Path | None) -> None:
+    """Have the stage that wrote an export, by its manifest, verify it."""
     from pipeline.chain.registry import Registry
-    from pipeline.contracts.export import VERIFY, ExportedModel
+    from pipeline.contracts.export import EXPORT_MANIFEST, VERIFY, ExportedModel
     from pipeline.contracts.signature import gives
     from pipeline.utils.trust import TRUST_CODE, trusted
 
+    name = json_object(folder / EXPORT_MANIFEST, most=1 << 28, within=within).get("writer")
+    if not isinstance(name, str):
+        raise UsageError(
+            f"{folder} is not an export of ours: it has no {EXPORT_MANIFEST} with its writer",
+            hint="give a folder that `pipe export` or a run has written",
+        )
     registry = Registry.installed()
     wrote = f"the stage {name}, which wrote {folder},"
     if name not in registry:
@@ -52,19 +57,3 @@ def _verify(folder: Path, name: str) -> None:
         raise UsageError(f"{wrote} cannot verify it", hint=f"its class lacks `{VERIFY}`")
     with system_errors_as(ExportError):
         stage.verify(folder, click.echo, trust_remote_code=trusted(TRUST_CODE))
-
-
-def _writer(folder: Path, within: Path | None) -> str:
-    """The stage that wrote an export, by its manifest."""
-    from pipeline.contracts.export import EXPORT_MANIFEST
-
-    content = None
-    with contextlib.suppress(OSError, ValueError):
-        content = read_json(folder / EXPORT_MANIFEST, most=1 << 28, within=within)
-    writer = content.get("writer") if isinstance(content, dict) else None
-    if not isinstance(writer, str):
-        raise UsageError(
-            f"{folder} is not an export of ours: it has no {EXPORT_MANIFEST} with its writer",
-            hint="give a folder that `pipe export` or a run has written",
-        )
-    return writer

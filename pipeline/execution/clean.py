@@ -7,6 +7,7 @@ something left over for the next.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -166,13 +167,11 @@ def _is_exported(plan: Plan, journal: Journal) -> bool:
     """Whether the run's model lies on this machine, with all its files."""
     finished: Mapping[str, Any] = journal.finished()
     for step in plan.steps:
-        if step.gives is not None and issubclass(step.gives, ExportedModel):
+        if issubclass(step.gives or object, ExportedModel):
             done = finished.get(step.slot)
-            try:
+            with contextlib.suppress(PipeError, KeyError, TypeError):
                 ExportedModel.restore(done.record if done else {})
-            except (PipeError, KeyError, TypeError):
-                continue
-            return True
+                return True
     return False
 
 

@@ -75,19 +75,14 @@ class Metrics:
         assert self.path is not None
         aside = self.path.with_name(f"{self.path.name}.damaged")
         with open_regular(self.path, within=self.path.parent) as file:
-            foreign = sum(part.count(b"\n") for part in iter(lambda: file.read(BLOCK), b""))
-            foreign -= ours
-            if foreign > 0:
-                file.seek(0)
-                with opened(aside, "wb") as kept:
-                    shutil.copyfileobj(file, kept)
-        if foreign > 0:
-            logging.getLogger("pipe").warning(
-                "%s: left out %s without metrics; kept in %s",
-                self.path,
-                plural(foreign, "line"),
-                aside,
-            )
+            foreign = sum(part.count(b"\n") for part in iter(lambda: file.read(BLOCK), b"")) - ours
+            if foreign <= 0:
+                return
+            file.seek(0)
+            with opened(aside, "wb") as kept:
+                shutil.copyfileobj(file, kept)
+        message = "%s: left out %s without metrics; kept in %s"
+        logging.getLogger("pipe").warning(message, self.path, plural(foreign, "line"), aside)
 
 
 def _plain(value: Any) -> Any:

@@ -5,14 +5,13 @@ The run's own `recipe.yaml` is merged, and no longer says which file or override
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
 from pipeline.execution import rundir
 from pipeline.recipe import Recipe
 from pipeline.utils.files import replace_text
-from pipeline.utils.foreign import read_json
+from pipeline.utils.foreign import json_object
 
 FILE = "origins.json"
 
@@ -32,8 +31,5 @@ def write_origins(folder: Path, recipe: Recipe) -> None:
 def origins(folder: Path) -> dict[str, str]:
     """Return dotted path -> `file:line:column` or the override that has set the value; empty for a
     run of an earlier version."""
-    with contextlib.suppress(OSError, ValueError):
-        found = read_json(folder / FILE, within=folder)
-        if isinstance(found, dict):
-            return {str(path): str(origin) for path, origin in found.items()}
-    return {}
+    found = json_object(folder / FILE, within=folder)
+    return {path: str(origin) for path, origin in found.items()}

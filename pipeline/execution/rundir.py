@@ -36,7 +36,7 @@ from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import RunFailed, RunLocked, UsageError, in_words, kind_of, system_errors_as
 from pipeline.utils.addresses import path_problems
 from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
-from pipeline.utils.foreign import open_regular, read_json, require_within
+from pipeline.utils.foreign import json_object, open_regular, require_within
 from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import near_path
@@ -251,9 +251,7 @@ def write_environment(folder: Path, facts: Mapping[str, Any]) -> list[str]:
     """Record what this start runs on. Returns the versions that have changed since the previous
     start, as in `torch 2.12.0 -> 2.13.0`."""
     file = folder / ENVIRONMENT_FILE
-    before: Any = {}
-    with contextlib.suppress(OSError, ValueError):
-        before = read_json(file, within=folder)
+    before = json_object(file, within=folder)
     replace_text(file, json.dumps(facts, indent=1) + "\n")
     then, now = _versions_in(before), _versions_in(facts)
     return [
@@ -263,9 +261,9 @@ def write_environment(folder: Path, facts: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _versions_in(facts: Any) -> dict[str, str]:
+def _versions_in(facts: Mapping[str, Any]) -> dict[str, str]:
     """Package -> version; empty where the record is missing or malformed."""
-    packages = facts.get("packages") if isinstance(facts, dict) else None
+    packages = facts.get("packages")
     if not isinstance(packages, dict):
         return {}
     found = {"python": facts.get("python"), **packages}

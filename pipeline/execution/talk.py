@@ -34,7 +34,7 @@ from pipeline.execution.export_recipe import (
 )
 from pipeline.execution.in_process import artifact, scratch_context
 from pipeline.execution.journal import Journal
-from pipeline.utils.foreign import read_json
+from pipeline.utils.foreign import json_object
 from pipeline.utils.text import plural, shown_path
 from pipeline.utils.trust import TRUST_CODE, trusted
 
@@ -183,10 +183,7 @@ def _exported_step(folder: Path) -> int | None:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        content = read_json(folder / EXPORT_MANIFEST, most=MOST)
-        return content if isinstance(content, dict) else {}
-    return {}
+    return json_object(folder / EXPORT_MANIFEST, most=MOST)
 
 
 class Opener:

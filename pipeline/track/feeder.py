@@ -20,7 +20,7 @@ from pipeline.recipe import Recipe
 from pipeline.recipe.nodes import mapped
 from pipeline.track.contract import Outcome, RunFacts, Tracker, TrackerStage
 from pipeline.utils.files import opened, private_folder, replace_text, wait_for_lock
-from pipeline.utils.foreign import read_json
+from pipeline.utils.foreign import json_object
 from pipeline.utils.jsonl import Tail
 from pipeline.utils.terminal import shown
 
@@ -91,9 +91,7 @@ class Feeder:
 
     def open(self, run: RunFacts) -> None:
         """Begin, or go on where an earlier process has ended."""
-        kept: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            kept = read_json(self._file)
+        kept = json_object(self._file)
         self.sent = Sent(**kept.get("sent", {}))
         self._state = self.tracker.open(run, kept.get("state", {}))
         self._keep()
@@ -158,13 +156,10 @@ def _measurements(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def facts_of(folder: Path, recipe: Recipe) -> RunFacts:
     """Return the facts of the run of a recipe in `folder`, as others may see them."""
-    environment: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        environment = read_json(folder / ENVIRONMENT_FILE, within=folder)
     return RunFacts(
         name=folder.resolve().name,
         recipe=mapped(recipe.public(), lambda one: shown(one) if isinstance(one, str) else one),
-        environment=environment,
+        environment=json_object(folder / ENVIRONMENT_FILE, within=folder),
         folder=folder,
     )
 

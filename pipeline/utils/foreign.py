@@ -6,6 +6,7 @@ for ever, a link to any file of ours, and files of any size that take no room on
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -52,6 +53,14 @@ def read_json(path: str | Path, *, most: int = WHOLE, within: Path | None = None
     """The value in a JSON file. Raises OSError as `read_whole` does, and ValueError for what is not
     JSON."""
     return parse_json(read_whole(path, most=most, within=within))
+
+
+def json_object(path: Path, *, most: int = WHOLE, within: Path | None = None) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where there is none, or it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = read_json(path, most=most, within=within)
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def parse_json(text: str | bytes) -> Any:

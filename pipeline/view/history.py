@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
 from pipeline.execution.metrics import records
 from pipeline.recipe import Recipe, read_recipe
-from pipeline.utils.foreign import fitting, is_number, is_text, read_json
+from pipeline.utils.foreign import fitting, is_number, is_text, json_object
 from pipeline.view.trainings import Training, slots_that_train, trainings_in
 
 State = Literal["waiting", "running", "finished", "failed", "stopped"]
@@ -240,8 +239,4 @@ DOING: Kinds = {
 def json_in(file: Path, kinds: Kinds) -> dict[str, Any]:
     """Return the JSON object in a file, without entries of `kinds` that are of another kind; an
     empty one where there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        found = read_json(file, within=file.parent)
-        if isinstance(found, dict):
-            return fitting(found, kinds)
-    return {}
+    return fitting(json_object(file, within=file.parent), kinds)
