@@ -27,7 +27,7 @@ from pipeline.utils.terminal import hidden_in, shown
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
-    from pipeline.launch.targets.job import Job, Target
+    from pipeline.launch.targets import Job, Target
 
 TARGETS = ("slurm", "kubeflow", "skypilot", "dstack", "docker")
 OPTIONS = {
@@ -158,7 +158,7 @@ def _require_options(target: str, kind: Target, given: dict[str, Any]) -> None:
 
 def _require_forms(kind: Target, given: dict[str, Any]) -> None:
     """Raise UsageError for values that would end up in the script as something else."""
-    from pipeline.launch.targets.job import LINE
+    from pipeline.launch.targets import LINE
 
     own = {"mounts": kind.mount, **kind.forms}
     for name in ("kind", "image", "mounts", "time_limit", "extra"):
@@ -219,7 +219,7 @@ def _surroundings(
 
 
 def _job(plan: Plan, arguments: Sequence[str], gpus: int | None, given: dict[str, Any]) -> Job:
-    from pipeline.launch.targets.job import Job
+    from pipeline.launch.targets import Job
 
     launch = plan.recipe.launch
     few, most = launch.fewest_nodes or 1, launch.most_nodes or 1

@@ -104,7 +104,10 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float
         for rank, code in enumerate(codes):
             if code:
                 printed = _printed(folder, rank)
-                return RankResults(failure=_reason(code, printed), printed=printed)
+                reason = (printed.splitlines() or [f"exit code {code}"])[-1][:LONGEST_REASON]
+                if code < 0:
+                    reason = f"its process was killed ({signal.Signals(-code).name})"
+                return RankResults(failure=reason, printed=printed)
         if all(code == 0 for code in codes):
             return RankResults()
         if time.monotonic() > deadline:
@@ -116,13 +119,6 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float
 def _printed(folder: Path, rank: int) -> str:
     log = _file(folder, rank, "log").read_text("utf-8", errors="replace")
     return log.strip()[-LONGEST_PRINTED:]
-
-
-def _reason(code: int, printed: str) -> str:
-    if code < 0:
-        return f"its process was killed ({signal.Signals(-code).name})"
-    lines = printed.splitlines()
-    return lines[-1][:LONGEST_REASON] if lines else f"exit code {code}"
 
 
 def main(target: str, folder: str, parent: str, settings: str) -> None:

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 from pipeline.cli import main
 from pipeline.commands.launch import TARGETS as NAMES
-from pipeline.launch.targets import TARGETS
-from pipeline.launch.targets.job import Job
+from pipeline.launch.targets import TARGETS, Job
 from pipeline.utils.hub import PINNED
 from pipeline.utils.trust import TRUST_CODE, TRUST_PICKLE
 from tests.support.models import tiny_llama_config
