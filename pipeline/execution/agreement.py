@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
     from pipeline.contracts.stage import Context
 
-Fact = tuple[str, Any]
 A_PATH = "a path"
 
 
@@ -30,7 +29,16 @@ def require_same_recipe(plan: Plan, ctx: Context) -> None:
     and what lies there is compared when it is opened. So may `launch`, which says how a machine
     starts.
     """
-    facts = {**dict(_settings(plan)), **{f"version of {k}": v for k, v in versions().items()}}
+    recipe = plan.recipe
+    written = recipe.public()["stages"]
+    facts: dict[str, Any] = {
+        "order of slots": ", ".join(step.slot for step in plan.steps), "name": recipe.name,
+        "seed": recipe.seed, "dry_run": recipe.dry_run,
+    }  # fmt: skip
+    for step in plan.steps:
+        facts[f"{step.slot}.use"] = step.use
+        facts |= _leaves(step.slot, dataclasses.asdict(step.stage), written.get(step.slot))
+    facts |= {f"version of {package}": version for package, version in versions().items()}
     paths = {name: value for name, value in facts.items() if _is_path(value)}
     ctx.dist.require_same("recipe and packages", {**facts, **dict.fromkeys(paths, A_PATH)})
     apart = differences(ctx.dist, paths)
@@ -59,21 +67,9 @@ def require_same_artifact(artifact: Any, ctx: Context) -> None:
         ctx.log.debug("all %d ranks have the same: %s", ctx.dist.world_size, compared)
 
 
-def _settings(plan: Plan) -> Iterator[Fact]:
-    """Every field of every stage, defaults too. What depends on an environment variable, and may be
-    a secret, is not shown."""
-    written = plan.recipe.public()
-    yield "order of slots", ", ".join(step.slot for step in plan.steps)
-    yield "name", plan.recipe.name
-    yield "seed", plan.recipe.seed
-    yield "dry_run", plan.recipe.dry_run
-    for step in plan.steps:
-        yield f"{step.slot}.use", step.use
-        fields = dataclasses.asdict(step.stage)
-        yield from _leaves(step.slot, fields, written["stages"].get(step.slot))
-
-
-def _leaves(name: str, value: Any, written: Any) -> Iterator[Fact]:
+def _leaves(name: str, value: Any, written: Any) -> Iterator[tuple[str, Any]]:
+    """Every field in a value, defaults too. What depends on an environment variable, and may be a
+    secret, is not shown."""
     if isinstance(written, str) and "${" in written and not _is_path(value):
         text = json.dumps(value, sort_keys=True, default=str)
         yield name, f"{written} ({hashlib.sha256(text.encode()).hexdigest()[:12]})"

@@ -52,7 +52,12 @@ class Value:
 
 def results(histories: Sequence[History]) -> list[Row]:
     """Return what came out of each run; without properties that no run has."""
-    columns = [dict(_results(*run)) for run in zip(histories, _trainings(histories), strict=True)]
+    columns: list[dict[str, Value]] = []
+    for history, trainings in zip(histories, _trainings(histories), strict=True):
+        column = {"state": Value(text=history.state), "where": Value(text=where(history))}
+        for training in trainings:
+            column |= {training.named(name): value for name, value in _of_training(training)}
+        columns.append({**column, "time": Value(text=duration(busy_seconds(history)))})
     names = dict.fromkeys(name for column in columns for name in column)
     missing = Value(text=MISSING)
     return [_row(name, [column.get(name, missing) for column in columns]) for name in names]
@@ -78,14 +83,6 @@ def _trainings(histories: Sequence[History]) -> list[list[Training]]:
         [replace(training, slot=training.slot or first) for training in trainings]
         for first, trainings in zip(firsts, found, strict=True)
     ]
-
-
-def _results(history: History, trainings: Sequence[Training]) -> Iterator[tuple[str, Value]]:
-    yield "state", Value(text=history.state)
-    yield "where", Value(text=where(history))
-    for training in trainings:
-        yield from ((training.named(name), value) for name, value in _of_training(training))
-    yield "time", Value(text=duration(busy_seconds(history)))
 
 
 def _of_training(training: Training) -> Iterator[tuple[str, Value]]:
