@@ -304,19 +304,19 @@ def test_each_line_of_a_key_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         assert terminal.shown(f"'{line}'") == "'$SIGNING'"
 
 
-SECRET = [
+SECRET_NAMES = [
     "GITHUB_PAT", "PAT", "SLACK_WEBHOOK_URL", "PGPASS", "PGPASSWORD", "DB_PW", "MYSQL_PWD",
     "HTTP_AUTH", "AUTHORIZATION", "HF_TOKEN", "SLURM_JWT", "SENTRY_DSN", "AWS_ACCESS_KEY_ID",
     "SESSION_COOKIE", "WANDB_API_KEY", "PIPE_RDZV_TOKEN", "client_secret",
     "AZURE_STORAGE_SAS_URL", "CUDA_MIRROR_PASSWORD",
 ]  # fmt: skip
-HARMLESS = [
+HARMLESS_NAMES = [
     "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HF_HOME", "TMPDIR", "LC_ALL", "LANG", "TERM", "PWD",
     "OLDPWD", "SLURM_JOB_NODELIST", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_DEBUG",
     "MASTER_ADDR", "RANK", "TORCH_EXTENSIONS_DIR", "TOKENIZERS_PARALLELISM", "SSH_AUTH_SOCK",
     "XDG_RUNTIME_DIR",
 ]  # fmt: skip
-NEITHER = [
+NEITHER_NAMES = [
     "FOO",
     "MODEL",
     "HTTP_PROXY",
@@ -328,16 +328,16 @@ NEITHER = [
 ]
 
 
-@pytest.mark.parametrize("name", SECRET)
+@pytest.mark.parametrize("name", SECRET_NAMES)
 def test_names_that_say_it(name: str) -> None:
     assert (says_secret(name), is_harmless(name)) == (True, False)
 
 
-@pytest.mark.parametrize("name", HARMLESS)
+@pytest.mark.parametrize("name", HARMLESS_NAMES)
 def test_names_of_harmless_values(name: str) -> None:
     assert (says_secret(name), is_harmless(name)) == (False, True)
 
 
-@pytest.mark.parametrize("name", NEITHER)
+@pytest.mark.parametrize("name", NEITHER_NAMES)
 def test_names_that_say_nothing(name: str) -> None:
     assert (says_secret(name), is_harmless(name)) == (False, False)
