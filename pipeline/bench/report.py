@@ -232,19 +232,19 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
         FigureCanvasSVG(figure)
         axes = figure.add_subplot(title=title, xlabel="processes", ylabel="tokens per second")
         for strategy in dict.fromkeys(row.strategy for row in rows if row.speed):
-            mine = sorted((row for row in rows if row.strategy == strategy), key=lambda r: r.procs)
-            speeds = {row.procs: row.speed for row in mine if row.speed}
-            procs, medians = list(speeds), [speed.median for speed in speeds.values()]
-            spans = ((s.median - s.low, s.high - s.median) for s in speeds.values())
-            below, above = zip(*spans, strict=True)
-            bars = axes.errorbar(
-                procs, medians, [below, above], marker="o", capsize=3, label=strategy
-            )
-            if len(procs) > 1:
-                ideal = [medians[0] * count / procs[0] for count in procs]
-                axes.plot(procs, ideal, linestyle=":", color=bars[0].get_color())
+            _draw_strategy(axes, strategy, [row for row in rows if row.strategy == strategy])
         axes.plot([], [], linestyle=":", color="grey", label="ideal")
         axes.set_xticks(sorted({row.procs for row in rows if row.speed}))
         axes.set_ylim(bottom=0)
         axes.legend()
         figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def _draw_strategy(axes: Any, strategy: str, rows: Sequence[Row]) -> None:
+    speeds = {row.procs: row.speed for row in sorted(rows, key=lambda r: r.procs) if row.speed}
+    procs, medians = list(speeds), [speed.median for speed in speeds.values()]
+    spans = zip(*((s.median - s.low, s.high - s.median) for s in speeds.values()), strict=True)
+    bars = axes.errorbar(procs, medians, list(spans), marker="o", capsize=3, label=strategy)
+    if len(procs) > 1:
+        ideal = [medians[0] * count / procs[0] for count in procs]
+        axes.plot(procs, ideal, linestyle=":", color=bars[0].get_color())
