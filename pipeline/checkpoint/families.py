@@ -92,7 +92,9 @@ def _slabs(tiles: Tiles) -> tuple[list[_Slab], list[tuple[Run, Offsets]]]:
         row = ordered[at : at - tile.stride // -tile.run]
         across = _across(row, tiles)
         if across is None:
-            alone.append((_alone(tile, ranks[0]), offsets))
+            stop = tile.stop + (tile.count - 1) * tile.stride
+            run = Run(tile.start, stop, tile.count * tile.stride, ranks[0], width=tile.stride)
+            alone.append((run, offsets))
             at += 1
             continue
         kind = _Kind(offsets, tile.stride, len(row), across)
@@ -117,11 +119,6 @@ def _across(row: Sequence[Tile], tiles: Tiles) -> int | None:
     wanted = [[rank + across * number for rank in first] for number in range(len(row))]
     is_ruled = wanted == [tiles[tile] for tile in row] and (across > 0) == (len(row) > 1)
     return across if is_ruled else None
-
-
-def _alone(tile: Tile, rank: int) -> Run:
-    stop = tile.stop + (tile.count - 1) * tile.stride
-    return Run(tile.start, stop, tile.count * tile.stride, rank, width=tile.stride)
 
 
 def _rows(slabs: Sequence[_Slab]) -> Iterator[_Row]:
@@ -163,7 +160,10 @@ def _runs(family: Sequence[_Row]) -> Iterator[tuple[Run, Offsets]]:
         for row in family:
             yield from _runs([row])
     else:
-        yield from _runs_of_slabs(family[0])
+        row, kind = family[0], family[0].kind
+        for number, start in enumerate(range(row.start, row.stop, row.length)):
+            stop, rank = min(start + row.length, row.stop), row.rank + number * row.apart
+            yield Run(start, stop, stop - start, rank, 0, 1, 0, *kind[1:]), kind.offsets
 
 
 def _run(family: Sequence[_Row]) -> Run | None:
@@ -183,11 +183,3 @@ def _run(family: Sequence[_Row]) -> Run | None:
         if run.is_unambiguous and -(-first.total // unit // first.number) * unit == first.length:
             return run
     return None
-
-
-def _runs_of_slabs(row: _Row) -> Iterator[tuple[Run, Offsets]]:
-    kind = row.kind
-    for number, start in enumerate(range(row.start, row.stop, row.length)):
-        stop = min(start + row.length, row.stop)
-        rank = row.rank + number * row.apart
-        yield Run(start, stop, stop - start, rank, 0, 1, 0, *kind[1:]), kind.offsets

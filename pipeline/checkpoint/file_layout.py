@@ -4,7 +4,6 @@ ever holds a whole tensor that it does not train whole."""
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -69,7 +68,12 @@ class FileLayout:
         """The files of `rank`, which writes `mine`; `tensors` are those of all ranks. Both are in
         order."""
         files, described, items = [], [], []
-        for number, (name, spans) in enumerate(self._contents(rank, mine, tensors).items()):
+        # Names of the files, and all that will be in each, whoever writes it.
+        contents = {} if self.shared else {f"rank-{rank:05d}.safetensors": [*mine]}
+        for tensor in tensors.values() if self.shared else ():
+            whole = KeyedTile(tensor.key, 0, tensor.numel)
+            contents.setdefault(self._file(tensor.key), []).append(whole)
+        for number, (name, spans) in enumerate(contents.items()):
             entries = [self._entry(span, tensors[span.key]) for span in spans]
             head = header(entries, metadata={"format": "pt"}, align=ALIGN)
             edges = list(itertools.accumulate((e.size for e in entries), initial=len(head)))
@@ -97,17 +101,6 @@ class FileLayout:
             return ""
         names = {WEIGHT: "model.safetensors", "random": "random.safetensors"}
         return names.get(key.partition("/")[0], "optimizer.safetensors")
-
-    def _contents(
-        self, rank: int, mine: Sequence[KeyedTile], tensors: Mapping[str, TensorEntry]
-    ) -> Mapping[str, Sequence[KeyedTile]]:
-        """Names of the rank's files, and all that will be in each, by whomever it is written."""
-        if not self.shared:
-            return {f"rank-{rank:05d}.safetensors": mine}
-        found: dict[str, list[KeyedTile]] = defaultdict(list)
-        for tensor in tensors.values():
-            found[self._file(tensor.key)].append(KeyedTile(tensor.key, 0, tensor.numel))
-        return found
 
     def _entry(self, span: KeyedTile, tensor: TensorEntry) -> Entry:
         tile, name = span.tile, f"{span.key}@{span.start}"

@@ -55,7 +55,16 @@ class Places:
         self._where = where
         self._numbers = {entry.key: number for number, entry in enumerate(manifest.tensors)}
         self._runs = manifest.division()
-        self._whole = self._whole_tensors()
+        self._whole: dict[int, tuple[int, int]] = {}
+        """By number, file and first byte of the tensors that lie in a file whole, one after the
+        other."""
+        ends = [file.data_start for file in manifest.files]
+        for number, entry in enumerate(manifest.tensors):
+            if entry.file is not None:
+                self._whole[number] = entry.file, ends[entry.file]
+                ends[entry.file] += entry.nbytes
+        for file in {file for file, _ in self._whole.values()}:
+            self._require_full(file, ends[file])
         self._tables: dict[int, _Table] = {}
         self._widths: dict[int, int] = {}
 
@@ -70,32 +79,23 @@ class Places:
         """The pieces that have elements of a tile, in the order of their first ones. The stride of
         the tile is the tensor's `width`, or one of them is 0."""
         number, width = self._numbers[key], self.width(key)
-        pieces = _beside if width else _behind
+        runs, low, high = self._runs[number], wanted.start, wanted.end
+        pieces: Iterable[tuple[int, Tile]] = _in_order(runs, low, high)
+        if width and not all(run.has_whole_rows for run in runs):  # may lie next to each other
+            found = [piece for run in runs for piece in run.find(low, high)]
+            pieces = sorted(found, key=lambda piece: piece[1])
         width = width or wanted.stride or max(self._manifest.tensors[number].numel, 1)
-        for rank, tile in pieces(self._runs[number], wanted.start, wanted.end):
+        for rank, tile in pieces:
             if any(overlaps(tile, wanted, width)):
-                found = self._table(rank)
-                at = bisect_left(found.key, number * LARGEST + tile.start)
-                offset, itemsize = found.offset[at], self._manifest.tensors[number].itemsize
+                table = self._table(rank)
+                at = bisect_left(table.key, number * LARGEST + tile.start)
+                offset, itemsize = table.offset[at], self._manifest.tensors[number].itemsize
                 extent = Extent.of(tile, offset, itemsize, whole=number in self._whole)
-                yield Place(tile, found.file[at], extent, rank, found.first_sum[at])
+                yield Place(tile, table.file[at], extent, rank, table.first_sum[at])
 
     def sums(self, part: int) -> int:
         """Number of checksums of a part."""
         return self._table(part).sums
-
-    def _whole_tensors(self) -> dict[int, tuple[int, int]]:
-        """By number, file and first byte of the tensors that lie in a file whole, one behind the
-        other."""
-        found = {}
-        ends = [file.data_start for file in self._manifest.files]
-        for number, entry in enumerate(self._manifest.tensors):
-            if entry.file is not None:
-                found[number] = entry.file, ends[entry.file]
-                ends[entry.file] += entry.nbytes
-        for file in {file for file, _ in found.values()}:
-            self._require_full(file, ends[file])
-        return found
 
     def _require_full(self, number: int, end: int) -> None:
         file = self._manifest.files[number]
@@ -113,14 +113,12 @@ class Places:
             self._tables[part] = _Table(sums, *columns)
         return self._tables[part]
 
-    def _pieces(self, part: int) -> Iterable[_Piece]:
+    def _pieces(self, part: int) -> Iterator[_Piece]:
         """The pieces that a rank wrote, in the order of their checksums."""
         if self._manifest.version == 1:
-            pieces = self._manifest.parts[part].pieces
-            return (_Piece(*piece[:4], piece.stop - piece.start) for piece in pieces)
-        return self._ruled(part)
-
-    def _ruled(self, part: int) -> Iterator[_Piece]:
+            for piece in self._manifest.parts[part].pieces:
+                yield _Piece(*piece[:4], piece.stop - piece.start)
+            return
         end = 0
         for number, entry in enumerate(self._manifest.tensors):
             for tile in filter(None, (run.of(part) for run in self._runs[number])):
@@ -136,18 +134,9 @@ class Places:
             self._require_full(part, end)
 
 
-def _beside(runs: list[Run], low: int, high: int) -> Iterator[tuple[int, Tile]]:
-    """Rank and tile of the pieces in the rows that have elements [low, high), in order, where runs
-    may lie beside each other."""
-    if all(run.has_whole_rows for run in runs):
-        yield from _behind(runs, low, high)
-        return
-    found = [piece for run in runs for piece in run.find(low, high)]
-    yield from sorted(found, key=lambda piece: piece[1])
-
-
-def _behind(runs: list[Run], low: int, high: int) -> Iterator[tuple[int, Tile]]:
-    """The same of runs that are ranges, one behind the other."""
+def _in_order(runs: list[Run], low: int, high: int) -> Iterator[tuple[int, Tile]]:
+    """Rank and tile of the pieces in the rows that have elements [low, high), of runs that are
+    ranges, one after the other."""
     first = bisect_right(runs, low, key=lambda run: run.start) - 1
     for run in runs[max(first, 0) :]:
         if run.start >= high:

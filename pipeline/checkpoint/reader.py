@@ -84,7 +84,10 @@ class CheckpointReader(StateSource):
         without those beside them."""
         width = self._places.width(key)
         if width and wanted.stride not in (0, width):
-            yield from self._pick(key, wanted)
+            size = self.entry(key).itemsize
+            for first, data in self.read(key, wanted.start, wanted.end):  # the whole rows around it
+                here = Tile(first, first + len(data) // size)
+                yield from (Strip(one, data) for one in overlaps(here, wanted, wanted.stride))
             return
         width = width or wanted.stride or max(self.entry(key).numel, 1)
         for place in self._places.find(key, wanted):
@@ -144,13 +147,6 @@ class CheckpointReader(StateSource):
                 strip.copy_into(memory, size)
             yield low, memoryview(memory)[: (high - low) * size]
 
-    def _pick(self, key: str, wanted: Tile) -> Iterator[Strip]:
-        """The elements of a tile out of the whole rows around it."""
-        size = self.entry(key).itemsize
-        for first, data in self.read(key, wanted.start, wanted.end):
-            for overlap in overlaps(Tile(first, first + len(data) // size), wanted, wanted.stride):
-                yield Strip(overlap, data)
-
     def _strips(self, key: str, place: Place, overlap: Overlap) -> Iterator[Strip]:
         """Yield the strips that a piece and a tile share. Long runs are read one by one, short
         ones together with what is between them."""
@@ -174,12 +170,20 @@ class CheckpointReader(StateSource):
     def _read_piece(
         self, key: str, piece: Place, low: int, high: int
     ) -> Iterator[tuple[int, memoryview]]:
-        """Elements [low, high) of a piece, verified: (number of the first, bytes)."""
+        """Elements [low, high) of a piece, verified: (number of the first, bytes). They are read
+        with the blocks around them; a block that is wanted in part is read by itself."""
         size = self.entry(key).itemsize
-        for begin, length, first, last in _chunks(piece, low, high, size):
-            data = self._buffer[:length]
-            self._read_blocks(key, piece, begin, data)
-            yield (begin + first) // size, data[first:last]
+        begin, end, every = (element * size for element in (low, high, piece.tile.numel))
+        whole = end if end == every else end - end % BLOCK
+        start = begin - begin % BLOCK
+        while start < end:
+            is_partial = start < begin or start >= whole
+            length = BLOCK if is_partial else min(block_sums.CHUNK, whole - start)
+            data = self._buffer[: min(length, every - start)]
+            self._read_blocks(key, piece, start, data)
+            first = max(begin - start, 0)
+            yield (start + first) // size, data[first : end - start]
+            start += len(data)
 
     def _read_blocks(self, key: str, piece: Place, begin: int, into: memoryview) -> None:
         """Fill `into` with whole blocks of the piece, from its byte `begin` on."""
@@ -250,23 +254,6 @@ class CheckpointReader(StateSource):
 
     def _locate(self, file: str, key: str = "") -> str:
         return self._store.locate(self.name, file) + (f" ({key})" if key else "")
-
-
-def _chunks(
-    piece: Place, low: int, high: int, itemsize: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of whole blocks that hold elements [low, high) of the piece: first byte in the piece,
-    length, and the wanted bytes [first, last) of them. A block that is wanted in part is a run by
-    itself."""
-    begin, end, size = (element * itemsize for element in (low, high, piece.tile.numel))
-    whole = end if end == size else end - end % BLOCK
-    start = begin - begin % BLOCK
-    while start < end:
-        is_partial = start < begin or start >= whole
-        length = BLOCK if is_partial else min(block_sums.CHUNK, whole - start)
-        length = min(length, size - start)
-        yield start, length, max(begin - start, 0), min(end - start, length)
-        start += length
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -161,7 +161,14 @@ class Restoration:
             for kind, tensor in fragment.state.items():
                 if fragment.name not in self._frozen_base:
                     self._fill(reader, fragment, kind, tensor)
-        self._restore_random(reader, progress)
+        # The streams of random numbers continue; new ones start where another number of them is
+        # needed, or some are missing.
+        stream, streams = self._engine.random_stream, self._engine.random_streams
+        rng_state.reseed(self._ctx.seed, progress.step, stream, streams)
+        if saved_streams(reader.tensors) == set(range(streams)):
+            keys = {name: random_key(stream, name) for name in rng_state.NAMES}
+            states = {n: reader.read_bytes(key) for n, key in keys.items() if key in reader.tensors}
+            rng_state.apply(states, self._ctx.dist.device)
         self.bytes_read += reader.bytes_read
         return progress
 
@@ -184,16 +191,6 @@ class Restoration:
             # An untrained tensor that was stored rounded is here already, unrounded.
             if trained or not torch.equal(target.to("cpu", stored), value):
                 target.copy_(value)
-
-    def _restore_random(self, reader: CheckpointReader, progress: Progress) -> None:
-        """Go on with the saved streams of random numbers; start new ones where another number of
-        them is needed, or some are missing."""
-        stream, streams = self._engine.random_stream, self._engine.random_streams
-        rng_state.reseed(self._ctx.seed, progress.step, stream, streams)
-        if saved_streams(reader.tensors) == set(range(streams)):
-            keys = {name: random_key(stream, name) for name in rng_state.NAMES}
-            states = {n: reader.read_bytes(key) for n, key in keys.items() if key in reader.tensors}
-            rng_state.apply(states, self._ctx.dist.device)
 
 
 def saved_progress(reader: CheckpointReader) -> Progress:
@@ -258,21 +255,15 @@ def _differences(saved: EngineState, live: EngineState, frozen_base: Set[str]) -
         if (name in saved.updates) != (name in live.updates):
             was, here = ("frozen", "trained")[:: 1 if name in live.updates else -1]
             yield f"{name} was {was}, here it is {here}"
-    yield from _other_moments(saved.moments(), live.moments())
-
-
-def _other_moments(
-    saved: Mapping[str, Sequence[str]], live: Mapping[str, Sequence[str]]
-) -> Iterator[str]:
-    """Differences between the kinds of optimizer state of parameters that both have trained, with
-    the parameters' names unless all differ so."""
-    common = sorted(saved.keys() & live.keys())
-    kinds = {name: (sorted(saved[name]), sorted(live[name])) for name in common}
-    for kept, keeps in {str(pair): pair for pair in kinds.values()}.values():
-        names = [name for name in common if kinds[name] == (kept, keeps)]
-        of = "" if names == common else f" for {_list(names)}"
-        if kept != keeps:
-            yield f"the optimizer kept {_list(kept)}{of}, this one keeps {_list(keeps)}"
+    # Kinds of optimizer state of what both have trained; with its names, unless all differ so.
+    kept, keeps = saved.moments(), live.moments()
+    both = sorted(kept.keys() & keeps.keys())
+    kinds = {name: (sorted(kept[name]), sorted(keeps[name])) for name in both}
+    for before, now in {str(pair): pair for pair in kinds.values()}.values():
+        names = [name for name in both if kinds[name] == (before, now)]
+        of = "" if names == both else f" for {_list(names)}"
+        if before != now:
+            yield f"the optimizer kept {_list(before)}{of}, this one keeps {_list(now)}"
 
 
 def _list(items: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -56,9 +57,12 @@ def unneeded(store: Store, retention: Retention) -> Iterator[str]:
 
 def best_of(store: Store, names: Sequence[str], count: int) -> set[str]:
     """The `count` checkpoints with the lowest known held-out loss."""
-    losses = {name: _stored_loss(store, name) for name in names}
-    ranked = sorted((loss, name) for name, loss in losses.items() if loss is not None)
-    return {name for _, name in ranked[:count]}
+    losses = []
+    for name in names:
+        with contextlib.suppress(OSError, CheckpointError):
+            loss = heldout_loss(Manifest.load(store.get(name, MANIFEST), name))
+            losses += [] if loss is None else [(loss, name)]
+    return {name for _, name in sorted(losses)[:count]}
 
 
 def heldout_loss(manifest: Manifest) -> float | None:
@@ -68,19 +72,25 @@ def heldout_loss(manifest: Manifest) -> float | None:
     return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
 
 
-def _stored_loss(store: Store, name: str) -> float | None:
-    try:
-        return heldout_loss(Manifest.load(store.get(name, MANIFEST), name))
-    except (OSError, CheckpointError):
-        return None
-
-
 def expected_count(retention: Retention, every: int | str | None, length: TrainingLength) -> int:
     """The largest number of checkpoints at one time, including the one being written, if the
     training saves every `every` steps, as `TrainingLength.in_steps` reads them (None: only at the
     end). If all are kept and the number of steps is unknown, or that of an epoch's where `every`
     counts epochs, it is 2."""
-    saved, known = _saved(retention, every, length)
+    asked = [each for each in (every, length.eval_every if retention.best else None) if each]
+    found = [length.in_steps(each) for each in asked]
+    periods = [Fraction(1) if period is None else period for period in found]
+    known = length.steps is not None and None not in found
+    # Steps after which one may be saved; if unknown, as many as there may be at one time.
+    more = (retention.last or 0) + retention.best + 2
+    steps = length.steps if known else math.ceil(more * max([Fraction(1), *periods]))
+    assert steps is not None
+    numbers = {steps}
+    for each_of in periods:
+        numbers.update(math.ceil(k * each_of) for k in range(1, math.ceil(steps / each_of)))
+    if length.saves_first or (retention.best and length.eval_first):
+        numbers.add(0)
+    saved = sorted(numbers)
     if retention.last is None:
         return len(saved) if known else min(len(saved), 2)
     older = saved[:-1]
@@ -89,23 +99,3 @@ def expected_count(retention: Retention, every: int | str | None, length: Traini
     period = retention.every if known else None
     for_good = sum(step % period == 0 for step in older) if period else 0
     return min(retention.last + for_good + retention.best + 1, len(saved))
-
-
-def _saved(
-    retention: Retention, every: int | str | None, length: TrainingLength
-) -> tuple[Sequence[int], bool]:
-    """Steps after which one may be saved, in order, and whether they are known; otherwise as many
-    as there may be at one time."""
-    asked = [each for each in (every, length.eval_every if retention.best else None) if each]
-    found = [length.in_steps(each) for each in asked]
-    periods = [Fraction(1) if period is None else period for period in found]
-    known = length.steps is not None and None not in found
-    more = (retention.last or 0) + retention.best + 2
-    steps = length.steps if known else math.ceil(more * max([Fraction(1), *periods]))
-    assert steps is not None
-    saved = {steps}
-    for period in periods:
-        saved.update(math.ceil(k * period) for k in range(1, math.ceil(steps / period)))
-    if length.saves_first or (retention.best and length.eval_first):
-        saved.add(0)
-    return sorted(saved), known

@@ -88,7 +88,10 @@ class Snapshot:
                 (copy, tile, tensor if copy.key.partition("/")[2] in lasting else tensor.clone())
                 for copy, tile, tensor in pieces
             ]
-        self._handed = self._pool.submit(self._beside, writer, request, held, self._reached())
+        reached: torch.cuda.Event | None = None
+        if self._dist.device.type == "cuda":  # the state to save is there when this is over
+            reached = torch.cuda.current_stream(self._dist.device).record_event()
+        self._handed = self._pool.submit(self._beside, writer, request, held, reached)
 
     def wait(self) -> SaveResult | None:
         """Wait until the state may change; the result, if writing has failed by then."""
@@ -98,13 +101,6 @@ class Snapshot:
     def copied(self) -> bool:
         """Whether the state may change."""
         return self._handed.done()
-
-    def _reached(self) -> torch.cuda.Event | None:
-        """The place in the device's work behind which the state is the one to save."""
-        if self._dist.device.type != "cuda":
-            return None
-        reached: torch.cuda.Event = torch.cuda.current_stream(self._dist.device).record_event()
-        return reached
 
     @torch.no_grad()  # each thread has its own mode
     def _beside(
