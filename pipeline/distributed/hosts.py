@@ -20,7 +20,13 @@ _LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)\s*")
 
 def expand_hosts(text: str) -> list[str]:
     """Hosts of a Slurm host list, as in `n[001-003,7]-ib,gpu-a`. Raises UsageError."""
-    return _at_most(text, (host for part in _split(text) for host in _expand(part, text)))
+    parts, depth, begin = [], 0, 0
+    for place, letter in enumerate(f"{text},"):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and (depth == 0 or place == len(text)):
+            parts.append(text[begin:place])
+            begin = place + 1
+    return _at_most(text, (host for part in parts for host in _expand(part, text)))
 
 
 def _at_most(text: str, hosts: Iterator[str]) -> list[str]:
@@ -28,17 +34,6 @@ def _at_most(text: str, hosts: Iterator[str]) -> list[str]:
     if len(found) > MOST_HOSTS:
         raise UsageError(f"more than {MOST_HOSTS} hosts in the host list {text[:80]}")
     return found
-
-
-def _split(text: str) -> Iterator[str]:
-    """The parts between commas outside of brackets."""
-    depth, begin = 0, 0
-    for place, letter in enumerate(text):
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            yield text[begin:place]
-            begin = place + 1
-    yield text[begin:]
 
 
 def _expand(part: str, text: str) -> Iterator[str]:

@@ -7,18 +7,16 @@ import zlib
 from collections.abc import Callable, Mapping
 
 from pipeline.distributed.environment import CONTRACT, STORE
-from pipeline.distributed.launcher_variables import (
-    Environ,
-    consistent,
-    incomplete,
-    optional,
-)
 from pipeline.distributed.placement import (
     RDZV_PORT,
+    Environ,
     NodePlacement,
     Placement,
     RankPlacement,
+    consistent,
+    incomplete,
     number,
+    optional,
     port_number,
 )
 from pipeline.distributed.schedulers import dstack, kubeflow, skypilot, slurm
@@ -81,9 +79,11 @@ def _torchrun(environ: Environ) -> RankPlacement | None:
     given = [name for name in CONTRACT if name in environ]
     missing = [name for name in CONTRACT if name not in environ]
     if missing:
-        # some batch systems set WORLD_SIZE=1 or MASTER_ADDR alone
+        # Some batch systems set WORLD_SIZE=1 or MASTER_ADDR alone; or another launcher says the
+        # rank, and these are left over.
         several = [name for name in given[:3] if name in CONTRACT[:3]]
-        if several and environ.get("WORLD_SIZE") != "1" and not _others(environ):
+        others = {"SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"} & environ.keys()
+        if several and environ.get("WORLD_SIZE") != "1" and not others:
             raise incomplete(environ, several, missing)
         return None
     found = RankPlacement(
@@ -96,11 +96,6 @@ def _torchrun(environ: Environ) -> RankPlacement | None:
         port=port_number(environ, "MASTER_PORT"),
     )
     return consistent(found, environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
-def _others(environ: Environ) -> bool:
-    """Whether another launcher says the rank, and the ones of torchrun's are left over."""
-    return any(name in environ for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
 
 
 def _mpi(source: str, names: tuple[str, str, str, str]) -> Callable[[Environ], Placement | None]:

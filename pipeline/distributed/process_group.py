@@ -86,8 +86,9 @@ class DistContext:
             self.store.set(opened, "1")
         with self.heartbeat.waiting():
             await_key(self.store, opened)
-        self._forget()
-        self._spent += [key, opened]
+        for spent in self._spent if self.is_main else ():  # all ranks have left earlier calls
+            self.store.delete_key(spent)
+        self._spent[:] = [key, opened]
 
     def broadcast_str(self, value: str | None) -> str:
         """Rank 0's text, on every rank. Other ranks pass None."""
@@ -182,13 +183,6 @@ class DistContext:
         if self.is_main:
             self.barrier()
 
-    def _forget(self) -> None:
-        """Delete the keys of earlier calls: all ranks have left those, as they are all here."""
-        if self.is_main and self.store is not None:
-            for key in self._spent:
-                self.store.delete_key(key)
-        self._spent.clear()
-
 
 def _cut(texts: list[torch.Tensor], sizes: list[int]) -> list[bytes]:
     """Cut off the padding of each rank's text, and free each as soon as it is copied."""
@@ -221,7 +215,7 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS) -> Store | None:
     """Meet the ranks that the launcher's environment describes: in a file if it was `pipe`, else at
     MASTER_ADDR and MASTER_PORT (the torchrun contract). None when there is no launcher. Waits at
     most `seconds` for the others."""
-    from torch.distributed import FileStore  # type: ignore[attr-defined]
+    from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
@@ -233,7 +227,18 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS) -> Store | None:
         store.set_timeout(timeout)
         return store
     if worker_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return PrefixStore(_keys(), _served(timeout))
+        # By itself, torch would listen at every address of the machine.
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with _listening(host, port) as server:
+            served = TCPStore(
+                host_name=host,
+                port=port,
+                world_size=int(os.environ["WORLD_SIZE"]),
+                is_master=True,
+                timeout=timeout,
+                master_listen_fd=server.detach(),
+            )
+        return PrefixStore(_keys(), served)
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     # torchrun's own store outlives its ranks, and has the keys of those that it started before.
     return PrefixStore(_keys(), store)
@@ -243,23 +248,6 @@ def _keys() -> str:
     """Prefix of the keys of these ranks: of their job, and of this one of torchrun's starts."""
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"{os.environ.get(JOB, '')}/start/{start}"
-
-
-def _served(timeout: datetime.timedelta) -> Store:
-    """The store of all ranks, which this one serves at MASTER_ADDR alone; torch by itself would
-    listen at every address of the machine."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    with _listening(host, port) as server:
-        return TCPStore(
-            host_name=host,
-            port=port,
-            world_size=int(os.environ["WORLD_SIZE"]),
-            is_master=True,
-            timeout=timeout,
-            master_listen_fd=server.detach(),
-        )
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pipeline.distributed.hosts import expand_counts, expand_hosts
-from pipeline.distributed.launcher_variables import Environ, consistent, incomplete, optional
 from pipeline.distributed.placement import (
     RDZV_PORT,
+    Environ,
     NodePlacement,
     Placement,
     RankPlacement,
     address,
     bounds,
+    consistent,
+    incomplete,
     number,
+    optional,
     port_number,
 )
 from pipeline.errors import UsageError
