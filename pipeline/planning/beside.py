@@ -55,24 +55,21 @@ def planned_beside(plan: Plan, folder: Path) -> Iterator[None]:
 
 
 def estimated(plan: Plan) -> MemoryPlan:
-    """Return the memory plan of a recipe on the machines that it runs on. Raises PipeError where
+    """Return the memory plan of a recipe on nodes like this one: with its GPUs by the data sheet,
+    or, of a kind that is not known, with the memory that the driver says. Raises PipeError where
     there can be none."""
-    machines = HardwareOptions() if plan.view.device == "cpu" else these_gpus(plan)
+    machines = HardwareOptions()
+    if plan.view.device != "cpu":
+        telemetry = Telemetry()
+        known = None if telemetry.kind is None else find_accelerator(telemetry.kind)
+        sizes = [one.memory_total_bytes for one in telemetry.read()[:1] if known is None]
+        machines = HardwareOptions(
+            gpus=plan.per_node,
+            nodes=plan.view.procs // plan.per_node,
+            gpu=None if known is None else known.name,
+            memory=sizes[0] / GIB if sizes and sizes[0] else None,
+        )
     return estimate_plan(plan, machines, Margins())
-
-
-def these_gpus(plan: Plan) -> HardwareOptions:
-    """Return the nodes of a run as this one of them is: its GPUs by the data sheet, or, of a kind
-    that is not known, with the memory that the driver says."""
-    telemetry, nodes = Telemetry(), plan.view.procs // plan.per_node
-    known = None if telemetry.kind is None else find_accelerator(telemetry.kind)
-    sizes = [one.memory_total_bytes for one in telemetry.read()[:1] if known is None]
-    return HardwareOptions(
-        gpus=plan.per_node,
-        nodes=nodes,
-        gpu=None if known is None else known.name,
-        memory=sizes[0] / GIB if sizes and sizes[0] else None,
-    )
 
 
 def record(found: MemoryPlan) -> dict[str, Any]:

@@ -4,7 +4,7 @@ all other slots."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.chain.binding import Results
@@ -88,12 +88,15 @@ def combine(topology: Topology, results: Results) -> Estimate:
     slowest = max(steps, key=lambda one: one.total("products"))
     waiting = round(slowest.total("offloaded", "forward"))
     copies = share.copies(step.microbatches)
+    traffic: Counter[forecast.Traffic] = Counter()  # equal kinds as one
+    for one in slowest.traffic():
+        traffic[replace(one, bytes=0)] += one.bytes
     return Estimate(
         device=peaks["device"],
         host=_host(topology, host, extras),
         offloaded={item: size * topology.on_node for item, size in disk.items()},
         storage=[extra for extra in extras if not extra.phases],
-        traffic=_joined(slowest.traffic()),
+        traffic=[replace(kind, bytes=size) for kind, size in traffic.items()],
         copies=replace(copies, up=copies.up + waiting, down=copies.down + waiting),
         step=step,
         work=slowest.work(share.updated),
@@ -138,15 +141,6 @@ class _RankStep:
                 collective="send", bytes=passed, ranks=rank.ranks, apart=rank.apart,
                 what="hidden states and their gradients",
             )  # fmt: skip
-
-
-def _joined(every: Iterable[forecast.Traffic]) -> list[forecast.Traffic]:
-    """Equal kinds of traffic as one."""
-    found: dict[forecast.Traffic, int] = {}
-    for one in every:
-        kind = replace(one, bytes=0)
-        found[kind] = found.get(kind, 0) + one.bytes
-    return [replace(kind, bytes=size) for kind, size in found.items()]
 
 
 def _host(topology: Topology, held: Mapping[str, Held], extras: Sequence[Extra]) -> dict[str, Held]:

@@ -219,7 +219,12 @@ class Job:
         results, _ = forecasts(plan, topology, planners, Results())
         samples, step = results.latest(SampleShape), results.latest(Step)
         if samples is None:
-            raise UsageError(_no_samples(plan, planners))
+            data = [one.slot for one in plan.steps if issubclass(one.gives or object, Data)]
+            why = "; ".join(silent[slot] for slot in data if slot in silent)
+            raise UsageError(
+                "nothing can be planned without the length of samples: "
+                f"{why or 'the recipe has no data slot'}"
+            )
         return cls(
             plan=plan, topology=topology, planners=planners, samples=samples, step=step,
             division=division,
@@ -267,14 +272,6 @@ def forecasts(
 def no_planner(step: PlannedSlot) -> str:
     """Say that a slot is not counted."""
     return f"slot `{step.slot}` ({step.use}) has no planner"
-
-
-def _no_samples(plan: Plan, planners: Mapping[str, Any]) -> str:
-    """Say why no slot forecasts the length of its samples."""
-    data = [one for one in plan.steps if issubclass(one.gives or object, Data)]
-    mute = [no_planner(one) for one in data if one.slot not in planners]
-    why = "; ".join(mute) or "the recipe has no data slot"
-    return f"nothing can be planned without the length of samples: {why}"
 
 
 def _needs(step: PlannedSlot, missing: Sequence[str], mute: Mapping[str, str]) -> str:

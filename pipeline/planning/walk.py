@@ -118,7 +118,11 @@ class StepWalk:
     def moments(self) -> Iterator[tuple[str, list[Item]]]:
         """Each fullest moment's phase, and everything that is held then."""
         yield LOAD, self._all(Moment("load"))
-        passing = [*self._buffers()]
+        count = self._samples * self._rank.microbatches
+        passing = [  # buffers that stay from one step to the next
+            Item(PASSED, "device", (one.hidden * one.received + one.tokens) * count)
+            for one in self._rank.stages
+        ]
         for one in self._rank.passes:
             state = self._states[one.stage]
             key = one.kind, one.stage, state.first, one.last or one.kind == "reduce", state.whole
@@ -141,12 +145,6 @@ class StepWalk:
 
     def _all(self, moment: Moment) -> list[Item]:
         return [item for one in self._rank.stages for item in self._held(one.memory, moment)]
-
-    def _buffers(self) -> Iterator[Item]:
-        """Buffers that stay from one step to the next."""
-        for one in self._rank.stages:
-            size = (one.hidden * one.received + one.tokens) * self._samples
-            yield Item(PASSED, "device", size * self._rank.microbatches)
 
     def _others(self, running: Pass) -> Iterator[Item]:
         """Items of the stages that do not run, and of the micro-batches that do not."""

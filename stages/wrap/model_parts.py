@@ -21,15 +21,11 @@ def model_parts(stage: Any, topology: Topology, shards: int = 1) -> Division | N
     """The division that a wrap stage asks for, of whose ranks `shards` share the parameters; None
     if every rank computes all of the model."""
     axes = required(stage, topology.ranks)
-    experts = _size(stage, "expert_parallel")
+    block = getattr(stage, "expert_parallel", None)
+    experts = 1 if block is None else int(block.size)
     if axes.data == axes.ranks and experts == 1:
         return None
     return ModelParts(stage, axes, shards, experts)
-
-
-def _size(stage: Any, name: str) -> int:
-    block = getattr(stage, name, None)
-    return 1 if block is None else int(block.size)
 
 
 class ModelParts(Division):
