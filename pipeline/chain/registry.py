@@ -140,7 +140,20 @@ class Registry(Plugins[type]):
     def fault(self, loaded: Any) -> str:
         """The first thing that a class lacks to be a stage. Raises PluginError for annotations that
         cannot be read."""
-        return _fault(loaded) or _wrong_hook(loaded)
+        if not isinstance(loaded, type) or not dataclasses.is_dataclass(loaded):
+            return "is not a dataclass"
+        if not loaded.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            return "is not a frozen dataclass"
+        if not all(field.kw_only for field in init_fields(loaded)):
+            return "is not a keyword-only dataclass (kw_only=True)"
+        if not loaded.__doc__ or loaded.__doc__.startswith(f"{loaded.__name__}("):
+            return "has no docstring"
+        for name in RESERVED:
+            if name in loaded.__dataclass_fields__:
+                return f"has a field called `{name}`, which a recipe cannot set"
+        if not callable(getattr(loaded, "run", None)):
+            return f"has no method `run` ({name_of(loaded)})"
+        return _wrong_hook(loaded)
 
     def giving(self, kind: type, *inputs: type) -> str:
         """The stage that gives a `kind` and requires no artifacts but `inputs`; a built-in stage
@@ -188,24 +201,6 @@ class Registry(Plugins[type]):
         with contextlib.suppress(PluginError):
             return re.findall(r"\w+", (self.load(name).__doc__ or "").lower().partition("\n")[0])
         return []
-
-
-def _fault(stage: object) -> str:
-    """The first thing that a class lacks to be a stage; empty when it is one."""
-    if not isinstance(stage, type) or not dataclasses.is_dataclass(stage):
-        return "is not a dataclass"
-    if not stage.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        return "is not a frozen dataclass"
-    if not all(field.kw_only for field in init_fields(stage)):
-        return "is not a keyword-only dataclass (kw_only=True)"
-    if not stage.__doc__ or stage.__doc__.startswith(f"{stage.__name__}("):
-        return "has no docstring"
-    for name in RESERVED:
-        if name in stage.__dataclass_fields__:
-            return f"has a field called `{name}`, which a recipe cannot set"
-    if not callable(getattr(stage, "run", None)):
-        return f"has no method `run` ({name_of(stage)})"
-    return ""
 
 
 def _wrong_hook(stage: type) -> str:

@@ -74,14 +74,15 @@ class Callbacks(StepCallback):
         for given in callbacks:
             several = given._callbacks.values() if isinstance(given, Callbacks) else [given]
             for callback in several:
-                if callback is not None:
-                    _require_callback(callback)
-                    self._callbacks[self._free_name(type(callback))] = callback
-
-    def _free_name(self, kind: type) -> str:
-        name = f"{kind.__module__}:{kind.__qualname__}"
-        number = sum(other.partition("#")[0] == name for other in self._callbacks)
-        return f"{name}#{number + 1}" if number else name
+                if callback is None:
+                    continue
+                kind = type(callback)
+                name = f"{kind.__module__}:{kind.__qualname__}"
+                if not isinstance(callback, StepCallback):
+                    hint = f"derive {kind.__qualname__} from StepCallback"
+                    raise StageError(f"{name} is not a callback", hint=hint)
+                number = sum(other.partition("#")[0] == name for other in self._callbacks)
+                self._callbacks[f"{name}#{number + 1}" if number else name] = callback
 
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         for callback in self._callbacks.values():
@@ -135,15 +136,6 @@ REASONS = "reasons to end"
 
 def _can_end(callback: StepCallback) -> bool:
     return type(callback).reason_to_end is not StepCallback.reason_to_end
-
-
-def _require_callback(callback: object) -> None:
-    if not isinstance(callback, StepCallback):
-        kind = type(callback)
-        raise StageError(
-            f"{kind.__module__}:{kind.__qualname__} is not a callback",
-            hint=f"derive {kind.__qualname__} from StepCallback",
-        )
 
 
 def _state(name: str, callback: StepCallback) -> dict[str, Any]:
