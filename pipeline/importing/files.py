@@ -28,7 +28,17 @@ def read_config(path: Path) -> ConfigFile:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: is not UTF-8 text: {error.reason}") from error
-    value = _from_json(text, path) if path.suffix == ".json" else _from_yaml(text, path)
+    if path.suffix == ".json":
+        value = _from_json(text, path)
+    else:
+        root, problems = parse(
+            text,
+            locate=lambda line, column: Location(file=str(path), line=line + 1, column=column + 1),
+            folder=Path.cwd(),  # as in the tools that read these files
+        )
+        if problems:
+            raise RecipeError(problems)
+        value = None if root is None else plain(root)
     if not isinstance(value, dict):
         raise UsageError(f"{path}: does not map keys to values")
     return ConfigFile(path=path, content=value)
@@ -45,14 +55,3 @@ def _from_json(text: str, path: Path) -> Any:
         return json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON: {error}") from error
-
-
-def _from_yaml(text: str, path: Path) -> Any:
-    root, problems = parse(
-        text,
-        locate=lambda line, column: Location(file=str(path), line=line + 1, column=column + 1),
-        folder=Path.cwd(),  # as in the tools that read these files
-    )
-    if problems:
-        raise RecipeError(problems)
-    return None if root is None else plain(root)

@@ -20,7 +20,14 @@ WIDTH = 44
 def table(translation: Translation) -> Iterator[str]:
     """Yield a line for each key, for each missing recipe key, and a count of the outcomes."""
     outcomes = translation.outcomes
-    rows = [(f"  {_key(each)}", each.outcome, _explanation(each)) for each in outcomes]
+    rows = []
+    for each in outcomes:
+        value = "{...}" if isinstance(each.value, Mapping) else inline(each.value)
+        short = value if len(value) <= WIDTH else f"{value[: WIDTH - 3]}..."
+        to = ", ".join(f"{key} = {json.dumps(new)}" for key, new in each.to.items())
+        why = "; ".join(part for part in (to, each.why) if part)
+        why = f"{why} ({each.hint})".lstrip() if each.hint else why
+        rows.append((f"  {each.key}: {short}", each.outcome, why))
     lines = zip(outcomes, align(rows, left=3), strict=True)
     for file, keys in itertools.groupby(lines, key=lambda pair: pair[0].file):
         yield f"{file}:"
@@ -46,14 +53,3 @@ def recipe_text(translation: Translation) -> str:
     """Return the recipe with its comments."""
     assert translation.recipe is not None
     return render(dict(translation.recipe), lambda path: translation.notes.get(path, ""))
-
-
-def _key(outcome: KeyOutcome) -> str:
-    value = "{...}" if isinstance(outcome.value, Mapping) else inline(outcome.value)
-    return f"{outcome.key}: {value if len(value) <= WIDTH else value[: WIDTH - 3] + '...'}"
-
-
-def _explanation(outcome: KeyOutcome) -> str:
-    to = ", ".join(f"{key} = {json.dumps(value)}" for key, value in outcome.to.items())
-    parts = "; ".join(part for part in (to, outcome.why) if part)
-    return f"{parts} ({outcome.hint})".lstrip() if outcome.hint else parts

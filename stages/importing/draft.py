@@ -194,10 +194,12 @@ class Draft:
         for part in (first, *inner)[:-1]:
             block = block.setdefault(part, {})
         block[key.rpartition(".")[2]] = copy.deepcopy(value)
-        for fact in facts:
-            for entry in self.of(fact):
-                entry.to[key] = value
-        comment = note or self._source(facts)
+        entries = [entry for fact in facts for entry in self.of(fact)]
+        for entry in entries:
+            entry.to[key] = value
+        keys = dict.fromkeys(f"{entry.key} in {entry.file}" for entry in entries)
+        reasons = (self.defaults[fact][1] for fact in facts if fact in self.defaults)
+        comment = note or ", ".join(keys) or next(reasons, "")
         if comment:
             self.notes[("stages", first, *inner) if in_slot else (first, *inner)] = comment
 
@@ -225,12 +227,6 @@ class Draft:
         path: KeyPath = ("stages", slot, "use")
         before = f"{self.notes[path]}; " if path in self.notes else ""
         self.notes[path] = f"{before}fill in `{name}`: {what}"
-
-    def _source(self, facts: tuple[str, ...]) -> str:
-        entries = [entry for fact in facts for entry in self.of(fact)]
-        keys = dict.fromkeys(f"{entry.key} in {entry.file}" for entry in entries)
-        reasons = (self.defaults[fact][1] for fact in facts if fact in self.defaults)
-        return ", ".join(keys) or next(reasons, "")
 
     def translation(self) -> Translation:
         """Return the recipe with the outcomes, and no recipe if one of them blocks it."""

@@ -54,11 +54,6 @@ def optimizer(draft: Draft) -> None:
         hint = "fill in optimizer.lr, for the optimizer that you choose"
         draft.drop(f"{why} -- {hint}", "optimizer.lr")
     draft.lacks("optimizer.lr", "the learning rate, which the files do not give")
-    _betas(draft)
-    _schedule(draft)
-
-
-def _betas(draft: Draft) -> None:
     single = [draft.value("beta1", 0.9), draft.value("beta2", 0.999)]
     stated = next((entry.content for entry in draft.of("betas") if not entry.auto), None)
     if stated is not None:
@@ -68,6 +63,7 @@ def _betas(draft: Draft) -> None:
             draft.drop(differs, fact, when=one != other)
     elif any(map(draft.known, ("betas", "beta1", "beta2"))):
         draft.put("optimizer.betas", single, "betas", "beta1", "beta2")
+    _schedule(draft)
 
 
 def _schedule(draft: Draft) -> None:
@@ -93,7 +89,15 @@ def train(draft: Draft) -> None:
     """Fill the slot `train`, and `launch.procs`."""
     draft.slot("train", "train.causal_lm")
     _length(draft)
-    _batch(draft, _processes(draft))
+    if (procs := draft.request.procs) is not None:
+        draft.drop("ignored --procs replaces it", "procs")
+        draft.put("launch.procs", procs)
+    else:
+        one = draft.value("distributed") == "one"
+        draft.default("procs", 1, "distributed_type is NO", when=one)
+        draft.copy("procs", "launch.procs")
+        procs = draft.value("procs")
+    _batch(draft, procs)
     evaluates = put_period(draft, "eval", "train.eval_every") or draft.known("train.eval_every")
     if evaluates and not (draft.facts("data.heldout") or has_heldout(draft)):
         draft.lacks("data.heldout_fraction", "a part to evaluate on, or heldout_files")
@@ -116,19 +120,6 @@ def _length(draft: Draft) -> None:
         draft.drop("ignored the number of steps counts", "train.epochs")
     elif not draft.known("train.epochs"):
         draft.lacks("train.steps", "how long to train, or `epochs`")
-
-
-def _processes(draft: Draft) -> int | None:
-    """Return the number of processes, as requested or as a file gives it."""
-    if (asked := draft.request.procs) is not None:
-        draft.drop("ignored --procs replaces it", "procs")
-        draft.put("launch.procs", asked)
-        return asked
-    if draft.value("distributed") == "one":
-        draft.default("procs", 1, "distributed_type is NO")
-    draft.copy("procs", "launch.procs")
-    found: int | None = draft.value("procs")
-    return found
 
 
 BATCH = ("global_batch", "train.micro_batch_size", "accumulation", "procs")
