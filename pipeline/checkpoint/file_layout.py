@@ -11,9 +11,9 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint.division import KeyedTile
-from pipeline.checkpoint.extent import Extent
 from pipeline.checkpoint.manifest import DataFile, TensorEntry
 from pipeline.checkpoint.safetensors_format import Entry, header
+from pipeline.checkpoint.tiles import Extent
 from pipeline.checkpoint.writer_protocol import NewFile
 from pipeline.contracts.engine import WEIGHT
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from pipeline.checkpoint.block_sums import count
 from pipeline.checkpoint.division import Run, row_width
-from pipeline.checkpoint.extent import Extent
 from pipeline.checkpoint.manifest import LARGEST, Damaged, Manifest
-from pipeline.checkpoint.tiles import Tile, overlaps
+from pipeline.checkpoint.tiles import Extent, Tile, overlaps
 
 
 class Place(NamedTuple):

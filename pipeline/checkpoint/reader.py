@@ -10,12 +10,11 @@ from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import block_sums
 from pipeline.checkpoint.block_sums import BLOCK, SUM_BYTES
-from pipeline.checkpoint.extent import Extent, Strip
 from pipeline.checkpoint.formats import StateSource
 from pipeline.checkpoint.manifest import MANIFEST, Damaged, Manifest, sums_name
 from pipeline.checkpoint.places import Place, Places
 from pipeline.checkpoint.store import Store, step_number
-from pipeline.checkpoint.tiles import Overlap, Tile, boxes, overlaps
+from pipeline.checkpoint.tiles import Extent, Overlap, Strip, Tile, boxes, overlaps
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import page_aligned
 

@@ -259,11 +259,11 @@ def _differences(saved: EngineState, live: EngineState, frozen_base: Set[str]) -
     kept, keeps = saved.moments(), live.moments()
     both = sorted(kept.keys() & keeps.keys())
     kinds = {name: (sorted(kept[name]), sorted(keeps[name])) for name in both}
-    for before, now in {str(pair): pair for pair in kinds.values()}.values():
-        names = [name for name in both if kinds[name] == (before, now)]
+    for old, new in {str(pair): pair for pair in kinds.values()}.values():
+        names = [name for name in both if kinds[name] == (old, new)]
         of = "" if names == both else f" for {_list(names)}"
-        if before != now:
-            yield f"the optimizer kept {_list(before)}{of}, this one keeps {_list(now)}"
+        if old != new:
+            yield f"the optimizer kept {_list(old)}{of}, this one keeps {_list(new)}"
 
 
 def _list(items: Sequence[str]) -> str:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from pipeline.checkpoint.extent import Extent
 from pipeline.checkpoint.manifest import ManifestTemplate
 from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.tiles import Extent
 
 
 class NewFile(BaseModel):

@@ -22,13 +22,13 @@ import pytest
 import torch
 
 from pipeline.checkpoint.division import KeyedTile
-from pipeline.checkpoint.extent import Extent
 from pipeline.checkpoint.file_layout import SHARDED
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.snapshot import Snapshot
 from pipeline.checkpoint.snapshot_buffer import TAKEN_AT_ONCE, SnapshotBuffer, memory_to_take
 from pipeline.checkpoint.staging import plan_staging
+from pipeline.checkpoint.tiles import Extent
 from pipeline.checkpoint.writer_client import WriterProcess
 from pipeline.checkpoint.writer_main import carry_out
 from pipeline.checkpoint.writer_protocol import Write
