@@ -50,8 +50,7 @@ def import_(
     the recipe or `pipe check` refuses it, 2 if no recipe can be written.
     """
     from pipeline.importing import table
-    from pipeline.importing.files import read_config
-    from pipeline.importing.translator import Request, choose, installed_translators
+    from pipeline.importing.translator import Request, choose, installed_translators, read_config
 
     if out is not None and out.exists():
         raise UsageError(f"{out} exists already", hint="choose another file")

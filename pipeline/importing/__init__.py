@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
-    from pipeline.importing.files import read_config as read_config
     from pipeline.importing.translator import ConfigFile as ConfigFile
     from pipeline.importing.translator import KeyOutcome as KeyOutcome
     from pipeline.importing.translator import OtherTool as OtherTool
     from pipeline.importing.translator import Request as Request
     from pipeline.importing.translator import Translation as Translation
     from pipeline.importing.translator import Translator as Translator
+    from pipeline.importing.translator import read_config as read_config
     from pipeline.recipe.nodes import KeyPath as KeyPath
 else:
     __getattr__, __dir__ = lazily(__name__, __file__)

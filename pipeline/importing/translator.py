@@ -1,7 +1,9 @@
-"""The contract of a translator of other tools' configuration, and the installed ones."""
+"""Files of other tools' configuration, and the contract of their translators."""
 
 from __future__ import annotations
 
+import itertools
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +11,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pipeline.chain.registry import Plugins
-from pipeline.errors import UsageError
-from pipeline.recipe.nodes import KeyPath
+from pipeline.errors import Location, RecipeError, UsageError
+from pipeline.recipe.nodes import KeyPath, plain
+from pipeline.recipe.parse import parse
+from pipeline.utils.foreign import read_whole
 
 Outcome = Literal["translated", "default", "not translated", "refused"]
 """translated: the recipe holds the setting. default: it needs no place in the recipe.
@@ -23,6 +27,49 @@ class ConfigFile:
 
     path: Path
     content: Mapping[str, Any]
+
+
+def read_config(path: Path) -> ConfigFile:
+    """Return the file's content, plain values in YAML or JSON. Raises UsageError, and RecipeError
+    for mistakes in YAML."""
+    if path.suffix in (".py", ".sh", ".ipynb"):
+        hint = (
+            "write its arguments as YAML, one a line as in `learning_rate: 2.0e-5`, and import that"
+        )
+        raise UsageError(f"{path} is a script, not a file of settings", hint=hint)
+    try:
+        text = read_whole(path).decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is not UTF-8 text: {error.reason}") from error
+    if path.suffix == ".json":
+        value = _from_json(text, path)
+    else:
+        root, problems = parse(
+            text,
+            locate=lambda line, column: Location(file=str(path), line=line + 1, column=column + 1),
+            folder=Path.cwd(),  # as in the tools that read these files
+        )
+        if problems:
+            raise RecipeError(problems)
+        value = None if root is None else plain(root)
+    if not isinstance(value, dict):
+        raise UsageError(f"{path}: does not map keys to values")
+    return ConfigFile(path=path, content=value)
+
+
+def _from_json(text: str, path: Path) -> Any:
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        for (key, _), (following, _) in itertools.pairwise(sorted(pairs, key=lambda pair: pair[0])):
+            if key == following:
+                raise UsageError(f"{path}: `{key}` is given twice")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 A table maps keys to rules, or to tables for nested blocks. A value that matters becomes a *fact*.
 A fact is named like the recipe key that takes it (`optimizer.lr`, `zero.stage` for `wrap.stage`),
-or has a short name where `recipe.py` and `training.py` work out what the recipe says.
+or has a short name where `recipe.py` works out what the recipe says.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from typing import Any
 
 from stages.importing import rules
 from stages.importing.engines import FSDP_PREFIXED
+from stages.importing.recipe import part_of_epoch
 from stages.importing.rules import RuleResult, Table, outcome, rule, table
 from stages.importing.trackers import MLFLOW, SWANLAB, WANDB_PREFIXED, other_tracker
 from stages.importing.trainer import EIGHT_BITS, LORA, OPTIMIZERS, SHARED, TRAINER
-from stages.importing.training import part_of_epoch
 
 PLUGINS = tuple(f"axolotl.integrations.{name}" for name in (
     "liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin", "kernels.KernelsPlugin",

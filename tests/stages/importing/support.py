@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.importing.files import read_config
 from pipeline.importing.translator import (
     ConfigFile,
     KeyOutcome,
     Request,
     Translation,
     Translator,
+    read_config,
 )
 from stages.importing.translator import HuggingFace
 
