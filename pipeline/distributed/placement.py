@@ -111,25 +111,22 @@ def combined(options: NodeOptions, found: Placement | None) -> Placement | None:
         )
     base = found
     if options.hostfile is not None:
-        base = _of_hostfile(options.hostfile, options.node_rank)
+        hosts, rank = read_hostfile(options.hostfile), options.node_rank
+        if rank is None:
+            rank = own_rank(options.hostfile, [host.name for host in hosts])
+        base = NodePlacement(
+            source=str(options.hostfile),
+            node_rank=rank,
+            min_nodes=len(hosts),
+            max_nodes=len(hosts),
+            host=hosts[0].name,
+            port=RDZV_PORT,
+            procs=hosts[0].slots,
+        )
         own = base.node_rank, base.max_nodes
         if found is not None and own != (found.node_rank, found.max_nodes):
             raise UsageError(f"{base.describe()} contradicts {found.describe()}")
     return _laid_over(options, base)
-
-
-def _of_hostfile(file: Path, node_rank: int | None) -> NodePlacement:
-    hosts = read_hostfile(file)
-    rank = own_rank(file, [host.name for host in hosts]) if node_rank is None else node_rank
-    return NodePlacement(
-        source=str(file),
-        node_rank=rank,
-        min_nodes=len(hosts),
-        max_nodes=len(hosts),
-        host=hosts[0].name,
-        port=RDZV_PORT,
-        procs=hosts[0].slots,
-    )
 
 
 def _laid_over(options: NodeOptions, base: NodePlacement | None) -> NodePlacement:

@@ -58,35 +58,29 @@ BOTH: Sequence[tuple[int, str, int]] = (
 """Sizes to offer of the tensor-parallel axis with another one."""
 
 
-def _divided(axes: dict[str, int]) -> tuple[str, Preset]:
-    """Name and preset of shards over what the axes leave."""
-    offers = [(OFFERS[axis], size) for axis, size in axes.items()]
-    name = "-".join(["fsdp", *(f"{offer.short}{size}" for offer, size in offers)])
-    shared = ", ".join(f"{offer.shared} over {size} ranks" for offer, size in offers)
-    # Gradients stay whole in a pipeline anyhow.
-    at_first = {} if "pipeline" in axes else WHOLE
-    return name, Preset(
-        order=Tier.DIVIDED,
-        what=f"shards, {shared}",
-        fields={offer.field: {"size": size} for offer, size in offers},
-        at_first=at_first,
-        axes=axes,
-    )
-
-
 class FsdpPlanner(Planner[Fsdp]):
     """Planner of `wrap.fsdp`."""
 
     @classmethod
     def presets(cls) -> Presets:
-        plain = {
+        found = {
             name: Preset(order=order, what=what, fields={"sharding": sharding}, at_first=WHOLE)
             for name, (order, sharding, what) in PRESETS.items()
         }
         single = [{axis: size} for axis, offer in OFFERS.items() for size in offer.sizes]
-        return plain | dict(
-            map(_divided, [*single, *({"tensor": t, axis: n} for t, axis, n in BOTH)])
-        )
+        for axes in [*single, *({"tensor": t, axis: n} for t, axis, n in BOTH)]:
+            offers = [(OFFERS[axis], size) for axis, size in axes.items()]
+            name = "-".join(["fsdp", *(f"{offer.short}{size}" for offer, size in offers)])
+            shared = ", ".join(f"{offer.shared} over {size} ranks" for offer, size in offers)
+            found[name] = Preset(
+                order=Tier.DIVIDED,
+                what=f"shards, {shared}",
+                fields={offer.field: {"size": size} for offer, size in offers},
+                # Gradients stay whole in a pipeline anyhow.
+                at_first={} if "pipeline" in axes else WHOLE,
+                axes=axes,
+            )
+        return found
 
     def savings(self, ranks: int) -> Iterator[Saving]:
         if not self.stage.reduce_every_microbatch and self.stage.pipeline_parallel is None:
