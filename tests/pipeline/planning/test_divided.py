@@ -19,7 +19,7 @@ from memories.oracle import step_peaks
 from pipeline.cli import main
 from pipeline.planning.estimate import Estimate, ask_planners, combine
 from pipeline.planning.trace.profiling import profile
-from stages.wrap.pipeline.order import idle_shares, passes_of
+from stages.wrap.fsdp_stages import idle_shares, passes_of
 from tests.support.tier import spread
 
 TOKENS, HIDDEN, BLOCKS, WORDS = 192, 256, 4, 4000
