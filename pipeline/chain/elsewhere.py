@@ -73,16 +73,12 @@ class Slots:
         content = {"use": self.usual(slot)} | found
         text = f"a slot `{slot}: {shortened(content)}`"
         with contextlib.suppress(PluginError):
-            where = position(self.registry.load(content["use"]), self._links())
-            return f"{text} {where}".rstrip()
+            links = []
+            for other, use in self.uses.items():
+                kind = self.registry.load(use) if use in self.registry else None
+                links.append(SlotType(slot=other, use=use, kind=kind))
+            return f"{text} {position(self.registry.load(content['use']), links)}".rstrip()
         return text
-
-    def _links(self) -> list[SlotType]:
-        found = []
-        for slot, use in self.uses.items():
-            kind = self.registry.load(use) if use in self.registry else None
-            found.append(SlotType(slot=slot, use=use, kind=kind))
-        return found
 
     def replaced(self, slot: str, field: str) -> list[str]:
         """The fields of a slot that the recipe sets, and that cannot be set together with one."""

@@ -40,14 +40,17 @@ class SlotType:
     def gives(self) -> type | None:
         return gives(self.kind) if self.kind is not None else None
 
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return needs(self.kind) if self.kind is not None else ()
+
 
 def wired(links: Sequence[SlotType]) -> Wiring:
     """The wires of a recipe. A parameter without a slot before it that can give its type has
     none."""
     found = {}
     for index, link in enumerate(links):
-        wanted = needs(link.kind) if link.kind is not None else ()
-        found[link.slot] = {need.parameter: _giver(need, links, index) for need in wanted}
+        found[link.slot] = {need.parameter: _giver(need, links, index) for need in link.needs}
     return Wiring(kinds={link.slot: link.kind for link in links}, inputs=found)
 
 
@@ -65,7 +68,7 @@ def _giver(need: Need, links: Sequence[SlotType], index: int) -> str | None:
 def wrong_takes(links: Sequence[SlotType], places: SourceMap) -> Iterator[Problem]:
     """A problem for every name in `takes` that is no parameter, or no slot that can give it."""
     for index, link in enumerate(links):
-        wanted = {need.parameter: need for need in needs(link.kind)} if link.kind else {}
+        wanted = {need.parameter: need for need in link.needs}
         for parameter, slot in link.takes.items() if link.kind else ():
             path = ("stages", link.slot, "takes", parameter)
             if parameter in wanted:
@@ -143,7 +146,8 @@ def unread_results(links: Sequence[SlotType], wiring: Wiring, places: SourceMap)
             continue
         alike = [o for o in links if o is not link and _alike(o.gives, link.gives)]
         other = next((o for o in alike if o.slot in read), None)
-        reader = next((o for o in links[:index] if _reads(o, link)), None) if not alike else None
+        readers = (o for o in links[:index] if any(_meets(link.gives, need) for need in o.needs))
+        reader = next(readers, None) if not alike else None
         if reader is not None:
             problems.append(_late(link, reader, places))
             continue
@@ -155,10 +159,6 @@ def unread_results(links: Sequence[SlotType], wiring: Wiring, places: SourceMap)
 
 def _lasts(link: SlotType) -> bool:
     return link.gives is not None and issubclass(link.gives, Durable)
-
-
-def _reads(link: SlotType, other: SlotType) -> bool:
-    return link.kind is not None and any(_meets(other.gives, need) for need in needs(link.kind))
 
 
 def _late(link: SlotType, reader: SlotType, places: SourceMap) -> Problem:
@@ -197,8 +197,7 @@ def position(kind: type, links: Sequence[SlotType]) -> str:
         if required and all(_producer(need, kind, links[:index]) is not None for need in required):
             return f"after `{links[index - 1].slot}`"
     for link in links:
-        wanted = needs(link.kind) if link.kind is not None else ()
-        if any(_meets(gives(kind), need) for need in wanted):
+        if any(_meets(gives(kind), need) for need in link.needs):
             return f"before `{link.slot}`"
     return ""
 
