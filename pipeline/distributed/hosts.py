@@ -82,27 +82,24 @@ def read_hostfile(file: Path) -> list[HostLine]:
         text = read_whole(file).decode("utf-8", errors="replace")
     hosts: list[HostLine] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        content = line.partition("#")[0].strip()
-        if content:
-            hosts.append(_host_line(content, f"{file}:{number}", hosts))
+        content, place = line.partition("#")[0].strip(), f"{file}:{number}"
+        if not content:
+            continue
+        found = _LINE.fullmatch(content)
+        if not found or int(found[2]) == 0:
+            raise UsageError(f"{place}: `{content}` does not read like: worker-1 slots=8")
+        host = HostLine(name=found[1], slots=int(found[2]))
+        if host.name in {other.name for other in hosts}:
+            raise UsageError(f"{place}: {host.name} occurs twice")
+        if hosts and hosts[0].slots != host.slots:
+            raise UsageError(
+                f"{place}: {host.name} has {host.slots} slots, but {hosts[0].name} has "
+                f"{hosts[0].slots}: all nodes need the same number"
+            )
+        hosts.append(host)
     if not hosts:
         raise UsageError(f"{file}: no host in the file", hint="a line reads: worker-1 slots=8")
     return hosts
-
-
-def _host_line(content: str, place: str, before: Sequence[HostLine]) -> HostLine:
-    found = _LINE.fullmatch(content)
-    if not found or int(found[2]) == 0:
-        raise UsageError(f"{place}: `{content}` does not read like: worker-1 slots=8")
-    host = HostLine(name=found[1], slots=int(found[2]))
-    if host.name in {other.name for other in before}:
-        raise UsageError(f"{place}: {host.name} occurs twice")
-    if before and before[0].slots != host.slots:
-        raise UsageError(
-            f"{place}: {host.name} has {host.slots} slots, but {before[0].name} has "
-            f"{before[0].slots}: all nodes need the same number"
-        )
-    return host
 
 
 def own_rank(file: Path, hosts: Sequence[str]) -> int:

@@ -209,8 +209,9 @@ def _forced_end(seconds: float | None) -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
-        number = os.read(reader, 1)
-        while number and not _is_ours(number[0]):
+        # A stage may have a handler for a signal, which then does not ask this process to end.
+        ours, number = (_raise, _note, signal.SIG_DFL, signal.SIG_IGN), os.read(reader, 1)
+        while number and not (number[0] in ENDING and signal.getsignal(number[0]) in ours):
             number = os.read(reader, 1)
         if number and not over.wait(seconds):
             os._exit(128 + number[0])
@@ -226,13 +227,6 @@ def _forced_end(seconds: float | None) -> Iterator[None]:
         os.close(writer)
         thread.join()
         os.close(reader)
-
-
-def _is_ours(number: int) -> bool:
-    """Whether the signal asks this process to end: a stage may have a handler of its own for it."""
-    return number in ENDING and signal.getsignal(number) in (
-        _raise, _note, signal.SIG_DFL, signal.SIG_IGN,
-    )  # fmt: skip
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
