@@ -45,9 +45,13 @@ def of_other_tools(unknown: Sequence[UnknownKey], slots: Slots) -> list[Meant]:
 
 
 def _places(value: Any, to: Mapping[str, Any], slots: Slots) -> Iterator[tuple[Spot, Any]]:
+    """The places of a translated key, whose slots have the names of their stages' kinds."""
     for key, new in to.items():
         same = isinstance(new, bool) == isinstance(value, bool) and new == value  # as 2 and 2.0
-        yield _spot(key, slots), value if same else new
+        slot, field = key.split(".", 1) if "." in key else ("", key)
+        if slot not in ("", *HEADER_KEYS):
+            slot = next((one for one, use in slots.uses.items() if kind_of(use) == slot), slot)
+        yield Spot(slot=slot, field=field), value if same else new
 
 
 def _names(unknown: UnknownKey, slots: Slots) -> Iterable[str]:
@@ -129,17 +133,6 @@ def _replaced(places: Sequence[tuple[Spot, Any]], slots: Slots) -> list[tuple[Sp
     written = [spot for spot, _ in places]
     pairs = [(spot, other) for spot in written for other in slots.replaced(spot.slot, spot.field)]
     return [(s, other) for s, other in pairs if Spot(slot=s.slot, field=other) not in written]
-
-
-def _spot(key: str, slots: Slots) -> Spot:
-    """The place of a translated key, whose slot has the name of its stage's kind."""
-    kind, dot, field = key.partition(".")
-    if not dot:
-        return Spot(slot="", field=key)
-    if kind in HEADER_KEYS:
-        return Spot(slot=kind, field=field)
-    slot = next((slot for slot, use in slots.uses.items() if kind_of(use) == kind), kind)
-    return Spot(slot=slot, field=field)
 
 
 def _owner(spot: Spot, slots: Slots) -> type | None:

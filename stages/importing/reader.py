@@ -67,7 +67,14 @@ def read(draft: Draft, file: ConfigFile, kind: str) -> None:
     draft.kinds.add(kind)
     own: Table = {}
     if kind == ACCELERATE_KIND:
-        own = _accelerate(draft, file)
+        # `accelerate launch` does not read the keys of another strategy; one key names a file.
+        used = str(file.content.get("distributed_type", "NO")).upper()
+        engines = (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP"))
+        named = {"deepspeed_config_file": _named(draft, file, None, "", "none")}
+        own = {"deepspeed_config": {**ACCELERATE_ENGINE, **named}} | unread(
+            *((key, file.content.get(key) and used != engine, f"distributed_type is {used}")
+              for key, engine in engines)
+        )  # fmt: skip
     elif kind == TRAINER_KIND:
         own = _script(draft, file)
     draft.read(file.path.name, file.content, {**TABLES[kind], **own})
@@ -90,19 +97,6 @@ NO_TRAINING = rule(
     "refused is not training, the only thing a recipe does "
     "!! set do_train: true, or evaluate with a slot evaluate: {use: evaluate.lm}"
 )
-
-
-def _accelerate(draft: Draft, file: ConfigFile) -> Table:
-    """Return the rules of keys that `accelerate launch` does not read, or that name a file."""
-    kind = str(file.content.get("distributed_type", "NO")).upper()
-    own = (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP"))
-    named = {"deepspeed_config_file": _named(draft, file, None, "", "none")}
-    return {
-        "deepspeed_config": {**ACCELERATE_ENGINE, **named},
-        **unread(*(
-            (key, file.content.get(key) and kind != strategy, f"distributed_type is {kind}")
-            for key, strategy in own)),
-    }  # fmt: skip
 
 
 def _script(draft: Draft, file: ConfigFile) -> Table:

@@ -92,34 +92,27 @@ def _precision(draft: Draft) -> None:
 
 
 def _wrap(draft: Draft) -> None:
-    use = _strategy(draft)
+    asked, stage = draft.value("distributed") or draft.value("strategy"), "zero.stage"
+    if draft.given(stage) and asked in (None, "wrap.zero"):
+        use = "wrap.zero" if draft.value(stage) else "wrap.ddp"
+    else:
+        other = f"refused contradicts {asked}, which another file asks for !!"
+        draft.drop(other, stage, when=bool(draft.value(stage)))
+        use = "wrap.ddp" if asked in (None, "one") else str(asked)
     draft.slot("wrap", use, "distributed", "strategy")
     policy, classes = draft.value("policy"), draft.value("classes")
     if use == "wrap.zero":
-        _zero(draft)
+        draft.default(stage, 2, "accelerate's default")
+        # What `pipe check` would refuse, as it has no effect, is left out.
+        beginnings = UNUSED[draft.value(stage)]
+        unused = [fact for fact in draft.facts("zero.") if fact.startswith(beginnings)]
+        for block in ("zero.offload_optimizer", "zero.offload_param"):
+            device = draft.value(f"{block}.device", "none")
+            unused += {"none": draft.facts(f"{block}."), "cpu": [f"{block}.path"]}.get(device, [])
+        draft.drop(NO_EFFECT, *unused)
     elif use == "wrap.fsdp" and (policy == "block" or (classes and policy is None)):
         draft.put("wrap.units", classes or "block", "classes", "policy")
     parallelism(draft, use)
-
-
-def _strategy(draft: Draft) -> str:
-    asked, stage = draft.value("distributed") or draft.value("strategy"), "zero.stage"
-    if draft.given(stage) and asked in (None, "wrap.zero"):
-        return "wrap.zero" if draft.value(stage) else "wrap.ddp"
-    other = f"refused contradicts {asked}, which another file asks for !!"
-    draft.drop(other, stage, when=bool(draft.value(stage)))
-    return "wrap.ddp" if asked in (None, "one") else str(asked)
-
-
-def _zero(draft: Draft) -> None:
-    """Leave out what `pipe check` would refuse, as it has no effect."""
-    draft.default("zero.stage", 2, "accelerate's default")
-    stage = draft.value("zero.stage")
-    unused = [fact for fact in draft.facts("zero.") if fact.startswith(UNUSED[stage])]
-    for block in ("zero.offload_optimizer", "zero.offload_param"):
-        device = draft.value(f"{block}.device", "none")
-        unused += {"none": draft.facts(f"{block}."), "cpu": [f"{block}.path"]}.get(device, [])
-    draft.drop(NO_EFFECT, *unused)
 
 
 def _trackers(draft: Draft) -> None:

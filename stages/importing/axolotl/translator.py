@@ -121,12 +121,8 @@ def _defaults(draft: Draft, content: Mapping[str, Any]) -> None:
     set_words(draft, content.get("fsdp"))
     for key, fact, value in SWITCHES:
         draft.default(fact, value, f"{key} is set", when=content.get(key))
-    _masters(draft, content)
-
-
-def _masters(draft: Draft, content: Mapping[str, Any]) -> None:
-    """Note that a model that is trained as a whole is held in bf16, unless DeepSpeed or FSDP1 make
-    masters in fp32 of it."""
+    # A model that is trained as a whole is held in bf16, unless DeepSpeed or FSDP1 make masters in
+    # fp32 of it.
     given = content.get("fsdp_config")
     block = given if isinstance(given, Mapping) else {}
     version = content.get("fsdp_version") or block.get("fsdp_version") or block.get("version") or 1
