@@ -65,12 +65,12 @@ class Sharded(TorchMemory):
         self._late = not config.reduce_every_microbatch
         self._whole = self._amounts(self._gathers)
         """Bytes of gathered units."""
-        self._padded = self._amounts(lambda w: self._reduces(w, 1))
+        self._padded = self._amounts(self._reduces)
         """Elements of the gradients that are reduced."""
         self._trained = self._amounts(lambda w: w.elements if w.trained else 0)
         self._gathered_experts = self._of_experts(self._gathers, experts=True)
         """Bytes of gathered experts, which are units of their own inside of blocks."""
-        self._reduced_experts = self._of_experts(lambda w: self._reduces(w, 1), experts=True)
+        self._reduced_experts = self._of_experts(self._reduces, experts=True)
         """Elements of the experts' gradients that are reduced."""
         own = self._amounts(lambda w: w.shard(shards, 1) * (w.trained and w.experts > 1))
         self._own_experts = own
@@ -86,10 +86,10 @@ class Sharded(TorchMemory):
         """Bytes of a gathered weight."""
         return weight.shard(self._shards, self._sizes.compute) * weight.holders(self._shards)
 
-    def _reduces(self, weight: Weight, size: int) -> int:
-        """Bytes of a weight's gradient that is reduced, in numbers of `size` bytes."""
+    def _reduces(self, weight: Weight) -> int:
+        """Elements of a weight's gradient that is reduced."""
         shards = self._shards
-        return weight.shard(shards, size) * weight.holders(shards) if weight.trained else 0
+        return weight.shard(shards, 1) * weight.holders(shards) if weight.trained else 0
 
     def _place(self, moment: Moment) -> int:
         place = super()._place(moment)
@@ -225,7 +225,7 @@ class Sharded(TorchMemory):
             experts = among > 1
             passed = self._twice(self._of_experts(self._gathers, experts=experts), experts=experts)
             gathered = passed * microbatches
-            elements = self._of_experts(lambda w: self._reduces(w, 1), experts=experts).all
+            elements = self._of_experts(self._reduces, experts=experts).all
             reduced = self._sizes.reduce * elements
             if holders > 1:
                 names = f"{what}parameters", f"{what}gradients"

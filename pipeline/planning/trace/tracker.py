@@ -230,7 +230,10 @@ def operations(
         formula, tensors, share = CPU_KERNELS[packet]
         names = [argument.name for argument in function._schema.arguments]
         causal = (dict(zip(names, arguments, strict=False)) | dict(named)).get("is_causal")
-        amount = formula(*_with_own_heads([one.shape for one in arguments[:tensors]]))
+        # Of (samples, heads, tokens, size), as many heads of keys and values as of queries, which
+        # come first: the work is the same, and torch 2.11 counts no other.
+        shapes = [one.shape for one in arguments[:tensors]]
+        amount = formula(*(torch.Size((one[0], shapes[0][1], *one[2:])) for one in shapes))
         return ATTENTION, amount * share * (0.5 if causal else 1.0)
     if packet is aten._grouped_mm:
         # Each row of the first is multiplied with its group's matrix; or gradients of that.
@@ -240,9 +243,3 @@ def operations(
         return PRODUCTS, 0.0
     kind = ATTENTION if "attention" in str(packet) else PRODUCTS
     return kind, float(counted(*arguments, **named, out_val=out))
-
-
-def _with_own_heads(shapes: Sequence[torch.Size]) -> list[torch.Size]:
-    """Shapes (samples, heads, tokens, size) of attention, with as many heads of keys and values as
-    of queries, which the first has: the work is the same, and torch 2.11 counts no other."""
-    return [torch.Size((shape[0], shapes[0][1], *shape[2:])) for shape in shapes]

@@ -113,9 +113,13 @@ class Stage3Memory(ZeroMemory):
         unit, forward = self.units[moment.unit], moment.event in ("gather", "forward")
         left = self.every if forward else unit.left
         near: Place = "host" if self.stage.offload_param else "device"
-        yield Item(
-            "second copy of parameters", near, self._second_copy(self._given_up(moment, left))
-        )
+        # Given up since the update are frozen parameters always, and others once they were computed
+        # with and `left` does not keep them.
+        given_up = self.every - self.c * self.trained
+        if moment.event != "between":
+            waits = moment.first and moment.event != "step"
+            given_up = self.every - min(left, self._stays) * waits
+        yield Item("second copy of parameters", near, self._second_copy(given_up))
         whole = max(min(left, self._stays), unit.widest, self._small)
         if isinstance(moment.unit, int) and self._ahead and (forward or self._stays < self.every):
             whole += min(self._ahead + unit.widest, max(left - self._small, 0))
@@ -123,14 +127,6 @@ class Stage3Memory(ZeroMemory):
         if moment.event != "step" and (self.ranks > 1 or self.stage.offload_param):
             size = self._small if moment.event == "between" else whole
             yield Item(GATHERED, "device", size)
-
-    def _given_up(self, moment: Moment, left: int) -> int:
-        """Bytes of parameters that were whole since the update and are no more: frozen ones
-        always, others once they were computed with and `left` does not keep them."""
-        if moment.event == "between":
-            return self.every - self.c * self.trained
-        waits = moment.first and moment.event != "step"
-        return self.every - min(left, self._stays) * waits
 
     def _second_copy(self, of: int) -> int:
         """A rank's bytes of the copy that groups of ranks share (hpZ), of what was given up."""
