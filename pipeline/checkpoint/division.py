@@ -213,7 +213,16 @@ def require_whole(runs: Iterable[Sequence[Run]], numels: Mapping[str, int], rank
     ranks."""
     for own, (key, numel) in zip(runs, numels.items(), strict=True):
         try:
-            _require_cover(own, numel)
+            if any(run.stride and numel % run.stride for run in own):
+                raise CoverageError(
+                    f"{numel} elements do not make whole rows of the length that it is divided by"
+                )
+            width = row_width(own)
+            if all(run.has_whole_rows for run in own):
+                require_cover([(run.start, run.stop) for run in own], numel)
+            else:
+                boxes = (box for run in own for box in _boxes(run, width))
+                require_tiled(boxes, numel // width, width)
         except CoverageError as error:
             raise CoverageError(f"{key}: {error}") from None
         for run in own:
@@ -233,18 +242,6 @@ def row_width(runs: Iterable[Run]) -> int:
     if len(widths) > 1:
         raise CoverageError("is divided by columns of rows of different lengths")
     return widths.pop() if widths else 0
-
-
-def _require_cover(runs: Sequence[Run], numel: int) -> None:
-    if any(run.stride and numel % run.stride for run in runs):
-        raise CoverageError(
-            f"{numel} elements do not make whole rows of the length that it is divided by"
-        )
-    width = row_width(runs)
-    if all(run.has_whole_rows for run in runs):
-        require_cover([(run.start, run.stop) for run in runs], numel)
-        return
-    require_tiled((box for run in runs for box in _boxes(run, width)), numel // width, width)
 
 
 def _boxes(run: Run, width: int) -> Iterator[Box]:

@@ -89,11 +89,15 @@ def kubeflow(environ: Environ) -> NodePlacement | None:
         raise UsageError(f"PET_NPROC_PER_NODE={procs} is neither a number above 0 nor auto")
     rank, master = optional(environ, "PET_NODE_RANK"), ("127.0.0.1", RDZV_PORT)
     if most > 1:
-        found = _kubeflow_master(environ)
-        missing = ["PET_MASTER_ADDR"] * (found is None) + ["PET_NODE_RANK"] * (rank is None)
+        there = environ.get("PET_MASTER_ADDR")
+        if endpoint := environ.get("PET_RDZV_ENDPOINT"):
+            master = address(endpoint, "PET_RDZV_ENDPOINT")
+        elif there:
+            master = there, port_number(environ, "PET_MASTER_PORT", RDZV_PORT)
+        missing = ["PET_MASTER_ADDR"] * (not there and not endpoint)
+        missing += ["PET_NODE_RANK"] * (rank is None)
         if missing:
             raise incomplete(environ, ["PET_NNODES"], missing)
-        master = found or master
     return _node(
         NodePlacement(
             source="Kubeflow's PET_* variables",
@@ -105,15 +109,6 @@ def kubeflow(environ: Environ) -> NodePlacement | None:
             procs=count,
         )
     )
-
-
-def _kubeflow_master(environ: Environ) -> tuple[str, int] | None:
-    """Node 0's address and port; None if they are not said."""
-    if environ.get("PET_RDZV_ENDPOINT"):
-        return address(environ["PET_RDZV_ENDPOINT"], "PET_RDZV_ENDPOINT")
-    if environ.get("PET_MASTER_ADDR"):
-        return environ["PET_MASTER_ADDR"], port_number(environ, "PET_MASTER_PORT", RDZV_PORT)
-    return None
 
 
 def skypilot(environ: Environ) -> NodePlacement | None:
