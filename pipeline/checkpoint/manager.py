@@ -269,18 +269,15 @@ class CheckpointManager(Checkpoints):
         return self.store.size(self._last, MANIFEST) is None
 
     def _settle_pending(self, *, wait: bool = True) -> None:
-        """Settle the save that is being written, if it has ended, or with `wait` when it has
-        (collective)."""
+        """Record and log the save that is being written, if it has ended, or with `wait` when it
+        has (collective). Raises CheckpointError if it failed."""
         if wait:
             self._end_copies()
         result = None
         if self._pending and not self._copies:
             result = self.writer.wait() if wait else self.writer.poll()
-        if result is not None:
-            self._settle(result)
-
-    def _settle(self, result: SaveResult) -> None:
-        """Record and log the result of a save. Raises CheckpointError if it failed."""
+        if result is None:
+            return
         if result.problem:
             raise self._failure(result)
         self._pending = None
