@@ -49,7 +49,7 @@ def import_(
     command. Standard error shows the outcome of every key. Exit code 3 if settings are missing from
     the recipe or `pipe check` refuses it, 2 if no recipe can be written.
     """
-    from pipeline.importing import table
+    from pipeline.importing import translator
     from pipeline.importing.translator import Request, choose, installed_translators, read_config
 
     if out is not None and out.exists():
@@ -62,14 +62,17 @@ def import_(
     translation = choose(read, installed_translators()).translate(read, request)
     found = _problems(translation)
     if not as_json:
-        for line in (*table.table(translation), *(f"pipe check: {problem}" for problem in found)):
+        for line in (
+            *translator.table(translation),
+            *(f"pipe check: {problem}" for problem in found),
+        ):
             click.echo(line, err=True)
     if translation.recipe is not None and out is not None:
-        out.write_text(table.recipe_text(translation), "utf-8")
+        out.write_text(translator.recipe_text(translation), "utf-8")
     if as_json:
-        click.echo(json.dumps({**table.as_json(translation), "problems": found}, indent=1))
+        click.echo(json.dumps({**translator.as_json(translation), "problems": found}, indent=1))
     elif translation.recipe is not None and out is None:
-        click.echo(table.recipe_text(translation), nl=False)
+        click.echo(translator.recipe_text(translation), nl=False)
     if translation.recipe is None:
         sys.exit(2)
     lacks = translation.missing or any(each.left_out for each in translation.outcomes)
@@ -80,12 +83,12 @@ def _problems(translation: Translation) -> list[str]:
     """Return what `pipe check` refuses about the recipe, but for what this machine lacks, and what
     is to be filled in."""
     from pipeline.chain.plan import plan_file
-    from pipeline.importing import table
+    from pipeline.importing import translator
 
     if translation.recipe is None:
         return []
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        file.write(table.recipe_text(translation))
+        file.write(translator.recipe_text(translation))
         file.flush()
         try:
             plan_file(file.name, forecast=True)

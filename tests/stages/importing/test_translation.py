@@ -12,8 +12,15 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import UsageError
-from pipeline.importing.table import as_json, recipe_text, table
-from pipeline.importing.translator import ConfigFile, Request, Translation, choose
+from pipeline.importing.translator import (
+    ConfigFile,
+    Request,
+    Translation,
+    as_json,
+    choose,
+    recipe_text,
+    table,
+)
 from stages.importing.reader import TABLES
 from stages.importing.trainer import DEFAULTS
 from stages.importing.translator import HuggingFace
