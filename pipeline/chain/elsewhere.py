@@ -141,7 +141,16 @@ def _about_slots(
         hint, use = _stage_meant(slot, slots, foreign)
         slots.uses[slot] = use
         yield replace(problem, hint=hint)
-        yield from _unknown_to(use, slot, slots, recipe)
+        if use not in slots.registry:
+            return
+        # Keys that no stage has, of the kind that is meant.
+        same_kind = slots.registry.names(kind_of(use))
+        known = {name for one in same_kind for name in slots.fields(one)}
+        with contextlib.suppress(PluginError):
+            kind, fields, path = slots.registry.load(use), slots.values[slot], ("stages", slot)
+            for one in build(kind, fields, places=recipe.places, path=path)[1]:
+                if isinstance(one, UnknownKey) and one.name not in known:
+                    yield one
         return
     if isinstance(problem, NoSlot) and not slots.registry.names(problem.name):
         owners = [slot for slot, use in slots.uses.items() if problem.name in slots.fields(use)]
@@ -162,19 +171,6 @@ def _stage_meant(slot: str, slots: Slots, foreign: Foreign | None) -> tuple[str,
         places = foreign([named], slots)[0].places
         use = next((value for spot, value in places if spot.field == "use"), "")
     return f"add `use: {use or f'{slot}.name'}`, the stage's name; `pipe stages` lists all", use
-
-
-def _unknown_to(use: str, slot: str, slots: Slots, recipe: Recipe) -> Iterator[UnknownKey]:
-    """The keys of a slot without `use` that no stage has, of the kind that is meant."""
-    if use not in slots.registry:
-        return
-    same_kind = slots.registry.names(kind_of(use))
-    known = {name for one in same_kind for name in slots.fields(one)}
-    with contextlib.suppress(PluginError):
-        kind, fields, path = slots.registry.load(use), slots.values[slot], ("stages", slot)
-        for one in build(kind, fields, places=recipe.places, path=path)[1]:
-            if isinstance(one, UnknownKey) and one.name not in known:
-                yield one
 
 
 def _hint(unknown: UnknownKey, slots: Slots, there: Meant) -> tuple[str, Spot | None]:
