@@ -143,7 +143,10 @@ class _Parts:
             # Elements of the weight whose gradient begins the stretch.
             newest = self._elements.get(self._names.get(str(one.position.part), ""), 0)
             arrived += newest
-            for number, (low, high) in enumerate(_aligned(one.levels, other.levels)):
+            levels = [one.levels, other.levels]
+            if len(one.levels) != len(other.levels):  # beginnings, the highest, and ends
+                levels = [[each[0], max(each), each[-1]] for each in levels]
+            for number, (low, high) in enumerate(zip(*levels, strict=True)):
                 line = _line(low.device - base[0].device, high.device - base[1].device)
                 yield Peak(line, arrived, newest if number == 0 else 0)
 
@@ -169,14 +172,6 @@ def _settled(levels: Sequence[Level]) -> Level:
     """The level after everything that is freed at the beginning."""
     falls = itertools.takewhile(lambda pair: pair[1] <= pair[0], itertools.pairwise(levels))
     return min([levels[0], *(after for _, after in falls)])
-
-
-def _aligned(first: Sequence[Level], second: Sequence[Level]) -> list[tuple[Level, Level]]:
-    """Pairs of levels of two sizes: one by one, or, if their number differs, the beginnings, the
-    highest and the ends."""
-    if len(first) == len(second):
-        return [*zip(first, second, strict=True)]
-    return [(first[0], second[0]), (max(first), max(second)), (first[-1], second[-1])]
 
 
 def _shape(
