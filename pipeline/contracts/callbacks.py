@@ -116,8 +116,18 @@ class Callbacks(StepCallback):
     def state(self) -> dict[str, Any]:
         """Non-empty states by the names of callbacks, and reasons of callbacks without a state.
         Raises StageError for a state that is not JSON."""
-        states = {name: _state(name, callback) for name, callback in self._callbacks.items()}
-        kept = {name: state for name, state in states.items() if state}
+        kept: dict[str, Any] = {}
+        for name, callback in self._callbacks.items():
+            state: object = callback.state()
+            whose = f"the state of the callback {name}"
+            if not isinstance(state, Mapping):
+                kind = type(state).__name__
+                raise StageError(f"{whose} is a {kind}", hint="`state` returns a mapping")
+            if odd := _not_json(dict(state)):
+                hint = "return lists, finite numbers and texts"
+                raise StageError(f"{whose} is not JSON: {odd}", hint=hint)
+            if state:
+                kept[name] = dict(state)
         reasons = {name: why for name, why in self._reasons.items() if name not in kept}
         return {**kept, **({REASONS: reasons} if reasons else {})}
 
@@ -138,24 +148,6 @@ REASONS = "reasons to end"
 
 def _can_end(callback: StepCallback) -> bool:
     return type(callback).reason_to_end is not StepCallback.reason_to_end
-
-
-def _state(name: str, callback: StepCallback) -> dict[str, Any]:
-    """Return a callback's state, which can be written as JSON."""
-    state: object = callback.state()
-    if not isinstance(state, Mapping):
-        raise StageError(
-            f"the state of the callback {name} is a {type(state).__name__}",
-            hint="`state` returns a mapping",
-        )
-    found = dict(state)
-    odd = _not_json(found)
-    if odd:
-        raise StageError(
-            f"the state of the callback {name} is not JSON: {odd}",
-            hint="return lists, finite numbers and texts",
-        )
-    return found
 
 
 def _not_json(value: object, path: str = "") -> str:

@@ -66,16 +66,13 @@ class SampleOrder:
         if not self.shuffle:
             return offsets
         keys = _mix(_mix(_word(self.seed)) + epochs.astype(np.uint64))
-        return self._permute(offsets.astype(np.uint64), keys).astype(np.int64)
-
-    def _permute(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
         half_bits = max(_LEAST_HALF_BITS, ((self.size - 1).bit_length() + 1) // 2)
-        values = _feistel(values, keys, half_bits)
+        values = _feistel(offsets.astype(np.uint64), keys, half_bits)
         outside = np.flatnonzero(values >= self.size)
         while outside.size:
             values[outside] = _feistel(values[outside], keys[outside], half_bits)
             outside = outside[values[outside] >= self.size]
-        return values
+        return values.astype(np.int64)
 
 
 def _word(value: int) -> NDArray[np.uint64]:
