@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.chain.common_fields import common_fields
 from pipeline.chain.elsewhere import Foreign, explained
 from pipeline.chain.kinds import wrong_artifact
 from pipeline.chain.names import unpinned
@@ -141,7 +140,7 @@ def plan_file(
     """`load_recipe` and `make_plan` in one, so that the problems of both come together; `forecast`
     leaves out what only a run needs. `foreign` knows keys of other programs."""
     known = registry or Registry.installed()
-    recipe, problems = read_recipe(path, overrides, common_fields(known))
+    recipe, problems = read_recipe(path, overrides, known.common_fields)
     if recipe is None:
         raise RecipeError(in_order(problems))
     given = started or Started()

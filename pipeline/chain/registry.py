@@ -8,7 +8,7 @@ import difflib
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args, get_origin
 
@@ -17,7 +17,7 @@ from pipeline.contracts.signature import field_types, gives, init_fields, name_o
 from pipeline.contracts.stage import TAKES_ARTIFACTS, TAKES_NONE, TAKES_ONE
 from pipeline.contracts.text_model import OpensText
 from pipeline.errors import PluginError
-from pipeline.recipe.nodes import RESERVED
+from pipeline.recipe.nodes import RESERVED, TAKES
 from pipeline.utils.text import closest
 
 T = TypeVar("T")
@@ -165,6 +165,19 @@ class Registry(Plugins[type]):
                 if issubclass(gives(stage) or object, kind) and required <= {*inputs}:
                     return entry.name
         raise PluginError(f"no installed stage returns {kind.__name__} without further slots")
+
+    def common_fields(self, first: str, second: str) -> Collection[str]:
+        """Fields of two stages of the same name, type and bounds, and `takes`, if they take the
+        same; none where a stage is not known or cannot be loaded, which is a mistake of its own."""
+        try:
+            kinds = [self.load(use) for use in (first, second) if use in self]
+            types = [field_types(kind) for kind in kinds]
+            if len(kinds) < 2:
+                return ()
+            same = [name for name, kind in types[0].items() if types[1].get(name) == kind]
+            return [*same, TAKES] if needs(kinds[0]) == needs(kinds[1]) else same
+        except PluginError:
+            return ()
 
     def hint(self, name: str) -> str:
         """Hint for a recipe that names a stage that is not installed."""

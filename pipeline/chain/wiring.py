@@ -48,21 +48,18 @@ class SlotType:
 def wired(links: Sequence[SlotType]) -> Wiring:
     """The wires of a recipe. A parameter without a slot before it that can give its type has
     none."""
-    found = {}
+    found: dict[str, dict[str, str | None]] = {link.slot: {} for link in links}
     for index, link in enumerate(links):
-        found[link.slot] = {need.parameter: _giver(need, links, index) for need in link.needs}
+        earlier, inputs = links[:index], found[link.slot]
+        for need in link.needs:
+            if need.parameter in link.takes:
+                able = [one.slot for one in earlier if _meets(one.gives, need)]
+                asked = link.takes[need.parameter]
+                inputs[need.parameter] = asked if asked in able else None
+            elif link.kind is not None:
+                later = links[index + 1 :]
+                inputs[need.parameter] = _producer(need, link.kind, earlier, later)
     return Wiring(kinds={link.slot: link.kind for link in links}, inputs=found)
-
-
-def _giver(need: Need, links: Sequence[SlotType], index: int) -> str | None:
-    """The slot that gives the slot at `index` what it needs."""
-    earlier, takes = links[:index], links[index].takes
-    if need.parameter not in takes:
-        kind = links[index].kind
-        assert kind is not None
-        return _producer(need, kind, earlier, links[index + 1 :])
-    able = (link.slot for link in earlier if _meets(link.gives, need))
-    return next((slot for slot in able if slot == takes[need.parameter]), None)
 
 
 def wrong_takes(links: Sequence[SlotType], places: SourceMap) -> Iterator[Problem]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from pipeline.chain.common_fields import common_fields
 from pipeline.chain.elsewhere import explained
 from pipeline.chain.plan import Plan, in_order, load_slots
 from pipeline.chain.registry import Registry
@@ -73,7 +72,7 @@ def show(
 def _resolved(
     file: Path, overrides: tuple[str, ...], registry: Registry
 ) -> tuple[Recipe, dict[str, Any]]:
-    recipe, problems = read_recipe(file, overrides, common_fields(registry))
+    recipe, problems = read_recipe(file, overrides, registry.common_fields)
     if recipe is None:
         raise RecipeError(in_order(problems))
     _, stages, more = load_slots(recipe, registry)
