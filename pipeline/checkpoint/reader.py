@@ -170,7 +170,7 @@ class CheckpointReader(StateSource):
         self, key: str, piece: Place, low: int, high: int
     ) -> Iterator[tuple[int, memoryview]]:
         """Elements [low, high) of a piece, verified: (number of the first, bytes). They are read
-        with the blocks around them; a block that is wanted in part is read by itself."""
+        with the blocks around them; a block that is wanted in part is read on its own."""
         size = self.entry(key).itemsize
         begin, end, every = (element * size for element in (low, high, piece.tile.numel))
         whole = end if end == every else end - end % BLOCK

@@ -3,7 +3,7 @@
 It is settled for families of tiles: as many of a tensor as one rule can state together. Tiles are
 put together in three steps, as far as they and their holders are regular: tiles side by side are a
 slab of whole rows, equal slabs a row of them, equal rows a family. A tile that is not regular stays
-by itself, in the worst case each.
+on its own, in the worst case each.
 """
 
 from __future__ import annotations

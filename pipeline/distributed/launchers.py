@@ -79,7 +79,7 @@ def _torchrun(environ: Environ) -> RankPlacement | None:
     given = [name for name in CONTRACT if name in environ]
     missing = [name for name in CONTRACT if name not in environ]
     if missing:
-        # Some batch systems set WORLD_SIZE=1 or MASTER_ADDR alone; or another launcher says the
+        # Some batch systems set only WORLD_SIZE=1 or MASTER_ADDR; or another launcher says the
         # rank, and these are left over.
         several = [name for name in given[:3] if name in CONTRACT[:3]]
         others = {"SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"} & environ.keys()

@@ -227,7 +227,7 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS) -> Store | None:
         store.set_timeout(timeout)
         return store
     if worker_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # By itself, torch would listen at every address of the machine.
+        # Without this, torch listens at every address of the machine.
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with _listening(host, port) as server:
             served = TCPStore(
