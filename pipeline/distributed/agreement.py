@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.utils.text import in_short
@@ -41,18 +41,21 @@ def differences(dist: DistContext, facts: Facts) -> list[str]:
         return []
     nodes = itertools.accumulate(int(local == 0) for _, local, _ in met)
     places = [Place(node - 1, host) for node, (_, _, host) in zip(nodes, met, strict=True)]
-    every, found = dist.gather(json.loads(text)), []
-    for name in dict.fromkeys(name for each in every for name in each):
+    return list(_differences(dist.gather(json.loads(text)), places))
+
+
+def _differences(facts: Sequence[Facts], places: Sequence[Place]) -> Iterator[str]:
+    names = dict.fromkeys(name for each in facts for name in each)
+    for name in names:
         ranks: dict[str, list[int]] = {}
-        for rank, each in enumerate(every):
+        for rank, each in enumerate(facts):
             ranks.setdefault(json.dumps(each.get(name), sort_keys=True), []).append(rank)
         if len(ranks) > 1:
             values = (
                 f"{in_short(json.loads(value))} on {_where(those, places)}"
                 for value, those in ranks.items()
             )
-            found.append(f"{name} is {', '.join(values)}")
-    return found
+            yield f"{name} is {', '.join(values)}"
 
 
 def _where(ranks: Sequence[int], places: Sequence[Place]) -> str:
