@@ -101,8 +101,15 @@ class Callbacks(StepCallback):
 
     def _own_reasons(self) -> dict[str, str]:
         """Callback -> its reason on this rank, of those that have one. Raises StageError."""
-        asked = {n: _reason(n, c) for n, c in self._callbacks.items() if _can_end(c)}
-        return {name: reason for name, reason in asked.items() if reason}
+        found: dict[str, str] = {}
+        for name, callback in self._callbacks.items():
+            reason: object = callback.reason_to_end() if _can_end(callback) else ""
+            if not isinstance(reason, str):
+                why = f"the callback {name} returned {reason!r} as its reason to end"
+                hint = "return a sentence, or an empty text to continue"
+                raise StageError(f"{why}, which is not a text", hint=hint)
+            found |= {name: reason} if reason else {}
+        return found
 
     def agree_to_end(self, dist: DistContext) -> str:
         """Ask the callbacks that can end the training, and return the reason of the first rank that
@@ -126,8 +133,7 @@ class Callbacks(StepCallback):
             if odd := _not_json(dict(state)):
                 hint = "return lists, finite numbers and texts"
                 raise StageError(f"{whose} is not JSON: {odd}", hint=hint)
-            if state:
-                kept[name] = dict(state)
+            kept |= {name: dict(state)} if state else {}
         reasons = {name: why for name, why in self._reasons.items() if name not in kept}
         return {**kept, **({REASONS: reasons} if reasons else {})}
 
@@ -165,13 +171,3 @@ def _not_json(value: object, path: str = "") -> str:
     elif not (value is None or isinstance(value, str | int | float)):
         return f"{path} is a {type(value).__name__}"
     return next(filter(None, (_not_json(one, at) for at, one in inner)), "")
-
-
-def _reason(name: str, callback: StepCallback) -> str:
-    reason: object = callback.reason_to_end()
-    if not isinstance(reason, str):
-        raise StageError(
-            f"the callback {name} returned {reason!r} as its reason to end, which is not a text",
-            hint="return a sentence, or an empty text to continue",
-        )
-    return reason
