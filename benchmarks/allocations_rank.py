@@ -29,11 +29,14 @@ from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext, environment_dist
 from stages.objectives.cross_entropy import CrossEntropy
+from stages.wrap import torch_compat
 
 SPOKEN = "output-"
 """Beginning of the name of a rank's output file, before the rank's number."""
 LET_GO = 1e-4
 """Seconds between two checks whether gloo has released a tensor."""
+RELEASE = 0.1
+"""Seconds in which gloo releases a bucket, on a busy machine too."""
 TOKENS = 2
 """Tokens of a micro-batch, so few that activations are next to nothing compared to the weights."""
 STEPS = 3
@@ -96,6 +99,9 @@ def in_place() -> None:
     # The second names are torch 2.13's.
     distributed.all_gather_into_tensor = distributed.all_gather_single = _all_gather
     distributed.reduce_scatter_tensor = distributed.reduce_scatter_single = _reduce_scatter
+    # DDP reduces in C++, where nothing shows when gloo has released its first buckets.
+    reduce_zeros = torch_compat._reduce_zeros
+    torch_compat._reduce_zeros = lambda model: (reduce_zeros(model), time.sleep(RELEASE))[0]
 
 
 def _settled(collective: Callable[..., Any]) -> Callable[..., Any]:
