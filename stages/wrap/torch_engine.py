@@ -62,9 +62,8 @@ class _State(NamedTuple):
 
     @property
     def values(self) -> dict[str, Any]:
-        """What the optimizer keeps now; see `require_known`."""
+        """The parameter's state in the optimizer, which may make a new mapping in each update."""
         found: dict[str, Any] = self.optimizer.state[self.parameter]
-        require_known(found, self.part, type(self.optimizer).__name__, local_part(self.parameter))
         return found
 
 
@@ -215,6 +214,8 @@ class TorchEngine(Engine):
         # Of those restored and those made since.
         counts = {name: self._restored.get(name, 0) + self._applied for name in names}
         for name, own in self._layout.trained.items():
+            optimizer, parameter = type(own.optimizer).__name__, local_part(own.parameter)
+            require_known(own.values, own.part, optimizer, parameter)
             counts[name] = updates(own.values, counts[name])
         return dataclasses.replace(
             fixed,
