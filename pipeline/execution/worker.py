@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import sys
 import threading
@@ -38,7 +39,7 @@ from pipeline.execution.runner import Runner
 from pipeline.execution.selection import cut
 from pipeline.recipe import load_recipe
 from pipeline.recipe.launch import Timeouts
-from pipeline.utils.activities import show_in
+from pipeline.utils.activities import in_thread, show_in
 from pipeline.utils.files import cache_folder
 from pipeline.utils.garbage import collect_as_usual, collect_rarely
 from pipeline.utils.process_tree import die_with
@@ -187,15 +188,8 @@ def watched(run_dir: Path, dist: DistContext, timeouts: Timeouts) -> Iterator[No
     if HEARTBEATS in os.environ:
         yield
         return
-    over = threading.Event()
-    work = (run_dir, dist, timeouts, over)
-    thread = threading.Thread(target=_watch, args=work, name="pipe-watch", daemon=True)
-    thread.start()
-    try:
+    with in_thread(functools.partial(_watch, run_dir, dist, timeouts), "pipe-watch"):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def _watch(run_dir: Path, dist: DistContext, timeouts: Timeouts, over: threading.Event) -> None:

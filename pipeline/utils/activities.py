@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -92,17 +92,27 @@ _under_way: list[Activity] = []
 
 
 @contextlib.contextmanager
-def show_in(place: Place) -> Iterator[None]:
-    """Show this process's activities in a place while the body runs."""
+def in_thread(work: Callable[[threading.Event], None], name: str) -> Iterator[None]:
+    """Run `work` in a daemon thread during the body, at whose end its event is set and the thread
+    is waited for."""
     over = threading.Event()
-    thread = threading.Thread(target=_look_until, args=(over,), name="pipe-activities", daemon=True)
-    before = _exchange(place)
+    thread = threading.Thread(target=work, args=(over,), name=name, daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def show_in(place: Place) -> Iterator[None]:
+    """Show this process's activities in a place while the body runs."""
+    before = _exchange(place)
+    try:
+        with in_thread(_look_until, "pipe-activities"):
+            yield
+    finally:
         _exchange(before)
 
 
