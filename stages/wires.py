@@ -44,9 +44,8 @@ def result_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
 
 def made_by_training(stage: Any, plan: PlanView) -> str | None:
     """The training that made the model that a stage gets; None for a model of files."""
-    wires, slot = plan.wiring, plan.slot(stage)
-    found = (wires.producer(one, TrainedRun) for one in wires.producers(slot, ModelSource))
-    return next((one for one in found if one), None)
+    first = [*_of_one_training(plan, plan.slot(stage))][-1:]
+    return plan.wiring.producer(first[0], TrainedRun) if first else None
 
 
 def _of_one_training(plan: PlanView, slot: str) -> Iterator[str]:

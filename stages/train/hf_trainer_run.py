@@ -63,11 +63,7 @@ def train(
     identity = lineage(config, ctx, data, model)
     newest, progress = _newest(ctx)
     require_same_lineage(identity, ctx.accept, progress)
-    frozen = hashlib.sha256("\n".join(sorted(model.frozen_base)).encode()).hexdigest()
-    if progress.lineage.get("frozen", frozen) != frozen:  # the Trainer's states have no names
-        hint = "to freeze others, start a new run from this run's export"
-        raise ResumeRefused(f"{newest}: other weights were frozen than now", hint=hint)
-    progress.lineage = {**identity, "frozen": frozen}
+    progress.lineage = identity | {"frozen": _frozen(model, newest, progress)}
     feed = Feed(config, data, ctx.seed, axis, ctx.dist.device, vocabulary=model.vocab_size)
     ctx.on_exit(feed.close)
     steps = feed.total_steps(progress)
@@ -117,6 +113,16 @@ def train(
         if recorder.stopped:
             ctx.dist.stop.end()
     return TrainedRun(checkpoint=str(complete_checkpoints(root(ctx))[-1]), progress=progress)
+
+
+def _frozen(model: ModelSource, newest: Path | None, progress: Progress) -> str:
+    """Digest of the names of weights that are not trained, which the Trainer's states lack. Raises
+    ResumeRefused if others were frozen before."""
+    frozen = hashlib.sha256("\n".join(sorted(model.frozen_base)).encode()).hexdigest()
+    if progress.lineage.get("frozen", frozen) != frozen:
+        hint = "to freeze others, start a new run from this run's export"
+        raise ResumeRefused(f"{newest}: other weights were frozen than now", hint=hint)
+    return frozen
 
 
 def _newest(ctx: Context) -> tuple[Path | None, Progress]:

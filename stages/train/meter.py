@@ -189,9 +189,9 @@ class StepMeter:
         if profile is not None:
             parts = profile.shares._asdict().items()
             record |= {"profiled": True, **{f"{name}_share": share for name, share in parts}}
-        if both := {*taken.metrics} & {*record, *OTHERS}:
+        if both := [name for name in taken.metrics if name in record or name in OTHERS]:
             raise StageError(
-                f"the objective has a metric {min(both)!r}, a name that each step's record has",
+                f"the objective has a metric {both[0]!r}, a name that each step's record has",
                 hint="give it another name, such as reward/margin",
             )
         return record | dict(zip(taken.metrics, sums[named:], strict=True))
