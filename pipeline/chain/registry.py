@@ -168,7 +168,7 @@ class Registry(Plugins[type]):
 
     def common_fields(self, first: str, second: str) -> Collection[str]:
         """Fields of two stages of the same name, type and bounds, and `takes`, if they take the
-        same; none where a stage is not known or cannot be loaded, which is a mistake of its own."""
+        same; none where a stage is not known or cannot be loaded, which is reported elsewhere."""
         try:
             kinds = [self.load(use) for use in (first, second) if use in self]
             types = [field_types(kind) for kind in kinds]

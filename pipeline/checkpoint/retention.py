@@ -94,7 +94,7 @@ def expected_count(retention: Retention, every: int | str | None, length: Traini
     if retention.last is None:
         return len(saved) if known else min(len(saved), 2)
     older = saved[:-1]
-    if not retention.best:  # else those of evaluations, saved or not, may be the newest
+    if not retention.best:  # else evaluated ones, saved or not, may be the newest
         older = older[: -retention.last]
     period = retention.every if known else None
     for_good = sum(step % period == 0 for step in older) if period else 0

@@ -21,7 +21,7 @@ WORTH_A_CUT = 1 << 18
 Tiles = Mapping[Tile, Sequence[int]]
 """Ranks that hold each tile of a tensor."""
 Offsets = tuple[int, ...]
-"""Numbers of a tile's holders, less that of the first."""
+"""Numbers of a tile's holders, less the first one's."""
 
 
 class Holders:

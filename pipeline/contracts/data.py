@@ -36,7 +36,7 @@ class Sample:
     """The place of each token in its document, which starts again at 0 with each of several in one
     sample. No token attends to another document's. None: one document."""
     apart: bool = False
-    """Whether to put each document on a line of its own, instead of all on one."""
+    """Whether to put each document on a separate line, instead of all on one."""
     tokens: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     """Further columns with an entry for each token, shape (length, ...)."""
     rows: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)

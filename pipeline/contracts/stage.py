@@ -161,8 +161,8 @@ class PlanView:
         yield from (self.slots[slot] for slot in found if slot in self.slots)
 
     def too_late(self, stage: Any, artifact: type) -> str | None:
-        """The last slot before that of a stage which gives `artifact`, if no slot of the same
-        training does that gets the stage's own; None otherwise."""
+        """The last slot before a stage's own that gives `artifact`, if no slot of the same training
+        makes one of this stage's result; None otherwise."""
         from pipeline.contracts.training import TrainedRun
 
         wires, own = self.wiring, self.slot(stage)

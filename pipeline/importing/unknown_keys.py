@@ -87,7 +87,7 @@ plan_recipe = functools.partial(plan_file, foreign=of_other_tools)
 def _asked(
     unknown: UnknownKey, slots: Slots, ask: Callable[[Translator, str], Any]
 ) -> Iterator[Any]:
-    """What the translators answer about the key under its names, but for nothing."""
+    """Yield each translator's answer about the key, under each of its names, if it has one."""
     installed = Translators.installed()
     for name, entry in itertools.product(_names(unknown, slots), installed.names()):
         with contextlib.suppress(PipeError):  # it is the recipe that is at fault

@@ -105,7 +105,7 @@ def combine(topology: Topology, results: Results) -> Estimate:
 
 
 class _RankStep:
-    """What a rank computes and sends in a step."""
+    """Computation and traffic of a rank in a step."""
 
     def __init__(self, profile: Profile, rank: PipelineRank, step: Step) -> None:
         self._rank, self._profiles = rank, stage_profiles(profile, rank)

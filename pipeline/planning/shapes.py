@@ -218,8 +218,8 @@ class Topology:
 
 
 class Division(ABC):
-    """How a strategy divides a model among ranks before it shards what each of them has, so that a
-    profile is that of one rank's part."""
+    """Divides a model among ranks before a strategy shards each rank's part, so that a profile is
+    of one rank's part."""
 
     stages: int = 1
     """Ranks of a pipeline."""

@@ -177,7 +177,7 @@ class StepWalk:
     def _pass(
         self, kind: Kind, number: int, first: bool, last: bool, whole: bool
     ) -> Iterator[list[Item]]:
-        """Items of the running stage at each moment of a pass, with those of its micro-batch."""
+        """Items of the running stage and of its micro-batch at each moment of a pass."""
         memory, profile = self._rank.stages[number].memory, self._profiles[number]
         kept = Kept(self._kept[number] if kind in ("backward", "inputs") else {})
         if kind == "weights":
@@ -210,7 +210,7 @@ class StepWalk:
         kept[OFFLOADED] += part.offloaded.at(self._samples)
 
     def _after_forward(self, profile: Profile) -> Kept:
-        """What a micro-batch keeps from forward to backward."""
+        """Bytes that a micro-batch keeps from forward to backward."""
         kept = Kept()
         units: list[Unit] = ["embeddings", *range(len(profile.model.blocks)), "head"]
         for unit in units:
@@ -219,7 +219,7 @@ class StepWalk:
         return kept
 
     def _after_inputs(self, number: int) -> Kept:
-        """What a micro-batch keeps for the weights' half of backward: all but the loss."""
+        """Bytes that a micro-batch keeps for the weights' half of backward: all but the loss."""
         return Kept({name: size for name, size in self._kept[number].items() if name != LOGITS})
 
 

@@ -1,5 +1,5 @@
-"""Updates of the layers of a model: linear ones by peft, those of experts by our own; and a report
-of the matrices that get none."""
+"""Updates of a model's layers, by peft for linear ones and by us for experts, and a report of the
+matrices that get none."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def lineage(config: BatchPlan, ctx: Context, data: Data, model: ModelSource) -> 
 
 
 def again(ctx: Context) -> str:
-    """What to do, for a further training, after the one before it has trained on; else empty."""
+    """Hint for a further training whose predecessor has trained on; empty for the first one."""
     file = ctx.run_dir / "checkpoints.at"
     over = f"to train `{ctx.slot}` again, delete its checkpoints and their line in {file}; else "
     return over if ctx.training else ""

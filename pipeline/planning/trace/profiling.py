@@ -197,7 +197,7 @@ def _shape(
     return ModelShape(
         root=shaped(built.root),
         kinds=tuple(map(shaped, [*(built.blocks[place] for place in first), *built.towers])),
-        # Text does not pass through the blocks of towers, each of which is a kind of its own.
+        # Text does not pass through the blocks of towers, and each is a further kind.
         blocks=(*range(len(first), len(first) + len(built.towers)), *numbers),
         late=tuple(one.name for one in built.root if one.name in parts.early),
         tied=built.tied,
