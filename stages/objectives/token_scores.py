@@ -63,7 +63,9 @@ class TokenScores(NamedTuple):
             own = vocabulary.at(labels.clamp(min=0)[:, None])
             columns.append(own - normaliser)
         if self.entropy:
-            log_shares = wide - vocabulary.spread(normaliser)
+            # An id whose logit is -inf adds 0, not 0 times -inf.
+            least = torch.finfo(torch.float32).min
+            log_shares = (wide - vocabulary.spread(normaliser)).clamp(min=least)
             columns.append(-vocabulary.sum(log_shares.exp() * log_shares))
         if candidates is not None:
             # Not 1 less the candidates' mass, which cancels where they have nearly all of it.
@@ -103,7 +105,7 @@ class _Vocabulary(NamedTuple):
         if not self.shard.size:
             own = torch.zeros_like(ids, dtype=self.logits.dtype)
         else:
-            own = self.logits.gather(-1, columns) * here
+            own = torch.where(here, self.logits.gather(-1, columns), 0.0)
         # An id that no rank has is an error of an index elsewhere.
         known = (ids >= 0) & (ids < self.shard.whole)
         return all_reduce(own, self.shard.group).masked_fill(~known, torch.nan)

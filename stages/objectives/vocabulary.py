@@ -74,7 +74,9 @@ class VocabularyShard(NamedTuple):
         columns = columns[:, None]
         largest = self.largest(logits)
         logits.sub_(largest[:, None])
-        own = logits.gather(-1, columns)[:, 0] * here if self.size else torch.zeros_like(largest)
+        own = torch.zeros_like(largest)
+        if self.size:  # a product with `here` would be NaN where the first column is -inf
+            own = torch.where(here, logits.gather(-1, columns)[:, 0], 0.0)
         sums = torch.stack([logits.exp_().sum(-1), own])
         dist.all_reduce(sums, group=self.group)
         total, target = sums

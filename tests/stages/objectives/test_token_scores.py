@@ -16,7 +16,15 @@ from stages.collectives import sum_gradients
 from stages.objectives.chunked import chunked_scores
 from stages.objectives.token_scores import TokenScores, whole_vocabulary
 from stages.objectives.vocabulary import VocabularyShard
-from tests.stages.objectives.test_vocabulary import TOKENS, VOCABULARIES, labels_of, shard, values
+from tests.stages.objectives.test_vocabulary import (
+    CHUNKS,
+    EXCLUDING,
+    TOKENS,
+    VOCABULARIES,
+    labels_of,
+    shard,
+    values,
+)
 from tests.support.processes import run_ranks
 
 ASKED = [
@@ -46,15 +54,18 @@ def plain(
     if ids is not None:
         others = log_probs.scatter(-1, ids, -torch.inf)
         columns += [log_probs.gather(-1, ids), others.logsumexp(-1, keepdim=True)]
-    return torch.cat(columns, -1) * (labels != -100)[:, None]
+    return torch.where((labels != -100)[:, None], torch.cat(columns, -1), 0.0)
 
 
-def compared(mesh: Any, vocabulary: int, asked: TokenScores, chunk: int | None) -> list[float]:
+def compared(
+    mesh: Any, vocabulary: int, asked: TokenScores, chunk: int | None, *, excludes: bool = False
+) -> list[float]:
     """Return the largest differences of scores, and of gradients relative to the largest."""
     # Softer than the other test's: the mass of all others must not vanish.
-    hard = values(vocabulary, torch.float32)
+    hard = values(vocabulary, torch.float32, excludes=excludes)
     given = [one * scale for one, scale in zip(hard, (1, 0.02, 0.5), strict=True)]
-    labels, ids = labels_of(vocabulary), ids_of(vocabulary, asked.candidates)
+    labels = labels_of(vocabulary, excludes=excludes)
+    ids = ids_of(vocabulary, asked.candidates)
     known = [one.clone().requires_grad_() for one in given]
     expected = plain(asked, F.linear(*known), labels, ids)
     draw = torch.Generator().manual_seed(3)
@@ -89,16 +100,31 @@ def every(dist: DistContext) -> list[list[float]]:
         for vocabulary in VOCABULARIES
         for asked in ASKED
         if asked.candidates < vocabulary
-        for chunk in (None, 1, 5, 64)
-    ]
+        for chunk in CHUNKS
+    ] + [compared(mesh, EXCLUDING, ASKED[0], chunk, excludes=True) for chunk in CHUNKS]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_scores_and_gradients_are_torchs(ranks: int) -> None:
     for found in run_ranks(every, ranks):
-        assert len(found) == 15 * 4
+        assert len(found) == 16 * 4
         assert max(scores for scores, _ in found) < 2e-6
         assert max(gradients for _, gradients in found) < 1e-5
+
+
+def test_excluded_ids_have_no_share_of_the_entropy() -> None:
+    asked = TokenScores(tokens=False, entropy=True, candidates=0)
+    logits = torch.tensor([[1.0, -torch.inf, 2.0]], requires_grad=True)
+    found = asked(logits, torch.tensor([0]), None, None)
+    found.sum().backward()
+    without = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    expected = asked(without, torch.tensor([0]), None, None)
+    expected.sum().backward()
+    assert found.tolist() == expected.tolist()
+    assert logits.grad is not None
+    assert without.grad is not None
+    assert logits.grad[:, [0, 2]].tolist() == without.grad.tolist()
+    assert logits.grad[0, 1] == 0
 
 
 def test_the_mass_of_all_others_may_vanish() -> None:

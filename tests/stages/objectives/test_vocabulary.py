@@ -22,19 +22,29 @@ VOCABULARIES = (32, 33, 5, 3)
 """Some do not divide, and one leaves a rank without a row on four."""
 
 
-def values(vocabulary: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return hidden states, weight and bias of a head, with large logits among them."""
+EXCLUDED = slice(None, None, 8)
+"""Ids that the head of `EXCLUDING` never predicts; on 2 and 4 ranks the first of each part."""
+EXCLUDING = 32
+
+
+def values(vocabulary: int, dtype: torch.dtype, *, excludes: bool = False) -> list[torch.Tensor]:
+    """Return hidden states, weight and bias of a head, with large logits among them; with
+    `excludes` those of some ids are -inf."""
     draw = torch.Generator().manual_seed(vocabulary)
     shapes = [(TOKENS, WIDTH), (vocabulary, WIDTH), (vocabulary,)]
     hidden, weight, bias = (torch.randn(shape, generator=draw) for shape in shapes)
+    if excludes:
+        bias[EXCLUDED] = -torch.inf
     return [hidden.to(dtype), (weight * 20).to(dtype), bias.to(dtype)]
 
 
-def labels_of(vocabulary: int) -> torch.Tensor:
+def labels_of(vocabulary: int, *, excludes: bool = False) -> torch.Tensor:
     draw = torch.Generator().manual_seed(1)
     labels = torch.randint(0, vocabulary, (TOKENS,), generator=draw)
     labels[::4] = -100
     labels[-1] = vocabulary - 1
+    if excludes:
+        labels[(labels >= 0) & (labels % EXCLUDED.step == 0)] += 1
     return labels
 
 
@@ -44,10 +54,16 @@ def shard(value: torch.Tensor, mesh: Any) -> Any:
 
 
 def compared(
-    mesh: Any, vocabulary: int, dtype: torch.dtype, chunk: int | None, labels: torch.Tensor
+    mesh: Any,
+    vocabulary: int,
+    dtype: torch.dtype,
+    chunk: int | None,
+    labels: torch.Tensor,
+    *,
+    excludes: bool = False,
 ) -> list[float]:
     """Return the loss, torch's, and the largest relative difference of a gradient."""
-    given = values(vocabulary, dtype)
+    given = values(vocabulary, dtype, excludes=excludes)
     plain = [one.clone().requires_grad_() for one in given]
     expected = F.cross_entropy(F.linear(*plain).float(), labels, reduction="sum")
     (expected * 0.5).backward()
@@ -72,7 +88,8 @@ def compared(
 
 
 def every(dist: DistContext) -> list[Any]:
-    """Compare each vocabulary in each number of chunks, in fp32, then bf16, then no targets."""
+    """Compare each vocabulary, and one with excluded ids, in each number of chunks, in fp32, then
+    bf16, then no targets."""
     mesh = init_device_mesh("cpu", (dist.world_size,))
     fp32 = [
         compared(mesh, vocabulary, torch.float32, chunk, labels_of(vocabulary))
@@ -82,6 +99,10 @@ def every(dist: DistContext) -> list[Any]:
     bf16 = [compared(mesh, 33, torch.bfloat16, chunk, labels_of(33)) for chunk in (None, 5)]
     nothing = torch.full((TOKENS,), -100)
     none = [compared(mesh, 33, torch.float32, chunk, nothing) for chunk in (None, 5)]
+    labels = labels_of(EXCLUDING, excludes=True)
+    fp32 += [
+        compared(mesh, EXCLUDING, torch.float32, chunk, labels, excludes=True) for chunk in CHUNKS
+    ]
     return [fp32, bf16, none]
 
 
@@ -91,7 +112,7 @@ def test_a_divided_vocabulary_has_the_loss_and_gradients_of_the_whole(ranks: int
     losses = [[loss for part in result for loss, _, _ in part] for result in results]
     assert all(own == losses[0] for own in losses), "the same bits on every rank"
     fp32, bf16, none = results[0]
-    assert len(fp32) == len(VOCABULARIES) * len(CHUNKS)
+    assert len(fp32) == (len(VOCABULARIES) + 1) * len(CHUNKS)
     for loss, expected, furthest in fp32:
         assert loss == pytest.approx(expected, rel=1e-6)
         assert furthest < 1e-5
