@@ -31,9 +31,9 @@ def rows_in_order(
 ) -> Generator[Tensor | None]:
     """Yield what `measure` says of each row of one of the data's sets, in order and block by block,
     on every rank; shape (rows, width), fp64 (collective). None, the last one, if a rank was asked
-    to stop. `layout` changes each micro-batch before it is measured. Tokens are compared with the
-    size of the `vocabulary`, if that is given. Raises DataError for a sample that is not as the set
-    says."""
+    to stop, after which no micro-batch is read. `layout` changes each micro-batch before it is
+    measured. Tokens are compared with the size of the `vocabulary`, if that is given. Raises
+    DataError for a sample that is not as the set says."""
     axis, total = engine.data_axis, len(samples)
     step = axis.count * micro_batch_size * BLOCK
     blocks = [(start, min(start + step, total)) for start in range(0, total, step)]
@@ -42,9 +42,15 @@ def rows_in_order(
         for a, b in blocks
     ]
 
+    stopped = False
+
     def batches() -> Iterator[MicroBatch]:
+        nonlocal stopped
         for start, end in itertools.chain.from_iterable(shares):
             dist.heartbeat.beat()
+            stopped = dist.any(dist.stop.asked)
+            if stopped:
+                return
             own = range(start, end)
             yield layout(micro_batch(data, samples, own, 0, engine.device, vocabulary)[0])
 
@@ -53,9 +59,6 @@ def rows_in_order(
 
     with contextlib.closing(engine.evaluate(batches(), measure)) as results:
         for (first, last), own in zip(blocks, shares, strict=True):
-            if dist.any(dist.stop.asked):
-                yield None
-                return
             place, rest = rows(first, own[0][0]), rows(own[0][0], last)
             found = torch.zeros(
                 place + rest, measure.width, dtype=torch.float64, device=engine.device
@@ -64,4 +67,7 @@ def rows_in_order(
                 if part is not None:
                     found[place : place + len(part)] = part
                     place += len(part)
+            if stopped:
+                yield None
+                return
             yield engine.total(found)
