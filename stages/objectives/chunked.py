@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from pipeline import StageError
 from pipeline.utils import local_part
 from stages.objectives.logits_loss import LossOfLogits, loss_of_logits
-from stages.objectives.token_scores import TokenScores
+from stages.objectives.token_scores import OF_LABELS, TokenScores
 from stages.objectives.vocabulary import VocabularyShard
 
 PIECE = 1 << 26
@@ -61,10 +61,16 @@ def chunked_scores(
     candidates: Tensor | None,
     chunk: int,
     scores: TokenScores,
+    of_logits: LossOfLogits = loss_of_logits,
 ) -> Tensor:
     """The `scores` of each token, shape (tokens, columns), as `chunked_cross_entropy` computes one
     sum. Backward computes the logits of each chunk again."""
     shard, hidden, weight, bias = _locals(hidden, weight, bias)
+    if scores == OF_LABELS and not torch.is_grad_enabled():  # in the fewest passes over logits
+        of_logits = of_logits if shard is None else shard.loss_of_logits
+        chunks = zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True)
+        losses = [of_logits(F.linear(own, weight, bias), at, False)[0] for own, at in chunks]
+        return -torch.cat(losses)[:, None]
     columns: Tensor = _ChunkedScores.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, labels, candidates, chunk, scores, shard
     )
@@ -139,7 +145,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             # A function of its own, whose tensors are freed before the next chunk.
             rows = slice(start, start + chunk)
-            total += _chunk(hidden, weight, bias, labels, rows, grads, of_logits)
+            total += _chunk(hidden, weight, bias, labels, rows, grads, of_logits).sum()
         # Not as saved tensors, which may not be scaled in place: the weight's is a large one.
         ctx.grads = grads.whole(group, hidden, weight, bias)
         return total
@@ -202,7 +208,7 @@ def _chunk(
     grads: _Gradients,
     of_logits: LossOfLogits,
 ) -> Tensor:
-    """Add the gradients of the tokens `rows`; returns their summed loss."""
+    """Add the gradients of the tokens `rows`; returns their losses."""
     logits = F.linear(hidden[rows], weight, bias)
     loss, gradient = of_logits(logits, labels[rows], grads != (None, None, None))
     del logits

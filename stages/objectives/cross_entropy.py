@@ -41,8 +41,8 @@ class RowLoss:
 
     width = 1
 
-    def __init__(self, chunk: int | None = None) -> None:
-        self.request = ScoreRequest(tokens=True, chunk=chunk)
+    def __init__(self, chunk: int | None = None, *, compiled_by: str | None = None) -> None:
+        self.request = ScoreRequest(tokens=True, chunk=chunk, compiled_by=compiled_by)
 
     def __call__(self, scores: Scores, batch: MicroBatch) -> Tensor:
         return -batch.sum_rows(scores.tokens)[:, None]

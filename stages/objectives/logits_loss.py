@@ -13,12 +13,13 @@ from stages.model.compile_compat import compiled, rows_vary
 
 LossOfLogits = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 """Logits (tokens, vocabulary), which it may overwrite, labels (tokens,) of int64, and whether a
-gradient is wanted -> the summed loss, and its gradient by the logits, in their dtype."""
+gradient is wanted -> the loss of each token, and the gradient of their sum by the logits, in their
+dtype."""
 
 
 def loss_of_logits(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """The cross-entropy in nats, summed over the target tokens, as an fp32 scalar, and with
-    `gradient` its gradient by `logits` (tokens, vocabulary), in their memory and dtype.
+    """The cross-entropy in nats of each target token, 0 for others, fp32 of shape (tokens,), and
+    with `gradient` that of their sum by `logits` (tokens, vocabulary), in their memory and dtype.
 
     All is computed in fp32 and rounded at the end: softmax, less one at the target; zero for tokens
     without target. Beside `logits` one fp32 matrix of their shape is in memory.
@@ -80,10 +81,10 @@ def _targets(logits: Tensor, labels: Tensor, largest: Tensor) -> tuple[Tensor, T
 
 
 def _of_tokens(labels: Tensor, total: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss, the factor by which a token's exponentials (sum: `total`) are its gradient
+    """The loss of each token, the factor by which its exponentials (sum: `total`) are its gradient
     (tokens, 1), and the gradient at its target (tokens,)."""
     trained = labels != NO_TARGET
-    loss = torch.where(trained, total[:, 0].log() - own, 0.0).sum()
+    loss = torch.where(trained, total[:, 0].log() - own, 0.0)
     scale = trained[:, None] / total
     return loss, scale, own.exp() * scale[:, 0] - trained.to(own.dtype)
 

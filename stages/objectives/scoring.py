@@ -149,16 +149,16 @@ def _in_chunks(
 ) -> Tensor:
     """Return the sum of log-probabilities, or the token scores, shape (lines, length, columns), in
     place of the head's logits."""
-    assert request.chunk is not None
+    chunk, backend = request.chunk, request.compiled_by
+    assert chunk is not None
     flat, labels = hidden.reshape(-1, hidden.shape[-1]), own.labels.reshape(-1)
-    if columns:
-        scores = chunked_scores(
-            flat, head.weight, head.bias, labels, _candidates(own, request), request.chunk, columns
-        )
-        return scores.view(*own.labels.shape, -1)
-    backend = request.compiled_by
+    given = flat, head.weight, head.bias, labels
     of_logits = loss_of_logits if backend is None else compiled_loss(backend)
-    return -chunked_cross_entropy(flat, head.weight, head.bias, labels, request.chunk, of_logits)
+    if columns:
+        ids = _candidates(own, request)
+        scores = chunked_scores(*given, ids, chunk, columns, of_logits)
+        return scores.view(*own.labels.shape, -1)
+    return -chunked_cross_entropy(*given, chunk, of_logits)
 
 
 def _candidates(own: MicroBatch, request: ScoreRequest) -> Tensor | None:

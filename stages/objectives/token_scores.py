@@ -74,6 +74,9 @@ class TokenScores(NamedTuple):
         return torch.where(trained[:, None], torch.cat(columns, dim=-1), 0.0)
 
 
+OF_LABELS = TokenScores(tokens=True, entropy=False, candidates=0)
+
+
 class _Vocabulary(NamedTuple):
     """Logits (tokens, vocabulary) of fp32, all or a shard of them."""
 

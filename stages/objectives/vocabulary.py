@@ -68,7 +68,7 @@ class VocabularyShard(NamedTuple):
         return loss, logits.copy_(wide) if gradient else None
 
     def loss_and_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss summed over target tokens, and its gradient by this rank's `logits` (tokens,
+        """The loss of each token, and the gradient of their sum by this rank's `logits` (tokens,
         own rows of the vocabulary) of fp32, in their memory (collective)."""
         columns, here = self.columns(labels)
         columns = columns[:, None]
@@ -81,7 +81,7 @@ class VocabularyShard(NamedTuple):
         dist.all_reduce(sums, group=self.group)
         total, target = sums
         trained = labels != NO_TARGET
-        loss = torch.where(trained, total.log() - target, 0.0).sum()
+        loss = torch.where(trained, total.log() - target, 0.0)
         gradient = logits.div_(total[:, None])
         if self.size:
             gradient.scatter_add_(-1, columns, -here[:, None].to(gradient.dtype))
@@ -106,7 +106,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         ctx.dtype = logits.dtype
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(gradient)
-        return loss
+        return loss.sum()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:

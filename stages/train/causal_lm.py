@@ -176,11 +176,11 @@ class TrainCausalLm(BatchPlan):
         chunk, by, router = self.loss_chunk_size, model.compiled_by, self.router_loss
         return CrossEntropy(chunk, compiled_by=by, router=router)
 
-    def measure(self) -> Measure:
+    def measure(self, model: ModelSource) -> Measure:
         """The held-out loss of each row: a sum over target tokens."""
         from stages.objectives.cross_entropy import RowLoss
 
-        return RowLoss(self.loss_chunk_size)
+        return RowLoss(self.loss_chunk_size, compiled_by=model.compiled_by)
 
     def verify_result(self, trained: TrainedRun) -> None:
         """Raise CheckpointError unless a canonical checkpoint on this machine has all its files in

@@ -88,7 +88,7 @@ def train(
         checkpoints=checkpoints,
         saves=saves,
         progress=progress,
-        measure=config.measure(),
+        measure=config.measure(model),
         step=TrainStep(
             engine=engine,
             objective=config.objective(model),

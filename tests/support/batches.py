@@ -52,10 +52,15 @@ def accumulated(
     return loss
 
 
-def evaluated(engine: Engine, batches: Iterable[MicroBatch], chunk: int | None = None) -> Tensor:
+def evaluated(
+    engine: Engine,
+    batches: Iterable[MicroBatch],
+    chunk: int | None = None,
+    compiled_by: str | None = None,
+) -> Tensor:
     """Return this rank's part of the summed loss without gradients."""
     total = torch.zeros((), device=engine.device)
-    for rows in engine.evaluate(batches, RowLoss(chunk)):
+    for rows in engine.evaluate(batches, RowLoss(chunk, compiled_by=compiled_by)):
         if rows is not None:
             total += rows.sum()
     return total

@@ -84,6 +84,9 @@ def compared(
         torch.testing.assert_close(whole, F.linear(*given))
     else:
         found = chunked_scores(hidden, weight, bias, labels, ids, chunk, asked)
+        with torch.no_grad():
+            again = chunked_scores(hidden, weight, bias, labels, ids, chunk, asked)
+        torch.testing.assert_close(again, found.detach(), rtol=0, atol=2e-6)
     found.backward(upstream)
     grads = [hidden.grad, weight.grad.full_tensor(), bias.grad.full_tensor()]
     furthest = max(

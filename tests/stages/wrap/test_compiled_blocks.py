@@ -133,7 +133,7 @@ def varied(dist: DistContext, folder: str) -> list[list[int]]:
         def train(shape: tuple[int, int], engine: Any = engine, by: Any = objective) -> None:
             accumulated(engine, [packed(*shape)], 1, by)
             engine.step(lr_scales=[1.0])
-            evaluated(engine, [packed(*shape)], 5)
+            evaluated(engine, [packed(*shape)], 5, by.request.compiled_by)
 
         for shape in FIRST:
             train(shape)
