@@ -129,7 +129,7 @@ def _data(job: Job, tokens: np.ndarray[Any, Any]) -> Data:
         random = np.random.default_rng(1)
         starts = np.unique(random.integers(1, len(tokens), 8 * SAMPLES))
     blocks = TokenBlocks(tokens, job.length, starts=starts)
-    return Data(train=blocks, heldout=None, pad_id=0, identity={})
+    return Data(train=blocks, heldout=None, pad_id=0, packed=apart, identity={})
 
 
 def _turns(
