@@ -64,12 +64,14 @@ class VocabularyShard(NamedTuple):
         self, logits: Tensor, labels: Tensor, gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The same as `logits_loss.loss_of_logits` (collective)."""
-        loss, wide = self.loss_and_gradient(logits.float(), labels)
-        return loss, logits.copy_(wide) if gradient else None
+        loss, wide = self.loss_and_gradient(logits.float(), labels, gradient)
+        return loss, None if wide is None else logits.copy_(wide)
 
-    def loss_and_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of each token, and the gradient of their sum by this rank's `logits` (tokens,
-        own rows of the vocabulary) of fp32, in their memory (collective)."""
+    def loss_and_gradient(
+        self, logits: Tensor, labels: Tensor, gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss of each token, and with `gradient` that of their sum by this rank's `logits`
+        (tokens, own rows of the vocabulary) of fp32, in their memory (collective)."""
         columns, here = self.columns(labels)
         columns = columns[:, None]
         largest = self.largest(logits)
@@ -82,10 +84,12 @@ class VocabularyShard(NamedTuple):
         total, target = sums
         trained = labels != NO_TARGET
         loss = torch.where(trained, total.log() - target, 0.0)
-        gradient = logits.div_(total[:, None])
+        if not gradient:
+            return loss, None
+        wide = logits.div_(total[:, None])
         if self.size:
-            gradient.scatter_add_(-1, columns, -here[:, None].to(gradient.dtype))
-        return loss, gradient.mul_(trained[:, None])
+            wide.scatter_add_(-1, columns, -here[:, None].to(wide.dtype))
+        return loss, wide.mul_(trained[:, None])
 
 
 def sharded_cross_entropy(logits: DTensor, labels: Tensor) -> Tensor:
@@ -102,9 +106,9 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard) -> Tensor:
         # A copy, even of fp32 logits, as it is overwritten.
         own = logits.to(torch.float32, copy=True)
-        loss, gradient = shard.loss_and_gradient(own, labels)
+        loss, gradient = shard.loss_and_gradient(own, labels, ctx.needs_input_grad[0])
         ctx.dtype = logits.dtype
-        if ctx.needs_input_grad[0]:
+        if gradient is not None:
             ctx.save_for_backward(gradient)
         return loss.sum()
 
