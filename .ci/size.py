@@ -1,4 +1,4 @@
-"""Measures the size of `pipeline/` and `stages/`, and fails if it exceeds the limits of `size.toml`.
+"""Measures the size of `pipeline` and `stages`, and fails above the limits of `size.toml`.
 
 A change that needs more raises the number in the same commit, with its reason in the message.
 
