@@ -37,13 +37,14 @@ def main(name: str, rank: int, world: int, job: dict[str, Any]) -> None:
     import torch
     import torch.distributed
 
-    from pipeline.distributed.environment import STORE, stay_on_loopback
+    from pipeline.distributed.environment import Shared, bind_loopback, join
     from pipeline.distributed.process_group import DistContext
 
     torch.set_num_threads(1)
-    stay_on_loopback()
-    os.environ[STORE] = f"{job['folder']}/store-{name}"
-    store = torch.distributed.FileStore(os.environ[STORE], world)
+    bind_loopback()
+    file = os.open(f"{job['folder']}/store-{name}", os.O_RDWR | os.O_CREAT)
+    join(Shared(launcher=os.getppid(), heartbeats=-1, failures=-1, stacks=-1, store=file))
+    store = torch.distributed.FileStore(f"/proc/self/fd/{file}", world)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     dist = DistContext(
         rank=rank, world_size=world, local_rank=rank, local_world_size=world,

@@ -15,6 +15,7 @@ import collections
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -70,7 +71,7 @@ class Run:
         return [
             int(place.name)
             for place in Path("/proc").glob("[0-9]*")
-            if f"pipeline.execution.worker {self.run_dir} " in trials.line(int(place.name))
+            if re.search(rf"execution.worker \d+ {self.run_dir} $", trials.line(int(place.name)))
         ]
 
     def weights(self) -> bytes:

@@ -96,13 +96,13 @@ def _meet(order: dict[str, Any]) -> Place:
         return Place(rank=0, world=1, folder=folder)
     import torch.distributed as dist
 
-    from pipeline.distributed.environment import stay_on_loopback
+    from pipeline.distributed.environment import bind_loopback
 
     store = dist.FileStore(str(folder / "store"), world)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world)
     )
-    stay_on_loopback()
+    bind_loopback()
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world
     )

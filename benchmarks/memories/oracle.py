@@ -32,7 +32,7 @@ from pipeline import (
     TensorSpec,
 )
 from pipeline.chain.binding import Results
-from pipeline.distributed.environment import stay_on_loopback
+from pipeline.distributed.environment import bind_loopback
 from pipeline.planning.forecast import BACKWARD, FORWARD, RESUME, SAVE, UPDATE, Held
 from pipeline.planning.planner import Job, TraceScope, planned
 from pipeline.planning.trace.run import context, declare, model_errors_as_ours
@@ -226,7 +226,7 @@ class ResizedTracker(MemoryTracker):
 def single_group() -> Iterator[None]:
     """Make this process a group of its own in the body, which really sends:
     DistributedDataParallel needs the results of its collectives."""
-    stay_on_loopback()
+    bind_loopback()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

@@ -18,15 +18,15 @@ from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Checked, PlanView
 from pipeline.contracts.training import TrainedRun
 from pipeline.contracts.wiring import Wiring
-from pipeline.errors import Location, PluginError, Problem, RecipeError
+from pipeline.errors import Location, PluginError, Problem, RecipeError, UsageError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
 from pipeline.recipe.fields import build
-from pipeline.recipe.launch import Launch
+from pipeline.recipe.launch import Launch, Started
 from pipeline.recipe.nodes import SourceMap
 from pipeline.recipe.unknown import MissingKey, UnknownKey
 from pipeline.utils.hub import pins_asked
-from pipeline.utils.text import plural
+from pipeline.utils.text import did_you_mean, plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +39,6 @@ class PlannedSlot:
     inputs: Mapping[str, str | None]
     """Parameter of `run` -> the slot whose artifact it gets; None for an optional one without."""
     gives: type | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Started:
-    """Processes that a launcher has started, or is about to start, as far as that is known."""
-
-    procs: int | None = None
-    """Over all nodes."""
-    per_node: int | None = None
-    """On each node."""
-    nodes: int | None = None
-    """Nodes; the most of an elastic run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +86,15 @@ class Plan:
         trainings = training_slots(self.view.wiring)
         inputs = {one for one in self.view.wiring.inputs[slot].values() if one is not None}
         return {slot}.union(*(self._taken(one) for one in inputs if one not in trainings))
+
+    def until(self, last: str | None) -> Plan:
+        """The plan without the slots after `last`. Raises UsageError for a slot that it lacks."""
+        if not last:
+            return self
+        order = [step.slot for step in self.steps]
+        if last not in order:
+            raise UsageError(f"the recipe has no slot `{last}`", hint=did_you_mean(last, order))
+        return replace(self, steps=self.steps[: order.index(last) + 1])
 
     def last_reader(self, slot: str) -> str | None:
         """The last slot that reads the result of `slot`, directly or inside of another result; None

@@ -11,7 +11,7 @@ import subprocess
 
 from pipeline.checkpoint.snapshot_buffer import SnapshotBuffer
 from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
-from pipeline.distributed.signals import held_back
+from pipeline.distributed.signals import signals_blocked
 from pipeline.errors import CheckpointError, WriterDied
 from pipeline.utils.files import anonymous_file
 from pipeline.utils.process_tree import own_module
@@ -29,7 +29,7 @@ class WriterProcess:
             file.write(setup.model_dump_json().encode())
             file.flush()
             given = (file.fileno(), buffer.descriptor)
-            with held_back():  # it ignores ending signals, but not before Python has started
+            with signals_blocked():  # it ignores ending signals, but not before Python has started
                 self._process = subprocess.Popen(
                     [*command, *map(str, given), str(os.getpid())],
                     stdin=subprocess.PIPE,

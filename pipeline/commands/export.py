@@ -22,7 +22,8 @@ from pipeline.execution.rank_logging import say
 from pipeline.utils.files import replace_text
 
 if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan, Started
+    from pipeline.chain.plan import Plan
+    from pipeline.recipe.launch import Started
     from pipeline.view.screen import Display
 
 

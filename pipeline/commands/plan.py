@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from pipeline.commands.options import (
 )
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
 from pipeline.utils.files import try_writing
-from pipeline.utils.terminal import SCREEN
+from pipeline.utils.terminal import set_display
 
 if TYPE_CHECKING:
     from pipeline.planning.memory_plan import MemoryPlan
@@ -65,7 +64,7 @@ def plan(
     if quiet and as_json:
         raise click.UsageError("--quiet excludes --json")
     if quiet:
-        os.environ[SCREEN] = "quiet"
+        set_display("quiet")
     machines, margins = asked_for(**hardware)
     with system_errors_as(UsageError):
         try_writing(out) if out else None

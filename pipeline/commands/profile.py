@@ -20,7 +20,8 @@ from pipeline.utils.files import replace_text
 from pipeline.utils.text import align
 
 if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan, Started
+    from pipeline.chain.plan import Plan
+    from pipeline.recipe.launch import Started
     from pipeline.view.screen import Display
 
 SHARES = ("compute", "communication", "data", "idle")

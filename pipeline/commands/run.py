@@ -27,9 +27,10 @@ from pipeline.errors import PipeError, RunFailed
 from pipeline.execution.rank_logging import say
 
 if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan, Started
+    from pipeline.chain.plan import Plan
     from pipeline.execution.selection import Selection
     from pipeline.launch.start import Job
+    from pipeline.recipe.launch import Started
     from pipeline.view.screen import Display
 
 
@@ -98,7 +99,6 @@ def run(
     OVERRIDES change the recipe first, such as train.steps=50 wrap.stage=2.
     """
     from pipeline.chain.names import resolved
-    from pipeline.chain.plan import Started
     from pipeline.distributed.environment import is_worker, worker_local_world_size
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
@@ -106,6 +106,7 @@ def run(
     from pipeline.execution.selection import rehearsal
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.start import Job
+    from pipeline.recipe.launch import Started
 
     def plan(started: Started) -> Plan:
         made = plan_recipe(recipe, overrides, here=True, started=started)
@@ -219,11 +220,11 @@ def resume(
     processes, the micro-batch size and the accumulation may change. A different model, tokenizer,
     data, order or global batch is refused unless --accept names it.
     """
-    from pipeline.chain.plan import Started
     from pipeline.execution import rundir
     from pipeline.execution.selection import rehearsal
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.start import Job
+    from pipeline.recipe.launch import Started
 
     def plan(started: Started) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE

@@ -1,19 +1,14 @@
-"""Environment variables in which a launcher gives a process its rank and world size."""
+"""This process's place among others, as its launcher says: variables of torchrun, or of `pipe`."""
 
 from __future__ import annotations
 
 import os
 import signal
+from dataclasses import dataclass
 
-from pipeline.chain.plan import Started
+from pipeline.recipe.launch import Started
 
-CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-STORE = "PIPE_STORE"
-"""The file where the ranks of one machine meet; `pipe` sets it, in place of MASTER_ADDR and
-MASTER_PORT."""
-JOB = "PIPE_JOB"
-"""Environment variable: identity of the scheduler's job. Ranks of another one, whose port happens
-to be the same, do not meet those of this one."""
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 TOKEN = "PIPE_RDZV_TOKEN"
 """Environment variable: a secret that all nodes must have, unless all are on this machine."""
 FINISHED = 76
@@ -22,21 +17,49 @@ too, so 0 does not prove that."""
 STOPPED = 75
 """Exit code of a rank that was asked to stop and has saved what it had (EX_TEMPFAIL in
 sysexits.h)."""
-STACKS = "PIPE_STACKS"
-"""Environment variable: the file in memory to which a rank writes its threads' stacks on DUMP."""
 DUMP = signal.SIGRTMIN
 """Signal at which a rank writes its threads' stacks, whatever it is doing."""
 LOOPBACK = "lo"
 """Loopback interface, which is up on every machine and enough within one."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What a rank that `pipe` has started shares with its launcher: descriptors of files in memory
+    that nobody else can open and that end with the two."""
+
+    launcher: int
+    """The launcher's process."""
+    heartbeats: int
+    failures: int
+    """Reports of failures that the run's disk does not take."""
+    stacks: int
+    """Stacks of this rank's threads."""
+    store: int | None
+    """Where the ranks of one machine meet; None if other nodes take part."""
+
+
+_shared: Shared | None = None
+
+
+def join(shared: Shared) -> None:
+    """Make this process a rank of the launcher that has started it."""
+    global _shared
+    _shared = shared
+
+
+def shared() -> Shared | None:
+    """What this process shares with the `pipe` that has started it as a rank, if one has."""
+    return _shared
+
+
 def is_worker() -> bool:
-    """Whether this process is a rank under torchrun or a launcher with the same contract."""
-    return STORE in os.environ or all(name in os.environ for name in CONTRACT)
+    """Whether this process is a rank, of `pipe` or of a launcher with torchrun's variables."""
+    return _shared is not None or all(name in os.environ for name in TORCHRUN_VARIABLES)
 
 
-def place(rank: int, procs: int) -> dict[str, str]:
-    """Environment of a process that is `rank` among `procs`, all on this machine."""
+def rank_environment(rank: int, procs: int) -> dict[str, str]:
+    """Variables of a process that is `rank` among `procs`, all on this machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -67,12 +90,12 @@ def started() -> Started:
     return Started(procs=worker_world_size(), per_node=worker_local_world_size())
 
 
-def all_here() -> bool:
+def is_single_node() -> bool:
     """Whether every process of this one's group is known to be on this machine."""
     return worker_world_size() in (None, 1, worker_local_world_size())
 
 
-def stay_on_loopback() -> None:
-    """Make gloo and NCCL listen on the loopback interface alone, whatever the environment says for
+def bind_loopback() -> None:
+    """Make gloo and NCCL listen on the loopback interface only, whatever the environment says for
     runs of several nodes."""
     os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}

@@ -10,10 +10,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from pipeline.distributed.environment import shared
 from pipeline.utils.files import anonymous_file
 
-HEARTBEATS = "PIPE_HEARTBEATS"
-"""Environment variable: the file in memory with the heartbeats of all ranks of this machine."""
 _FIELDS = 8
 """Numbers of one rank: time, phase, step, waits, landmarks, and three that are not used, so that no
 two ranks share a cache line. Each is written in one store of the processor."""
@@ -127,13 +126,9 @@ def _beat(numbers: memoryview[float]) -> Beat:
 
 def own_heartbeat() -> Heartbeat:
     """This rank's place in its launcher's memory; memory of its own where nobody looks."""
-    path = os.environ.get(HEARTBEATS)
-    if path is None:
+    own = shared()
+    if own is None:
         return Heartbeat()
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        shared = memoryview(mmap.mmap(descriptor, 0)).cast("d")
-    finally:
-        os.close(descriptor)
+    numbers = memoryview(mmap.mmap(own.heartbeats, 0)).cast("d")
     first = int(os.environ["LOCAL_RANK"]) * _FIELDS
-    return Heartbeat(shared[first : first + _FIELDS])
+    return Heartbeat(numbers[first : first + _FIELDS])

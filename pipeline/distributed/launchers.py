@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 
-from pipeline.distributed.environment import CONTRACT, STORE
+from pipeline.distributed.environment import TORCHRUN_VARIABLES
 from pipeline.distributed.placement import (
     RDZV_PORT,
     Environ,
@@ -29,10 +29,6 @@ def placement(environ: Environ) -> Placement | None:
     Raises UsageError where a launcher's variables are incomplete, or contradict each other or those
     of another launcher.
     """
-    if STORE in environ:  # a rank that `pipe` has started
-        if "RANK" not in environ:
-            raise UsageError(f"{STORE} is only for ranks that `pipe` started", hint="unset it")
-        return None
     first, skipped = None, frozenset[str]()
     for name, read in LAUNCHERS.items():
         found = None if name in skipped else read(environ)
@@ -76,12 +72,12 @@ def _differ(first: Placement, second: Placement) -> bool:
 
 def _torchrun(environ: Environ) -> RankPlacement | None:
     """RANK and what belongs to it, from torchrun or by hand."""
-    given = [name for name in CONTRACT if name in environ]
-    missing = [name for name in CONTRACT if name not in environ]
+    given = [name for name in TORCHRUN_VARIABLES if name in environ]
+    missing = [name for name in TORCHRUN_VARIABLES if name not in environ]
     if missing:
         # Some batch systems set only WORLD_SIZE=1 or MASTER_ADDR; or another launcher says the
         # rank, and these are left over.
-        several = [name for name in given[:3] if name in CONTRACT[:3]]
+        several = [name for name in given[:3] if name in TORCHRUN_VARIABLES[:3]]
         others = {"SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"} & environ.keys()
         if several and environ.get("WORLD_SIZE") != "1" and not others:
             raise incomplete(environ, several, missing)

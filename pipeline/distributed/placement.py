@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 
-from pipeline.distributed.environment import JOB
 from pipeline.distributed.hosts import own_rank, read_hostfile
 from pipeline.errors import UsageError
 
@@ -44,8 +43,6 @@ class RankPlacement:
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
         }
-        if self.job:
-            found[JOB] = self.job
         if self.local_world_size is not None:
             found["LOCAL_WORLD_SIZE"] = str(self.local_world_size)
         return found

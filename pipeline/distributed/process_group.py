@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.distributed.agreement import differences, in_one
 from pipeline.distributed.environment import (
-    JOB,
     LOOPBACK,
-    STORE,
-    all_here,
+    bind_loopback,
+    is_single_node,
     is_worker,
-    stay_on_loopback,
+    shared,
     worker_rank,
 )
 from pipeline.distributed.heartbeat import Heartbeat, own_heartbeat
@@ -203,7 +202,7 @@ def receive(store: Store, key: str) -> str:
 def await_key(store: Store, key: str) -> None:
     """Wait until another rank has set `key`. In a file, which ranks of one machine share, torch
     looks every 10 ms only, while most others come within a few."""
-    if STORE in os.environ:
+    if in_file():
         for _ in range(QUICK_LOOKS):
             if store.check([key]):
                 return
@@ -211,10 +210,17 @@ def await_key(store: Store, key: str) -> None:
     store.wait([key], LONG_WAIT)
 
 
-def environment_store(seconds: float = RENDEZVOUS_SECONDS) -> Store | None:
+def in_file() -> bool:
+    """Whether the ranks meet in a file in memory, which their launcher has made."""
+    own = shared()
+    return own is not None and own.store is not None
+
+
+def environment_store(seconds: float = RENDEZVOUS_SECONDS, job: str = "") -> Store | None:
     """Meet the ranks that the launcher's environment describes: in a file if it was `pipe`, else at
-    MASTER_ADDR and MASTER_PORT (the torchrun contract). None when there is no launcher. Waits at
-    most `seconds` for the others."""
+    MASTER_ADDR and MASTER_PORT (torchrun's variables). None when there is no launcher. Waits at
+    most `seconds` for the others. Ranks of another `job` of a scheduler, whose port happens to be
+    the same, do not meet those of this one."""
     from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
@@ -222,8 +228,9 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS) -> Store | None:
     timeout = datetime.timedelta(seconds=seconds)
     if not is_worker():
         return None
-    if STORE in os.environ:
-        store = FileStore(os.environ[STORE], int(os.environ["WORLD_SIZE"]))
+    own = shared()
+    if own is not None and own.store is not None:
+        store = FileStore(f"/proc/self/fd/{own.store}", int(os.environ["WORLD_SIZE"]))
         store.set_timeout(timeout)
         return store
     if worker_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -238,16 +245,15 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS) -> Store | None:
                 timeout=timeout,
                 master_listen_fd=server.detach(),
             )
-        return PrefixStore(_keys(), served)
+        return PrefixStore(_keys(job), served)
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     # torchrun's own store outlives its ranks, and has the keys of those that it started before.
-    return PrefixStore(_keys(), store)
+    return PrefixStore(_keys(job), store)
 
 
-def _keys() -> str:
+def _keys(job: str) -> str:
     """Prefix of the keys of these ranks: of their job, and of this one of torchrun's starts."""
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{os.environ.get(JOB, '')}/start/{start}"
+    return f"{job}/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -255,7 +261,7 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # bound to the loopback by the launcher, as where all nodes are this machine
-        stays_here = all_here() or os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK
+        stays_here = is_single_node() or os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK
         if ipaddress.ip_address(address[0]).is_loopback and not stays_here:
             raise UsageError(
                 f"{place}: that is {address[0]} here, which other machines do not reach",
@@ -282,8 +288,8 @@ def environment_dist(
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
-    if all_here():
-        stay_on_loopback()
+    if is_single_node():
+        bind_loopback()
     group = os.environ if store is not None else {}
     rank, local_rank = int(group.get("RANK", "0")), int(group.get("LOCAL_RANK", "0"))
     world_size = int(group.get("WORLD_SIZE", "1"))

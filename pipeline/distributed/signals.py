@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pipeline.errors import CommandStopped
 
@@ -44,7 +44,7 @@ def default_signals() -> None:
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Keep ending signals from processes that the body starts until they call `ignore_signals`.
     Those that this thread gets come behind the body."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
@@ -55,7 +55,7 @@ def held_back() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Ignore ending signals, those that are held back too."""
+    """Ignore ending signals, those that are blocked too."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
@@ -116,7 +116,6 @@ def interruptible(*, force_after: float | None) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _came_again.clear()
     before = {number: signal.getsignal(number) for number in ENDING}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
@@ -142,62 +141,6 @@ def at_second_interrupt(words: str) -> None:
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, end)
-
-
-class LastWords:
-    """The last work of a process whose end is certain: first the part that it must do, then the
-    part that nobody waits for.
-
-    A context manager. Ending signals end what nobody waits for, also those that came before it; in
-    the other part they do nothing else, but a second Ctrl-C ends the process at once.
-    """
-
-    def __init__(self, seconds: float | None) -> None:
-        """`seconds` are the most that what nobody waits for may take; None is without a limit."""
-        self._seconds = seconds
-        self._number: int | None = None
-        self._raises = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> LastWords:
-        if threading.current_thread() is threading.main_thread():
-            found = {number: signal.getsignal(number) for number in ENDING}
-            self._before = {n: how for n, how in found.items() if how is not signal.SIG_IGN}
-            self._before[signal.SIGALRM] = signal.getsignal(signal.SIGALRM)
-            for number in self._before:
-                signal.signal(number, self._hear)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def unawaited(self) -> Iterator[None]:
-        """Raise Interrupted in the body at an ending signal, and when its time is over."""
-        if not self._before:
-            yield
-            return
-        self._raises = True
-        try:
-            if self._number is not None or _came_again:
-                raise Interrupted(self._number or _came_again[-1])
-            signal.setitimer(signal.ITIMER_REAL, self._seconds or 0)
-            yield
-        finally:
-            self._raises = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if not self._raises:
-            self._number = number
-            if number == signal.SIGINT:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
-            return
-        self._raises = False
-        if number == signal.SIGALRM:
-            raise Interrupted(told=f"it took longer than {self._seconds:g} s")
-        raise Interrupted(number)
 
 
 @contextlib.contextmanager
@@ -237,12 +180,9 @@ def _raise(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number)
 
 
-_came_again: list[int] = []
-"""Ending signals that this process got while the first one was winding it up."""
-
-
 def _note(number: int, frame: FrameType | None) -> None:
-    _came_again.append(number)
+    """Ignore a signal while an earlier one is winding up the process; ignored signals would stay so
+    in the processes that it starts."""
 
 
 def _in_forked_child() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.distributed.environment import place
+from pipeline.distributed.environment import rank_environment
 from pipeline.errors import in_words
 from pipeline.hardware.host import cores_each
 from pipeline.utils import jsonl
@@ -88,7 +88,7 @@ def _start(
         with _file(folder, rank, "log").open("wb") as log:
             yield subprocess.Popen(
                 command,
-                env={**threads, **os.environ, **place(rank, procs)},
+                env={**threads, **os.environ, **rank_environment(rank, procs)},
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
 import signal
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.distributed.environment import shared
 from pipeline.errors import (
     BadRows,
     DataError,
@@ -31,15 +31,13 @@ from pipeline.errors import (
     in_words,
     is_expected,
 )
-from pipeline.utils.files import private_folder, remove_folder, replace_text
+from pipeline.utils.files import private_folder, read_all, remove_folder, replace_text
 from pipeline.utils.foreign import parse_json, read_whole
 from pipeline.utils.terminal import shown
 
 FOLDER = "failures"
 UNDONE = "undone"
 """File in it: the command that failed has left the run as it was."""
-SPARE = "PIPE_FAILURES"
-"""Environment variable: a file of the launcher's, in memory, for reports that the disk refuses."""
 MISTAKES = (BadRows, DataError, EngineMismatch, RecipeError, ResumeRefused, UsageError)
 """Errors that come again unless a person changes the recipe or the data."""
 MOST_LINES = 12
@@ -100,10 +98,11 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
         replace_text(folder / f"rank-{rank:05d}.json", facts + "\n")
         replace_text(_traceback_file(run_dir, rank), trace)
     except OSError:
-        if SPARE in os.environ:
-            with Path(os.environ[SPARE]).open("a", encoding="utf-8") as spare:
-                spare.write(facts + "\n")
-        if SPARE not in os.environ or not is_expected(error):
+        own = shared()
+        if own is not None:
+            with Path(f"/proc/self/fd/{own.failures}").open("a", encoding="utf-8") as memory:
+                memory.write(facts + "\n")
+        if own is None or not is_expected(error):
             print(describe(error) if is_expected(error) else trace, file=sys.stderr)
 
 
@@ -159,16 +158,22 @@ def _place(error: BaseException) -> str:
 
 
 def first(
-    run_dir: Path, exits: Sequence[Exit], slot: str | None = None, *, oom: bool = False
+    run_dir: Path,
+    exits: Sequence[Exit],
+    slot: str | None = None,
+    *,
+    oom: bool = False,
+    unwritten: Sequence[bytes] = (),
 ) -> RunFailed:
     """The error to show: of the rank that failed first.
 
     `exits` are those of ranks that did not end well, earliest first, without what the launcher
     itself brought about; `slot` is the one that was running. `oom` says whether the system has
-    killed a process here for lack of memory. A rank that died without a word comes
+    killed a process here for lack of memory, `unwritten` has reports that the run's disk did not
+    take. A rank that died without a word comes
     before ranks that raised, because a lost peer makes others raise, or has a library abort them.
     """
-    reports = _reports(run_dir)
+    reports = _reports(run_dir, unwritten)
     reported = {report["rank"] for report in reports}
     silent = [end for end in exits if end.rank not in reported]
     causes = [end for end in silent if end.code != -signal.SIGABRT]
@@ -191,14 +196,14 @@ def refused(run_dir: Path) -> bool:
     return any(report["refused"] for report in _reports(run_dir))
 
 
-def _reports(run_dir: Path) -> list[dict[str, Any]]:
+def _reports(run_dir: Path, unwritten: Sequence[bytes] = ()) -> list[dict[str, Any]]:
     """Reports of ranks, earliest first, without incomplete ones."""
     texts: list[str | bytes] = []
     for path in (run_dir / FOLDER).glob("rank-*.json"):
         with contextlib.suppress(OSError):
             texts.append(read_whole(path, within=run_dir))
-    if SPARE in os.environ:
-        texts += Path(os.environ[SPARE]).read_text("utf-8").splitlines()
+    own = shared()
+    texts += unwritten if own is None else read_all(own.failures).splitlines()
     reports = []
     for text in texts:
         with contextlib.suppress(ValueError):

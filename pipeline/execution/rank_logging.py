@@ -15,7 +15,7 @@ import click
 
 from pipeline.errors import StageError, system_errors_as
 from pipeline.utils.files import opened, private_folder
-from pipeline.utils.terminal import SCREEN, ShownFormatter, bare, quiet, shown
+from pipeline.utils.terminal import ShownFormatter, bare, display, quiet, shown
 
 IN_DISPLAY = {"in_display": True}
 """`extra` of a log message whose facts a live display shows by itself."""
@@ -61,7 +61,7 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
             if isinstance(stdout, io.TextIOWrapper):
                 stdout.reconfigure(line_buffering=True)  # where a display shows it, it is a pipe
             handler = _LineHandler(sys.stdout, "standard output", screen)
-            words = os.environ.get(SCREEN, "").split()
+            words = display().split()
             quiet = logging.WARNING if "quiet" in words else logging.INFO
             handler.setLevel(logging.DEBUG if "verbose" in words else quiet)
             if "live" in words:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +16,6 @@ from pipeline.utils.text import align, did_you_mean, plural
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
-
-UNTIL = "PIPE_UNTIL"
-"""Environment variable: the slot behind which this start ends, for all of its processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +34,6 @@ class Selection:
         if self.only is not None and (self.first or self.last):
             raise UsageError("--only excludes --from and --until")
 
-    def announce(self) -> None:
-        """Tell the processes of this start where it ends."""
-        os.environ[UNTIL] = self.only or self.last or ""
-
     def again(self, plan: Plan) -> list[str]:
         """Return the slots that are to run even if they have finished. Raises UsageError for a slot
         that the plan does not have, and for a range that has none."""
@@ -58,7 +50,7 @@ class Selection:
 
     def of(self, plan: Plan) -> Plan:
         """Return the part of the plan that is to be done."""
-        return _until(plan, self.only or self.last)
+        return plan.until(self.only or self.last)
 
     def set_aside(self, plan: Plan, journal: Journal) -> None:
         """Note in the journal which of the slots that have finished are to run again. Raises as
@@ -72,20 +64,6 @@ class Selection:
 def _require(slot: str, order: list[str]) -> None:
     if slot not in order:
         raise UsageError(f"the recipe has no slot `{slot}`", hint=did_you_mean(slot, order))
-
-
-def cut(plan: Plan) -> Plan:
-    """Return the plan as far as this start is to go (UNTIL). Raises UsageError for a slot that the
-    plan does not have."""
-    return _until(plan, os.environ.get(UNTIL))
-
-
-def _until(plan: Plan, last: str | None) -> Plan:
-    if not last:
-        return plan
-    order = [step.slot for step in plan.steps]
-    _require(last, order)
-    return replace(plan, steps=plan.steps[: order.index(last) + 1])
 
 
 def ends_early(plan: Plan) -> str | None:

@@ -1,5 +1,4 @@
-"""One rank of a run, under the launcher's environment: `python -m pipeline.execution.worker RUN_DIR
-LAUNCHER_PID [ACCEPTED...]`."""
+"""One rank of a run, which `pipe` has started with a message (`pipeline.utils.child`)."""
 
 from __future__ import annotations
 
@@ -9,25 +8,26 @@ import functools
 import os
 import sys
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.chain.plan import Plan, make_plan
+from pipeline.chain.plan import Plan
 from pipeline.contracts.stage import Context
 from pipeline.distributed.environment import (
     DUMP,
     FINISHED,
-    STACKS,
     STOPPED,
+    Shared,
+    join,
+    shared,
     started,
     worker_rank,
     worker_world_size,
 )
-from pipeline.distributed.heartbeat import HEARTBEATS
 from pipeline.distributed.process_group import DistContext, environment_dist, environment_store
 from pipeline.distributed.signals import Interrupted, default_signals
+from pipeline.distributed.watchdog import LOOK_SECONDS, Watchdog
 from pipeline.errors import RunFailed, StageError
 from pipeline.execution import failures, rundir
 from pipeline.execution.activity_record import ActivityRecord
@@ -35,15 +35,15 @@ from pipeline.execution.agreement import require_same_recipe
 from pipeline.execution.journal import Journal, warnings_in
 from pipeline.execution.metrics import Metrics
 from pipeline.execution.rank_logging import compilers_aside, open_log, rank_log
+from pipeline.execution.run_spec import RunSpec, set_current
 from pipeline.execution.runner import Runner
-from pipeline.execution.selection import cut
-from pipeline.recipe import load_recipe
 from pipeline.recipe.launch import Timeouts
 from pipeline.utils.activities import in_thread, show_in
+from pipeline.utils.child import received
 from pipeline.utils.files import cache_folder
 from pipeline.utils.garbage import collect_as_usual, collect_rarely
 from pipeline.utils.process_tree import die_with
-from pipeline.utils.terminal import guard, hide_environment
+from pipeline.utils.terminal import guard, hide_environment, set_display
 
 if TYPE_CHECKING:
     import logging
@@ -58,21 +58,23 @@ that will never come."""
 def main(argv: list[str]) -> int:
     """Entry point of a launched rank: its exit code, STOPPED if it was asked to end and has saved
     what it had, 1 after a failure that has been recorded."""
-    run_dir, launcher = Path(argv[0]), int(argv[1])
-    die_with(launcher)
+    message = received(argv[0])
+    own, spec = Shared(**message["shared"]), RunSpec.load(message["spec"])
+    die_with(own.launcher)
+    join(own)
     default_signals()
     guard()
     hide_environment()
-    if STACKS in os.environ:
-        stacks = os.open(os.environ[STACKS], os.O_WRONLY | os.O_APPEND)
-        faulthandler.register(DUMP, stacks)
+    set_display(spec.display)
+    faulthandler.register(DUMP, own.stacks)
+    run_dir = Path(spec.run_dir)
     try:
         faulthandler.enable(open_log(run_dir, worker_rank()))
     except StageError as error:
         failures.record(run_dir, worker_rank(), "", error)
         return 1
     try:
-        run_rank(run_dir, accept=argv[2:])
+        run_rank(spec)
     except Interrupted:
         return STOPPED
     except BaseException:
@@ -80,30 +82,30 @@ def main(argv: list[str]) -> int:
     return FINISHED
 
 
-def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str] = ()) -> None:
-    """Run the folder's recipe on this rank. A failure is recorded in the folder, then raised.
+def run_rank(spec: RunSpec, store: Store | None = None) -> None:
+    """Do this rank's part of a run. A failure is recorded in the run's folder, then raised.
 
-    `store` is where the ranks have met, if they have; `accept` names changes that are intended.
+    `store` is where the ranks have met, if they have.
     """
-    rank = worker_rank()
+    rank, run_dir = worker_rank(), Path(spec.run_dir)
+    set_current(spec)
     keep_compiled()
     collect_rarely()
     with rank_log(run_dir, rank) as log, contextlib.ExitStack() as stack:
         stack.callback(collect_as_usual)
         current: list[Context] = []
         try:
-            recipe = load_recipe(run_dir / rundir.RECIPE)
-            plan = cut(make_plan(recipe, here=True, started=started()))
+            plan = spec.plan(started(), here=True)
             dist = stack.enter_context(process_group(plan, store))
             stack.enter_context(compilers_aside(log))
             ctx = context(plan, run_dir, dist, log)
-            ctx.accept = frozenset(accept)
+            ctx.accept = frozenset(spec.accept)
             ctx.on_exit = stack.callback
             current.append(ctx)
             journal = Journal(run_dir / rundir.JOURNAL)
             if dist.is_main:
                 stack.enter_context(warnings_in(journal, log))
-            for warning in plan.warnings:
+            for warning in spec.warnings:
                 log.warning("%s", warning)
             record = ActivityRecord(log, run_dir if dist.is_main else None)
             stack.enter_context(show_in(record))
@@ -173,11 +175,8 @@ def process_group(plan: Plan, store: Store | None) -> Iterator[DistContext]:
         torch.distributed.destroy_process_group()
 
 
-LOOK_SECONDS = 1.0
 STOP_SECONDS = 20.0
 """Seconds that a rank which was asked to stop waits for others: one that has died never comes."""
-SUSPENDED_SECONDS = 5.0
-"""Seconds without a look after which this process itself must have been suspended."""
 
 
 @contextlib.contextmanager
@@ -185,7 +184,7 @@ def watched(run_dir: Path, dist: DistContext, timeouts: Timeouts) -> Iterator[No
     """End this process with exit code 1 and its stacks in its log if the body gives no sign of life
     for longer than `timeouts` say, or was asked to stop and waits for ranks that do not come. Does
     nothing under `pipe`, which watches its ranks itself."""
-    if HEARTBEATS in os.environ:
+    if shared() is not None:
         yield
         return
     with in_thread(functools.partial(_watch, run_dir, dist, timeouts), "pipe-watch"):
@@ -193,18 +192,15 @@ def watched(run_dir: Path, dist: DistContext, timeouts: Timeouts) -> Iterator[No
 
 
 def _watch(run_dir: Path, dist: DistContext, timeouts: Timeouts, over: threading.Event) -> None:
-    beat, changed, looked, stopping = dist.heartbeat.read(), time.monotonic(), time.monotonic(), 0.0
+    watchdog, stopping = Watchdog([dist.heartbeat.read], [os.getpid()], timeouts), 0.0
     while not over.wait(LOOK_SECONDS):
-        now, newest = time.monotonic(), dist.heartbeat.read()
-        stopping = stopping + LOOK_SECONDS if newest.waits and dist.stop.asked else 0.0
+        stopping += LOOK_SECONDS
+        if not (dist.stop.asked and dist.heartbeat.read().waits):
+            stopping = 0.0
         if stopping > STOP_SECONDS:
             _end(run_dir, dist.rank, "was asked to stop, and the others do not come")
-        if newest != beat or newest.waits or now - looked > SUSPENDED_SECONDS:
-            changed = now
-        beat, looked = newest, now
-        seconds = now - changed
-        if seconds > getattr(timeouts, beat.phase.limit):
-            _end(run_dir, dist.rank, f"has given no sign of life for {seconds:.0f} s{beat.where()}")
+        for stall in watchdog.stalled():
+            _end(run_dir, dist.rank, stall.describe())
 
 
 def _end(run_dir: Path, rank: int, problem: str) -> None:

@@ -19,11 +19,12 @@ from pipeline.errors import RunFailed, UsageError, in_words
 from pipeline.execution import rundir
 from pipeline.execution.failures import ON_EVERY_NODE
 from pipeline.execution.rank_logging import say
+from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.exchange import BEAT_SECONDS, Link, OwnLink, Server
 from pipeline.launch.local import for_gpus, set_threads, supervise
 from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
 from pipeline.launch.ranks import LocalRanks
-from pipeline.launch.watch import landmarks
+from pipeline.launch.stalls import landmarks
 from pipeline.utils.process_tree import none_left
 from pipeline.view.screen import Screen
 
@@ -123,7 +124,8 @@ class Agent:
 
     def _run_round(self, link: Link, reply: Reply, place: Place) -> Report:
         """Run this node's ranks to their end."""
-        run_dir = Path(reply.folder)
+        spec = RunSpec.load(reply.spec)
+        run_dir = Path(spec.run_dir)
         try:
             self._require_folder(run_dir, link.beat.host)
         except UsageError as error:
@@ -136,7 +138,7 @@ class Agent:
         ranks = LocalRanks([common | _place(place, n, per_node) for n in range(per_node)])
         try:
             with none_left(self._screen.refresh), ranks:
-                ranks.start(run_dir, reply.accept, output=self._screen.output)
+                ranks.start(spec, output=self._screen.output)
 
                 def obey(interrupted: Interrupted | None) -> None:
                     self._screen.refresh()

@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 from pipeline.errors import RunFailed
 from pipeline.execution.failures import ON_EVERY_NODE
 from pipeline.launch.messages import Beat, Over, Place, Reply, Report
-from pipeline.launch.restarts import Attempts
-from pipeline.recipe.launch import Restarts, Timeouts
+from pipeline.recipe.launch import Attempts, Restarts, Timeouts
 
 LOST_SECONDS = Timeouts().node
 """Seconds without a beat after which a node counts as lost, unless the recipe has others."""
@@ -65,8 +64,7 @@ class Coordinator:
     run: str = ""
     """Name of the run, and of the scheduler's job if there is one: two may have come by one
     port."""
-    folder: str = ""
-    accept: tuple[str, ...] = ()
+    spec: str = ""
     own: str = field(default="", init=False)
     """The agent in this process, which cannot be lost: who would notice is gone with it."""
     over: Over | None = field(default=None, init=False)
@@ -102,8 +100,7 @@ class Coordinator:
             self._told.add(beat.agent)
         return Reply(
             round=self.round,
-            folder=self.folder,
-            accept=self.accept,
+            spec=self.spec if beat.round != self.round else "",
             place=self._place(beat.agent),
             stop=bool(self._stop) and beat.agent in self._members,
             over=self.over,

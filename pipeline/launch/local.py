@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from pipeline.chain.plan import Plan
-from pipeline.distributed.environment import FINISHED, STOPPED, STORE, place
+from pipeline.distributed.environment import FINISHED, STOPPED, rank_environment
 from pipeline.distributed.heartbeat import Phase
 from pipeline.distributed.signals import ENDING, Interrupted, at_second_interrupt
+from pipeline.distributed.watchdog import Watchdog
 from pipeline.errors import RunFailed, in_words
 from pipeline.execution import failures, rundir
 from pipeline.execution.failures import Exit
 from pipeline.execution.journal import Journal
 from pipeline.execution.metrics import saved_step
+from pipeline.execution.run_spec import RunSpec
 from pipeline.hardware.host import cores_each
 from pipeline.launch.ranks import LocalRanks
-from pipeline.launch.restarts import Attempts
-from pipeline.launch.watch import Watch, landmarks, recorder_environment, report_stall
-from pipeline.recipe.launch import Launch
+from pipeline.launch.stalls import landmarks, recorder_environment, report_stall
+from pipeline.recipe.launch import Attempts, Launch
 from pipeline.utils.files import anonymous_file
 from pipeline.utils.garbage import collect_as_usual
 from pipeline.utils.process_tree import none_left
@@ -49,21 +51,24 @@ POLL_SECONDS = 0.05
 Check = Callable[[Interrupted | None], None]
 
 
-def launch(plan: Plan, run_dir: Path, accept: Sequence[str], screen: Screen) -> None:
+def launch(plan: Plan, spec: RunSpec, screen: Screen) -> None:
     """Run every rank to its end, started again after failures as `launch.restarts` says.
 
-    `accept` names changes that are intended. Raises RunFailed with the first failing rank's error,
-    and Interrupted once a signal has stopped the ranks. No rank outlives this call.
+    Raises RunFailed with the first failing rank's error, and Interrupted once a signal has stopped
+    the ranks. No rank outlives this call.
     """
+    run_dir = Path(spec.run_dir)
     settings, attempts = plan.recipe.launch, Attempts(plan.recipe.launch.restarts)
     set_threads(settings, plan.per_node)
     while True:
         common = for_gpus(run_dir) if plan.view.device == "cuda" else {}
-        ranks = LocalRanks([common | place(n, plan.per_node) for n in range(plan.per_node)])
+        ranks = LocalRanks(
+            [common | rank_environment(n, plan.per_node) for n in range(plan.per_node)]
+        )
         try:
             with none_left(screen.refresh), ranks:
                 try:
-                    run_ranks(ranks, settings, run_dir, accept, screen)
+                    run_ranks(ranks, settings, spec, screen)
                     return
                 finally:
                     done = landmarks(ranks.heartbeats, len(ranks.places))
@@ -100,22 +105,18 @@ def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float)
     journal.write("run started", procs=plan.view.procs, device=plan.view.device, restart=number)
 
 
-def run_ranks(
-    ranks: LocalRanks, settings: Launch, run_dir: Path, accept: Sequence[str], screen: Screen
-) -> None:
+def run_ranks(ranks: LocalRanks, settings: Launch, spec: RunSpec, screen: Screen) -> None:
     """Run the ranks to their end. They meet in a file in memory, which nobody else can open and
     which ends with them."""
     store = anonymous_file("store")
-    for own in ranks.places:
-        own[STORE] = f"/proc/self/fd/{store}"
     try:
-        ranks.start(run_dir, accept, [store], screen.output)
+        ranks.start(spec, store, screen.output)
     except OSError as error:
         reason = in_words(error)
         raise RunFailed(f"the processes could not be started: {reason}") from error
     finally:
         os.close(store)
-    supervise(ranks, settings, run_dir, lambda interrupted: screen.refresh())
+    supervise(ranks, settings, Path(spec.run_dir), lambda interrupted: screen.refresh())
 
 
 def supervise(ranks: LocalRanks, settings: Launch, run_dir: Path, check: Check) -> None:
@@ -125,7 +126,8 @@ def supervise(ranks: LocalRanks, settings: Launch, run_dir: Path, check: Check) 
     them."""
     collect_as_usual()  # this may take weeks
     pids = [process.pid for process in ranks.processes]
-    watch = Watch(ranks.heartbeats, pids, settings.timeouts)
+    beats = [functools.partial(ranks.heartbeats.read, number) for number in range(len(pids))]
+    watch = Watchdog(beats, pids, settings.timeouts)
     try:
         while not ranks.finished():
             ends = [end for end in ranks.ends() if end.code != FINISHED]
@@ -160,11 +162,11 @@ def _announce(interrupted: Interrupted, ranks: LocalRanks, run_dir: Path) -> Non
         click.echo(f"{interrupted.cause}: saving after this step, then stopping{how}", err=True)
 
 
-def _raise_failure(ranks: LocalRanks, ends: list[Exit], watch: Watch, run_dir: Path) -> None:
+def _raise_failure(ranks: LocalRanks, ends: list[Exit], watch: Watchdog, run_dir: Path) -> None:
     slot = Journal(run_dir / rundir.JOURNAL).running() if ends else None
     if ends:
         ends = [*ends, *ranks.stop()]
-        raise failures.first(run_dir, ends, slot, oom=ranks.oom())
+        raise failures.first(run_dir, ends, slot, oom=ranks.oom(), unwritten=ranks.unwritten())
     stalls = watch.stalled()
     if stalls:
         slot = Journal(run_dir / rundir.JOURNAL).running()
@@ -177,7 +179,7 @@ def _was_asked(end: Exit) -> bool:
 
 
 def _wind_down(
-    ranks: LocalRanks, watch: Watch, run_dir: Path, interrupted: Interrupted, check: Check
+    ranks: LocalRanks, watch: Watchdog, run_dir: Path, interrupted: Interrupted, check: Check
 ) -> None:
     """Have all ranks save and end. Raises `interrupted` if they have, RunFailed if one fails."""
     ranks.send(interrupted.number)

@@ -83,10 +83,8 @@ class Reply:
 
     round: int
     """The round that runs, or ended last."""
-    folder: str = ""
-    """The run's folder."""
-    accept: tuple[str, ...] = ()
-    """Changes that are intended (`pipe resume --accept`)."""
+    spec: str = ""
+    """The run (`RunSpec.dump`), for a node that is not in the round yet."""
     place: Place | None = None
     """The node's place in the round; None if it has none, so that its ranks must not run."""
     stop: bool = False

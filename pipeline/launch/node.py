@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.chain.plan import Plan, Started
+from pipeline.chain.plan import Plan
 from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, RunStopped, UsageError
 from pipeline.execution import rundir
+from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.agent import Agent, run_name
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Server
@@ -20,6 +21,7 @@ from pipeline.launch.local import restarted
 from pipeline.launch.messages import MOST_TEXT, Over
 from pipeline.launch.recorded import is_done, opened
 from pipeline.launch.wire import token
+from pipeline.recipe.launch import Started
 from pipeline.view.screen import Screen
 
 if TYPE_CHECKING:
@@ -55,8 +57,7 @@ def start_node(job: Job, found: NodePlacement) -> None:
             rendezvous_seconds=launch.timeouts.rendezvous,
             lost_seconds=launch.timeouts.node,
             run=run_name(plan, found),
-            folder=str(folder),
-            accept=tuple(job.accept),
+            spec=RunSpec.of(plan, folder, job.accept).dump(),
         )
         with _served(coordinator, found) as server:
             if is_done(plan, folder):

@@ -8,14 +8,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict
 
-from pipeline.distributed.environment import FINISHED, STACKS
-from pipeline.distributed.heartbeat import HEARTBEATS, Heartbeats
-from pipeline.execution.failures import SPARE, Exit
+from pipeline.distributed.environment import FINISHED, Shared
+from pipeline.distributed.heartbeat import Heartbeats
+from pipeline.execution.failures import Exit
+from pipeline.execution.run_spec import RunSpec
 from pipeline.hardware.host import oom_kills
+from pipeline.utils.child import start_child
 from pipeline.utils.files import anonymous_file, read_all
-from pipeline.utils.process_tree import kill_sessions, own_module
+from pipeline.utils.process_tree import kill_sessions
 
 SHUTDOWN_SECONDS = 10
 """Seconds that ranks get to end when one has failed, before they are killed."""
@@ -34,39 +36,35 @@ class LocalRanks:
         self.heartbeats = Heartbeats(len(places))
         self.processes: list[subprocess.Popen[bytes]] = []
         self._stacks = [anonymous_file("stacks") for _ in places]
-        self._spare = anonymous_file("failures")
+        self._failures = anonymous_file("failures")
         self._oom_kills = oom_kills()
 
     def __enter__(self) -> LocalRanks:
-        os.environ[SPARE] = f"/proc/self/fd/{self._spare}"
         return self
 
     def __exit__(self, *error: object) -> None:
         kill_sessions(self.processes)
-        del os.environ[SPARE]
         self.heartbeats.close()
-        for descriptor in (self._spare, *self._stacks):
+        for descriptor in (self._failures, *self._stacks):
             os.close(descriptor)
 
-    def start(
-        self,
-        run_dir: Path,
-        accept: Sequence[str],
-        descriptors: Sequence[int] = (),
-        output: int | None = None,
-    ) -> None:
-        """Start all; they inherit `descriptors`. Prints of rank 0 go to `output`, if given.
-        Raises OSError."""
-        command = own_module("pipeline.execution.worker", str(run_dir), str(os.getpid()), *accept)
-        shared = [*descriptors, self._spare, self.heartbeats.descriptor]
+    def start(self, spec: RunSpec, store: int | None = None, output: int | None = None) -> None:
+        """Start all ranks of the run. They meet in the file `store`, if
+        given; prints of rank 0 go to `output`, if given. Raises OSError."""
         for place, stacks in zip(self.places, self._stacks, strict=True):
-            own = {
-                HEARTBEATS: f"/proc/self/fd/{self.heartbeats.descriptor}",
-                STACKS: f"/proc/self/fd/{stacks}",
-            }
+            shared = Shared(
+                launcher=os.getpid(),
+                heartbeats=self.heartbeats.descriptor,
+                failures=self._failures,
+                stacks=stacks,
+                store=store,
+            )
+            files = shared.heartbeats, shared.failures, shared.stacks, shared.store
             prints = output if int(place["RANK"]) == 0 else None
-            process = subprocess.Popen(
-                command, env=os.environ | own | place, pass_fds=[*shared, stacks],
+            process = start_child(
+                "pipeline.execution.worker", {"spec": spec.dump(), "shared": asdict(shared)},
+                spec.run_dir,
+                pass_fds=[file for file in files if file is not None], env=os.environ | place,
                 stdin=subprocess.DEVNULL, stdout=prints, stderr=prints, start_new_session=True,
             )  # fmt: skip
             self.processes.append(process)
@@ -107,6 +105,10 @@ class LocalRanks:
     def oom(self) -> bool:
         """Whether the system has killed a process here for lack of memory since the start."""
         return oom_kills() > self._oom_kills
+
+    def unwritten(self) -> list[bytes]:
+        """Reports of failures that the run's disk did not take."""
+        return read_all(self._failures).splitlines()
 
     def stacks(self, number: int) -> str:
         """Return what a rank has written of its threads' stacks so far."""

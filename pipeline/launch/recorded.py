@@ -7,9 +7,10 @@ lists and reports say of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -18,7 +19,7 @@ from pipeline.chain.plan import Plan
 from pipeline.chain.trainings import training_of
 from pipeline.contracts.stage import ENGINE_FILE, ENVIRONMENT_FILE, engine_file
 from pipeline.contracts.training import TrainedRun
-from pipeline.distributed.signals import Interrupted, LastWords
+from pipeline.distributed.signals import Interrupted, StopRequest
 from pipeline.errors import (
     JournalDamaged,
     PipeError,
@@ -40,9 +41,6 @@ from pipeline.utils.terminal import shown
 from pipeline.utils.text import align, duration, shown_path
 from pipeline.view.ending import next_lines, outcome
 from pipeline.view.history import PLAN_FILE, RunState
-
-REPORT_SECONDS = 5.0
-"""Seconds that the report of a stopped run may take: who has stopped it waits for the exit code."""
 
 
 def is_done(plan: Plan, folder: Path) -> bool:
@@ -122,34 +120,45 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
         rundir.require_kept(folder)
     except BaseException as error:
         rundir.require_kept(folder)
-        stopped = isinstance(error, Interrupted)
-        with LastWords(REPORT_SECONDS if stopped else None) as words:
-            _journal_end(journal, folder, error, before)
-            report(folder, words)
-        if stopped:
+        signalled = record_end(functools.partial(_journal_end, journal, folder, error, before))
+        if isinstance(error, Interrupted):  # who has stopped it waits for the exit code
             one_node = plan.view.procs == plan.per_node
             how = failures.continuation(folder) if one_node else failures.ON_EVERY_NODE
             raise RunStopped(f"stopped by {error}\n{how}") from None
+        report(folder, signalled)
         raise
     early = ends_early(plan)
-    with LastWords(None) as words:
-        if early is None:
-            journal.write("run finished")
-        else:
-            journal.write("run stopped", problem=f"after slot `{early}`, as asked")
-        report(folder, words)
+    if early is None:
+        signalled = record_end(lambda: journal.write("run finished"))
+    else:
+        problem = f"after slot `{early}`, as asked"
+        signalled = record_end(lambda: journal.write("run stopped", problem=problem))
+    report(folder, signalled)
     how = "finished" if early is None else f"stopped after {early}, as asked,"
     say(f"{how} in {duration(time.monotonic() - began)}")
     _show_results(plan, folder)
 
 
-def report(folder: Path, words: LastWords) -> None:
-    """Write the report of a run whose end is recorded; whatever goes wrong here changes nothing."""
+def record_end(record: Callable[[], object]) -> Interrupted | None:
+    """Record an end that no signal prevents any more. Returns the signal that came meanwhile; a
+    second Ctrl-C ends the process at once."""
     try:
-        with words.unawaited():
-            from pipeline.view.report.run_report import write_report
+        with StopRequest().deferred():
+            record()
+    except Interrupted as interrupted:
+        return interrupted
+    return None
 
-            write_report(folder, ended=True)
+
+def report(folder: Path, interrupted: Interrupted | None) -> None:
+    """Write the report of a run whose end is recorded, unless the process is asked to end; whatever
+    goes wrong here changes nothing."""
+    try:
+        if interrupted is not None:
+            raise interrupted
+        from pipeline.view.report.run_report import write_report
+
+        write_report(folder, ended=True)
     except (Exception, Interrupted) as error:
         why = str(error) if isinstance(error, Interrupted) else in_words(error)
         how = f"pipe report {shlex.quote(str(folder))}"

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.chain.names import resolved
-from pipeline.chain.plan import Plan, Started
+from pipeline.chain.plan import Plan
 from pipeline.distributed.environment import STOPPED, is_worker, started, worker_rank
 from pipeline.distributed.launchers import placement
 from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlacement, combined
@@ -22,8 +23,10 @@ from pipeline.distributed.signals import Interrupted, default_signals, stoppable
 from pipeline.errors import CommandStopped, JournalDamaged, RunStopped
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
-from pipeline.execution.selection import Selection, cut
+from pipeline.execution.run_spec import RunSpec
+from pipeline.execution.selection import Selection
 from pipeline.launch.recorded import did_nothing, is_done, opened, say_undone
+from pipeline.recipe.launch import Started
 from pipeline.utils.terminal import hide_environment, typed
 from pipeline.view.screen import Display
 
@@ -43,7 +46,7 @@ class Job:
     folder: Callable[[Plan], Path]
     """Makes or finds the run's folder; called once in the whole run."""
     display: Display
-    accept: Sequence[str] = ()
+    accept: tuple[str, ...] = ()
     """Changes that are intended."""
     selection: Selection = field(default_factory=Selection)
     beside: Beside = lambda plan, folder: nullcontext()
@@ -62,11 +65,11 @@ class Job:
         """Return the part of the plan that this start does, in a folder whose lock is held."""
         typed(str(folder))
         self.selection.set_aside(plan, Journal(folder / rundir.JOURNAL))
-        return cut(plan)
+        return self.selection.of(plan)
 
 
-FOLDER_KEY = "pipe/folder"
-"""Key under which rank 0 publishes the run's folder; an empty text when there is nothing to do."""
+SPEC_KEY = "pipe/spec"
+"""Key under which rank 0 publishes the run's spec; an empty text when there is nothing to do."""
 
 
 def start(job: Job, options: NodeOptions | None = None) -> None:
@@ -77,28 +80,29 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
     environment or the options contradict themselves.
     """
     hide_environment()
-    job.selection.announce()
     found = combined(options or NodeOptions(), placement(os.environ))
     if found is None:
         require_task(os.environ)
+    meet = _meet
     if isinstance(found, RankPlacement):
         os.environ |= found.environment()
+        meet = functools.partial(_meet, found.job)
     if worker_rank() > 0:
         # it learns from rank 0 where the run is, and need not see the recipe
         from pipeline.distributed.process_group import receive
 
         default_signals()
-        store = _meet()
-        folder = receive(store, FOLDER_KEY)
-        store.add(f"{FOLDER_KEY}/received", 1)
-        if folder:
-            _run_as_rank(Path(folder), store, job.accept)
+        store = meet()
+        text = receive(store, SPEC_KEY)
+        store.add(f"{SPEC_KEY}/received", 1)
+        if text:
+            _run_as_rank(RunSpec.load(text), store)
         return
     # torchrun waits 30 s for a rank that it stops; a rank can be in a collective that never ends.
     try:
         with stoppable(force_after=3.0 if is_worker() else None):
             if is_worker():
-                _lead(job)
+                _run_as_rank0(job, meet)
             elif isinstance(found, NodePlacement) and found.max_nodes > 1:
                 from pipeline.launch.node import start_node
 
@@ -127,51 +131,53 @@ def _start_here(job: Job, procs: int | None) -> None:
             job.beside(plan, folder),
             job.display.shown(plan, folder) as screen,
         ):
-            launch(plan, folder, job.accept, screen)
+            launch(plan, RunSpec.of(plan, folder, job.accept), screen)
 
 
-def _lead(job: Job) -> None:
+def _run_as_rank0(job: Job, meet: Callable[[], Store]) -> None:
     """Rank 0 under another launcher: it prepares the run, prints, and holds the lock."""
     plan = job.planned(started())
     folder = job.folder(plan)
     with rundir.locked(folder):
         plan = job.prepared(plan, folder)
-        store = _meet()
+        store = meet()
         if is_done(plan, folder):
             _publish(store, "")
             return
         with opened(plan, folder):
-            _publish(store, str(folder))
-            _run_as_rank(folder, store, job.accept)
+            spec = RunSpec.of(plan, folder, job.accept)
+            _publish(store, spec.dump())
+            _run_as_rank(spec, store)
 
 
-def _meet() -> Store:
+def _meet(job: str = "") -> Store:
     from pipeline.distributed.process_group import environment_store
     from pipeline.utils.process_tree import die_with
 
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own death must not leave this rank behind
         die_with(os.getppid())
-    store = environment_store()
+    store = environment_store(job=job)
     assert store is not None
     return store
 
 
-def _publish(store: Store, folder: str) -> None:
-    """Give the folder to all ranks; return when they have it, as the store may end with this
+def _publish(store: Store, spec: str) -> None:
+    """Give the spec to all ranks; return when they have it, as the store may end with this
     process."""
-    store.set(FOLDER_KEY, folder)
+    store.set(SPEC_KEY, spec)
     others = int(os.environ["WORLD_SIZE"]) - 1
-    while store.add(f"{FOLDER_KEY}/received", 0) < others:
+    while store.add(f"{SPEC_KEY}/received", 0) < others:
         time.sleep(0.05)
 
 
-def _run_as_rank(folder: Path, store: Store, accept: Sequence[str]) -> None:
+def _run_as_rank(spec: RunSpec, store: Store) -> None:
     """Run as a rank. The rank that failed first reports the failure; the others leave with exit
     code 1."""
     from pipeline.execution.worker import run_rank
 
+    folder = Path(spec.run_dir)
     try:
-        run_rank(folder, store, accept=accept)
+        run_rank(spec, store)
     except Interrupted:
         if worker_rank() == 0:  # which records and reports it
             raise

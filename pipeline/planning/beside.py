@@ -1,5 +1,5 @@
-"""The plan of a run that is starting, made beside it:
-`python -m pipeline.planning.beside RUN_DIR PROCESSES PROCESSES_PER_NODE`.
+"""The plan of a run that is starting, made in a process next to it, which gets its spec and numbers
+of processes as a message (`pipeline.utils.child`).
 
 The run's display and report compare what is measured with it.
 """
@@ -15,17 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.chain.plan import Plan, Started, make_plan
+from pipeline.chain.plan import Plan
 from pipeline.errors import PipeError
-from pipeline.execution import rundir
+from pipeline.execution.run_spec import RunSpec
 from pipeline.hardware.gpus import GIB, find_accelerator
 from pipeline.hardware.telemetry import Telemetry
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import MemoryPlan, estimate_plan
 from pipeline.planning.report import lines
-from pipeline.recipe import load_recipe
+from pipeline.recipe.launch import Started
+from pipeline.utils.child import received, start_child
 from pipeline.utils.files import replace_text
-from pipeline.utils.process_tree import own_module
 from pipeline.view.history import PLAN_FILE
 
 KINDNESS = 19
@@ -38,10 +38,14 @@ def planned_beside(plan: Plan, folder: Path) -> Iterator[None]:
     memory, whatever the reason, the run is shown without it."""
     process = None
     with contextlib.suppress(OSError):
-        process = subprocess.Popen(
-            own_module(
-                "pipeline.planning.beside", str(folder), str(plan.view.procs), str(plan.per_node)
-            ),
+        process = start_child(
+            "pipeline.planning.beside",
+            {
+                "spec": RunSpec.of(plan, folder).dump(),
+                "procs": plan.view.procs,
+                "per_node": plan.per_node,
+            },
+            str(folder),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -82,19 +86,19 @@ def record(found: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def main(folder: Path, procs: int, per_node: int) -> int:
-    """Write the plan of the run in `folder`, on so many processes, into it. Returns the exit
-    code."""
+def main(spec: RunSpec, procs: int, per_node: int) -> int:
+    """Write the plan of a run on so many processes into its folder. Returns the exit code."""
     os.nice(KINDNESS)
     started = Started(procs=procs, per_node=per_node, nodes=procs // per_node)
     try:
-        found = estimated(make_plan(load_recipe(folder / rundir.RECIPE), started=started))
+        found = estimated(spec.plan(started))
     except PipeError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    replace_text(folder / PLAN_FILE, json.dumps(record(found), indent=1) + "\n")
+    replace_text(Path(spec.run_dir) / PLAN_FILE, json.dumps(record(found), indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))
+    given = received(sys.argv[1])
+    sys.exit(main(RunSpec.load(given["spec"]), given["procs"], given["per_node"]))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.chain.plan import Plan, Started
+from pipeline.chain.plan import Plan
 from pipeline.chain.registry import Registry
 from pipeline.chain.trainings import training_slots
 from pipeline.contracts.precision import Precision
@@ -25,6 +25,7 @@ from pipeline.planning.planner import Job, Planners, no_planner
 from pipeline.planning.profile import profile_of
 from pipeline.planning.shapes import ModelShape, Topology
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
+from pipeline.recipe.launch import Started
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from annotated_types import Unit
 from pydantic import Field
 
+from pipeline.errors import RunFailed
+
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600), Unit("s")]
 
 
@@ -46,6 +48,26 @@ class Restarts:
     def delay(self, number: int) -> float:
         """Seconds before restart `number` in a row, counted from 1."""
         return float(min(self.backoff * 2.0 ** min(number - 1, 60), self.max_backoff))
+
+
+class Attempts:
+    """Counts the starts of a run without progress."""
+
+    def __init__(self, settings: Restarts) -> None:
+        self._settings = settings
+        self.number = 0
+        """Restarts in a row without progress."""
+
+    def wait_after(self, error: RunFailed, *, progressed: bool) -> float | None:
+        """Seconds to wait before the next start; None to give up. `progressed` says whether the
+        failed start has brought anything to an end that the next need not repeat."""
+        wanted = error.restart == "always" or (error.restart == "after progress" and progressed)
+        if progressed:
+            self.number = 0
+        if not wanted or self.number >= self._settings.limit:
+            return None
+        self.number += 1
+        return self._settings.delay(self.number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,3 +127,15 @@ class Launch:
     def fewest_nodes(self) -> int | None:
         """Nodes without which the run does not go on; None if the recipe does not say."""
         return self.nodes.min if isinstance(self.nodes, Nodes) else self.nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """Processes that a launcher has started, or is about to start, as far as that is known."""
+
+    procs: int | None = None
+    """Over all nodes."""
+    per_node: int | None = None
+    """On each node."""
+    nodes: int | None = None
+    """Nodes; the most of an elastic run."""

@@ -18,7 +18,7 @@ from pipeline.recipe.includes import Sources
 from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.launch import Launch
 from pipeline.recipe.merge import Common, drop_removed, lost, without_former
-from pipeline.recipe.nodes import RESERVED, KeyPath, Node, SourceMap, places_of, plain
+from pipeline.recipe.nodes import RESERVED, KeyPath, Node, SourceMap, node_of, places_of, plain
 from pipeline.recipe.overrides import apply, put
 from pipeline.recipe.unknown import MissingKey, NoSlot, UnknownKey
 from pipeline.utils.text import closest, did_you_mean
@@ -129,6 +129,21 @@ def read_recipe(
     )
     known = [*sources.problems, *wrong_overrides, *unknown, *unresolved]
     return recipe, known + unless_reported(wrong_header + wrong_slots, known)
+
+
+def recipe_of(values: Mapping[str, Any], place: Location) -> Recipe:
+    """The recipe of merged values, as `Recipe.public` has them; all are said to stand at `place`.
+    Raises RecipeError, as where an environment variable is not set."""
+    tree = node_of(values, place)
+    data, problems = resolve(tree)
+    places = places_of(tree)
+    header, wrong = build(
+        Header, {key: data[key] for key in HEADER_KEYS if key in data}, places=places, path=()
+    )
+    stages, wrong_slots = _slots(data.get("stages"), places)
+    if header is None or problems or wrong or wrong_slots:
+        raise RecipeError([*problems, *wrong, *wrong_slots])
+    return Recipe(**vars(header), stages=stages, places=places, source_files=(), tree=tree)
 
 
 def with_values(recipe: Recipe, values: Mapping[KeyPath, tuple[Any, Location]]) -> Recipe:

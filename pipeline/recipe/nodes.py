@@ -100,6 +100,15 @@ class Node:
         return self.value if isinstance(self.value, dict) else {}
 
 
+def node_of(value: Any, at: Location) -> Node:
+    """The reverse of `plain`, with all of it at one place."""
+    if isinstance(value, Mapping):
+        return Node(value={key: node_of(child, at) for key, child in value.items()}, at=at)
+    if isinstance(value, list):
+        return Node(value=[node_of(child, at) for child in value], at=at)
+    return Node(value=value, at=at)
+
+
 def plain(node: Node) -> Any:
     """The bare value: dict, list or scalar."""
     if isinstance(node.value, dict):

@@ -1,4 +1,4 @@
-"""The process that feeds one tracker: `python -m pipeline.track.process RUN_DIR SLOT SECONDS`.
+"""The process that feeds one tracker, started with a message (`pipeline.utils.child`).
 
 A word on standard input says how the run has ended; so does its end, when rank 0 has died. From
 then on the process has that many seconds. Whatever it prints is shown as warnings.
@@ -15,13 +15,12 @@ import sys
 import threading
 from pathlib import Path
 
-from pipeline.chain.plan import make_plan
+from pipeline.distributed.environment import started
 from pipeline.distributed.signals import ignore_signals
-from pipeline.execution import rundir
-from pipeline.recipe import load_recipe
+from pipeline.execution.run_spec import RunSpec
 from pipeline.track.contract import Outcome
 from pipeline.track.feeder import Feeder, facts_of, failure, feeders
-from pipeline.utils.process_tree import GRACE
+from pipeline.utils.child import received
 from pipeline.utils.terminal import guard, hide_environment
 
 LOOK_SECONDS = 1.0
@@ -31,18 +30,17 @@ OUTCOMES: dict[bytes, Outcome] = {b"finished": "finished", b"stopped": "stopped"
 Ending = queue.SimpleQueue[Outcome]
 
 
-def main(folder: Path, slot: str, seconds: float) -> int:
+def main(spec: RunSpec, slot: str, seconds: float) -> int:
     """Feed the tracker of a slot to the end of the run. Returns the exit code."""
     ignore_signals()  # the run's end is what ends it
-    os.environ.pop(GRACE, None)  # processes of the tracker's own end with this one
     # libraries print what nobody asked for, and what they start would keep it open
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     guard()
     hide_environment()
-    ending = listen(seconds)
+    ending, folder = listen(seconds), Path(spec.run_dir)
     try:
-        plan = make_plan(load_recipe(folder / rundir.RECIPE), ran=True)
+        plan = spec.plan(started())
         feeder = feeders(folder, plan)[slot]
         with feeder.alone():
             feeder.open(facts_of(folder, plan.recipe))
@@ -83,4 +81,5 @@ def follow(feeder: Feeder, ending: Ending) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])))
+    given = received(sys.argv[1])
+    sys.exit(main(RunSpec.load(given["spec"]), given["slot"], given["seconds"]))

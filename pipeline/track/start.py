@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import signal
 import subprocess
@@ -15,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.contracts.stage import Context
-from pipeline.distributed.signals import Interrupted, held_back
+from pipeline.distributed.signals import Interrupted, signals_blocked
 from pipeline.errors import in_words
 from pipeline.execution import failures
+from pipeline.execution.run_spec import current
 from pipeline.track.contract import Outcome
-from pipeline.utils.process_tree import GRACE, kill_sessions, own_module
+from pipeline.utils.child import start_child
+from pipeline.utils.process_tree import GRACE, kill_sessions
 
 FAILED_SECONDS = 1.0
 """Seconds that a failed rank 0 listens for a feeder's last words. The feeder's own time is left to
@@ -41,15 +42,17 @@ def start_feeder(ctx: Context, timeout: float, unsent: Unsent) -> None:
     `timeout` seconds then. A failure to start it is a warning."""
     if not ctx.dist.is_main:
         return
-    command = own_module("pipeline.track.process", str(ctx.run_dir), ctx.slot, str(timeout))
+    message = {"spec": current().dump(), "slot": ctx.slot, "seconds": timeout}
     try:
-        with held_back():  # it ignores ending signals, but not before Python has started
-            process = subprocess.Popen(
-                command,
+        with signals_blocked():  # it ignores ending signals, but not before Python has started
+            process = start_child(
+                "pipeline.track.process",
+                message,
+                str(ctx.run_dir),
+                f"{GRACE}{timeout + SLACK_SECONDS}",
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=os.environ | {GRACE: str(timeout + SLACK_SECONDS)},
                 start_new_session=True,  # launchers kill a failed rank's group
             )
     except OSError as error:

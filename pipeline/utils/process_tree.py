@@ -15,9 +15,9 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 REAP_SECONDS = 5.0
-GRACE = "PIPE_GRACE_SECONDS"
-"""Variable of a process that ends by itself: seconds by which it may outlive the one that started
-it."""
+GRACE = "--outlives="
+"""Last argument of a process that ends by itself, with the seconds by which it may outlive the one
+that started it."""
 
 
 def own_module(module: str, *arguments: str) -> list[str]:
@@ -85,9 +85,8 @@ def kill_sessions(leaders: Iterable[subprocess.Popen[bytes]]) -> None:
 def _grace(process: int) -> float:
     """Seconds that the process was given when it was started; 0 for one that has ended."""
     with contextlib.suppress(OSError, ValueError):
-        entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-        given = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
-        return float(given.get(GRACE.encode(), 0))
+        *_, last, _ = Path(f"/proc/{process}/cmdline").read_text().split("\0")
+        return float(last.removeprefix(GRACE)) if last.startswith(GRACE) else 0.0
     return 0.0
 
 

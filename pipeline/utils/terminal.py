@@ -18,9 +18,6 @@ from urllib.parse import quote
 
 from pipeline.utils.foreign import parse_json
 
-SCREEN = "PIPE_SCREEN"
-"""Environment variable: what shows the run (`live`, `lines`, `quiet` or `json`), followed by
-`verbose` if debug messages are wanted too."""
 UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tabs and line breaks
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # writing direction
@@ -111,9 +108,24 @@ def is_harmless(name: str) -> bool:
     return _IS_HARMLESS.fullmatch(name) is not None and not says_secret(name)
 
 
+_display = ""
+
+
+def set_display(words: str) -> None:
+    """Say what shows the run of this process: `live`, `lines`, `quiet` or `json`, followed by
+    `verbose` if debug messages are wanted too."""
+    global _display
+    _display = words
+
+
+def display() -> str:
+    """What `set_display` was given last."""
+    return _display
+
+
 def quiet() -> bool:
     """Whether only warnings and errors are wanted."""
-    return "quiet" in os.environ.get(SCREEN, "")
+    return "quiet" in _display
 
 
 _hidden: dict[str, str] = {}

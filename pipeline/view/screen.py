@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TextIO
 from pipeline.contracts.engine import Engine
 from pipeline.distributed.environment import is_worker
 from pipeline.errors import in_words
-from pipeline.utils.terminal import SCREEN, shown
+from pipeline.utils.terminal import set_display, shown
 from pipeline.utils.text import plural
 from pipeline.view.follow import Follower
 
@@ -131,7 +131,7 @@ class Display:
         if it is one. With `json`, all that this process and its ranks print goes to standard error
         from now on, and events to what was standard output."""
         self._choice = _choice(quiet=quiet, json=json)
-        os.environ[SCREEN] = f"{self._choice} verbose" if verbose else self._choice
+        set_display(f"{self._choice} verbose" if verbose else self._choice)
         self._events = _set_aside_stdout() if json else None
         self._screen = Screen()
 

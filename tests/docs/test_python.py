@@ -28,7 +28,6 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         patched.setenv("MPLBACKEND", "agg")
-        patched.setenv("PIPE_SCREEN", "")
         if not FULL:
             pipes = {"PIPE": subprocess.PIPE, "DEVNULL": subprocess.DEVNULL}
             patched.setattr("pipeline.api.subprocess", SimpleNamespace(Popen=ForkedPopen, **pipes))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.distributed.environment import STORE, place
-from pipeline.utils.files import anonymous_file
+from pipeline.distributed.environment import rank_environment
 from tests.support.pipe import Pipe
+from tests.support.ports import free_port
 from tests.support.processes import forking
 from tests.support.recorded import Recorded, record
 
@@ -89,6 +89,7 @@ def _child(plugin: str, arguments: tuple[str, ...], kill_at: str) -> None:
     from pipeline.cli import main
 
     sys.path.insert(0, plugin)
-    store = f"/proc/self/fd/{anonymous_file('store')}"
-    os.environ |= {**place(0, 1), STORE: store, "KILL_AT": kill_at, "OMP_NUM_THREADS": "1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ |= rank_environment(0, 1) | meeting
+    os.environ |= {"KILL_AT": kill_at, "OMP_NUM_THREADS": "1"}
     main(arguments)

@@ -47,31 +47,15 @@ def recorded(pipe: Pipe, end: str = "run stopped") -> bool:
     return (pipe.run_dir / "journal.jsonl").exists() and pipe.events()[-1]["event"] == end
 
 
-def test_the_report_of_a_stopped_run_has_a_limit(
-    pipe: Pipe, waiting: subprocess.Popen[str]
-) -> None:
+def test_a_stopped_run_writes_no_report(pipe: Pipe, waiting: subprocess.Popen[str]) -> None:
+    """Its exit code keeps no scheduler waiting."""
     waiting.send_signal(signal.SIGTERM)
-    pipe.wait_for(lambda: recorded(pipe))
     result = pipe.end(waiting, limit=60)
     assert result.code == 75, result
-    assert "report.html could not be written: it took longer than 5 s (later: pipe report " in (
-        result.stderr
-    )
+    assert recorded(pipe)
     assert "stopped by SIGTERM\n  continue with: pipe resume" in result.stderr
+    assert "report" not in result.stderr
     assert not list(pipe.run_dir.glob("report.html*"))
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_who_asks_twice_waits_for_no_report(
-    pipe: Pipe, waiting: subprocess.Popen[str], number: int
-) -> None:
-    waiting.send_signal(signal.SIGTERM)
-    pipe.wait_for(lambda: recorded(pipe))
-    waiting.send_signal(number)
-    result = pipe.end(waiting, limit=60)
-    assert result.code == 75, result
-    assert "stopped by SIGTERM\n" in result.stderr
-    assert f"could not be written: {signal.Signals(number).name} (later: " in result.stderr
 
 
 ENDS = {"raise": ("run failed", 1), "none": ("run finished", 0)}

@@ -46,7 +46,6 @@ def _project(plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(plugin)
     monkeypatch.setenv("PYTHONPATH", str(plugin))
-    monkeypatch.setenv("PIPE_SCREEN", "")
     if not FULL:
         patched = SimpleNamespace(
             Popen=ForkedPopen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL

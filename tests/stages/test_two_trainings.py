@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.chain.plan import PlannedSlot, Started, plan_file
+from pipeline.chain.plan import PlannedSlot, plan_file
 from pipeline.contracts.engine import Engine
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution.journal import Journal
 from pipeline.execution.metrics import by_training, records
 from pipeline.execution.runner import Runner
+from pipeline.recipe.launch import Started
 from stages.consolidate.weights import open_weights
 from tests.support.processes import run_ranks
 from tests.support.recipes import run_recipe

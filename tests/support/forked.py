@@ -16,14 +16,14 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.distributed.signals import ENDING, held_back
+from pipeline.distributed.signals import ENDING, signals_blocked
 
 
 def fork_ranks() -> None:
     """Have this process fork the ranks that it starts."""
-    from pipeline.launch import ranks
+    from pipeline.utils import child
 
-    ranks.subprocess = Ranks  # type: ignore[attr-defined]
+    child.subprocess = Ranks  # type: ignore[attr-defined]
 
 
 class ForkedRank:
@@ -38,7 +38,7 @@ class ForkedRank:
         **_: Any,
     ) -> None:
         self.returncode: int | None = None
-        with held_back():  # a child without `exec` would handle them as its parent does
+        with signals_blocked():  # a child without `exec` would handle them as its parent does
             self.pid = os.fork()
             if self.pid == 0:
                 for stream in (1, 2) if stdout is not None else ():
@@ -68,10 +68,16 @@ class ForkedRank:
             os.kill(self.pid, signal.SIGTERM)
 
 
+def _popen(command: Sequence[str], **options: Any) -> Any:
+    """Fork a rank, and start anything else."""
+    rank = "pipeline.execution.worker" in command
+    return ForkedRank(command, **options) if rank else subprocess.Popen(command, **options)
+
+
 class Ranks:
     """Replaces the module `subprocess`."""
 
-    Popen = ForkedRank
+    Popen = staticmethod(_popen)
     DEVNULL = subprocess.DEVNULL
     TimeoutExpired = subprocess.TimeoutExpired
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.chain import plan as plan_module
-from pipeline.chain.plan import Plan, Started, make_plan
+from pipeline.chain.plan import Plan, make_plan
 from pipeline.chain.registry import Entry, Registry
 from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.engine import Engine
@@ -18,6 +18,7 @@ from pipeline.contracts.training import TrainedRun
 from pipeline.errors import RecipeError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import load_recipe
+from pipeline.recipe.launch import Started
 
 RECIPE = """\
 name: good

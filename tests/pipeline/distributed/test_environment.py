@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from pipeline.distributed import process_group
-from pipeline.distributed.environment import CONTRACT, all_here
+from pipeline.distributed.environment import TORCHRUN_VARIABLES, is_single_node
 from pipeline.errors import RunFailed, UsageError
 
 CLUSTER = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
@@ -16,7 +16,7 @@ CLUSTER = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTE
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove all traces of a launcher."""
-    for name in (*CONTRACT, "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
+    for name in (*TORCHRUN_VARIABLES, "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -39,7 +39,7 @@ def test_whether_all_are_here(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], here: bool
 ) -> None:
     set_all(monkeypatch, CLUSTER | variables if variables else {})
-    assert all_here() is here
+    assert is_single_node() is here
 
 
 def test_rank_0_serves_the_others_at_the_address_that_is_stated(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.chain.plan import plan_file
-from pipeline.distributed.signals import Interrupted, LastWords
+from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed
 from pipeline.execution import rundir
 from pipeline.launch.recorded import opened
@@ -20,12 +19,14 @@ from tests.pipeline.conftest import TinyRun
 
 FIRST_PART = """
 import os, signal, sys
-from pipeline.distributed.signals import LastWords
+from pipeline.launch.recorded import record_end
 
-with LastWords(None):
+def record():
     for name in sys.argv[1:]:
         os.kill(os.getpid(), signal.Signals[name])
         print("goes on after", name, flush=True)
+
+record_end(record)
 """
 
 
@@ -46,17 +47,6 @@ def test_a_second_interrupt_ends_what_must_be_done(
         [sys.executable, "-c", FIRST_PART, *sent], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout.count("goes on")) == (code, went_on), done.stderr
-
-
-def test_an_ignored_signal_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with LastWords(None) as words, words.unawaited():
-            os.kill(os.getpid(), signal.SIGHUP)
-        with pytest.raises(Interrupted), LastWords(None) as words, words.unawaited():
-            os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("error", [None, FileNotFoundError("metrics.jsonl"), Interrupted(15)])

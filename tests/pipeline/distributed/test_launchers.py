@@ -133,7 +133,6 @@ def test_ranks_of_mpi_on_one_machine_meet_on_its_loopback() -> None:
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
         SKYPILOT | {"SKYPILOT_NUM_NODES": "1"},
         DSTACK | {"DSTACK_NODES_NUM": "1"},
-        {"PIPE_STORE": "/proc/self/fd/9", "RANK": "0", "WORLD_SIZE": "2"},
     ],
 )
 def test_a_process_by_itself(variables: Variables) -> None:
@@ -180,7 +179,6 @@ def test_one_node_of_kubeflow_says_how_many_processes() -> None:
         (TASKS | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
         (OPEN_MPI | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
         (SKYPILOT | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
-        ({"PIPE_STORE": "/x"}, "PIPE_STORE is only for ranks that `pipe` started (unset it)"),
         ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is set by a launcher of several processes, but not "
          "PET_MASTER_ADDR, PET_NODE_RANK"),
         (SKYPILOT | {"SKYPILOT_NODE_IPS": "10.0.0.1"}, "SKYPILOT_NUM_NODES=2, but "

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.chain.registry import Entry
+from pipeline.distributed.environment import Shared
 from pipeline.errors import DataError
 from pipeline.execution import failures
 from pipeline.execution.failures import Exit
+from pipeline.utils.files import anonymous_file
 
 
 def fail(run_dir: Path, rank: int, error: Exception, slot: str = "train") -> None:
@@ -131,11 +133,11 @@ def test_a_full_disk_has_its_sentence_and_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Output that does not fit into the run's folder is in the launcher's file."""
-    run, spare = tmp_path / "run", tmp_path / "spare"
+    run, memory = tmp_path / "run", anonymous_file("failures")
     run.mkdir()
-    spare.touch()
     (run / "failures").touch()
-    monkeypatch.setenv(failures.SPARE, str(spare))
+    shared = Shared(launcher=0, heartbeats=-1, failures=memory, stacks=-1, store=None)
+    monkeypatch.setattr(failures, "shared", lambda: shared)
     fail(run, 1, OSError(errno.ENOSPC, "No space left on device", f"{run}/metrics.jsonl"))
     assert told(run, (1, 1)) == [
         f"rank 1 failed in slot `train`: No space left on device: {run}/metrics.jsonl",

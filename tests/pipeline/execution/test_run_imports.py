@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.distributed.environment import STORE, place
+from pipeline.distributed.environment import rank_environment
 from tests.support.models import save_tokenizer
+from tests.support.ports import free_port
 from tests.support.runs import TINY
 
 SCRIPT = """
@@ -40,7 +41,8 @@ def test_neither_a_run_nor_its_resumption_imports_planning(tmp_path: Path) -> No
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     for command in (["run", "recipe.yaml", "--run-dir", "run"], ["resume", "run", "train.steps=3"]):
         code = SCRIPT.format(command=command)
-        alone = place(0, 1) | {STORE: str(tmp_path / f"store-{command[0]}")}
+        alone = rank_environment(0, 1)
+        alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False,
             env=os.environ | alone,

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from pipeline.chain.plan import Plan, Started, plan_file
+from pipeline.chain.plan import Plan, plan_file
 from pipeline.cli import main
-from pipeline.distributed.environment import CONTRACT, worker_local_world_size
+from pipeline.distributed.environment import TORCHRUN_VARIABLES, worker_local_world_size
 from pipeline.errors import PlanDrift, UsageError
 from pipeline.execution.saved_plan import identity, require_planned
+from pipeline.recipe.launch import Started
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"
 Record = dict[str, Any]
@@ -264,7 +265,7 @@ def test_a_run_of_anything_else_is_refused(tmp_path: Path) -> None:
 def test_a_launcher_tells_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert worker_local_world_size() is None
-    for name in CONTRACT:
+    for name in TORCHRUN_VARIABLES:
         monkeypatch.setenv(name, "0")
     assert worker_local_world_size() == 4
     monkeypatch.delenv("LOCAL_WORLD_SIZE")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from pipeline.chain.registry import Registry
 from pipeline.errors import UsageError
 from pipeline.execution.journal import Journal
 from pipeline.execution.resume import digests, plan_resume
-from pipeline.execution.selection import UNTIL, Selection, cut, ends_early, rehearsal
+from pipeline.execution.selection import Selection, ends_early, rehearsal
 
 RECIPE = """\
 name: parts
@@ -31,11 +30,6 @@ stages:
 """
 ORDER = ["model", "precision", "data", "optimizer", "wrap", "checkpoint", "train", "consolidate",
          "export"]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(UNTIL, "")
 
 
 @pytest.fixture
@@ -62,18 +56,17 @@ def finished(folder: Path, plan: Plan, slots: Iterable[str]) -> Journal:
 
 def left(plan: Plan, journal: Journal, selection: Selection) -> set[str]:
     """Return the slots that a start under the selection would run."""
-    selection.announce()
     selection.set_aside(plan, journal)
-    return set(plan_resume(cut(plan), journal, thorough=False).run)
+    return set(plan_resume(selection.of(plan), journal, thorough=False).run)
 
 
 def test_until_a_slot_and_then_the_rest(tmp_path: Path, plan: Plan) -> None:
     assert left(plan, finished(tmp_path, plan, []), Selection(last="train")) == set(ORDER[:7])
-    assert ends_early(cut(plan)) == "train"
+    assert ends_early(Selection(last="train").of(plan)) == "train"
     journal = finished(tmp_path, plan, ORDER[:7])
     assert left(plan, journal, Selection(last="train")) == set()
     assert left(plan, journal, Selection()) == {"model", "consolidate", "export"}
-    assert ends_early(cut(plan)) is None
+    assert ends_early(plan) is None
 
 
 def test_one_slot_again(tmp_path: Path, plan: Plan) -> None:
@@ -117,4 +110,3 @@ def test_a_rehearsal_changes_nothing(tmp_path: Path, plan: Plan) -> None:
     expected = dict.fromkeys(ORDER[:8], "would run") | {"export": "is left out"}
     assert found == expected
     assert journal.path.read_bytes() == before
-    assert os.environ[UNTIL] == ""

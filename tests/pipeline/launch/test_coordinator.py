@@ -34,7 +34,7 @@ class Nodes:
             restarts=Restarts(**{"limit": 2, "backoff": 1.0, **settings}),
             rendezvous_seconds=120,
             run="a",
-            folder="/run",
+            spec="{}",
         )
         self.states: dict[int, dict[str, Any]] = {}
         self.replies: dict[int, Reply] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -15,16 +16,19 @@ from typing import Any
 
 import pytest
 
-from pipeline.chain.plan import Started, make_plan
+from pipeline.chain.plan import make_plan
 from pipeline.chain.registry import Registry
-from pipeline.distributed.environment import place
+from pipeline.distributed.environment import Shared, rank_environment
 from pipeline.distributed.signals import ENDING, Interrupted, default_signals, interruptible
 from pipeline.errors import RecipeError, RunFailed
 from pipeline.execution import failures
 from pipeline.execution.journal import Journal
+from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.local import restarted, run_ranks, set_threads
 from pipeline.launch.ranks import LocalRanks
 from pipeline.recipe import Launch, load_recipe
+from pipeline.recipe.launch import Started
+from pipeline.utils.child import start_child
 from pipeline.utils.process_tree import GRACE, none_left, own_module
 from pipeline.view.screen import Screen
 
@@ -97,18 +101,25 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 
 def test_a_rank_whose_launcher_is_dead_already_ends(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pipeline.execution.worker", str(tmp_path), "1"]
-    assert subprocess.run(command, check=False).returncode == 1
+    shared = Shared(launcher=1, heartbeats=0, failures=0, stacks=0, store=None)
+    message = {"spec": spec(tmp_path).dump(), "shared": dataclasses.asdict(shared)}
+    process = start_child("pipeline.execution.worker", message, str(tmp_path))
+    assert process.wait() == 1
     assert list(tmp_path.iterdir()) == []
 
 
+def spec(run_dir: Path) -> RunSpec:
+    return RunSpec(run_dir=str(run_dir), recipe={"name": "x", "stages": {}}, last="")
+
+
 WORKER = """
-import os, random, signal, sys, time
+import json, os, random, signal, sys, time
 from pathlib import Path
 
-run, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+run, rank = Path(sys.argv[2]), int(os.environ["RANK"])
 fault = (run / "fault").read_text()
-with open(os.environ["PIPE_STORE"], "r+") as store:  # all have the same, and can open it
+shared = json.loads(os.pread(int(sys.argv[1]), 1 << 20, 0))["shared"]
+with open(f"/proc/self/fd/{shared['store']}", "r+") as store:  # all have the same, and can open it
     pass
 if rank == 1 and fault == "leave":
     os._exit(0)
@@ -137,7 +148,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     (tmp_path / "random.py").write_text("raise SystemExit(9)")  # in the user's folder
     monkeypatch.setenv("PYTHONPATH", str(path))
     monkeypatch.setattr(
-        "pipeline.launch.ranks.own_module", lambda _, *rest: own_module("misbehaving", *rest)
+        "pipeline.utils.child.own_module", lambda _, *rest: own_module("misbehaving", *rest)
     )
     monkeypatch.chdir(tmp_path)
     scratch = tmp_path / "scratch"
@@ -146,9 +157,9 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
 
     def start(fault: str) -> None:
         (tmp_path / "fault").write_text(fault)
-        ranks = LocalRanks([place(rank, 2) for rank in range(2)])
+        ranks = LocalRanks([rank_environment(rank, 2) for rank in range(2)])
         with none_left(), ranks:
-            run_ranks(ranks, Launch(), tmp_path, (), Screen())
+            run_ranks(ranks, Launch(), spec(tmp_path), Screen())
         assert not list(scratch.iterdir())
 
     return start
@@ -191,7 +202,7 @@ def test_a_rank_that_died_before_the_others_are_stopped_is_named() -> None:
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     process.kill()
     process.wait()
-    with LocalRanks([place(0, 1)]) as ranks:
+    with LocalRanks([rank_environment(0, 1)]) as ranks:
         ranks.processes.append(process)
         assert ranks.stop() == [failures.Exit(rank=0, code=-signal.SIGKILL)]
 
@@ -247,7 +258,7 @@ def test_a_descendant_with_grace_gets_its_time(tmp_path: Path) -> None:
     for seconds, takes, expected in ((60, 5, "begun\nended\n"), (5, 60, "begun\n")):
         file = tmp_path / f"{seconds}"
         script = f"echo begun; sleep {takes}; echo ended"
-        work = f"export {GRACE}={seconds}; bash -c '{script}' > {file} & wait"
+        work = f"bash -c '{script}' x {GRACE}{seconds} > {file} & wait"
         looks.clear()
         with none_left(lambda: looks.append(time.monotonic())):
             process = subprocess.Popen(["bash", "-c", work], start_new_session=True)

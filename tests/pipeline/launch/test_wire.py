@@ -61,12 +61,12 @@ def closed(connection: socket.socket, seconds: float = 20.0) -> bool:
 def test_nodes_of_one_secret_talk(
     serve: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port = serve(folder="/r\udcffn")
+    port = serve(spec="/r\udcffn")
     monkeypatch.setenv(TOKEN, f"{SECRET}\n")  # as a file holds it
     with Link("127.0.0.1", port, BEAT) as link:
         assert becomes(lambda: link.reply and link.reply.place)
         assert link.reply is not None
-        assert link.reply.folder == "/r?n"
+        assert link.reply.spec == "/r?n"
         assert link.refused == ""
 
 

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.chain.plan import Plan, Started, plan_file
+from pipeline.chain.plan import Plan, plan_file
 from pipeline.commands.run import with_plan
 from pipeline.errors import RunFailed
 from pipeline.hardware.gpus import GIB
 from pipeline.planning import beside
 from pipeline.recipe import load_recipe
+from pipeline.recipe.launch import Started
 from pipeline.view.history import PLAN_FILE
 from tests.support.nvml import library
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.distributed.signals import Interrupted
+from pipeline.execution.run_spec import RunSpec
 from pipeline.testing import context
 from pipeline.track.feeder import Feeder
 from pipeline.track.start import RunningFeeder, start_feeder
@@ -45,7 +46,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     begun: list[RunningFeeder] = []
 
     def begin(tracker: Mapping[str, Any], timeout: float) -> RunningFeeder:
-        folder = made(tmp_path / "run", (), [step(1)], {"name": "r", "stages": {"track": tracker}})
+        recipe = {"name": "r", "stages": {"track": tracker}}
+        folder = made(tmp_path / "run", (), [step(1)], recipe)
+        spec = RunSpec(run_dir=str(folder), recipe=recipe, last="track")
+        monkeypatch.setattr("pipeline.execution.run_spec._current", spec)
         ctx = context(folder)
         ctx.slot = "track"
         ctx.on_exit = lambda end: begun.append(end.__self__)

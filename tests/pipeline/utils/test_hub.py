@@ -52,7 +52,7 @@ def test_a_hub_that_fails_is_not_asked_again_for_a_while(
         commit_of(model())
     hub_server.status = None
     assert commit_of(model()) == FIRST
-    monkeypatch.setenv("PIPE_SCREEN", "quiet")
+    monkeypatch.setattr("pipeline.utils.hub.quiet", lambda: True)
     hub._asked.cache_clear()
     capsys.readouterr()
     assert commit_of(model()) == FIRST

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from pipeline.distributed.environment import CONTRACT
+from pipeline.distributed.environment import TORCHRUN_VARIABLES
 from pipeline.distributed.signals import Interrupted
 from pipeline.execution.rundir import locked
 from pipeline.utils.files import replace_text
-from pipeline.utils.terminal import SCREEN
+from pipeline.utils.terminal import display, set_display
 from pipeline.view.events import JsonScreen
 from pipeline.view.follow import Follower
 from pipeline.view.live import Header
@@ -27,7 +27,7 @@ from tests.pipeline.view.folders import SLOTS, add, made, step
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SCREEN, "")
+    set_display("")
     monkeypatch.setenv("TERM", "xterm")
 
 
@@ -58,15 +58,15 @@ def test_what_is_shown(
     monkeypatch.setattr("sys.stdout", Terminal() if terminal else io.StringIO())
     monkeypatch.setenv("TERM", term)
     Display(**options)
-    assert os.environ[SCREEN] == expected
+    assert display() == expected
 
 
 def test_a_rank_of_another_launcher_writes_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", Terminal())
-    for name in CONTRACT:
+    for name in TORCHRUN_VARIABLES:
         monkeypatch.setenv(name, "0")
     Display()
-    assert os.environ[SCREEN] == "lines"
+    assert display() == "lines"
 
 
 def test_lines_of_another_process() -> None:

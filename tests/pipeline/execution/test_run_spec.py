@@ -1,0 +1,70 @@
+"""A run as its launcher hands it over: the same plan, without secrets, files and checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.chain.plan import Plan, plan_file
+from pipeline.errors import RecipeError
+from pipeline.execution.resume import digests
+from pipeline.execution.run_spec import RunSpec
+from pipeline.recipe.launch import Started
+
+RECIPE = """\
+name: handed
+seed: 3
+env: [DATA, SIZE]
+launch: {procs: 2, device: cpu, timeouts: {step: 7.5}}
+stages:
+  model: {use: model.hf, config: {model_type: llama}}
+  precision: {use: precision.policy, compute: fp32}
+  data: {use: data.text, files: "${oc.env:DATA}", sequence_length: 8}
+  optimizer: {use: optimizer.adamw, lr: 1.0e-5, warmup_steps: "${seed}"}
+  wrap: {use: wrap.ddp}
+  checkpoint: {use: checkpoint.sharded}
+  train: {use: train.causal_lm, steps: 2, global_batch_size: 2, micro_batch_size: 1}
+  consolidate: {use: consolidate.stream}
+  export: {use: export.safetensors}
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    (tmp_path / "hunter2.txt").write_text("some text")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    monkeypatch.setenv("DATA", str(tmp_path / "hunter2.txt"))
+    return plan_file(tmp_path / "recipe.yaml", ran=True)
+
+
+def test_a_rank_has_the_plan_of_its_launcher(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = RunSpec.of(plan.until("train"), tmp_path, ("model",)).dump()
+    (tmp_path / "recipe.yaml").unlink()
+    train = type(plan.steps[6].stage)
+    monkeypatch.setattr(train, "check", lambda *_: pytest.fail("a rank checks nothing"))
+    spec = RunSpec.load(text)
+    found = spec.plan(Started(procs=2, per_node=2))
+    assert [step.slot for step in found.steps] == [step.slot for step in plan.steps[:7]]
+    assert [step.stage for step in found.steps] == [step.stage for step in plan.steps[:7]]
+    assert [step.inputs for step in found.steps] == [step.inputs for step in plan.steps[:7]]
+    ours = digests(plan)
+    assert digests(found) == {slot: ours[slot] for slot in digests(found)}
+    assert found.recipe.launch == plan.recipe.launch
+    assert (found.recipe.name, found.recipe.seed, found.view.procs) == ("handed", 3, 2)
+    assert spec.accept == ("model",)
+
+
+def test_the_values_of_environment_variables_stay_at_home(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = RunSpec.of(plan, tmp_path).dump()
+    assert "hunter2" not in text
+    other = str(tmp_path / "elsewhere.txt")  # machines have their files in places of their own
+    monkeypatch.setenv("DATA", other)
+    assert RunSpec.load(text).plan(Started()).steps[2].stage.files == other
+    monkeypatch.delenv("DATA")
+    with pytest.raises(RecipeError, match=r"data\.files: environment variable `DATA` is not set"):
+        RunSpec.load(text).plan(Started())
