@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
     from pipeline.errors import Problem
     from pipeline.planning.memory_plan import MemoryPlan
-    from pipeline.view.history import History
+    from pipeline.view.run import History
 
 RecipeLike = str | Path | Mapping[str, Any]
 """A recipe's file, or its content; texts of a content that begin with `./` or `../` are paths
@@ -59,9 +59,9 @@ class RunOutcome:
 
     def history(self) -> History:
         """Return everything that the folder says of the run: metrics, events, the best."""
-        from pipeline.view.history import read_history
+        from pipeline.view.run import History
 
-        return read_history(self.folder)
+        return History(self.folder)
 
     @property
     def export(self) -> Path | None:

@@ -111,7 +111,7 @@ class Benchmark:
         with (folder / "output.txt").open("wb") as output:
             code = _call(command, output.fileno(), self.minutes * 60)
         if code is None:
-            slot = Journal(run_dir / rundir.JOURNAL).running()
+            slot = Journal(run_dir / rundir.JOURNAL).state().slot
             where = f" in slot `{slot}`" if slot else ""
             raise StageError(f"ended after {self.minutes} min{where}", hint="--timeout allows more")
         if code:

@@ -75,31 +75,29 @@ def _runs(root: Path, closed: list[Path]) -> Iterator[dict[str, Any]]:
 def _described(folder: Path) -> dict[str, Any]:
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
-    from pipeline.execution.metrics import by_training, is_record
+    from pipeline.execution.metrics import is_record
+    from pipeline.execution.run_state import RunState, Training
     from pipeline.utils.jsonl import read_tail
-    from pipeline.view.history import state_of
-    from pipeline.view.trainings import Training
+    from pipeline.view.run import ended
 
-    events: list[dict[str, Any]] = []
-    damage = None
+    state, damage = RunState(), None
     try:
-        events = Journal(folder / rundir.JOURNAL).events()
+        state = Journal(folder / rundir.JOURNAL).state()
     except JournalDamaged as error:
         damage = str(error)
-    slots = [event["slot"] for event in events if event["event"] == "slot started"]
-    newest = [one for one in read_tail(folder / rundir.METRICS) if is_record(one)]
-    slot, of_it = next(reversed(by_training(newest).items()), ("", []))
-    training = Training(slot=slot, metrics=of_it)
-    metrics: dict[str, Any] = next(iter(reversed(training.steps)), {})
+    newest = RunState.of(one for one in read_tail(folder / rundir.METRICS) if is_record(one))
+    training = next(reversed(newest.trainings.values()), Training())
+    now = "running" if rundir.is_locked(folder) else ended(folder, state)
+    slots = [event["slot"] for event in state.events if event["event"] == "slot started"]
     return {
         "folder": str(folder),
-        "state": "damaged" if damage else state_of(folder, events),
+        "state": "damaged" if damage else now,
         "damage": damage,
-        "started": events[0]["time"] if events else folder.stat().st_mtime,
+        "started": state.events[0]["time"] if state.events else folder.stat().st_mtime,
         "slot": slots[-1] if slots else None,
-        "step": metrics.get("step"),
-        "loss": metrics.get("loss"),
-        "training": slot or None,
+        "step": training.step.get("step"),
+        "loss": training.step.get("loss"),
+        "training": training.slot or None,
         "best": training.best,
         "ended_early": shown(training.ended_early) or None,
     }

@@ -60,13 +60,13 @@ def compare(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     import json
     from dataclasses import asdict
 
-    from pipeline.view.history import read_history
     from pipeline.view.report import compare as comparison
+    from pipeline.view.run import History
 
     if len(runs) < 2:
         raise click.UsageError("name two runs or more: pipe compare RUN RUN (pipe ls lists them)")
     hide_environment()
-    histories = [read_history(run) for run in runs]
+    histories = [History(run) for run in runs]
     tables = {
         "recipes": comparison.recipe_differences(histories),
         "environments": comparison.environment_differences(histories),

@@ -112,7 +112,8 @@ def run(
         made = plan_recipe(recipe, overrides, here=True, started=started)
         selection.again(made)  # a slot that is not there is a mistake
         if planned is not None:
-            made = resolved(made, Journal(run_dir / rundir.JOURNAL).commits() if run_dir else {})
+            known = Journal(run_dir / rundir.JOURNAL).state().commits if run_dir else {}
+            made = resolved(made, known)
             per_node = worker_local_world_size() if is_worker() else made.per_node
             require_planned(made, per_node, planned)
         return made

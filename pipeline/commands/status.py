@@ -19,7 +19,7 @@ from pipeline.utils.terminal import bare, shown
 from pipeline.utils.text import did_you_mean, human
 
 if TYPE_CHECKING:
-    from pipeline.view.follow import Follower
+    from pipeline.view.run import Run
 
 LONGEST = 1 << 20
 """Most bytes of a line of a log that is printed."""
@@ -36,7 +36,7 @@ def status(run: Path, follow: bool, as_json: bool) -> None:
     """
     from pipeline.execution import rundir
     from pipeline.recipe import read_recipe
-    from pipeline.view.follow import Follower
+    from pipeline.view.run import Run
 
     if follow and as_json:
         raise click.UsageError("--follow excludes --json")
@@ -44,7 +44,7 @@ def status(run: Path, follow: bool, as_json: bool) -> None:
     recipe, problems = read_recipe(folder / rundir.RECIPE)  # its variables may not be set here
     if recipe is None:
         raise RecipeError(problems)
-    found = Follower(folder, {slot: spec.use for slot, spec in recipe.stages.items()})
+    found = Run(folder, {slot: spec.use for slot, spec in recipe.stages.items()})
     found.look()
     if as_json:
         click.echo(json.dumps(_facts(found), indent=1, allow_nan=False))
@@ -52,29 +52,29 @@ def status(run: Path, follow: bool, as_json: bool) -> None:
     _draw(found, follow=follow)
 
 
-def _facts(run: Follower) -> dict[str, object]:
-    running = run.chain.running
+def _facts(run: Run) -> dict[str, object]:
+    training = run.training
     return {
         "schema_version": 1,
         "folder": str(run.folder),
         "state": run.state,
-        "slot": running and running.slot,
+        "slot": run.running,
         "activity": run.activity() or None,
-        "training": run.training or None,
-        "step": run.step or None,
-        "evaluation": run.evaluation or None,
-        "checkpoint": run.saved or None,
+        "training": training.slot or None,
+        "step": training.step or None,
+        "evaluation": training.newest.get("evaluation"),
+        "checkpoint": training.newest.get("checkpoint"),
         "measurements": {
             name: {"step": values[-1][0], "value": values[-1][1]}
-            for name, values in run.measured.items()
+            for name, values in training.measured.items()
         },
-        "mean_tokens_per_second": run.speed.mean("tokens_per_second"),
+        "mean_tokens_per_second": training.speed.mean("tokens_per_second"),
         "seconds_left": run.seconds_left,
-        "ended_early": run.ended_early or None,
+        "ended_early": training.ended_early or None,
     }
 
 
-def _draw(run: Follower, *, follow: bool) -> None:
+def _draw(run: Run, *, follow: bool) -> None:
     import sys
 
     from rich.console import Console

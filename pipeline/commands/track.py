@@ -24,10 +24,10 @@ def track(run: Path, overrides: tuple[str, ...]) -> None:
     from pipeline.execution import rundir
     from pipeline.track.contract import TrackerStage
     from pipeline.track.feeder import facts_of, failure, feeders
-    from pipeline.view.history import read_history
+    from pipeline.view.run import History
 
     folder = rundir.existing(run)
-    state = read_history(folder).state
+    state = History(folder).state
     if state == "running":
         raise UsageError(f"{folder} is under way, and is sent while it runs")
     plan = plan_file(folder / rundir.RECIPE, overrides, ran=True)

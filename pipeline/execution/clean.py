@@ -67,7 +67,7 @@ def find(folder: Path, *, all_checkpoints: bool = False) -> Finding:
     if _is_exported_from(folder):
         return Finding(notes=("is being exported: all of it stays",))
     journal = Journal(folder / rundir.JOURNAL)
-    finished = journal.ended_well()
+    finished = journal.state().ended_well
     notes = [] if finished else ["has not finished: its checkpoints stay"]
     places = {"": location.default(folder)} | location.places(folder)
     elsewhere = {slot: _elsewhere(folder, slot, place) for slot, place in places.items()}
@@ -133,7 +133,7 @@ def _checkpoints(
 ) -> Iterator[Waste]:
     """Yield the checkpoints of a training that a finished run does not need."""
     store = LocalStore(place)
-    records = (done.record or {} for done in journal.finished().values())
+    records = (done.record or {} for done in journal.state().finished.values())
     named = [Path(one) for record in records for one in record.values() if isinstance(one, str)]
     kept = {path.name for path in named if path.parent.name == place.name}
     superseded = {name for name in unneeded(store, rules) if name not in kept}
@@ -165,7 +165,7 @@ def _plan(folder: Path) -> tuple[Plan | None, str]:
 
 def _is_exported(plan: Plan, journal: Journal) -> bool:
     """Whether the run's model lies on this machine, with all its files."""
-    finished: Mapping[str, Any] = journal.finished()
+    finished: Mapping[str, Any] = journal.state().finished
     for step in plan.steps:
         if issubclass(step.gives or object, ExportedModel):
             done = finished.get(step.slot)

@@ -199,7 +199,7 @@ def _trained_in(wiring: Wiring, slot: str) -> str | None:
 
 def _result(run: Path, slot: str) -> str:
     """The checkpoint that a finished training has returned. Raises UsageError."""
-    done = Journal(run / rundir.JOURNAL).finished().get(slot)
+    done = Journal(run / rundir.JOURNAL).state().finished.get(slot)
     if done is None or not done.record:
         raise UsageError(
             f"slot `{slot}` of {run} has not finished, whose model was trained further"
@@ -247,7 +247,7 @@ def exports_of(run: Path) -> list[Path]:
     slots = [link.slot for link in _links(stages) if _gives(link, ExportedModel)]
     if not slots:
         raise UsageError(f"{run} exports nothing", hint="pipe export writes one")
-    finished = Journal(run / rundir.JOURNAL).finished().items()
+    finished = Journal(run / rundir.JOURNAL).state().finished.items()
     records = {slot: done.record or {} for slot, done in finished}
     named = (records.get(slot, {}).get("folder") or stages[slot].get("folder") for slot in slots)
     return [Path(folder or run / EXPORT).expanduser() for folder in named]

@@ -15,18 +15,17 @@ import re
 import shlex
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from pipeline.errors import JournalDamaged, in_words
+from pipeline.execution.run_state import RunState
 from pipeline.recipe.nodes import mapped
 from pipeline.utils.files import naming, opened
 from pipeline.utils.foreign import is_number, read_whole
-from pipeline.utils.hub import recorded
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import plural
 
@@ -41,14 +40,6 @@ OPTIONAL: Mapping[str, Any] = {
 """Keys that not every event has -> their kind."""
 _SUM = re.compile(rb', "xxh3": "([0-9a-f]{16})"\}')
 _SUM_BYTES = len(b', "xxh3": "0123456789abcdef"}')
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    """A slot that ran to its end: its `digest`, and the `record` of a durable result."""
-
-    digest: str
-    record: Mapping[str, Any] | None
 
 
 class Journal:
@@ -77,49 +68,18 @@ class Journal:
             os.fsync(file.fileno())
 
     def events(self) -> list[dict[str, Any]]:
-        """Events in order, as `counted`; a last line that a crash cut short is passed over. Raises
-        JournalDamaged."""
-        return counted(self._read())
+        """Events in order, without a last line that a crash cut short. Raises JournalDamaged."""
+        return list(self._read())
+
+    def state(self) -> RunState:
+        """What the events come to. Raises JournalDamaged."""
+        return RunState.of(self._read())
 
     def newest_command(self) -> list[dict[str, Any]]:
         """Events of the newest `pipe run` or `pipe resume`, its restarts too, whether or not it was
         undone. Raises JournalDamaged."""
-        events = list(self._read())
-        return events[command_begins(events) :]
-
-    def finished(self) -> dict[str, Finished]:
-        """The latest finish of every slot that was not set aside since."""
-        found: dict[str, Finished] = {}
-        for event in self.events():
-            if event["event"] == "slot finished":
-                found[event["slot"]] = Finished(digest=event["digest"], record=event["record"])
-            elif event["event"] == "slot set aside":
-                found.pop(event["slot"], None)
-        return found
-
-    def commits(self) -> dict[tuple[str, str, str], str]:
-        """The commits that names of the hub stood for when the run was started, the newest of each
-        name: `HubName.asked` -> commit."""
-        return {
-            place: commit
-            for event in self.events()
-            for place, commit in recorded(event.get("hub")).items()
-        }
-
-    def running(self) -> str | None:
-        """The slot that started last in the newest start of the run; None before the first."""
-        slot = None
-        for event in self.events():
-            if event["event"] == "run started":
-                slot = None
-            elif event["event"] == "slot started":
-                slot = event["slot"]
-        return slot
-
-    def ended_well(self) -> bool:
-        """Whether the newest event is the end of a run in which every stage finished."""
         events = self.events()
-        return bool(events) and events[-1]["event"] == "run finished"
+        return events[command_begins(events) :]
 
     def _read(self) -> Iterator[dict[str, Any]]:
         content = self._content()
@@ -179,17 +139,6 @@ def command_begins(events: Sequence[Mapping[str, Any]]) -> int:
     while begin and events[begin - 1]["event"] == "slot set aside":
         begin -= 1
     return begin
-
-
-def counted(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return events, except for undone commands: they failed before they did anything, and left the
-    run as it was (`run failed` with `undone`)."""
-    found: list[dict[str, Any]] = []
-    for event in events:
-        found.append(event)
-        if event.get("undone"):
-            del found[command_begins(found) :]
-    return found
 
 
 def _whole_lines(content: bytes) -> bytes:

@@ -7,7 +7,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Metrics:
         """Append the steps of the whole training, of which `step` are done and none is taken now,
         unless the file says so already."""
         if self.path is not None:
-            own = by_training(records(self.path)).get(self.training, [])
+            own = (one for one in records(self.path) if training_of(one) == self.training)
             known = [one["total_steps"] for one in own if one.get("total_steps")]
             if known[-1:] != [total]:
                 self.write_training({"step": step, "time": time.time(), "total_steps": total})
@@ -100,15 +100,6 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 def training_of(record: Mapping[str, Any]) -> str:
     """The slot of the training that a record is of; empty for the recipe's first."""
     return str(record.get("slot", ""))
-
-
-def by_training(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Records by the slot of their training, empty for the recipe's first, in the order in which
-    these began."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        found.setdefault(training_of(record), []).append(record)
-    return found
 
 
 def saved_step(file: Path, training: str | None = None) -> int | None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.stage import Durable, VerifiesResult
 from pipeline.errors import PipeError, in_words
-from pipeline.execution.journal import Finished, Journal
+from pipeline.execution.journal import Journal
+from pipeline.execution.run_state import Finished
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan, PlannedSlot
@@ -166,7 +167,7 @@ def finished_in(plan: Plan, journal: Journal) -> dict[str, Finished]:
     now = digests(plan)
     return {
         slot: finish
-        for slot, finish in journal.finished().items()
+        for slot, finish in journal.state().finished.items()
         if finish.digest == now.get(slot)
     }
 

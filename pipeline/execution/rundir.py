@@ -43,6 +43,8 @@ from pipeline.utils.text import near_path
 
 RECIPE = location.RECIPE
 JOURNAL = "journal.jsonl"
+PLAN = "plan.json"
+"""The plan of a run: `needed_bytes` of a GPU, `lines` for people."""
 METRICS = "metrics.jsonl"
 LEFT = ("checkpoints", "checkpoints.at", JOURNAL, METRICS)
 """Files of a run that a new run in the same folder would take for its own."""

@@ -55,7 +55,7 @@ class Selection:
     def set_aside(self, plan: Plan, journal: Journal) -> None:
         """Note in the journal which of the slots that have finished are to run again. Raises as
         `again` does."""
-        known = journal.finished()
+        known = journal.state().finished
         for slot in self.again(plan):
             if slot in known:
                 journal.write("slot set aside", slot=slot)
@@ -76,7 +76,7 @@ def rehearsal(plan: Plan, folder: Path | None, selection: Selection) -> Iterator
     """Yield lines for people: each slot, whether it would run, and why not. `folder` is the run's,
     if it has one already. Raises UsageError for a slot that the plan does not have."""
     journal = Journal((folder or Path("a run that is not there")) / rundir.JOURNAL)
-    plan = resolved(plan, journal.commits(), ask=False)
+    plan = resolved(plan, journal.state().commits, ask=False)
     chosen = selection.of(plan)
     todo = plan_resume(chosen, journal, thorough=False, again=selection.again(plan))
     view = plan.view

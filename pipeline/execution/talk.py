@@ -81,7 +81,7 @@ def can_talk(run: Path) -> bool:
 def _has_tokenizer(run: Path) -> bool:
     """Whether a run has trained on the tokens of a tokenizer; of a training that has not finished,
     that is not known, and assumed."""
-    for done in Journal(run / rundir.JOURNAL).finished().values():
+    for done in Journal(run / rundir.JOURNAL).state().finished.values():
         progress = (done.record or {}).get("progress")
         lineage = progress.get("lineage") if isinstance(progress, dict) else None
         if isinstance(lineage, dict) and "tokenizer" in lineage:

@@ -25,6 +25,7 @@ from pipeline.launch.local import for_gpus, set_threads, supervise
 from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.stalls import landmarks
+from pipeline.recipe import load_recipe
 from pipeline.utils.process_tree import none_left
 from pipeline.view.screen import Screen
 
@@ -127,7 +128,7 @@ class Agent:
         spec = RunSpec.load(reply.spec)
         run_dir = Path(spec.run_dir)
         try:
-            self._require_folder(run_dir, link.beat.host)
+            self._require_folder(spec, link.beat.host)
         except UsageError as error:
             return Report(kind="raised", text=str(error), time=time.time())
         set_threads(self._settings, self._plan.per_node)
@@ -163,14 +164,18 @@ class Agent:
             )
         return Report(kind="finished")
 
-    def _require_folder(self, run_dir: Path, host: str) -> None:
-        """Raise UsageError if the run's folder is not to be seen here, or not safe."""
+    def _require_folder(self, spec: RunSpec, host: str) -> None:
+        """Raise UsageError if the run's folder is not to be seen here or not safe, or holds another
+        recipe: without a secret, node 0 may be somebody else, who cannot write there."""
+        run_dir = Path(spec.run_dir)
         if not (run_dir / rundir.RECIPE).is_file():
             raise UsageError(
                 f"node {self._node} ({host}) does not see the run's folder {run_dir}: it must lie "
                 "where all nodes see it (--run-dir)"
             )
         rundir.require_safe(run_dir)
+        if load_recipe(run_dir / rundir.RECIPE).public() != spec.recipe:
+            raise UsageError(f"node 0 runs another recipe than {run_dir / rundir.RECIPE}")
 
     def _obey(
         self, link: Link, begun: Reply, ranks: LocalRanks, interrupted: Interrupted | None

@@ -163,13 +163,13 @@ def _announce(interrupted: Interrupted, ranks: LocalRanks, run_dir: Path) -> Non
 
 
 def _raise_failure(ranks: LocalRanks, ends: list[Exit], watch: Watchdog, run_dir: Path) -> None:
-    slot = Journal(run_dir / rundir.JOURNAL).running() if ends else None
+    slot = Journal(run_dir / rundir.JOURNAL).state().slot if ends else None
     if ends:
         ends = [*ends, *ranks.stop()]
         raise failures.first(run_dir, ends, slot, oom=ranks.oom(), unwritten=ranks.unwritten())
     stalls = watch.stalled()
     if stalls:
-        slot = Journal(run_dir / rundir.JOURNAL).running()
+        slot = Journal(run_dir / rundir.JOURNAL).state().slot
         raise report_stall(run_dir, slot, ranks, stalls)
 
 

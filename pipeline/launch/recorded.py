@@ -40,7 +40,6 @@ from pipeline.utils.jsonl import read_tail
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import align, duration, shown_path
 from pipeline.view.ending import next_lines, outcome
-from pipeline.view.history import PLAN_FILE, RunState
 
 
 def is_done(plan: Plan, folder: Path) -> bool:
@@ -49,7 +48,7 @@ def is_done(plan: Plan, folder: Path) -> bool:
     if plan_resume(plan, journal, thorough=False).run or plan_resume(plan, journal).run:
         return False
     early = ends_early(plan)
-    if early is None and not journal.ended_well():
+    if early is None and not journal.state().ended_well:
         journal.write("run finished")
     say(f"nothing to do: {'every stage' if early is None else f'all up to {early}'} has finished")
     _show_results(plan, folder)
@@ -65,7 +64,7 @@ def _show_results(plan: Plan, folder: Path) -> None:
     names = {trained[0]: "checkpoint"} if len(trained) == 1 else {}
     places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
     found = [(names.get(name, name), shown_path(place)) for name, place in places]
-    state: RunState = "finished" if ends_early(plan) is None else "stopped"
+    state = "finished" if ends_early(plan) is None else "stopped"
     for line in align([*measured, *found, *next_lines(folder, state)], left=2):
         say(f"  {line}")
 
@@ -184,7 +183,7 @@ def _journal_end(journal: Journal, folder: Path, error: BaseException, before: B
         journal.write("run failed", problem=shown(str(error)), **note)
 
 
-SETTINGS = (rundir.RECIPE, origins.FILE, ENVIRONMENT_FILE, ENGINE_FILE, PLAN_FILE)
+SETTINGS = (rundir.RECIPE, origins.FILE, ENVIRONMENT_FILE, ENGINE_FILE, rundir.PLAN)
 """Files that each command writes again."""
 DONE = ("loss", "checkpoint_stall_seconds")
 """Keys of records of what is not undone: a step, a checkpoint."""

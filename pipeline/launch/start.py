@@ -58,7 +58,7 @@ class Job:
         """Return the plan, in which names of the hub have the commits that they had when the run
         began, or have now. Raises RecipeError, and what `plan` raises."""
         plan = self.plan(given)
-        known = Journal(self.begun / rundir.JOURNAL).commits() if self.begun else {}
+        known = Journal(self.begun / rundir.JOURNAL).state().commits if self.begun else {}
         return resolved(plan, known)
 
     def prepared(self, plan: Plan, folder: Path) -> Plan:

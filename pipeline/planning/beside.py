@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline.chain.plan import Plan
 from pipeline.errors import PipeError
+from pipeline.execution import rundir
 from pipeline.execution.run_spec import RunSpec
 from pipeline.hardware.gpus import GIB, find_accelerator
 from pipeline.hardware.telemetry import Telemetry
@@ -26,7 +27,6 @@ from pipeline.planning.report import lines
 from pipeline.recipe.launch import Started
 from pipeline.utils.child import received, start_child
 from pipeline.utils.files import replace_text
-from pipeline.view.history import PLAN_FILE
 
 KINDNESS = 19
 """Niceness of the process: the run's own come first."""
@@ -95,7 +95,7 @@ def main(spec: RunSpec, procs: int, per_node: int) -> int:
     except PipeError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    replace_text(Path(spec.run_dir) / PLAN_FILE, json.dumps(record(found), indent=1) + "\n")
+    replace_text(Path(spec.run_dir) / rundir.PLAN, json.dumps(record(found), indent=1) + "\n")
     return 0
 
 

@@ -12,18 +12,12 @@ from typing import Any
 
 from pipeline.execution import rundir
 from pipeline.execution.metrics import records
+from pipeline.execution.run_state import RunState, Training
 from pipeline.execution.talk import can_talk
 from pipeline.recipe import read_recipe
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import shown_path
-from pipeline.view.history import RunState
-from pipeline.view.trainings import (
-    MeanSpeed,
-    Training,
-    newest_measured,
-    slots_that_train,
-    trainings_in,
-)
+from pipeline.view.run import labelled, slots_that_train
 from pipeline.view.words import count, held_out
 
 REPORT = "report.html"
@@ -39,31 +33,31 @@ def outcome(folder: Path) -> Iterator[tuple[str, str]]:
         recipe, _ = read_recipe(folder / rundir.RECIPE)
         return slots_that_train({s: one.use for s, one in recipe.stages.items()} if recipe else {})
 
-    for training in trainings_in(records(folder / rundir.METRICS), slots):
+    state = RunState.of(records(folder / rundir.METRICS))
+    for training in labelled(state.trainings, slots):
         yield from ((training.named(label), text) for label, text in _measured(training))
 
 
 def _measured(training: Training) -> Iterator[tuple[str, str]]:
-    steps = training.steps
-    speed = MeanSpeed.of(steps)
-    if steps:
-        rate = speed.mean("tokens_per_second")
+    step = training.step
+    if step:
+        rate = training.speed.mean("tokens_per_second")
         mean = "" if rate is None else f", {count(rate)} tokens/s (mean)"
-        total = steps[-1].get("total_steps")
-        whole = f" of {total}" if total and total > steps[-1]["step"] else ""
-        yield "steps", f"{steps[-1]['step']}{whole}{mean}"
-    reason = training.ended_early
-    if reason:
-        yield "ended early", shown(reason)
+        total = step.get("total_steps")
+        whole = f" of {total}" if total and total > step["step"] else ""
+        yield "steps", f"{step['step']}{whole}{mean}"
+    if training.ended_early:
+        yield "ended early", shown(training.ended_early)
     text = held_out(training.evaluations, training.best)
     if text:
         yield "held-out loss", text
-    for name, (step, value) in newest_measured(training.metrics).items():
-        yield name, f"{value:.4g} at step {step}"
-    yield from before_and_after(training.metrics)
+    for name, values in training.measured.items():
+        number, value = values[-1]
+        yield name, f"{value:.4g} at step {number}"
+    yield from before_and_after(training.records)
 
 
-def next_lines(folder: Path, state: RunState) -> list[tuple[str, str]]:
+def next_lines(folder: Path, state: str) -> list[tuple[str, str]]:
     """Return labels with the files to look at and the commands to call after a run has ended; none
     while it is running."""
     run = shown_path(folder)

@@ -12,11 +12,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.execution import rundir
+from pipeline.execution.run_state import Training
 from pipeline.hardware.telemetry import GpuReading
 from pipeline.utils.activities import BYTES
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import counted, duration, human
-from pipeline.view.follow import Follower
+from pipeline.view.run import PLANNED, Run, json_in
 from pipeline.view.words import ASCII_BARS, BARS, count, gib, number, percent, sparkline
 
 LABEL = "bright_black"
@@ -68,7 +70,7 @@ class Header:
 
 
 def drawing(
-    header: Header, run: Follower, gpus: Sequence[GpuReading], *, width: int, marks: Marks = UNICODE
+    header: Header, run: Run, gpus: Sequence[GpuReading], *, width: int, marks: Marks = UNICODE
 ) -> RenderableType:
     """Return the run as it is at the moment, `width` columns wide."""
     title = Table.grid(expand=True)
@@ -80,7 +82,7 @@ def drawing(
     doing = run.activity()
     if doing:
         parts.append(_activity(doing, width))
-    if run.step:
+    if run.training.step:
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(style=LABEL, no_wrap=True, min_width=LABEL_WIDTH)
         table.add_column(overflow="fold")
@@ -90,11 +92,11 @@ def drawing(
     return Group(*parts)
 
 
-def _chain(run: Follower, marks: Marks, width: int) -> RenderableType:
+def _chain(run: Run, marks: Marks, width: int) -> RenderableType:
     """Return the slots, in as many lines as they take."""
     lines = [Text()]
-    for state in run.chain.slots.values():
-        words = [getattr(marks, state.state), shown(state.slot)]
+    for name, state in run.slots.items():
+        words = [getattr(marks, state.state), shown(name)]
         if state.state == "running":
             words.append(duration(time.time() - state.began))
         slot = Text(" ".join(words), style=_COLOURS[state.state])
@@ -116,14 +118,13 @@ def _activity(doing: dict[str, Any], width: int) -> RenderableType:
     return _bar(Text(name), done, total, f"{amount(done)} of {amount(total)}", left, width)
 
 
-def _steps(run: Follower, width: int) -> RenderableType:
-    step, total = run.step["step"], run.step.get("total_steps")
+def _steps(run: Run, width: int) -> RenderableType:
+    newest, name = run.training.step, shown(run.training.slot)
+    step, total = newest["step"], newest.get("total_steps")
     if not total:
-        return Text(f"{shown(run.training)} step {step}".strip())
-    text = f"step {step} of {total}"
-    return _bar(
-        Text(shown(run.training) or "training"), step, total, text, run.seconds_left or None, width
-    )
+        return Text(f"{name} step {step}".strip())
+    text, left = f"step {step} of {total}", run.seconds_left or None
+    return _bar(Text(name or "training"), step, total, text, left, width)
 
 
 def _bar(
@@ -146,17 +147,19 @@ def _bar(
 
 
 def _rows(
-    run: Follower, gpus: Sequence[GpuReading], marks: Marks
+    run: Run, gpus: Sequence[GpuReading], marks: Marks
 ) -> Iterator[tuple[str, RenderableType]]:
-    step, dot = run.step, marks.dot
-    losses = [loss for _, loss in run.losses]
+    training, dot = run.training, marks.dot
+    step = training.step
+    losses = [one["loss"] for one in training.steps if one["loss"] is not None]
     loss = Text(number(step["loss"]), style="bold")
     loss.append(f"  {sparkline(losses, CURVE_WIDTH, marks.bars)}", style="cyan")
     yield "loss", loss
-    if run.ended_early:
-        yield "ended early", Text(shown(run.ended_early))
-    if run.evaluation:
-        record, first = run.evaluation, run.first_evaluation
+    if training.ended_early:
+        yield "ended early", Text(shown(training.ended_early))
+    if "evaluation" in training.newest:
+        record = training.newest["evaluation"]
+        first = training.first_evaluation if run.whole else None
         best = record.get("best_step") == record["step"]
         so_far = ", best so far" if best else ""
         parts = [f"{number(record['eval_loss'])} (step {record['step']}{so_far})"]
@@ -165,33 +168,36 @@ def _rows(
         if first and first["step"] not in (record["step"], record.get("best_step")):
             parts.append(f"first {number(first['eval_loss'])} (step {first['step']})")
         yield "held out", Text(dot.join(parts))
-    yield from _measured(run, marks)
+    yield from _measured(training, marks)
     yield "step", Text(dot.join(_update(step)))
     speed = dot.join(_speed(step, run))
     if speed:
         yield "speed", Text(speed)
-    memory = dot.join(_memory(step, run.planned_bytes, gpus))
+    planned = json_in(run.folder / rundir.PLAN, PLANNED).get("needed_bytes")
+    memory = dot.join(_memory(step, planned, gpus))
     if memory:
         yield "memory", Text(memory)
     for label, text, warns in _gpus(gpus, dot):
         yield label, Text(text, style="yellow" if warns else "")
-    if run.saved:
-        age = duration(time.time() - run.saved["time"])
-        yield "saved", Text(f"step {run.saved['step']}, {age} ago")
+    if "checkpoint" in training.newest:
+        saved = training.newest["checkpoint"]
+        age = duration(time.time() - saved["time"])
+        yield "saved", Text(f"step {saved['step']}, {age} ago")
 
 
-def _measured(run: Follower, marks: Marks) -> Iterator[tuple[str, RenderableType]]:
+def _measured(training: Training, marks: Marks) -> Iterator[tuple[str, RenderableType]]:
     """Yield plugins' numbers: the newest of each, and its curve."""
-    for name, values in list(run.measured.items())[:MOST_MEASURED]:
+    measured = training.measured
+    for name, values in list(measured.items())[:MOST_MEASURED]:
         step, value = values[-1]
-        when = "" if step == run.step["step"] else f" at step {step}"
+        when = "" if step == training.step["step"] else f" at step {step}"
         text = Text(f"{value:.4g}{when}")
         curve = sparkline([value for _, value in values], CURVE_WIDTH, marks.bars)
         label = shown(name)
         if len(label) > LONGEST_LABEL:
             label = f"{label[: LONGEST_LABEL - 1]}{marks.cut}"
         yield label, text.append(f"  {curve}", style="cyan")
-    left = len(run.measured) - MOST_MEASURED
+    left = len(measured) - MOST_MEASURED
     if left > 0:
         yield "", Text(f"{left} more measurements are in the report", style=LABEL)
 
@@ -205,24 +211,24 @@ def _update(step: dict[str, Any]) -> Iterator[str]:
         yield f"{count(step['tokens'])} target tokens"
 
 
-def _speed(step: dict[str, Any], run: Follower) -> Iterator[str]:
+def _speed(step: dict[str, Any], run: Run) -> Iterator[str]:
     """Yield the mean speed and, while there are steps to come, the newest step's."""
-    speed = run.speed
-    mean, seconds = speed.mean("tokens_per_second"), speed.step_seconds
-    if mean is None or seconds is None:
+    speed = run.training.speed
+    mean = speed.mean("tokens_per_second")
+    if mean is None:
         return
     now = step.get("tokens_per_second")
     if now is not None and run.state == "running" and step["step"] != step.get("total_steps"):
         yield f"{count(now)} tokens/s now, {count(mean)} on average"
     else:
         yield f"{count(mean)} tokens/s on average"
-    yield f"{seconds:.3g} s/step"
+    yield f"{speed.seconds / speed.steps:.3g} s/step"
     for name, label in (("mfu", "MFU"), ("data_wait_share", "data wait")):
         share = speed.mean(name)
         if share is not None:
             yield f"{label} {percent(share)}"
-    if run.communication:
-        record = run.communication
+    record = run.training.newest.get("communication")
+    if record:
         yield f"communication {percent(record['communication_share'])} (step {record['step']})"
 
 

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from pipeline.hardware.telemetry import GpuReading, Telemetry
 from pipeline.utils.terminal import Guarded, bare, shown
-from pipeline.view.follow import Follower
 from pipeline.view.live import ASCII, UNICODE, Header, drawing
+from pipeline.view.run import Run
 from pipeline.view.screen import LinePipe, Now, Screen
 
 GPU_SECONDS = 2.0
@@ -29,7 +29,7 @@ class LiveScreen(Screen):
     Drawn by the thread that calls `refresh`, so nothing is drawn while that is busy.
     """
 
-    def __init__(self, run: Follower, header: Header, console: Console | None = None) -> None:
+    def __init__(self, run: Run, header: Header, console: Console | None = None) -> None:
         self._run, self._header = run, header
         self._console = console or Console(file=bare(sys.stdout), highlight=False)
         self._live = Live(

@@ -16,7 +16,7 @@ from pipeline.distributed.environment import is_worker
 from pipeline.errors import in_words
 from pipeline.utils.terminal import set_display, shown
 from pipeline.utils.text import plural
-from pipeline.view.follow import Follower
+from pipeline.view.run import Run
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
@@ -157,7 +157,7 @@ class Display:
     def _made(self, plan: Plan, folder: Path) -> Screen:
         if self._choice in ("lines", "quiet"):
             return Screen()
-        run = Follower(folder, {step.slot: step.use for step in plan.steps})
+        run = Run(folder, {step.slot: step.use for step in plan.steps})
         if self._events is not None:
             from pipeline.view.events import JsonScreen
 

@@ -169,7 +169,7 @@ class Point:
 def wait_for_journal(ctx: Context) -> None:
     """Wait until rank 0 has noted that this slot runs: from that the launcher learns where a rank
     has died."""
-    while Journal(ctx.run_dir / JOURNAL).running() != ctx.slot:
+    while Journal(ctx.run_dir / JOURNAL).state().slot != ctx.slot:
         time.sleep(0.01)
 
 

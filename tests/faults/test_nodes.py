@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from pipeline.execution import failures
+from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Link, Server
 from pipeline.launch.messages import Beat
@@ -120,7 +121,7 @@ def test_a_folder_that_everybody_can_write_in_is_run_by_no_node(pipe: Pipe, tmp_
     (pipe.run_dir / "recipe.yaml").write_text(recipe.read_text())
     running = Coordinator(
         fewest=2, most=2, restarts=Restarts(), rendezvous_seconds=60, run="tiny",
-        folder=str(pipe.run_dir),
+        spec=RunSpec(run_dir=str(pipe.run_dir), recipe={}, last="").dump(),
     )  # fmt: skip
     with Server(running, "127.0.0.1", 0) as server:
         port = server._http.server_address[1]

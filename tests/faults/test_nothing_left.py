@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from pipeline.view.history import read_history
+from pipeline.view.run import History
 from tests.support.pipe import Pipe
 from tests.support.tiny_recipe import losses, training, write
 
@@ -23,7 +23,7 @@ def test_fewer_steps_than_are_done_are_said_and_change_no_weight(pipe: Pipe) -> 
         assert fewer.code == 0, fewer.stderr
         assert f"\n{said}" in fewer.stdout
         assert "\n  steps       5, " in fewer.stdout
-        assert read_history(pipe.run_dir).steps[-1]["total_steps"] == 5
+        assert History(pipe.run_dir).steps[-1]["total_steps"] == 5
     more = pipe("resume", run, "train.epochs=null", "train.steps=7")
     assert "\n  steps       7, " in more.stdout
     assert [step for step, _ in losses(pipe.run_dir)] == [1, 2, 3, 4, 5, 6, 7]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.execution.metrics import by_training, records
+from pipeline.execution.metrics import records
+from pipeline.execution.run_state import RunState
 from tests.support.tiny_recipe import EXPORT, Stages, training, write
 
 STEPS = {"": 3, "more": 5}
@@ -44,10 +45,9 @@ Outcome = tuple[bytes, dict[str, list[tuple[int, float]]], list[str]]
 
 def outcome(run: Path) -> Outcome:
     """Return exported weights, steps and losses of each training, and the checkpoints."""
-    found = by_training(records(run / "metrics.jsonl"))
+    found = RunState.of(records(run / "metrics.jsonl")).trainings
     losses = {
-        slot: [(one["step"], one["loss"]) for one in own if "loss" in one]
-        for slot, own in found.items()
+        slot: [(one["step"], one["loss"]) for one in own.steps] for slot, own in found.items()
     }
     for slot, steps in losses.items():
         assert [step for step, _ in steps] == list(range(1, STEPS[slot] + 1))

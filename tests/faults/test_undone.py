@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from pipeline.launch.recorded import SETTINGS, UNDONE
-from pipeline.view.follow import Follower
-from pipeline.view.history import read_history
+from pipeline.view.run import History, Run
 from tests.support.pipe import Pipe
 from tests.support.tiny_recipe import training, write
 
@@ -19,12 +18,12 @@ def settings(folder: Path) -> dict[str, bytes | None]:
 
 def state(folder: Path) -> tuple[str, dict[str, str]]:
     """Return the state of a run and of its slots, as `pipe status` has them."""
-    history = read_history(folder)
-    run = Follower(folder, {slot: one.use for slot, one in history.chain.slots.items()})
+    history = History(folder)
+    run = Run(folder, history.uses)
     run.look()
     assert run.state == history.state
-    found = {slot: one.state for slot, one in run.chain.slots.items()}
-    assert found == {slot: one.state for slot, one in history.chain.slots.items()}
+    found = {slot: one.state for slot, one in run.slots.items()}
+    assert found == {slot: one.state for slot, one in history.slots.items()}
     return run.state, found
 
 

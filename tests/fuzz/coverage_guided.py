@@ -58,7 +58,7 @@ TARGETS: dict[str, Target] = {
     "safetensors": (
         "a.safetensors", _safetensors, lambda file: save_file({"a": torch.ones(3)}, file),
     ),
-    "journal": ("journal.jsonl", lambda file: Journal(file).finished(), _journal),
+    "journal": ("journal.jsonl", lambda file: Journal(file).state().finished, _journal),
     "deepspeed": ("a.pt", load, lambda file: torch.save({"a": torch.ones(3), "b": 1}, file)),
     "dcp": (
         ".metadata", lambda file: read_metadata(file.parent), lambda file: file.write_bytes(b"."),

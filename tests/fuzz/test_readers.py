@@ -188,8 +188,7 @@ def test_an_index(valid: Path, data: Any) -> None:
 def test_a_journal(valid: Path, data: Any) -> None:
     def read(place: Path) -> None:
         journal = Journal(place)
-        journal.finished()
-        journal.running()
+        journal.state()
 
     fuzzed(valid, "journal.jsonl", data, read)
 

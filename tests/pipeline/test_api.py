@@ -81,7 +81,7 @@ def test_a_file_up_to_a_slot_and_the_rest(tmp_path: Path) -> None:
     assert outcome.folder == tmp_path / "mine"
     history = outcome.history()
     assert history.state == "stopped"
-    assert history.chain.slots["export"].state == "waiting"
+    assert history.slots["export"].state == "waiting"
     events: list[Event] = []
     again = resume(outcome.folder, ["export.suffix=later"], on_event=events.append)
     assert (again.folder / "export.txt").read_text() == "trained exportedlater"

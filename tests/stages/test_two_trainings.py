@@ -17,7 +17,8 @@ from pipeline.chain.plan import PlannedSlot, plan_file
 from pipeline.contracts.engine import Engine
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution.journal import Journal
-from pipeline.execution.metrics import by_training, records
+from pipeline.execution.metrics import records
+from pipeline.execution.run_state import RunState
 from pipeline.execution.runner import Runner
 from pipeline.recipe.launch import Started
 from stages.consolidate.weights import open_weights
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(run: Path, training: str) -> list[dict[str, Any]]:
     """Return what the steps of a training measured, without times."""
     names = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
-    found = by_training(records(run / "metrics.jsonl"))[training]
+    found = RunState.of(records(run / "metrics.jsonl")).trainings[training].records
     return [{name: each[name] for name in names} for each in found if "loss" in each]
 
 

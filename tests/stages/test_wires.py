@@ -272,7 +272,7 @@ def two_engines(dist: DistContext, folder: str, *overrides: str) -> dict[str, An
         runner.run()
     finally:
         runner.close()
-    return {slot: done.record for slot, done in journal.finished().items() if done.record}
+    return {slot: done.record for slot, done in journal.state().finished.items() if done.record}
 
 
 def test_a_run_follows_the_wires(planned: Callable[..., Plan], tmp_path: Path) -> None:

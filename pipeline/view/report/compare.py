@@ -7,19 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.execution.run_state import Training, measured
 from pipeline.recipe.nodes import leaves
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import align, duration, human
-from pipeline.view.history import History
 from pipeline.view.report.facts import busy_seconds, where
 from pipeline.view.report.page import Plot, Series, curve, render
-from pipeline.view.trainings import (
-    MeanSpeed,
-    Training,
-    measured_names,
-    newest_measured,
-    slots_that_train,
-)
+from pipeline.view.run import History, slots_that_train
 from pipeline.view.words import count, number, percent
 
 MISSING = "-"
@@ -78,16 +72,15 @@ def _trainings(histories: Sequence[History]) -> list[list[Training]]:
     found = [history.trainings for history in histories]
     if max(map(len, found)) == 1:
         return found
-    firsts = [next(iter(slots_that_train(history.slots)), "") for history in histories]
+    firsts = [next(iter(slots_that_train(history.uses)), "") for history in histories]
     return [
-        [replace(training, slot=training.slot or first) for training in trainings]
+        [replace(training, label=training.label or first) for training in trainings]
         for first, trainings in zip(firsts, found, strict=True)
     ]
 
 
 def _of_training(training: Training) -> Iterator[tuple[str, Value]]:
-    steps = training.steps
-    last: Mapping[str, Any] = steps[-1] if steps else {}
+    last: Mapping[str, Any] = training.step
     if last:
         yield "steps", Value(text=str(last["step"]))
         yield "training loss", _lower(last["loss"])
@@ -101,9 +94,9 @@ def _of_training(training: Training) -> Iterator[tuple[str, Value]]:
     if best:
         text = f"{number(best['eval_loss'])} at step {best['step']}"
         yield "best held-out loss", Value(text=text, rank=best["eval_loss"])
-    for name, (_, value) in newest_measured(training.metrics).items():
-        yield shown(name), Value(text=f"{value:.4g}")
-    speed = MeanSpeed.of(steps)
+    for name, values in training.measured.items():
+        yield shown(name), Value(text=f"{values[-1][1]:.4g}")
+    speed = training.speed
     rate, used = speed.mean("tokens_per_second"), speed.mean("mfu")
     if rate is not None:
         yield "tokens/s (mean)", Value(text=count(rate), rank=-rate)
@@ -204,13 +197,13 @@ def _plots(histories: Sequence[History]) -> Iterator[Plot]:
         for history, trainings in zip(histories, _trainings(histories), strict=True)
         for training in trainings
     ]
-    for first in {training.slot: training for _, training in found}.values():
-        alike = [(name, one.metrics) for name, one in found if one.slot == first.slot]
+    for first in {training.label: training for _, training in found}.values():
+        alike = [(name, one.records) for name, one in found if one.label == first.label]
         yield from (replace(plot, title=first.named(plot.title)) for plot in _plots_of(alike))
 
 
 def _plots_of(runs: Sequence[tuple[str, Records]]) -> Iterator[Plot]:
-    own = measured_names(record for _, records in runs for record in records)
+    own = dict.fromkeys(name for _, records in runs for one in records for name, _ in measured(one))
     for name, title, unit in (
         ("loss", "Training loss", "nats per token"),
         ("eval_loss", "Held-out loss", "nats per token"),

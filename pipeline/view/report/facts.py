@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.execution.metrics import kind_of
+from pipeline.execution.run_state import Training
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration, human, plural
-from pipeline.view.history import History
-from pipeline.view.trainings import MeanSpeed, Training
+from pipeline.view.run import History
 from pipeline.view.words import count, number, percent
 
 
@@ -71,11 +71,11 @@ def _of_journal(events: list[dict[str, Any]]) -> Iterator[Mark]:
 
 
 def _of_metrics(training: Training) -> Iterator[Mark]:
-    for begun, written in _saves(training.metrics):
+    for begun, written in _saves(training.records):
         first = begun or written
         text = ", ".join(_cost({**begun, **written}, on_disk=bool(written)))
         yield Mark(time=first.get("time"), step=first["step"], kind="save", text=text)
-    for record in training.metrics:
+    for record in training.records:
         kind, when, step = kind_of(record), record.get("time"), record.get("step")
         if kind == "anomaly":
             text = f"{record['anomaly']}: {record.get('action', '')}"
@@ -165,7 +165,7 @@ def _numbers(training: Training) -> Iterator[Tile]:
             told.append(f"best {number(best['eval_loss'])} at step {best['step']}")
         note = ", ".join(told) if first["step"] != last["step"] else f"at step {last['step']}"
         yield Tile(label="held-out loss", value=number(last["eval_loss"]), note=note)
-    speed = MeanSpeed.of(steps)
+    speed = training.speed
     rate, used = speed.mean("tokens_per_second"), speed.mean("mfu")
     mean = f"mean of {plural(speed.steps, 'step')}"
     if rate is not None:

@@ -15,10 +15,9 @@ from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration
 from pipeline.view.ending import REPORT
-from pipeline.view.history import History, read_history
 from pipeline.view.report.facts import busy_seconds, where
 from pipeline.view.report.page import Plot, Series, curve, render
-from pipeline.view.trainings import MeanSpeed
+from pipeline.view.run import History
 from pipeline.view.words import count, number
 
 MOST_DRAWN = 12
@@ -81,7 +80,7 @@ def runs_in(folder: Path) -> list[Found]:
 
 def _found(folder: Path) -> Found:
     try:
-        history = read_history(folder)
+        history = History(folder)
     except Exception as error:  # one broken run is no reason to show no other
         problem, changed = shown(in_words(error)), folder.stat().st_mtime
         return Found(folder=folder, started=changed, history=None, problem=problem)
@@ -117,7 +116,7 @@ def _row(run: Found, base: Path) -> Row:
         )
     history = run.history
     steps, found, best = history.steps, history.evaluations, history.best
-    rate = MeanSpeed.of(steps).mean("tokens_per_second")
+    rate = history.trainings[-1].speed.mean("tokens_per_second")
     ends = [event for event in history.events if event["event"] in ("run failed", "run stopped")]
     problem = ends[-1].get("problem", "") if ends and history.state != "finished" else ""
     return Row(
@@ -153,7 +152,7 @@ def _plots(histories: Sequence[History]) -> Iterator[Plot]:
     ):
         newest = [(one.name, one.trainings[-1]) for one in histories]
         found = [
-            (f"{label} {training.slot}".strip(), curve(training.metrics, name, most=MOST_POINTS))
+            (f"{label} {training.label}".strip(), curve(training.records, name, most=MOST_POINTS))
             for label, training in newest
         ]
         series = [

@@ -13,8 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.execution import rundir
 from pipeline.execution.hardware_record import hardware_records
+from pipeline.execution.metrics import training_of
 from pipeline.execution.origins import origins
+from pipeline.execution.run_state import Training, measured
 from pipeline.hardware.gpus import GIB
 from pipeline.recipe.nodes import leaves
 from pipeline.utils.files import replace_text
@@ -22,16 +25,9 @@ from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration
 from pipeline.view.ending import REPORT, prompts
-from pipeline.view.history import PLAN_FILE, PLANNED, History, json_in, read_history
 from pipeline.view.report import facts
 from pipeline.view.report.page import MOST_POINTS, Curve, Plot, Series, curve, render, rounded
-from pipeline.view.trainings import (
-    Training,
-    measured,
-    measured_names,
-    slots_that_train,
-    trainings_in,
-)
+from pipeline.view.run import PLANNED, History, json_in
 from pipeline.view.words import gib, percent
 
 MOST_MARKS = 200
@@ -40,16 +36,16 @@ MOST_ROWS = 400
 
 
 def write_report(folder: Path, to: Path | None = None, *, ended: bool = False) -> Path:
-    """Write the report of the run in `folder`, and return its path; `ended` as in `read_history`.
+    """Write the report of the run in `folder`, and return its path; `ended` as for `History`.
     Raises what that raises, and OSError."""
     path = to or folder / REPORT
-    replace_text(path, run_page(read_history(folder, ended=ended)))
+    replace_text(path, run_page(History(folder, ended=ended)))
     return path
 
 
 def run_page(history: History) -> str:
     """Return the report as HTML."""
-    plan = json_in(history.folder / PLAN_FILE, PLANNED)
+    plan = json_in(history.folder / rundir.PLAN, PLANNED)
     marks, gpus = facts.marks(history), list(hardware_records(history.folder))
     rows = list(_recipe_rows(history))
     starts = [event for event in history.events if event["event"] == "run started"]
@@ -75,7 +71,7 @@ def run_page(history: History) -> str:
         memory_title=facts.memory_title([label for label, _ in memory], plan),
         plan_lines=[str(line) for line in plan.get("lines", [])],
         gpus=gpu_rows(gpus),
-        prompts=[prompt for one in history.trainings for prompt in prompts(one.metrics, one.slot)],
+        prompts=[prompt for one in history.trainings for prompt in prompts(one.records, one.label)],
         marks=[
             {**vars(mark), "time": "" if mark.time is None else _clock(mark.time)}
             for mark in marks[-MOST_MARKS:]
@@ -96,8 +92,8 @@ def _plots(history: History) -> Iterator[Plot]:
 
 def _gpu_plots(history: History, gpus: Sequence[dict[str, Any]]) -> Iterator[Plot]:
     """Yield the plots of GPUs, those of each training over its own steps."""
-    for training in trainings_in(gpus, lambda: slots_that_train(history.slots)):
-        for plot in gpu_plots(training.metrics):
+    for training in history.trainings:
+        for plot in gpu_plots([one for one in gpus if training_of(one) == training.slot]):
             yield replace(plot, title=training.named(plot.title))
 
 
@@ -110,8 +106,8 @@ def _plots_of(training: Training) -> Iterator[Plot]:
         if held_out.steps:
             series.append(Series(label="held out", curve=held_out, dots=True))
         yield Plot(title="Loss", unit="nats per token", series=series)
-    for name in measured_names(training.metrics):
-        own = [one for one in training.metrics if name in dict(measured(one))]
+    for name in training.measured:
+        own = [one for one in training.records if name in dict(measured(one))]
         series = [Series(label=shown(name), curve=curve(own, name))]
         yield Plot(title=shown(name), series=series)
     for name, title, unit, wide in (
@@ -131,15 +127,14 @@ def _plots_of(training: Training) -> Iterator[Plot]:
 
 
 def _slots(history: History) -> Iterator[dict[str, Any]]:
-    slots = history.chain.slots.values()
-    longest = max((slot.total_seconds for slot in slots), default=0.0) or 1.0
-    for slot in slots:
+    longest = max((slot.seconds for slot in history.slots.values()), default=0.0) or 1.0
+    for name, slot in history.slots.items():
         yield {
-            "slot": slot.slot,
-            "use": slot.use,
+            "slot": name,
+            "use": history.uses[name],
             "state": slot.state,
-            "time": duration(slot.total_seconds) if slot.began else "",
-            "percent": round(100 * slot.total_seconds / longest, 1),
+            "time": duration(slot.seconds) if slot.began else "",
+            "percent": round(100 * slot.seconds / longest, 1),
         }
 
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from pipeline.cli import main
 from pipeline.execution.export_recipe import chosen, trained_in
 from pipeline.execution.talk import found
-from pipeline.view.history import read_history
 from pipeline.view.report.facts import where
+from pipeline.view.run import History
 from tests.support.pipe import Outcome, Pipe
 from tests.support.tiny_recipe import EXPORT, write
 from tests.support.two_trainings import CHATS, LORA, TEXT, begin, one, write_files
@@ -90,7 +90,7 @@ def test_each_training_has_the_facts_of_its_own_engine(made: tuple[Pipe, Outcome
     files = [run / "engine.json", run / "engine-train2.json"]
     kinds = [json.loads(file.read_text())["engine"] for file in files]
     assert kinds == ["DistributedDataParallel", "fully_shard"]
-    history = read_history(run)
+    history = History(run)
     assert where(history) == "DistributedDataParallel then fully_shard, 1 process, cpu"
     assert history.engines["train2"]["engine"] == "fully_shard"
 

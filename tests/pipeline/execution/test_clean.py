@@ -134,7 +134,7 @@ def test_the_best_stays(run: Path) -> None:
 
 def test_the_checkpoint_that_was_exported_stays(run: Path) -> None:
     journal = Journal(run / "journal.jsonl")
-    done = journal.finished()["train"]
+    done = journal.state().finished["train"]
     record = {**(done.record or {}), "checkpoint": str(run / "checkpoints" / "step-00000002")}
     journal.write("slot finished", slot="train", digest=done.digest, record=record)
     journal.write("run finished")

@@ -14,8 +14,8 @@ from pipeline.execution import hardware_record
 from pipeline.execution.hardware_record import FILE, HardwareRecord, hardware_records
 from pipeline.hardware.telemetry import GpuReading, Telemetry
 from pipeline.testing import plan_view
-from pipeline.view.history import read_history
 from pipeline.view.report.run_report import gpu_plots, gpu_rows, run_page
+from pipeline.view.run import History
 from pipeline.view.screen import Display
 from tests.pipeline.view.folders import add, made, step
 from tests.support.nvml import NvmlError, library
@@ -136,7 +136,7 @@ def gpu(index: int, busy: float | None, degrees: int, *throttled: str) -> GpuRea
 
 def test_the_report_shows_curves_and_a_table(tmp_path: Path, clock: Clock) -> None:
     folder = made(tmp_path / "run", [{"event": "run started", "time": 999.0}])
-    assert "GPUs of the launching machine" not in run_page(read_history(folder))
+    assert "GPUs of the launching machine" not in run_page(History(folder))
     readings = [
         [gpu(0, 0.5, 60), gpu(1, 0.9, 64, "heat")],
         [gpu(0, 0.7, 62), gpu(1, None, 66, "heat", "power cap")],
@@ -157,7 +157,7 @@ def test_the_report_shows_curves_and_a_table(tmp_path: Path, clock: Clock) -> No
         {"gpu": "1", "busy": "85.0 %", "temperature": "66 °C", "power": "640 W, 660 W",
          "memory": "3.0 GiB", "slowed": "heat 66.7 %, power cap 33.3 %"},
     ]  # fmt: skip
-    page = run_page(read_history(folder))
+    page = run_page(History(folder))
     assert "<td>heat 66.7 %, power cap 33.3 %</td>" in page
     assert "GPUs busy" in page
 

@@ -77,23 +77,23 @@ def test_a_tail_starts_at_a_whole_record(tmp_path: Path) -> None:
 
 def test_finished_running_and_end(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
-    assert journal.finished() == {}
-    assert journal.running() is None
-    assert not journal.ended_well()
+    assert journal.state().finished == {}
+    assert journal.state().slot is None
+    assert not journal.state().ended_well
     journal.write("run started")
     journal.write("slot started", slot="a")
     journal.write("slot finished", slot="a", digest="1", record=None)
     journal.write("slot started", slot="b")
-    assert journal.running() == "b"
+    assert journal.state().slot == "b"
     journal.write("run failed", problem="no")
     journal.write("run started")
-    assert journal.running() is None
+    assert journal.state().slot is None
     journal.write("slot started", slot="a")
     journal.write("slot finished", slot="a", digest="2", record={"path": "x"})
-    assert not journal.ended_well()
+    assert not journal.state().ended_well
     journal.write("run finished")
-    assert journal.ended_well()
-    assert {slot: (f.digest, f.record) for slot, f in journal.finished().items()} == {
+    assert journal.state().ended_well
+    assert {slot: (f.digest, f.record) for slot, f in journal.state().finished.items()} == {
         "a": ("2", {"path": "x"})
     }
 
@@ -210,9 +210,9 @@ def test_an_old_journal_is_read_and_gone_on_with(tmp_path: Path) -> None:
     journal.path.write_bytes(old(before[:2]) + torn + old(before[2:]))
     assert journal.events() == before
     journal.write("run finished")
-    assert journal.ended_well()
+    assert journal.state().ended_well
     assert journal.events()[:3] == before
-    assert journal.finished()["export"].record == {"folder": export}
+    assert journal.state().finished["export"].record == {"folder": export}
     flipped = journal.path.read_bytes().replace(b'"export"', b'"expert"', 1)
     journal.path.write_bytes(flipped)
     with pytest.raises(JournalDamaged, match="one of lines 1 to 5 is not"):
@@ -235,7 +235,7 @@ def test_an_old_line_that_makes_no_sense_is_damage(tmp_path: Path, line: bytes) 
     journal = Journal(tmp_path / "journal.jsonl")
     journal.path.write_bytes(old([{"time": 1, "event": "run started"}]) + line + b"\n")
     with pytest.raises(JournalDamaged, match="line 2 is not"):
-        journal.finished()
+        journal.state()
 
 
 def test_addresses_in_the_run_move_with_it(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_addresses_in_the_run_move_with_it(tmp_path: Path) -> None:
     a_journal(first)
     second = first.rename(tmp_path / "second")
     assert str(first) not in (second / "journal.jsonl").read_text()
-    found = Journal(second / "journal.jsonl").finished()
+    found = Journal(second / "journal.jsonl").state().finished
     assert found["train"].record == {
         "checkpoint": str(second / "checkpoints" / "step-00000004"), "step": 4,
     }  # fmt: skip
@@ -274,4 +274,4 @@ def test_a_sentence_that_begins_with_a_path_is_a_text(tmp_path: Path) -> None:
     journal.write("slot finished", slot="train", digest="1", record=record)
     written = json.loads(journal.path.read_text())["record"]
     assert written == {"folder": {"in run": "export"}, "stopped": record["stopped"]}
-    assert journal.finished()["train"].record == record
+    assert journal.state().finished["train"].record == record

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.execution.metrics import Metrics, by_training, records
+from pipeline.execution.metrics import Metrics, records, training_of
 from pipeline.view.ending import before_and_after
 
 
@@ -132,4 +132,4 @@ def test_a_training_rewinds_its_own_records_alone(tmp_path: Path) -> None:
 def test_a_slot_that_is_no_text_is_no_record(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1.0, "slot": 3}\n{"step": 1, "loss": 1.0}\n')
-    assert list(by_training(records(path))) == [""]
+    assert {training_of(one) for one in records(path)} == {""}

@@ -240,7 +240,7 @@ def test_a_failure_leaves_live_artifacts_to_close(journal: Journal) -> None:
     with pytest.raises(ValueError, match="no"):
         run(chain(fail=True), journal)
     assert CALLS == ["live", "file", "closed live"]
-    assert set(journal.finished()) == {"live"}
+    assert set(journal.state().finished) == {"live"}
     assert run(chain(), journal)[:2] == ["live", "file"]
 
 

@@ -31,9 +31,9 @@ def test_events_of_an_undone_command_do_not_count(again: Journal) -> None:
     again.write("run started", procs=1, restart=1)
     assert did_nothing(again.path.parent)
     again.write("run failed", problem="no", undone=True)
-    assert [event["event"] for event in again.events()] == ["run started", "run finished"]
-    assert again.ended_well()
-    assert again.finished() == {}
+    assert [one["event"] for one in again.state().events] == ["run started", "run finished"]
+    assert again.state().ended_well
+    assert again.state().finished == {}
     assert [event["event"] for event in again.newest_command()][:2] == [
         "slot set aside", "run started",
     ]  # fmt: skip

@@ -6,17 +6,18 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.commands.run import with_plan
 from pipeline.errors import RunFailed
+from pipeline.execution import rundir
+from pipeline.execution.run_spec import RunSpec
 from pipeline.hardware.gpus import GIB
 from pipeline.planning import beside
-from pipeline.recipe import load_recipe
 from pipeline.recipe.launch import Started
-from pipeline.view.history import PLAN_FILE
 from tests.support.nvml import library
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"
@@ -37,21 +38,22 @@ def test_processes_of_several_nodes() -> None:
 
 def test_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make(STARTED)
-    (tmp_path / "recipe.yaml").write_text(plan.recipe.dump())
-    commands: list[list[str]] = []
+    messages: list[dict[str, Any]] = []
 
-    def started(command: list[str], **options: object) -> None:
-        commands.append(command)
+    def started(module: str, message: dict[str, Any], *shown: str, **options: object) -> None:
+        messages.append(message)
         raise OSError
 
-    monkeypatch.setattr("subprocess.Popen", started)
+    monkeypatch.setattr(beside, "start_child", started)
     with beside.planned_beside(plan, tmp_path):
         pass
-    assert commands[0][-3:] == [str(tmp_path), "8", "4"]
+    (given,) = messages
+    spec = RunSpec.load(given["spec"])
+    assert (given["procs"], given["per_node"], spec.run_dir) == (8, 4, str(tmp_path))
+    assert spec.plan(Started()).recipe.launch.procs is None
     monkeypatch.setattr("os.nice", lambda more: None)
-    assert load_recipe(tmp_path / "recipe.yaml").launch.procs is None
-    assert beside.main(tmp_path, 8, 4) == 0
-    assert json.loads((tmp_path / PLAN_FILE).read_text())["lines"][1] == WHERE
+    assert beside.main(spec, 8, 4) == 0
+    assert json.loads((tmp_path / rundir.PLAN).read_text())["lines"][1] == WHERE
 
 
 def test_out_of_memory_the_plan_is_that_of_the_run() -> None:

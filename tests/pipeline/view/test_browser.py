@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.view.history import read_history
 from pipeline.view.report.compare import comparison_page
 from pipeline.view.report.folder_report import write_folder_report
 from pipeline.view.report.run_report import run_page
+from pipeline.view.run import History
 from tests.pipeline.conftest import TinyRun
 from tests.pipeline.view.folders import made, step
 from tests.pipeline.view.test_report import EVENTS
@@ -34,7 +34,7 @@ def pages(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[P
     """Return the report of a run, a comparison of it with itself, and the page of its folder."""
     folder = tmp_path_factory.mktemp("pages")
     both = folder / "compare.html"
-    history = read_history(tiny_run.folder)
+    history = History(tiny_run.folder)
     both.write_text(comparison_page([history, history]), "utf-8")
     runs = write_folder_report(tiny_run.folder.parent, folder / "runs.html")
     return [tiny_run.folder / "report.html", both, runs]
@@ -142,7 +142,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
     failed = [*EVENTS[:-1], {"event": "run failed", "time": 1070.0, "problem": word}]
     runs = [made(folder / f"{long}{n}", failed, metrics, recipe) for n in range(3)]
-    histories = [read_history(run) for run in runs]
+    histories = [History(run) for run in runs]
     run, both = folder / "run.html", folder / "both.html"
     run.write_text(run_page(histories[0]), "utf-8")
     both.write_text(comparison_page(histories), "utf-8")

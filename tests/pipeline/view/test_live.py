@@ -14,8 +14,8 @@ from rich.console import Console
 from pipeline.execution.rundir import locked
 from pipeline.hardware.telemetry import GpuReading
 from pipeline.utils.files import replace_text
-from pipeline.view.follow import Follower
 from pipeline.view.live import ASCII, Header, drawing
+from pipeline.view.run import Run
 from pipeline.view.words import sparkline
 from tests.pipeline.view.folders import SLOTS, add, made, step
 
@@ -45,7 +45,7 @@ def text(
     folder: Path, gpus: Sequence[GpuReading] = (), *, width: int = 80, under_way: bool = False
 ) -> list[str]:
     """Return the lines of the display."""
-    run = Follower(folder, SLOTS)
+    run = Run(folder, SLOTS)
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None)
     with locked(folder) if under_way else contextlib.nullcontext():
@@ -81,7 +81,7 @@ def test_texts_of_a_folder_cannot_command_the_terminal(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", STARTED)
     activity = {"name": "a\x1b[2J", "done": 2, "total": 0, "unit": "\x1b]0;b\x07", "seconds": 1}
     replace_text(folder / "activity.json", json.dumps(activity))
-    run = Follower(folder, {"model\x9b": "model.hf"})
+    run = Run(folder, {"model\x9b": "model.hf"})
     header = Header(name="made\x1b[1m", where="\x1b[2Jcpu")
     out = io.StringIO()
     with locked(folder):
@@ -181,19 +181,19 @@ def test_it_fits_its_width(tmp_path: Path) -> None:
 
 def test_a_resumed_run_forgets_what_it_repeats(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", TRAINING, [step(number) for number in range(1, 6)])
-    run = Follower(folder, SLOTS)
+    run = Run(folder, SLOTS)
     run.look()
-    assert (run.step["step"], run.speed.steps) == (5, 5)
+    assert (run.training.step["step"], run.training.speed.steps) == (5, 5)
     replace_text(folder / "metrics.jsonl", "")
     add(folder, [step(1), step(2)])
     run.look()
-    assert [number for number, _ in run.losses] == [1, 2]
-    assert run.speed.steps == 2
+    assert [one["step"] for one in run.training.steps] == [1, 2]
+    assert run.training.speed.steps == 2
     assert run.seconds_left == 36.0
 
 
 def test_terminals_without_unicode_get_letters(tmp_path: Path) -> None:
-    run = Follower(made(tmp_path / "run", TRAINING, [step(1), step(2)]), SLOTS)
+    run = Run(made(tmp_path / "run", TRAINING, [step(1), step(2)]), SLOTS)
     run.look()
     out = io.StringIO()
     Console(file=out, width=80, color_system=None).print(

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.execution.run_state import MeanSpeed
 from pipeline.view.ending import prompts
-from pipeline.view.history import read_history
 from pipeline.view.report import facts
 from pipeline.view.report.compare import (
     comparison_page,
@@ -24,7 +24,7 @@ from pipeline.view.report.compare import (
 )
 from pipeline.view.report.page import MOST_POINTS, curve
 from pipeline.view.report.run_report import run_page, write_report
-from pipeline.view.trainings import MeanSpeed
+from pipeline.view.run import History
 from tests.pipeline.view.folders import RECIPE, made, step
 from tests.pipeline.view.test_live import TRAINING
 
@@ -92,7 +92,7 @@ def test_a_report_has_the_command_as_it_is_typed(tmp_path: Path) -> None:
         (["train.py", "--lr=1"], "train.py --lr=1"),
     ):
         (folder / "environment.json").write_text(json.dumps({"command": words}))
-        assert f"<code>{typed}</code>" in run_page(read_history(folder))
+        assert f"<code>{typed}</code>" in run_page(History(folder))
 
 
 def test_a_report_says_what_saves_cost(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_report_says_what_saves_cost(tmp_path: Path) -> None:
     spent = {"checkpoint_user_seconds": 0.5, "checkpoint_system_seconds": 0.25}
     known = {**written, **spent, "step": 4, "checkpoint_slowed_seconds": 0.125}
     folder = made(tmp_path / "run", EVENTS, [*METRICS, written, known])
-    told = [mark.text for mark in facts.marks(read_history(folder)) if mark.kind == "save"]
+    told = [mark.text for mark in facts.marks(History(folder)) if mark.kind == "save"]
     assert told == [
         "on disk after 1.00 s",
         "on disk after 1.00 s, training paused for 0.25 s, steps took 0.12 s longer meanwhile, "
@@ -123,7 +123,7 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     recipe: dict[str, Any] = {**RECIPE, "stages": {"model": {"use": "model.hf", "path": evil}}}
     metrics = [step(1), {"step": 1, "generated": [{"number": 0, "prompt": evil, "text": evil}]}]
     failed = [*TRAINING[:1], {"event": "run failed", "time": 1001.0, "problem": evil}]
-    page = run_page(read_history(made(tmp_path / "run", failed, metrics, recipe)))
+    page = run_page(History(made(tmp_path / "run", failed, metrics, recipe)))
     found = parsed(page)
     assert found.tags.count("script") == 3
     assert "img" not in found.tags
@@ -131,10 +131,10 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
 
 
 def test_the_times_of_all_starts_count(tmp_path: Path) -> None:
-    history = read_history(made(tmp_path / "run", EVENTS, METRICS))
+    history = History(made(tmp_path / "run", EVENTS, METRICS))
     assert facts.busy_seconds(history) == 30.0 + 22.0
-    assert history.chain.slots["train"].total_seconds == 25.0 + 20.0
-    assert history.chain.slots["model"].seconds == 3.0
+    assert history.slots["train"].seconds == 25.0 + 20.0
+    assert history.slots["model"].seconds == 3.0
 
 
 def test_a_start_that_was_killed_ends_at_its_last_sign_of_life(tmp_path: Path) -> None:
@@ -142,23 +142,23 @@ def test_a_start_that_was_killed_ends_at_its_last_sign_of_life(tmp_path: Path) -
     later = 90_000.0  # a day behind it
     for event, time in zip(killed[len(TRAINING) :], (0.0, 1.0, 21.0, 22.0), strict=True):
         event["time"] = later + time
-    history = read_history(made(tmp_path / "run", killed, METRICS))
+    history = History(made(tmp_path / "run", killed, METRICS))
     assert facts.busy_seconds(history) == 20.0 + 22.0  # a checkpoint at 1020
-    assert history.chain.slots["train"].total_seconds == 15.0 + 20.0
+    assert history.slots["train"].seconds == 15.0 + 20.0
     assert [mark.kind for mark in facts.marks(history)][:3] == ["start", "save", "stop"]
 
 
 def test_a_run_that_was_killed_and_not_resumed(tmp_path: Path) -> None:
-    history = read_history(made(tmp_path / "run", TRAINING, METRICS))
+    history = History(made(tmp_path / "run", TRAINING, METRICS))
     assert history.state == "stopped"
-    assert history.chain.slots["train"].state == "stopped"
+    assert history.slots["train"].state == "stopped"
     assert facts.busy_seconds(history) == 20.0
-    silent = read_history(made(tmp_path / "early", TRAINING))
+    silent = History(made(tmp_path / "early", TRAINING))
     assert facts.busy_seconds(silent) == 5.0
 
 
 def test_marks_are_in_order_of_time(tmp_path: Path) -> None:
-    history = read_history(made(tmp_path / "run", EVENTS, METRICS))
+    history = History(made(tmp_path / "run", EVENTS, METRICS))
     found = facts.marks(history)
     assert [mark.kind for mark in found] == [
         "start", "save", "failure", "resume", "end", "anomaly",
@@ -171,7 +171,7 @@ def test_a_warning_that_comes_again_is_one_mark(tmp_path: Path) -> None:
     at = len(TRAINING)
     events = [*EVENTS[:2], {**one, "time": 1001.0}, {**other, "time": 1002.0}, *EVENTS[2:at]]
     events += [*EVENTS[at:], {**one, "time": 1101.0}]
-    history = read_history(made(tmp_path / "run", events, METRICS))
+    history = History(made(tmp_path / "run", events, METRICS))
     found = [mark for mark in facts.marks(history) if mark.kind == "warning"]
     told = [(mark.time, mark.text, mark.times) for mark in found]
     assert told == [(1001.0, "slow <disk>", 2), (1002.0, "little memory", 1)]
@@ -198,15 +198,15 @@ def test_memory_is_named_by_what_is_there(
 
 def test_an_early_end_of_training_is_a_mark(tmp_path: Path) -> None:
     early = {"step": 6, "time": 1059.0, "ended_early": "the budget is over"}
-    found = facts.marks(read_history(made(tmp_path / "run", EVENTS, [*METRICS, early])))
+    found = facts.marks(History(made(tmp_path / "run", EVENTS, [*METRICS, early])))
     ends = [mark for mark in found if mark.kind == "end of training"]
     assert [(mark.step, mark.text, mark.bad) for mark in ends] == [(6, "the budget is over", False)]
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:
     other = {**RECIPE, "seed": 7, "stages": {**RECIPE["stages"], "wrap": {"use": "wrap.fsdp"}}}
-    one = read_history(made(tmp_path / "one", EVENTS, METRICS))
-    two = read_history(made(tmp_path / "two", TRAINING, METRICS[:3], other))
+    one = History(made(tmp_path / "one", EVENTS, METRICS))
+    two = History(made(tmp_path / "two", TRAINING, METRICS[:3], other))
     differ = {row.name: row.values for row in recipe_differences([one, two])}
     assert differ == {"seed": ("-", "7"), "stages.wrap.use": ("wrap.ddp", "wrap.fsdp")}
     assert environment_differences([one, two]) == []
@@ -231,7 +231,7 @@ def test_of_equal_values_none_is_better(tmp_path: Path) -> None:
     histories = []
     for number, (speed, loss) in enumerate(zip(speeds, kinds, strict=True)):
         metrics = [step(1, tokens_per_second=speed, loss=loss, accuracy=number / 8)]
-        histories.append(read_history(made(tmp_path / str(number), EVENTS, metrics)))
+        histories.append(History(made(tmp_path / str(number), EVENTS, metrics)))
     found = {row.name: row for row in results(histories)}
     assert found["tokens/s (mean)"].better == (1, 2)
     assert found["training loss"].better == (2, 3)
@@ -248,7 +248,7 @@ def test_axes_are_logarithmic_where_that_helps_and_it_is_said(tmp_path: Path) ->
     pages = []
     for number, norm in enumerate((0.5, 0.0, 9.9, 10.0)):
         metrics = [step(1), step(2, grad_norm=norm)]
-        history = read_history(made(tmp_path / str(number), EVENTS, metrics))
+        history = History(made(tmp_path / str(number), EVENTS, metrics))
         pages.append((run_page(history), comparison_page([history, history])))
     assert ['"log":true' in one for one, _ in pages] == [False, False, False, True]
     assert ["log scale" in one for one, _ in pages] == [False, False, False, True]
@@ -270,7 +270,7 @@ def test_prompts_and_answers_stand_apart(tmp_path: Path) -> None:
     many = prompts([said(at, str(at)) for at in range(100)])
     assert [one.text for one in many[0].shown] == ["0", "99"]
     assert (many[0].left_out, len(many[0].between)) == (80, 18)
-    page = run_page(read_history(made(tmp_path / "run", EVENTS, [step(1), *records])))
+    page = run_page(History(made(tmp_path / "run", EVENTS, [step(1), *records])))
     assert page.count("(empty answer)") == 1
     assert page.index("before training") < page.index("step 6")
 
@@ -282,7 +282,7 @@ def test_numbers_of_plugins_have_curves(tmp_path: Path) -> None:
         {"step": 4, "accuracy": 0.75},
         step(7, router_entropy=1.5),
     ]
-    history = read_history(made(tmp_path / "run", EVENTS, metrics))
+    history = History(made(tmp_path / "run", EVENTS, metrics))
     for page in (run_page(history), comparison_page([history, history])):
         titles = re.findall(r'<div class="plot"><h3>([^<]*?)(?: <|<)', page)
         plots = json.loads(re.search(r'id="plots">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
@@ -293,16 +293,15 @@ def test_numbers_of_plugins_have_curves(tmp_path: Path) -> None:
 
 
 def test_the_mean_speed_is_tokens_by_time() -> None:
-    speed = MeanSpeed.of(
-        [
-            {"step_seconds": 1.0, "tokens_per_second": 100.0, "mfu": 0.5},
-            {"step_seconds": 3.0, "tokens_per_second": 300.0},
-            {"tokens_per_second": 1e9},
-        ]
-    )
+    speed = MeanSpeed()
+    for record in (
+        {"step_seconds": 1.0, "tokens_per_second": 100.0, "mfu": 0.5},
+        {"step_seconds": 3.0, "tokens_per_second": 300.0},
+        {"tokens_per_second": 1e9},
+    ):
+        speed.add(record)
     assert (speed.mean("tokens_per_second"), speed.mean("mfu")) == (250.0, 0.5)
-    assert (speed.steps, speed.step_seconds, speed.mean("data_wait_share")) == (2, 2.0, None)
-    assert MeanSpeed().step_seconds is None
+    assert (speed.steps, speed.seconds, speed.mean("data_wait_share")) == (2, 4.0, None)
 
 
 @given(

@@ -18,9 +18,9 @@ from pipeline.execution.rundir import locked
 from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import display, set_display
 from pipeline.view.events import JsonScreen
-from pipeline.view.follow import Follower
 from pipeline.view.live import Header
 from pipeline.view.live_screen import LiveScreen
+from pipeline.view.run import Run
 from pipeline.view.screen import Display, Harmless, LinePipe, Screen
 from tests.pipeline.view.folders import SLOTS, add, made, step
 
@@ -82,7 +82,7 @@ def test_lines_of_another_process() -> None:
 def test_events_as_json(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", [{"event": "run started", "time": 5.0, "procs": 1}])
     out = io.StringIO()
-    screen = JsonScreen(Follower(folder, SLOTS), out)
+    screen = JsonScreen(Run(folder, SLOTS), out)
     add(folder, [step(1), {"step": 1, "eval_loss": 2.0}, {"step": 2, "anomaly": "a spike"}])
     doing = {"name": "exporting", "done": 1, "total": None, "unit": "files", "seconds": 0.5}
     (folder / "activity.json").write_text(json.dumps(doing))
@@ -117,7 +117,7 @@ def test_a_resumed_run_tells_what_is_new(tmp_path: Path) -> None:
     ]
     folder = made(tmp_path / "run", events, [step(1), {"step": 1, "eval_loss": 2.0}, step(2)])
     out = io.StringIO()
-    screen = JsonScreen(Follower(folder, SLOTS), out)
+    screen = JsonScreen(Run(folder, SLOTS), out)
     assert told(screen, out) == [("run", None), ("slot set aside", None), ("run started", None)]
     add(folder, [step(3), step(4), {"step": 4, "eval_loss": 2.0}])
     assert told(screen, out) == [("step", 3), ("step", 4), ("evaluation", 4)]
@@ -134,7 +134,7 @@ def test_a_resumed_run_tells_what_is_new(tmp_path: Path) -> None:
 def test_what_is_read_together_is_in_order_of_time(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", [{"event": "run started", "time": 1000.0}])
     out = io.StringIO()
-    screen = JsonScreen(Follower(folder, SLOTS), out)
+    screen = JsonScreen(Run(folder, SLOTS), out)
     told(screen, out)
     add(folder, [step(1), {"step": 1, "eval_loss": 2.0}, step(3)])
     done = {"event": "slot finished", "slot": "train", "digest": "d", "record": None}
@@ -211,7 +211,7 @@ def test_standard_error_is_usable_when_the_terminal_is_gone(
     terminal, errors = Gone(), io.StringIO()
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setattr("sys.stderr", errors)
-    run = Follower(made(tmp_path / "run"), SLOTS)
+    run = Run(made(tmp_path / "run"), SLOTS)
     console = Console(file=terminal, force_terminal=True)
     screen = Harmless(lambda: LiveScreen(run, Header(name="run", where="here"), console=console))
     assert screen.output is not None

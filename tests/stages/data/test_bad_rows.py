@@ -19,8 +19,8 @@ from markupsafe import escape
 from pipeline import cli
 from pipeline.contracts.stage import Context
 from pipeline.errors import BadRows, DataError, StageError
-from pipeline.view.history import read_history
 from pipeline.view.report.facts import marks
+from pipeline.view.run import History
 from stages.data import mistakes
 from stages.data.chat import ChatData, ChatSource
 from stages.data.encodings import TextTokenizer
@@ -389,7 +389,7 @@ def test_a_run_says_what_it_drops(tmp_path: Path) -> None:
     assert text in done.stdout
     run = tmp_path / "run"
     assert text in (run / "logs/rank-00000.log").read_text()
-    (told,) = [mark.text for mark in marks(read_history(run)) if text in mark.text]
+    (told,) = [mark.text for mark in marks(History(run)) if text in mark.text]
     assert told.endswith(f", the first: {tmp_path}/bad.jsonl:4")
     assert str(escape(told)) in (run / "report.html").read_text()
 

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from pipeline.view.history import Chain
+from pipeline.execution.run_state import RunState, SlotState
 
 
 def states(*events: dict[str, Any]) -> list[str]:
     """Return the states of `data`, `train` and `export` after these events, a second each."""
-    chain = Chain({"data": "data.text", "train": "train.causal_lm", "export": "export.x"})
-    chain.update({"time": float(second), **event} for second, event in enumerate(events))
-    return [slot.state for slot in chain.slots.values()]
+    state = RunState.of({"time": float(second), **event} for second, event in enumerate(events))
+    slots = ("data", "train", "export")
+    return [state.slots.get(slot, SlotState()).state for slot in slots]
 
 
 def slot(kind: str, name: str) -> dict[str, Any]:
-    return {"event": f"slot {kind}", "slot": name}
+    return {"event": f"slot {kind}", "slot": name, "digest": "", "record": None}
 
 
 RUN_STARTED = {"event": "run started"}

@@ -11,12 +11,11 @@ from click.testing import CliRunner
 from pipeline.cli import main
 from pipeline.execution.journal import Journal
 from pipeline.view.ending import outcome
-from pipeline.view.follow import Follower
-from pipeline.view.history import read_history
 from pipeline.view.report.compare import comparison_page, results
 from pipeline.view.report.facts import marks, summary
 from pipeline.view.report.folder_report import runs_in
 from pipeline.view.report.run_report import _gpu_plots, _plots, run_page
+from pipeline.view.run import History, Run
 from tests.pipeline.view.folders import RECIPE, SLOTS, add, made, step
 
 SECOND = {
@@ -58,9 +57,9 @@ def run(folder: Path) -> Path:
 
 
 def test_a_history_has_both(tmp_path: Path) -> None:
-    history = read_history(run(tmp_path / "run"))
+    history = History(run(tmp_path / "run"))
     first, second = history.trainings
-    assert (first.slot, second.slot) == ("train", "chat")
+    assert (first.label, second.label) == ("train", "chat")
     assert [[one["loss"] for one in each.steps] for each in (first, second)] == [
         [3.9, 3.8], [1.5, 1.25],
     ]  # fmt: skip
@@ -68,8 +67,8 @@ def test_a_history_has_both(tmp_path: Path) -> None:
     assert first.best == {"step": 2, "eval_loss": 3.5}
     assert (second.best, second.evaluations) == (None, [])
     assert history.steps == second.steps  # the newest
-    once = read_history(made(tmp_path / "once", (), FIRST))
-    assert [each.slot for each in once.trainings] == [""]
+    once = History(made(tmp_path / "once", (), FIRST))
+    assert [each.label for each in once.trainings] == [""]
 
 
 def test_the_end_tells_what_each_measured(tmp_path: Path) -> None:
@@ -83,7 +82,7 @@ def test_the_end_tells_what_each_measured(tmp_path: Path) -> None:
 
 
 def test_a_report_has_curves_numbers_and_saves_of_each(tmp_path: Path) -> None:
-    history = read_history(run(tmp_path / "run"))
+    history = History(run(tmp_path / "run"))
     plots = {plot.title: plot.series[0].curve for plot in _plots(history)}
     assert (plots["train Loss"].steps, plots["train Loss"].mean) == ([1, 2], [3.9, 3.8])
     assert (plots["chat Loss"].steps, plots["chat Loss"].mean) == ([1, 2], [1.5, 1.25])
@@ -105,14 +104,16 @@ def test_a_report_has_curves_numbers_and_saves_of_each(tmp_path: Path) -> None:
 
 def test_a_display_follows_the_newest(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", (), FIRST, BOTH)
-    follower = Follower(folder, SLOTS | SECOND)
+    follower = Run(folder, SLOTS | SECOND)
     follower.look()
-    assert (follower.training, follower.step["loss"], len(follower.losses)) == ("", 3.8, 2)
+    training = follower.training
+    assert (training.slot, training.step["loss"], len(training.steps)) == ("", 3.8, 2)
     add(folder, FURTHER)
     follower.look()
-    assert (follower.training, follower.step["loss"]) == ("chat", 1.25)
-    assert list(follower.losses) == [(1, 1.5), (2, 1.25)]
-    assert (follower.evaluation, follower.speed.steps) == ({}, 2)
+    training = follower.training
+    assert (training.slot, training.step["loss"]) == ("chat", 1.25)
+    assert [(one["step"], one["loss"]) for one in training.steps] == [(1, 1.5), (2, 1.25)]
+    assert ("evaluation" in training.newest, training.speed.steps) == (False, 2)
 
 
 def test_commands_name_the_newest(tmp_path: Path) -> None:
@@ -133,8 +134,8 @@ def test_commands_name_the_newest(tmp_path: Path) -> None:
 
 
 def test_runs_are_compared_training_by_training(tmp_path: Path) -> None:
-    both = read_history(run(tmp_path / "both"))
-    once = read_history(made(tmp_path / "once", (), [step(1), step(2, loss=3.0)]))
+    both = History(run(tmp_path / "both"))
+    once = History(made(tmp_path / "once", (), [step(1), step(2, loss=3.0)]))
     rows = {row.name: row.values for row in results([both, once])}
     assert rows["train training loss"] == ("3.8000", "3.0000")
     assert rows["chat training loss"] == ("1.2500", "-")
@@ -146,6 +147,6 @@ def test_runs_are_compared_training_by_training(tmp_path: Path) -> None:
 
 def test_a_slot_whose_stage_is_not_installed(tmp_path: Path) -> None:
     gone = {**BOTH, "stages": {"train": {"use": "gone.stage"}, "chat": {"use": "gone.too"}}}
-    history = read_history(made(tmp_path / "run", (), [*FIRST, *FURTHER], gone))
-    assert [each.slot for each in history.trainings] == ["the first training", "chat"]
+    history = History(made(tmp_path / "run", (), [*FIRST, *FURTHER], gone))
+    assert [each.label for each in history.trainings] == ["the first training", "chat"]
     assert Journal(history.folder / "journal.jsonl").events() == []

@@ -1,0 +1,239 @@
+"""A run by its folder: while it goes on, and all that the folder says of it."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.chain.registry import Registry
+from pipeline.chain.trainings import trains
+from pipeline.contracts.stage import ENVIRONMENT_FILE, engine_file
+from pipeline.errors import PluginError, RecipeError
+from pipeline.execution import failures, rundir
+from pipeline.execution.activity_record import FILE as ACTIVITY
+from pipeline.execution.journal import Journal, is_event
+from pipeline.execution.metrics import is_record, records
+from pipeline.execution.run_state import RunState, SlotState, Training
+from pipeline.recipe import Recipe, read_recipe
+from pipeline.utils.foreign import fitting, is_number, is_text, json_object
+from pipeline.utils.jsonl import Tail
+
+Ended = Literal["running", "finished", "failed", "stopped"]
+KEPT = 1000
+"""Newest records of a training that are kept of a run that is followed."""
+NEWEST_BYTES = 1 << 20
+"""Bytes of `metrics.jsonl` that are read of a run that began earlier."""
+PACES = 20
+"""Newest steps over whose time a mean is taken."""
+Kinds = Mapping[str, Callable[[Any], bool]]
+SURROUNDINGS: Kinds = {
+    "command": lambda value: isinstance(value, list),
+    "packages": lambda value: isinstance(value, dict),
+}
+PLANNED: Kinds = {"needed_bytes": is_number, "lines": lambda value: isinstance(value, list)}
+DOING: Kinds = {
+    "name": is_text,
+    "unit": is_text,
+    "done": is_number,
+    "seconds": is_number,
+    "total": lambda value: value is None or is_number(value),
+}
+
+
+def json_in(file: Path, kinds: Kinds) -> dict[str, Any]:
+    """The JSON object in a file, without entries of `kinds` that are of another kind; an empty one
+    where there is none."""
+    return fitting(json_object(file, within=file.parent), kinds)
+
+
+def in_order(
+    events: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Events and records by their time, each in its own order; one without a time follows the one
+    before it."""
+
+    def timed(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any]]]:
+        newest = 0.0
+        for row in rows:
+            newest = max(newest, float(row.get("time") or 0.0))
+            yield newest, row
+
+    return (row for _, row in heapq.merge(timed(events), timed(found), key=lambda pair: pair[0]))
+
+
+class Run:
+    """A run as it is now; `look` brings it up to date."""
+
+    def __init__(self, folder: Path, uses: Mapping[str, str]) -> None:
+        """`uses` has the name of each slot's stage, in order."""
+        self.folder, self.uses = folder, uses
+        self.now = RunState(KEPT)
+        self._journal = Tail(folder / rundir.JOURNAL)
+        self._metrics = Tail(folder / rundir.METRICS, newest_bytes=NEWEST_BYTES)
+
+    def look(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], bool]:
+        """Read what is new. Returns events, records, and whether the records begin with those of
+        earlier starts, or with some that were new before."""
+        events = [event for event in self._journal.read() if is_event(event)]
+        first = not self._metrics.began
+        found = [record for record in self._metrics.read() if is_record(record)]
+        if self._metrics.replaced:  # a resumed run has dropped steps that are to be repeated
+            self.now.trainings.clear()
+        for one in in_order(events, found):
+            self.now.apply(one)
+        if self.state != "running":
+            self.now.end_silently()
+        return events, found, first or self._metrics.replaced
+
+    @property
+    def slots(self) -> dict[str, SlotState]:
+        """The recipe's slots, in order."""
+        return {slot: self.now.slots.get(slot, SlotState()) for slot in self.uses}
+
+    @property
+    def running(self) -> str | None:
+        """The slot that is running, if one is."""
+        return next((slot for slot, one in self.slots.items() if one.state == "running"), None)
+
+    @property
+    def training(self) -> Training:
+        """The newest training."""
+        return next(reversed(self.now.trainings.values()), Training())
+
+    @property
+    def whole(self) -> bool:
+        """Whether all records were read: of a run that began earlier, only the newest are."""
+        return self._metrics.whole
+
+    @property
+    def state(self) -> Ended:
+        """Whether the run is under way, and how it ended if not."""
+        return "running" if rundir.is_locked(self.folder) else ended(self.folder, self.now)
+
+    def activity(self) -> dict[str, Any]:
+        """What rank 0 is doing: `name`, `done`, `total`, `unit`, `seconds`; empty if it has not
+        said so, or if the run is not under way: a killed rank leaves its file there."""
+        if self.state != "running":
+            return {}
+        found = json_in(self.folder / ACTIVITY, DOING)
+        return found if found.keys() >= DOING.keys() else {}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the newest start of the run, so far or to its end."""
+        started = self.now.started
+        return max(0.0, (self.now.ended or time.time()) - started) if started else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the last step at the mean speed of the newest steps; None if not known, or
+        if the training has ended."""
+        step = self.training.step
+        if self.training.ended_early or self.state == "finished" or "total_steps" not in step:
+            return None
+        paces = [one["step_seconds"] for one in self.training.steps if one.get("step_seconds")]
+        left = step["total_steps"] - step["step"]
+        return float(left * statistics.fmean(paces[-PACES:])) if paces else None
+
+
+def ended(folder: Path, state: RunState) -> Ended:
+    """How a run that is not under way has ended."""
+    newest = state.events[-1]["event"] if state.events else None
+    if newest == "run finished":
+        return "finished"
+    # under another launcher, rank 0 may be stopped before it can say that another one failed
+    failed = newest == "run failed" or failures.in_force(folder)
+    return "failed" if failed else "stopped"
+
+
+class History(Run):
+    """All that a run's folder says of it: for reports, comparisons and other programs."""
+
+    def __init__(self, folder: Path, *, ended: bool = False) -> None:
+        """Read the folder; with `ended` it is known that nothing goes on there. Raises UsageError
+        if it holds no run, RecipeError if its recipe cannot be read, and JournalDamaged. A recipe
+        that names variables which are not set here is read."""
+        rundir.existing(folder)
+        recipe, problems = read_recipe(folder / rundir.RECIPE)
+        if recipe is None:
+            raise RecipeError(problems)
+        super().__init__(folder, {slot: spec.use for slot, spec in recipe.stages.items()})
+        self.recipe: Recipe = recipe
+        self._over, self.now = ended, RunState()
+        events = Journal(folder / rundir.JOURNAL).events()
+        for one in in_order(events, records(folder / rundir.METRICS)):
+            self.now.apply(one)
+        if self.state != "running":
+            self.now.end_silently()
+        self.environment: Mapping[str, Any] = json_in(folder / ENVIRONMENT_FILE, SURROUNDINGS)
+        """Packages and machine of the newest start; empty if not known."""
+        self.engines: Mapping[str, Mapping[str, Any]] = {
+            slot: json_in(folder / engine_file(slot), {})
+            for slot in ("", *recipe.stages)
+            if (folder / engine_file(slot)).is_file()
+        }
+        """Facts of the live engine of each training that has begun, by its slot (empty: the
+        recipe's first)."""
+        self.trainings = labelled(self.now.trainings, lambda: slots_that_train(self.uses))
+        """The trainings that have begun, in order; at least one."""
+
+    @property
+    def state(self) -> Ended:
+        return ended(self.folder, self.now) if self._over else super().state
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder."""
+        return self.folder.resolve().name
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Lines of the journal that count, in order; a start that was killed has an end too."""
+        return self.now.events
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Records of `metrics.jsonl`, those of each training in order."""
+        return [record for one in self.trainings for record in one.records]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Records of steps, of the newest training."""
+        return self.trainings[-1].steps
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Records of evaluations, of the newest training."""
+        return self.trainings[-1].evaluations
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """Lowest held-out loss of the newest training, `eval_loss`, and its `step`; None before an
+        evaluation."""
+        return self.trainings[-1].best
+
+
+def labelled(found: Mapping[str, Training], slots: Callable[[], Sequence[str]]) -> list[Training]:
+    """A run's trainings in order; one without records if there are none. Those of several have
+    their slots as labels: `slots` returns the slots that train, and is called only then."""
+    if found.keys() <= {""}:
+        return [found.get("", Training())]
+    first, *others = slots() or ("the first training",)
+    for key, training in found.items():
+        training.label = key or first
+    return [found[key] for key in dict.fromkeys(["", *others, *found]) if key in found]
+
+
+def slots_that_train(uses: Mapping[str, str]) -> list[str]:
+    """The slots that train, of slots with the names of their stages, without those whose stage is
+    not installed here."""
+    registry, found = Registry.installed(), list[str]()
+    for slot, use in uses.items():
+        with contextlib.suppress(PluginError):
+            found += [slot] if use in registry and trains(registry.load(use)) else []
+    return found
