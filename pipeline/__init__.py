@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from pipeline.contracts.optimizer import StateCodec as StateCodec
     from pipeline.contracts.optimizer import UpdateRule as UpdateRule
     from pipeline.contracts.optimizer import WholeMatrices as WholeMatrices
+    from pipeline.contracts.plan_view import PlanView as PlanView
     from pipeline.contracts.precision import DtypeName as DtypeName
     from pipeline.contracts.precision import LossScaling as LossScaling
     from pipeline.contracts.precision import Precision as Precision
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from pipeline.contracts.stage import DividesRanks as DividesRanks
     from pipeline.contracts.stage import Durable as Durable
     from pipeline.contracts.stage import NeedsResources as NeedsResources
-    from pipeline.contracts.stage import PlanView as PlanView
     from pipeline.contracts.stage import RunsDry as RunsDry
     from pipeline.contracts.stage import Stage as Stage
     from pipeline.contracts.stage import VerifiesResult as VerifiesResult

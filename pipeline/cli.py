@@ -157,7 +157,7 @@ class Commands(click.Group):
 def _give_up(error: Exception) -> NoReturn:
     """Report a bug, of ours or of an installed plugin: one line and a file, or the traceback with
     PIPE_DEBUG=1."""
-    from pipeline.chain.plugin_code import culprit, line_in
+    from pipeline.chain.entry_points import culprit, line_in
 
     if os.environ.get("PIPE_DEBUG") == "1":
         raise error

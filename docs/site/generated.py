@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from pipeline.chain.registry import Registry, kind_of
+from pipeline.chain.entry_points import kind_of
+from pipeline.chain.registry import Registry
 from pipeline.cli import COMMANDS, main
 from pipeline.contracts.signature import gives, needs
 from pipeline.recipe.field_docs import FieldRow, field_rows

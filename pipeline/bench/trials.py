@@ -28,7 +28,7 @@ from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.fields import adapter
 from pipeline.recipe.load import reserved
 from pipeline.recipe.nodes import RESERVED
-from pipeline.track.contract import TrackerStage
+from pipeline.track.stage import TrackerStage
 
 Slot = Mapping[str, Any]  # `use` and fields, as in a recipe
 

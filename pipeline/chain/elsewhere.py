@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.chain.registry import Registry, kind_of
+from pipeline.chain.entry_points import kind_of
+from pipeline.chain.registry import Registry
 from pipeline.chain.wiring import SlotType, position
 from pipeline.contracts.signature import field_types
 from pipeline.errors import PluginError, Problem

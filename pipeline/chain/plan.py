@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chain.elsewhere import Foreign, explained
+from pipeline.chain.entry_points import line_in
 from pipeline.chain.kinds import wrong_artifact
 from pipeline.chain.names import unpinned
-from pipeline.chain.plugin_code import line_in
 from pipeline.chain.registry import Registry
 from pipeline.chain.trainings import training_of, training_slots
 from pipeline.chain.wiring import SlotType, missing_inputs, unread_results, wired, wrong_takes
 from pipeline.contracts.engine import Engine
-from pipeline.contracts.stage import Checked, PlanView
+from pipeline.contracts.plan_view import PlanView
+from pipeline.contracts.stage import Checked
 from pipeline.contracts.training import TrainedRun
 from pipeline.contracts.wiring import Wiring
 from pipeline.errors import Location, PluginError, Problem, RecipeError, UsageError

@@ -8,10 +8,17 @@ import difflib
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args, get_origin
 
+from pipeline.chain.entry_points import (
+    BUILT_IN,
+    GROUP,
+    Entry,
+    installed_entries,
+    kind_of,
+    line_in,
+)
 from pipeline.contracts.export import VERIFY, ExportedModel, VerifiesExport
 from pipeline.contracts.signature import field_types, gives, init_fields, name_of, needs
 from pipeline.contracts.stage import TAKES_ARTIFACTS, TAKES_NONE, TAKES_ONE
@@ -21,39 +28,6 @@ from pipeline.recipe.nodes import RESERVED, TAKES
 from pipeline.utils.text import closest
 
 T = TypeVar("T")
-GROUP = "pipe.stages"
-BUILT_IN = "pipetrain"
-"""The distribution whose stages are built in."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One entry point: a name, and where its class is."""
-
-    name: str
-    value: str
-    """`module:Class`."""
-    distribution: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"{self.distribution} {self.version}"
-
-
-def kind_of(name: str) -> str:
-    """`wrap` of `wrap.fsdp`."""
-    return name.partition(".")[0]
-
-
-def installed_entries(group: str) -> Iterator[Entry]:
-    """Entries that installed packages register in a group; nothing is imported."""
-    known: dict[object, tuple[str, str]] = {}  # metadata is read anew whenever it is asked for
-    for point in importlib.metadata.entry_points(group=group):
-        dist = point.dist
-        if dist not in known:
-            known[dist] = (dist.name, dist.version) if dist else ("unknown", "")
-        distribution, version = known[dist]
-        yield Entry(name=point.name, value=point.value, distribution=distribution, version=version)
 
 
 class Plugins(Generic[T]):
@@ -119,8 +93,6 @@ class Plugins(Generic[T]):
         try:
             return point.load()
         except Exception as error:
-            from pipeline.chain.plugin_code import line_in
-
             line = line_in(error, entry.value)
             reason = f"{type(error).__name__}: {error}" + (f", at {line}" if line else "")
             hint = f"repair or uninstall {entry.distribution}"

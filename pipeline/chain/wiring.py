@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
+from pipeline.chain.entry_points import kind_of
 from pipeline.chain.kinds import KINDS
-from pipeline.chain.registry import Registry, kind_of
+from pipeline.chain.registry import Registry
 from pipeline.chain.trainings import OF_ONE, prepares, trains
 from pipeline.contracts.signature import Need, gives, needs
 from pipeline.contracts.stage import Durable

@@ -24,7 +24,7 @@ from pipeline.utils.files import replace_text
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
     from pipeline.recipe.launch import Started
-    from pipeline.view.screen import Display
+    from pipeline.view.display import Display
 
 
 @click.command("export")

@@ -134,7 +134,7 @@ def display_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--json", is_flag=True, help=JSON_HELP)
     @functools.wraps(command)
     def with_display(*args: Any, quiet: bool, verbose: bool, json: bool, **rest: Any) -> Any:
-        from pipeline.view.screen import Display
+        from pipeline.view.display import Display
 
         if quiet and (verbose or json):
             raise click.UsageError("--quiet excludes --verbose and --json")

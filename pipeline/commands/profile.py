@@ -22,7 +22,7 @@ from pipeline.utils.text import align
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
     from pipeline.recipe.launch import Started
-    from pipeline.view.screen import Display
+    from pipeline.view.display import Display
 
 SHARES = ("compute", "communication", "data", "idle")
 

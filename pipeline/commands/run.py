@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pipeline.execution.selection import Selection
     from pipeline.launch.start import Job
     from pipeline.recipe.launch import Started
-    from pipeline.view.screen import Display
+    from pipeline.view.display import Display
 
 
 def start_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
+from pipeline.chain.entry_points import Entry
 from pipeline.chain.json_schema import recipe_schema
-from pipeline.chain.registry import Entry, Registry
+from pipeline.chain.registry import Registry
 from pipeline.commands.completion import STAGE
 from pipeline.commands.options import json_option
 from pipeline.contracts.signature import gives, needs

@@ -22,8 +22,8 @@ def track(run: Path, overrides: tuple[str, ...]) -> None:
     """
     from pipeline.chain.plan import plan_file, require_sound
     from pipeline.execution import rundir
-    from pipeline.track.contract import TrackerStage
     from pipeline.track.feeder import facts_of, failure, feeders
+    from pipeline.track.stage import TrackerStage
     from pipeline.view.run import History
 
     folder = rundir.existing(run)

@@ -15,18 +15,17 @@ to the values that `pipe export` gives them, as it trains nothing and runs on th
 
 from __future__ import annotations
 
-import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from pipeline.contracts.wiring import Wiring
 from pipeline.errors import Problem
 
 if TYPE_CHECKING:
+    from pipeline.contracts.plan_view import PlanView
     from pipeline.contracts.resources import ResourceNeed
     from pipeline.distributed.process_group import DistContext
     from pipeline.execution.metrics import Metrics
@@ -121,68 +120,6 @@ TAKES_ONE = ("check", "data_ranks", "verify_result")
 """Optional methods that take one argument."""
 TAKES_NONE = ("hub_names", "update_rules")
 """Optional methods that take no argument."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanView:
-    """View of the whole recipe for a stage's `check`: every stage, validated, and the launch."""
-
-    name: str
-    seed: int
-    procs: int
-    """Processes over all nodes."""
-    device: str
-    """`cpu` or `cuda`, as asked; `auto` is already decided."""
-    slots: Mapping[str, Any]
-    """Slot name -> stage instance, in order. Slots with mistakes of their own are missing."""
-    wiring: Wiring
-    """The slot that gives each slot its artifacts; slots with mistakes are in it."""
-    forecast: bool = False
-    """Whether only the resource needs are predicted and nothing will run: files that only a run
-    reads may still be missing."""
-
-    def slot(self, stage: Any) -> str:
-        """The slot of a stage; empty if it is in none."""
-        return next((slot for slot, other in self.slots.items() if other is stage), "")
-
-    def producer(self, stage: Any, artifact: type) -> Any | None:
-        """The stage whose `artifact` a stage gets; None without one, or if it has mistakes."""
-        return self.slots.get(self.wiring.producer(self.slot(stage), artifact) or "")
-
-    def producers(self, stage: Any, artifact: type) -> Iterator[Any]:
-        """The stage whose `artifact` a stage gets, then the one whose artifact that has changed,
-        and so on to the first: an average, then the engine under it."""
-        found = self.wiring.producers(self.slot(stage), artifact)
-        yield from (self.slots[slot] for slot in found if slot in self.slots)
-
-    def readers(self, stage: Any) -> Iterator[Any]:
-        """The stages that get a stage's artifact, or one that was made of it, in order."""
-        found = self.wiring.readers(self.slot(stage))
-        yield from (self.slots[slot] for slot in found if slot in self.slots)
-
-    def too_late(self, stage: Any, artifact: type) -> str | None:
-        """The last slot before a stage's own that gives `artifact`, if no slot of the same training
-        makes one of this stage's result; None otherwise."""
-        from pipeline.contracts.training import TrainedRun
-
-        wires, own = self.wiring, self.slot(stage)
-        readers = itertools.takewhile(
-            lambda slot: wires.producer(slot, TrainedRun) is None, wires.readers(own)
-        )
-        if not own or any(wires.gives(slot, artifact) for slot in readers):
-            return None
-        earlier = [*itertools.takewhile(lambda slot: slot != own, wires.kinds)]
-        return next((slot for slot in reversed(earlier) if wires.gives(slot, artifact)), None)
-
-    def data_ranks(self, stage: Any) -> int:
-        """Number of shares into which a step's samples are divided by the engine that a stage gets;
-        0 if the processes do not divide."""
-        from pipeline.contracts.engine import Engine
-
-        for wrap in self.producers(stage, Engine):
-            if isinstance(wrap, DividesRanks):
-                return wrap.data_ranks(self.procs)
-        return self.procs
 
 
 @dataclass(kw_only=True)

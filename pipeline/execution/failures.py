@@ -148,7 +148,7 @@ def describe(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    from pipeline.chain.plugin_code import line_in_plugin
+    from pipeline.chain.entry_points import line_in_plugin
 
     line = line_in_plugin(error)
     if line:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from pipeline.chain.elsewhere import Meant, Slots, Spot, override, shortened
+from pipeline.chain.entry_points import kind_of
 from pipeline.chain.plan import plan_file
-from pipeline.chain.registry import kind_of
 from pipeline.errors import PipeError, PluginError
 from pipeline.importing.translator import KeyOutcome, Translator, Translators
 from pipeline.recipe.field_example import fits, owner_of

@@ -28,7 +28,7 @@ from pipeline.execution.selection import Selection
 from pipeline.launch.recorded import did_nothing, is_done, opened, say_undone
 from pipeline.recipe.launch import Started
 from pipeline.utils.terminal import hide_environment, typed
-from pipeline.view.screen import Display
+from pipeline.view.display import Display
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.chain.registry import GROUP, Entry, Registry
+from pipeline.chain.entry_points import GROUP, Entry
+from pipeline.chain.registry import Registry
 from pipeline.contracts.signature import name_of
 from pipeline.errors import PluginError
 from pipeline.testing import violations

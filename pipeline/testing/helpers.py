@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chain.wiring import SlotType, wired
+from pipeline.contracts.plan_view import PlanView
 from pipeline.contracts.signature import gives, needs
-from pipeline.contracts.stage import Context, PlanView
+from pipeline.contracts.stage import Context
 from pipeline.contracts.wiring import Wiring
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import Location, Problem

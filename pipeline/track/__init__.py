@@ -14,6 +14,6 @@ if TYPE_CHECKING:
     from pipeline.track.contract import Outcome as Outcome
     from pipeline.track.contract import RunFacts as RunFacts
     from pipeline.track.contract import Tracker as Tracker
-    from pipeline.track.contract import TrackerStage as TrackerStage
+    from pipeline.track.stage import TrackerStage as TrackerStage
 else:
     __getattr__, __dir__ = lazily(__name__, __file__)

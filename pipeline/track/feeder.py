@@ -18,7 +18,8 @@ from pipeline.execution import rundir
 from pipeline.execution.metrics import UNSENT, is_record, kind_of, numbers, training_of
 from pipeline.recipe import Recipe
 from pipeline.recipe.nodes import mapped
-from pipeline.track.contract import Outcome, RunFacts, Tracker, TrackerStage
+from pipeline.track.contract import Outcome, RunFacts, Tracker
+from pipeline.track.stage import TrackerStage
 from pipeline.utils.files import opened, private_folder, replace_text, wait_for_lock
 from pipeline.utils.foreign import json_object
 from pipeline.utils.jsonl import Tail

@@ -8,18 +8,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, Literal
 
-from pipeline.contracts.engine import Engine
-from pipeline.distributed.environment import is_worker
 from pipeline.errors import in_words
-from pipeline.utils.terminal import set_display, shown
-from pipeline.utils.text import plural
-from pipeline.view.run import Run
+from pipeline.utils.terminal import shown
 
 if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan
+    pass
 
 Choice = Literal["live", "lines", "quiet", "json"]
 LONG = 1 << 16
@@ -100,95 +95,6 @@ def _say(line: str) -> None:
     """Print a line to standard error, if that can be."""
     with contextlib.suppress(Exception):
         print(shown(line), file=sys.stderr, flush=True)
-
-
-class _Recording(Screen):
-    """A screen during whose run this machine's GPUs are recorded, as long as that is possible."""
-
-    def __init__(self, screen: Screen, folder: Path) -> None:
-        from pipeline.execution.hardware_record import HardwareRecord
-
-        self._screen, self.output = screen, screen.output
-        self._record = HardwareRecord(folder)
-
-    def refresh(self) -> None:
-        with contextlib.suppress(Exception):  # it is for people alone
-            self._record.look()
-        self._screen.refresh()
-
-    def close(self) -> None:
-        self._screen.close()
-
-    def end(self) -> None:
-        self._screen.end()
-
-
-class Display:
-    """Shows the run of this process as a person has asked for: at most one in a process."""
-
-    def __init__(self, *, quiet: bool = False, verbose: bool = False, json: bool = False) -> None:
-        """Decide what to show, and tell it to the ranks that this process will start, or to itself
-        if it is one. With `json`, all that this process and its ranks print goes to standard error
-        from now on, and events to what was standard output."""
-        self._choice = _choice(quiet=quiet, json=json)
-        set_display(f"{self._choice} verbose" if verbose else self._choice)
-        self._events = _set_aside_stdout() if json else None
-        self._screen = Screen()
-
-    @contextlib.contextmanager
-    def to_the_end(self) -> Iterator[None]:
-        """Show the end that the body records of the run that it has `shown`."""
-        try:
-            yield
-        finally:
-            self._screen.end()
-
-    @contextlib.contextmanager
-    def shown(self, plan: Plan, folder: Path) -> Iterator[Screen]:
-        """Show the run in `folder` while the body runs it."""
-        self._screen = Harmless(lambda: self._made(plan, folder))
-        if plan.view.device != "cpu":
-            self._screen = _Recording(self._screen, folder)
-        try:
-            yield self._screen
-        finally:
-            self._screen.close()
-
-    def _made(self, plan: Plan, folder: Path) -> Screen:
-        if self._choice in ("lines", "quiet"):
-            return Screen()
-        run = Run(folder, {step.slot: step.use for step in plan.steps})
-        if self._events is not None:
-            from pipeline.view.events import JsonScreen
-
-            return JsonScreen(run, self._events)
-        from pipeline.view.live import Header
-        from pipeline.view.live_screen import LiveScreen
-
-        view = plan.view
-        wraps = (step.use for step in plan.steps if issubclass(step.gives or object, Engine))
-        parts = next(wraps, ""), plural(view.procs, "process"), view.device
-        where = ", ".join(filter(None, parts))
-        return LiveScreen(run, Header(name=folder.name, where=where))
-
-
-def _choice(*, quiet: bool, json: bool) -> Choice:
-    """Return what to show: a live display in a terminal that can draw, lines elsewhere."""
-    if json:
-        return "json"
-    if quiet:
-        return "quiet"
-    draws = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-    return "live" if draws and not is_worker() else "lines"
-
-
-def _set_aside_stdout() -> TextIO:
-    """Return this process's standard output, whose descriptor leads to standard error from now
-    on."""
-    sys.stdout.flush()
-    aside = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    os.dup2(2, 1)
-    return aside
 
 
 class Now:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.contracts.stage import Context, PlanView
+from pipeline.contracts.plan_view import PlanView
+from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext
 from tests.docs.blocks import DOCUMENTS, PAGES, ROOT, name
 from tests.support.tensor import GPT2_PLAN

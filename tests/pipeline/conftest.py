@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from pipeline.chain.registry import BUILT_IN, Entry, Registry
+from pipeline.chain.entry_points import BUILT_IN, Entry
+from pipeline.chain.registry import Registry
 from pipeline.cli import main
 from pipeline.execution.metrics import records
 from tests.faults.conftest import install_plugin

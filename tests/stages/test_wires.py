@@ -21,8 +21,9 @@ from pipeline import (
     TrainedRun,
     traits,
 )
+from pipeline.chain.entry_points import Entry
 from pipeline.chain.plan import Plan, make_plan
-from pipeline.chain.registry import Entry, Registry
+from pipeline.chain.registry import Registry
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import RecipeError
 from pipeline.execution.journal import Journal

@@ -12,7 +12,7 @@ import yaml
 from click.testing import Result
 
 from pipeline.bench import session as measuring
-from pipeline.chain.registry import Entry
+from pipeline.chain.entry_points import Entry
 from pipeline.execution.journal import Journal
 from pipeline.planning.planner import Planners
 from pipeline.utils import jsonl

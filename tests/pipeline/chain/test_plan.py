@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.chain import plan as plan_module
+from pipeline.chain.entry_points import Entry
 from pipeline.chain.plan import Plan, make_plan
-from pipeline.chain.registry import Entry, Registry
+from pipeline.chain.registry import Registry
 from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context

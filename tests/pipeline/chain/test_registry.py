@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.chain.entry_points import Entry
 from pipeline.chain.plan import plan_file
-from pipeline.chain.registry import Entry, Registry
+from pipeline.chain.registry import Registry
 from pipeline.contracts.text_model import OpensText
 from pipeline.errors import PluginError
 

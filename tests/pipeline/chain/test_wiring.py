@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.chain.entry_points import Entry
 from pipeline.chain.plan import Plan, make_plan, plan_file
-from pipeline.chain.registry import Entry, Registry
+from pipeline.chain.registry import Registry
 from pipeline.chain.wiring import SlotType, wired
 from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.engine import Engine

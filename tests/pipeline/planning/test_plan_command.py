@@ -13,8 +13,9 @@ import yaml
 from click.testing import CliRunner, Result
 
 from pipeline import Context, Data, Engine, TrainedRun
+from pipeline.chain.entry_points import BUILT_IN, Entry
 from pipeline.chain.plan import plan_file
-from pipeline.chain.registry import BUILT_IN, Entry, Registry
+from pipeline.chain.registry import Registry
 from pipeline.checkpoint.staging import PASSAGE
 from pipeline.cli import main
 from pipeline.commands.advise import Draft

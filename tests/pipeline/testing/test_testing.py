@@ -28,7 +28,8 @@ GOOD = '''
     from pipeline.contracts.optimizer import OptimizerPlan
     from pipeline.errors import Problem
     from pipeline.planning.planner import Planner
-    from pipeline.contracts.stage import Context, PlanView
+    from pipeline.contracts.plan_view import PlanView
+    from pipeline.contracts.stage import Context
 
 
     @dataclass(frozen=True, kw_only=True)

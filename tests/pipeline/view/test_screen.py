@@ -17,11 +17,12 @@ from pipeline.distributed.signals import Interrupted
 from pipeline.execution.rundir import locked
 from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import display, set_display
+from pipeline.view.display import Display
 from pipeline.view.events import JsonScreen
 from pipeline.view.live import Header
 from pipeline.view.live_screen import LiveScreen
 from pipeline.view.run import Run
-from pipeline.view.screen import Display, Harmless, LinePipe, Screen
+from pipeline.view.screen import Harmless, LinePipe, Screen
 from tests.pipeline.view.folders import SLOTS, add, made, step
 
 

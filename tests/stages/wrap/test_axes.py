@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeline.contracts.engine import StepReport
 from pipeline.contracts.objective import Scores
-from pipeline.contracts.stage import PlanView
+from pipeline.contracts.plan_view import PlanView
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.testing import plan_view

@@ -1,11 +1,45 @@
-"""Errors in the code of plugins: the line, and the stage and the package that it belongs to."""
+"""Entry points of installed packages, and whose code an error comes from."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from pipeline.chain.registry import BUILT_IN, GROUP, Entry, installed_entries
+GROUP = "pipe.stages"
+BUILT_IN = "pipetrain"
+"""The distribution whose stages are built in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One entry point: a name, and where its class is."""
+
+    name: str
+    value: str
+    """`module:Class`."""
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+def kind_of(name: str) -> str:
+    """`wrap` of `wrap.fsdp`."""
+    return name.partition(".")[0]
+
+
+def installed_entries(group: str) -> Iterator[Entry]:
+    """Entries that installed packages register in a group; nothing is imported."""
+    known: dict[object, tuple[str, str]] = {}  # metadata is read anew whenever it is asked for
+    for point in importlib.metadata.entry_points(group=group):
+        dist = point.dist
+        if dist not in known:
+            known[dist] = (dist.name, dist.version) if dist else ("unknown", "")
+        distribution, version = known[dist]
+        yield Entry(name=point.name, value=point.value, distribution=distribution, version=version)
 
 
 def line_in(error: BaseException, module: str) -> str:
