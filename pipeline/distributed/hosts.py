@@ -6,7 +6,6 @@ import itertools
 import re
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -67,20 +66,12 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostLine:
-    """A line of a hostfile."""
-
-    name: str
-    slots: int
-
-
-def read_hostfile(file: Path) -> list[HostLine]:
-    """Hosts of DeepSpeed's hostfile: lines of `HOST slots=N`, comments after #. All have the same
-    number of slots. Raises UsageError with file and line."""
+def read_hostfile(file: Path) -> dict[str, int]:
+    """Host -> slots of DeepSpeed's hostfile: lines of `HOST slots=N`, comments after #. All have
+    the same number of slots. Raises UsageError with file and line."""
     with system_errors_as(UsageError):
         text = read_whole(file).decode("utf-8", errors="replace")
-    hosts: list[HostLine] = []
+    hosts: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         content, place = line.partition("#")[0].strip(), f"{file}:{number}"
         if not content:
@@ -88,15 +79,16 @@ def read_hostfile(file: Path) -> list[HostLine]:
         found = _LINE.fullmatch(content)
         if not found or int(found[2]) == 0:
             raise UsageError(f"{place}: `{content}` does not read like: worker-1 slots=8")
-        host = HostLine(name=found[1], slots=int(found[2]))
-        if host.name in {other.name for other in hosts}:
-            raise UsageError(f"{place}: {host.name} occurs twice")
-        if hosts and hosts[0].slots != host.slots:
+        host, slots = found[1], int(found[2])
+        if host in hosts:
+            raise UsageError(f"{place}: {host} occurs twice")
+        first, expected = next(iter(hosts.items()), (host, slots))
+        if slots != expected:
             raise UsageError(
-                f"{place}: {host.name} has {host.slots} slots, but {hosts[0].name} has "
-                f"{hosts[0].slots}: all nodes need the same number"
+                f"{place}: {host} has {slots} slots, but {first} has {expected}: all nodes need "
+                "the same number"
             )
-        hosts.append(host)
+        hosts[host] = slots
     if not hosts:
         raise UsageError(f"{file}: no host in the file", hint="a line reads: worker-1 slots=8")
     return hosts

@@ -1,4 +1,4 @@
-"""One map from the environments of launchers to this process's place in a run."""
+"""One map from the environments of launchers and schedulers to this process's place in a run."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import zlib
 from collections.abc import Callable, Mapping
 
 from pipeline.distributed.environment import TORCHRUN_VARIABLES
+from pipeline.distributed.hosts import expand_counts, expand_hosts
 from pipeline.distributed.placement import (
+    PORTS,
     RDZV_PORT,
-    Environ,
     NodePlacement,
     Placement,
     RankPlacement,
-    consistent,
-    incomplete,
-    number,
-    optional,
-    port_number,
+    address,
+    bounds,
 )
-from pipeline.distributed.schedulers import dstack, kubeflow, skypilot, slurm
 from pipeline.errors import UsageError
+
+Environ = Mapping[str, str]
 
 
 def placement(environ: Environ) -> Placement | None:
@@ -57,104 +56,239 @@ def require_no_launcher(command: str) -> None:
         )
 
 
+def require_task(environ: Environ) -> None:
+    """Raise UsageError in the batch script of a Slurm job of several nodes, where `srun` was
+    forgotten: a run would use the first of them only."""
+    nodes = _optional(environ, "SLURM_NNODES") or 1
+    if nodes > 1 and "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ:
+        raise UsageError(
+            f"this Slurm job has {nodes} nodes, but this is the batch script, not a task",
+            hint="start it with `srun pipe run ...`, or unset SLURM_NNODES",
+        )
+
+
 def _differ(first: Placement, second: Placement) -> bool:
     if isinstance(first, RankPlacement) and isinstance(second, RankPlacement):
         return (first.rank, first.world_size) != (second.rank, second.world_size)
     if isinstance(first, NodePlacement) and isinstance(second, NodePlacement):
         return (first.node_rank, first.max_nodes) != (second.node_rank, second.max_nodes)
-    ranks = first if isinstance(first, RankPlacement) else second
-    nodes = second if isinstance(first, RankPlacement) else first
+    ranks, nodes = (first, second) if isinstance(first, RankPlacement) else (second, first)
     assert isinstance(ranks, RankPlacement)
     assert isinstance(nodes, NodePlacement)
     # a launcher of nodes may have started one of ranks, if the numbers allow it
     return ranks.world_size % nodes.max_nodes != 0 and nodes.min_nodes == nodes.max_nodes
 
 
+def _number(environ: Environ, name: str) -> int:
+    value = environ[name].strip()
+    if not value.isdecimal():
+        raise UsageError(f"{name}={environ[name]}, which is not a whole number")
+    return int(value)
+
+
+def _optional(environ: Environ, name: str) -> int | None:
+    return _number(environ, name) if environ.get(name) else None
+
+
+def _port(environ: Environ, name: str, default: int | None = None) -> int:
+    """A variable's port; `default` without one."""
+    if default is not None and not environ.get(name):
+        return default
+    found = _number(environ, name)
+    if not 0 < found < PORTS:
+        raise UsageError(f"{name}={found}, but ports are numbers from 1 to {PORTS - 1}")
+    return found
+
+
+def _settings(environ: Environ, *names: str) -> str:
+    return " and ".join(f"{name}={environ[name]}" for name in names if name in environ)
+
+
+def _require(environ: Environ, given: list[str], needed: list[str]) -> None:
+    """Raise UsageError where a launcher has set the variables `given`, but not all that are
+    `needed`."""
+    missing = [name for name in needed if name not in environ]
+    if missing:
+        are = "are" if len(given) > 1 else "is"
+        raise UsageError(
+            f"{_settings(environ, *given)} {are} set by a launcher of several processes, but not "
+            f"{', '.join(missing)}: each process would start its own run",
+            hint="start `torchrun -m pipetrain run RECIPE` once per node; "
+            f"or unset {' and '.join(given)}",
+        )
+
+
+def _rank(
+    environ: Environ,
+    source: str,
+    names: tuple[str, str, str, str],
+    where: tuple[str, int],
+    local_world_size: int | None,
+    job: str = "",
+) -> RankPlacement:
+    """A rank, of variables with its rank, the number of ranks, its local rank and the local number.
+    Raises UsageError where these contradict each other."""
+    rank, size, local_rank, local_size = names
+    found = RankPlacement(
+        source=source, rank=_number(environ, rank), world_size=_number(environ, size),
+        local_rank=_number(environ, local_rank), local_world_size=local_world_size,
+        host=where[0], port=where[1], job=job,
+    )  # fmt: skip
+    if found.rank >= found.world_size:
+        raise UsageError(f"{_settings(environ, rank, size)}: ranks count from 0")
+    if local_world_size is not None and found.local_rank >= local_world_size:
+        raise UsageError(f"{_settings(environ, local_rank, local_size)}: ranks count from 0")
+    if local_world_size is not None and local_world_size > found.world_size:
+        said = _settings(environ, local_size, size)
+        raise UsageError(f"{said}: this machine cannot have more than all")
+    return found
+
+
 def _torchrun(environ: Environ) -> RankPlacement | None:
     """RANK and what belongs to it, from torchrun or by hand."""
-    given = [name for name in TORCHRUN_VARIABLES if name in environ]
-    missing = [name for name in TORCHRUN_VARIABLES if name not in environ]
-    if missing:
+    if not all(name in environ for name in TORCHRUN_VARIABLES):
         # Some batch systems set only WORLD_SIZE=1 or MASTER_ADDR; or another launcher says the
         # rank, and these are left over.
-        several = [name for name in given[:3] if name in TORCHRUN_VARIABLES[:3]]
+        given = [name for name in TORCHRUN_VARIABLES[:3] if name in environ]
         others = {"SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"} & environ.keys()
-        if several and environ.get("WORLD_SIZE") != "1" and not others:
-            raise incomplete(environ, several, missing)
+        if given and environ.get("WORLD_SIZE") != "1" and not others:
+            _require(environ, given, list(TORCHRUN_VARIABLES))
         return None
-    found = RankPlacement(
-        source="torchrun's variables",
-        rank=number(environ, "RANK"),
-        world_size=number(environ, "WORLD_SIZE"),
-        local_rank=number(environ, "LOCAL_RANK"),
-        local_world_size=optional(environ, "LOCAL_WORLD_SIZE"),
-        host=environ["MASTER_ADDR"],
-        port=port_number(environ, "MASTER_PORT"),
-    )
-    return consistent(found, environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    where = environ["MASTER_ADDR"], _port(environ, "MASTER_PORT")
+    here = _optional(environ, "LOCAL_WORLD_SIZE")
+    return _rank(environ, "torchrun's variables", names, where, here)
 
 
-def _mpi(source: str, names: tuple[str, str, str, str]) -> Callable[[Environ], Placement | None]:
+def _mpi(source: str, *names: str) -> Callable[[Environ], Placement | None]:
     """A reader of an MPI launcher's rank, size, local rank and local size."""
     rank, size, local_rank, local_size = names
 
     def read(environ: Environ) -> RankPlacement | None:
         if environ.get(size, "1") in ("", "1"):
             return None
-        missing = [name for name in (rank, local_rank) if name not in environ]
-        if missing:
-            raise incomplete(environ, [size], missing)
-        here = optional(environ, local_size)
-        host, port = _mpi_master(environ, number(environ, size), here, source)
-        namespace = environ.get("PMIX_NAMESPACE", "")
-        found = RankPlacement(
-            source=source,
-            rank=number(environ, rank),
-            world_size=number(environ, size),
-            local_rank=number(environ, local_rank),
-            local_world_size=here,
-            host=host,
-            port=port,
-            job=namespace,
-        )
-        return consistent(found, environ, *names)
+        _require(environ, [size], [rank, local_rank])
+        here, job = _optional(environ, local_size), environ.get("PMIX_NAMESPACE", "")
+        if "MASTER_ADDR" in environ:
+            where = environ["MASTER_ADDR"], _port(environ, "MASTER_PORT", RDZV_PORT)
+        elif here == _number(environ, size):  # on this machine's loopback
+            own = 20_000 + zlib.crc32((job or str(os.getppid())).encode()) % 20_000
+            where = "127.0.0.1", _port(environ, "MASTER_PORT", own)
+        else:
+            raise UsageError(
+                f"{source} does not say where rank 0 is",
+                hint="name rank 0's machine and a free port there: "
+                "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
+            )
+        return _rank(environ, source, (rank, size, local_rank, local_size), where, here, job)
 
     return read
 
 
-def _mpi_master(environ: Environ, size: int, here: int | None, source: str) -> tuple[str, int]:
-    """Rank 0's address, which MPI does not tell: given, or the loopback if all ranks are here."""
-    if "MASTER_ADDR" in environ:
-        return environ["MASTER_ADDR"], port_number(environ, "MASTER_PORT", RDZV_PORT)
-    if here != size:
-        raise UsageError(
-            f"{source} does not say where rank 0 is",
-            hint="name rank 0's machine and a free port there: "
-            "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
-        )
-    job = environ.get("PMIX_NAMESPACE") or str(os.getppid())
-    own = 20_000 + zlib.crc32(job.encode()) % 20_000
-    return "127.0.0.1", port_number(environ, "MASTER_PORT", own)
+def _slurm(environ: Environ) -> Placement | None:
+    """A task of `srun`: one of several on its node is a rank, one by itself on each of several
+    nodes starts its node's ranks. A batch script's own shell has no SLURM_STEP_NUM_TASKS
+    (https://slurm.schedmd.com/srun.html, output environment variables)."""
+    size, per_node, listed = (
+        f"SLURM_STEP_{name}" for name in ("NUM_TASKS", "TASKS_PER_NODE", "NODELIST")
+    )
+    tasks = _optional(environ, size) or 1
+    if tasks == 1:
+        return None
+    _require(environ, [size], ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", listed])
+    hosts, node = expand_hosts(environ[listed]), _number(environ, "SLURM_NODEID")
+    if node >= len(hosts):
+        said = f"{listed}={environ[listed]} has {len(hosts)} hosts"
+        raise UsageError(f"SLURM_NODEID={node}, but {said}")
+    job, step = _optional(environ, "SLURM_JOB_ID") or 0, _optional(environ, "SLURM_STEP_ID") or 0
+    name = f"slurm-{job}.{step}"
+    host = environ.get("MASTER_ADDR", hosts[0])
+    port = _port(environ, "MASTER_PORT", 20_000 + (job * 16 + step) % 20_000)
+    if tasks == len(hosts):
+        return NodePlacement(
+            source="Slurm", node_rank=node, min_nodes=tasks, max_nodes=tasks, host=host, port=port,
+            job=name,
+        )  # fmt: skip
+    counts = expand_counts(environ.get(per_node, str(tasks)))
+    if sum(counts) != tasks or len(counts) != len(hosts):
+        said = f"{per_node}={environ.get(per_node)} contradicts {size}={tasks}"
+        raise UsageError(f"{said} on {len(hosts)} hosts")
+    names = ("SLURM_PROCID", size, "SLURM_LOCALID", per_node)
+    return _rank(environ, "Slurm", names, (host, port), counts[node], name)
 
 
+def _kubeflow(environ: Environ) -> NodePlacement | None:
+    """torchrun's options as variables (PET_*), which Kubeflow's Trainer sets."""
+    if "PET_NNODES" not in environ:
+        return None
+    fewest, most = bounds(environ["PET_NNODES"], "PET_NNODES")
+    procs = environ.get("PET_NPROC_PER_NODE", "auto")
+    count = int(procs) if procs.isdecimal() else None
+    if count == 0 or (count is None and procs not in ("auto", "gpu", "cpu")):
+        raise UsageError(f"PET_NPROC_PER_NODE={procs} is neither a number above 0 nor auto")
+    host, port = "127.0.0.1", RDZV_PORT
+    if most > 1:
+        endpoint = environ.get("PET_RDZV_ENDPOINT")
+        there = [] if endpoint else ["PET_MASTER_ADDR"]
+        _require(environ, ["PET_NNODES"], [*there, "PET_NODE_RANK"])
+        if endpoint:
+            host, port = address(endpoint, "PET_RDZV_ENDPOINT")
+        else:
+            port = _port(environ, "PET_MASTER_PORT", RDZV_PORT)
+            host = environ["PET_MASTER_ADDR"]
+    return _node(
+        "Kubeflow's PET_* variables", _optional(environ, "PET_NODE_RANK") or 0, (fewest, most),
+        (host, port), count,
+    )  # fmt: skip
+
+
+def _cloud(
+    source: str, prefix: str, count: str, host: str, gpus: str
+) -> Callable[[Environ], NodePlacement | None]:
+    """A reader of a cloud tool's variables: of its nodes, the first one's address, and its GPUs."""
+    count, rank, host, gpus = (f"{prefix}_{name}" for name in (count, "NODE_RANK", host, gpus))
+
+    def read(environ: Environ) -> NodePlacement | None:
+        nodes = _optional(environ, count) or 1
+        if nodes == 1:
+            return None
+        _require(environ, [count], [rank, host])
+        addresses = environ[host].split()
+        if host.endswith("IPS") and len(addresses) != nodes:
+            raise UsageError(f"{count}={nodes}, but {host} has {len(addresses)} addresses")
+        where = addresses[0], _port(environ, "MASTER_PORT", RDZV_PORT)
+        found = _number(environ, rank)
+        return _node(source, found, (nodes, nodes), where, _optional(environ, gpus) or None)
+
+    return read
+
+
+def _node(
+    source: str, rank: int, nodes: tuple[int, int], where: tuple[str, int], procs: int | None
+) -> NodePlacement:
+    found = NodePlacement(
+        source=source, node_rank=rank, min_nodes=nodes[0], max_nodes=nodes[1], host=where[0],
+        port=where[1], procs=procs,
+    )  # fmt: skip
+    if rank >= nodes[1]:
+        raise UsageError(f"{found.describe()}: node ranks count from 0")
+    return found
+
+
+_OMPI, _MV2 = (
+    [f"{prefix}_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    for prefix in ("OMPI", "MV2")
+)
 LAUNCHERS: Mapping[str, Callable[[Environ], Placement | None]] = {
     "torchrun": _torchrun,
-    "Open MPI": _mpi(
-        "Open MPI",
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-         "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ),
-    "MVAPICH": _mpi(
-        "MVAPICH",
-        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
-         "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ),
-    "Slurm": slurm,
-    "Hydra": _mpi("MPICH", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
-    "Kubeflow": kubeflow,
-    "SkyPilot": skypilot,
-    "dstack": dstack,
-}  # fmt: skip
+    "Open MPI": _mpi("Open MPI", *_OMPI),
+    "MVAPICH": _mpi("MVAPICH", *_MV2),
+    "Slurm": _slurm,
+    "Hydra": _mpi("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "Kubeflow": _kubeflow,
+    "SkyPilot": _cloud("SkyPilot", "SKYPILOT", "NUM_NODES", "NODE_IPS", "NUM_GPUS_PER_NODE"),
+    "dstack": _cloud("dstack", "DSTACK", "NODES_NUM", "MASTER_NODE_IP", "GPUS_PER_NODE"),
+}
 """Readers of launchers' variables. The first that finds its own decides."""
 
 MAY_START: Mapping[str, frozenset[str]] = {
@@ -162,4 +296,4 @@ MAY_START: Mapping[str, frozenset[str]] = {
     "MVAPICH": frozenset({"Slurm", "Hydra"}),
     "Slurm": frozenset({"Hydra"}),  # srun speaks PMI itself
 }
-"""Launcher -> those whose variables say nothing of their own beside its."""
+"""Launcher -> those whose variables add nothing to its own."""

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from pipeline.chain.names import resolved
 from pipeline.chain.plan import Plan
 from pipeline.distributed.environment import STOPPED, is_worker, started, worker_rank
-from pipeline.distributed.launchers import placement
+from pipeline.distributed.launchers import placement, require_task
 from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlacement, combined
-from pipeline.distributed.schedulers import require_task
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
 from pipeline.errors import CommandStopped, JournalDamaged, RunStopped
 from pipeline.execution import failures, rundir

@@ -8,9 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli import main
-from pipeline.distributed.launchers import placement
+from pipeline.distributed.launchers import placement, require_task
 from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlacement, combined
-from pipeline.distributed.schedulers import require_task
 from pipeline.errors import UsageError
 
 Variables = dict[str, str]
