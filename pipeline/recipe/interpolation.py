@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,19 +24,17 @@ MAX_IN_TEXT = 50
 """Limit on those of one text: the time to parse nested ones grows with a power of their number."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One `${name:args}`."""
-
-    name: str
-    args: tuple[str, ...]
+OPENING = re.compile(r"(?P<escapes>\\*)\$\{")
+CALL = re.compile(r"\s*(?P<function>[\w.]+)\s*:\s*(?P<name>[^,}]*?)\s*(?P<end>[,}])")
+REFERENCE = re.compile(r"\s*(?P<path>[\w.\[\]-]+)\s*\}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
     """Function calls and references in one text."""
 
-    calls: tuple[Call, ...] = ()
+    calls: tuple[tuple[str, str, bool], ...] = ()
+    """Function, first argument, and whether there are more, of each `${function:argument,more}`."""
     references: tuple[str, ...] = ()
     """`stages.train.steps` of `${stages.train.steps}`."""
     fault: str = ""
@@ -44,33 +42,23 @@ class Text:
 
 
 def read(text: str) -> Text:
-    """Parse, without resolving anything."""
-    from omegaconf.errors import GrammarParseError
-    from omegaconf.grammar_parser import parse
-
+    """Find the interpolations, without resolving any: each unescaped `${`, wherever it stands."""
     if text.count("${") > MAX_IN_TEXT:
         return Text(fault=f"more than {MAX_IN_TEXT} interpolations in one text")
-    calls: list[Call] = []
-    references: list[str] = []
-    try:
-        for node in _nodes(parse(text)):
-            if type(node).__name__ == "InterpolationNodeContext":
-                references.append(node.getText().removeprefix("${").removesuffix("}").strip())
-            elif type(node).__name__ == "InterpolationResolverContext":
-                sequence = node.sequence()
-                args = (element.getText() for element in sequence.element()) if sequence else ()
-                calls.append(Call(name=node.resolverName().getText(), args=tuple(args)))
-    except (GrammarParseError, RecursionError):
-        return Text(fault=f"`{text}` is not a valid interpolation")
-    if any("${" in reference for reference in references):
-        return Text(fault="a reference inside of a reference is not allowed")
+    calls, references = [], []
+    for opening in OPENING.finditer(text):
+        in_default = any(more for _, _, more in calls)  # where omegaconf knows no escape
+        if len(opening["escapes"]) % 2 and not in_default:
+            continue
+        if call := CALL.match(text, opening.end()):
+            calls.append((call["function"], call["name"], call["end"] == ","))
+        elif reference := REFERENCE.match(text, opening.end()):
+            references.append(reference["path"])
+        elif re.match(r"[^{}]*\$\{", text[opening.end() :]):
+            return Text(fault="a reference inside of a reference is not allowed")
+        else:
+            return Text(fault=f"`{text}` is not a valid interpolation")
     return Text(calls=tuple(calls), references=tuple(references))
-
-
-def _nodes(tree: Any) -> Iterator[Any]:
-    yield tree
-    for child in getattr(tree, "children", None) or ():
-        yield from _nodes(child)
 
 
 def expansions(references: Mapping[KeyPath, Collection[str]]) -> int:
@@ -145,8 +133,8 @@ def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
         else:
             sound.append((path, node))
             # values of the environment are not said again, here or in logs
-            for call in text.calls:
-                hide(os.environ.get(call.args[0], ""), f"${call.args[0]}")
+            for _, name, _ in text.calls:
+                hide(os.environ.get(name, ""), f"${name}")
             if hide_env and text.calls:
                 _put(data, path, _HIDDEN)
     return data, problems + _fill(data, sound, root)
@@ -160,17 +148,19 @@ def _interpolated(node: Node) -> bool:
     return isinstance(node.value, str) and "${" in node.value
 
 
-def _refusal(call: Call, allowed: Collection[str], *, hide_env: bool) -> str | None:
+def _refusal(
+    call: tuple[str, str, bool], allowed: Collection[str], *, hide_env: bool
+) -> str | None:
     """A mistake that is found before a call is resolved."""
-    if call.name != "oc.env":
-        return f"`{call.name}` is not allowed in an interpolation (only `oc.env` is)"
-    if not call.args:
+    function, name, has_default = call
+    if function != "oc.env":
+        return f"`{function}` is not allowed in an interpolation (only `oc.env` is)"
+    if not name:
         return "`oc.env` needs the name of an environment variable"
-    name = call.args[0]
     if name not in allowed:
         hint = f"add `env: [{name}]` at the top"
         return f"environment variable `{name}` is not in the recipe's `env` list ({hint})"
-    if len(call.args) == 1 and name not in os.environ and not hide_env:
+    if not has_default and name not in os.environ and not hide_env:
         hint = f"a default reads ${{oc.env:{name},value}}"
         return f"environment variable `{name}` is not set ({hint})"
     return None

@@ -13,9 +13,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import RecipeError
+from pipeline.errors import Location, RecipeError
 from pipeline.recipe import Launch, SlotSpec, load_recipe, read_recipe
 from pipeline.recipe.dump import render
+from pipeline.recipe.interpolation import resolve
+from pipeline.recipe.nodes import node_of
 from tests.support.tier import times
 
 
@@ -168,6 +170,24 @@ stages:
     whole: ${.nested}
     seeded: ${name}
 """
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"${oc.env:A,\${oc.env:SECRET}}", r"${oc.env:A,x\${oc.env:SECRET}}",
+        r"${oc.env:A,[\${oc.env:SECRET}]}", r'${oc.env:A,"\\${oc.env:SECRET}"}',
+        r"${oc.env:A,'\'${oc.env:SECRET}'}", r"\\${oc.env:SECRET}", r"${ oc.env : SECRET }",
+        "${oc.env:'SECRET'}", "${oc.env:A,${oc.env:SECRET}}", "${oc.env:${x}SECRET}",
+    ],
+)  # fmt: skip
+def test_no_variable_is_read_that_is_not_listed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    monkeypatch.delenv("A", raising=False)
+    tree = node_of({"env": ["A"], "x": "", "a": text}, Location(file="r.yaml"))
+    data, problems = resolve(tree)
+    assert "hunter2" not in str(data)
+    assert any("is not in the recipe's `env` list" in problem.message for problem in problems)
 
 
 def test_environment_values_are_never_written(
