@@ -152,12 +152,13 @@ def _announce(interrupted: Interrupted, ranks: LocalRanks, run_dir: Path) -> Non
     phases = {ranks.heartbeats.read(number).phase for number in range(len(ranks.places))}
     if phases == {Phase.LOAD} or not interrupted.cause or ranks.ends():
         return  # also where another process got it, which has said so
-    step = None
-    with contextlib.suppress(OSError):  # the folder may be gone
-        step = saved_step(run_dir / rundir.METRICS)
-    since = "the newest checkpoint" if step is None else f"step {step}"
-    again = f"; again: stop now and lose the steps since {since}"
-    how = again if interrupted.number == signal.SIGINT else ""
+    how = ""
+    if interrupted.number == signal.SIGINT:
+        step = None
+        with contextlib.suppress(OSError):  # the folder may be gone
+            step = saved_step(run_dir / rundir.METRICS)
+        since = "the newest checkpoint" if step is None else f"step {step}"
+        how = f"; again: stop now and lose the steps since {since}"
     with contextlib.suppress(OSError):  # a closed terminal
         click.echo(f"{interrupted.cause}: saving after this step, then stopping{how}", err=True)
 
