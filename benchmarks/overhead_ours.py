@@ -14,12 +14,12 @@ from overhead_job import CLIP, LR, SEED, STRATEGIES, Job
 from pipeline.chain.registry import Registry
 from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution import rundir
-from pipeline.execution.metrics import Metrics
 from stages.batches.feed import Feed
 from stages.data.samples import TokenBlocks
 from stages.model.hf import HfModel

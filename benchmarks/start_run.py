@@ -21,7 +21,7 @@ import yaml
 from bare.script import BATCH, CLIP, LENGTH, LR, SEED
 from overhead_job import MODEL, STRATEGIES
 
-from pipeline.execution.metrics import records
+from pipeline.contracts.metrics import records
 
 SCRIPT = Path(__file__).with_name("bare") / "script.py"
 LOOK_SECONDS = 0.005

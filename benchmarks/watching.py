@@ -27,10 +27,10 @@ import torch
 from watching_run import TEXT, WORDS, Run, measure
 
 from pipeline.contracts.engine import StepReport
+from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import Metrics
 from stages.batches.feed import BatchStats
 from stages.train.meter import StepMeter
 from stages.train.report import Reporter

@@ -21,7 +21,7 @@ import psutil
 import yaml
 from overhead_job import MODEL
 
-from pipeline.execution.metrics import records
+from pipeline.contracts.metrics import records
 
 WARM = 5
 """Steps at the start of a run that are not counted."""

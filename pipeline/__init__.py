@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from pipeline.contracts.optimizer import StateCodec as StateCodec
     from pipeline.contracts.optimizer import UpdateRule as UpdateRule
     from pipeline.contracts.optimizer import WholeMatrices as WholeMatrices
+    from pipeline.contracts.plan_view import Checked as Checked
     from pipeline.contracts.plan_view import PlanView as PlanView
     from pipeline.contracts.precision import DtypeName as DtypeName
     from pipeline.contracts.precision import LossScaling as LossScaling
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
     from pipeline.contracts.sample_order import SampleOrder as SampleOrder
     from pipeline.contracts.stage import ENGINE_FILE as ENGINE_FILE
     from pipeline.contracts.stage import ENVIRONMENT_FILE as ENVIRONMENT_FILE
-    from pipeline.contracts.stage import Checked as Checked
     from pipeline.contracts.stage import Context as Context
     from pipeline.contracts.stage import DividesRanks as DividesRanks
     from pipeline.contracts.stage import Durable as Durable

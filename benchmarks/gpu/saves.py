@@ -6,7 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from pipeline.execution import metrics, rundir
+from pipeline.contracts import metrics
+from pipeline.execution import rundir
 
 
 def saves(run: Path) -> dict[str, Any]:

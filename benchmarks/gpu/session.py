@@ -26,12 +26,12 @@ from gpu.turns import Enough, Turns, wait
 from pipeline.chain.plan import plan_file
 from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.process_group import environment_dist
 from pipeline.execution import rundir
-from pipeline.execution.metrics import Metrics
 from stages.data.samples import TokenBlocks
 from stages.train.flops import known_cost, known_peak
 

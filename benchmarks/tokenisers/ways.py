@@ -20,8 +20,8 @@ import torch
 import transformers
 
 from pipeline import Context, Data, ModelSource
+from pipeline.contracts.metrics import Metrics
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import Metrics
 from stages.data.chat import ChatData
 from stages.data.text import TextData
 

@@ -18,9 +18,10 @@ from pipeline.bench.results import Row, RunMeasurement, measured, with_efficienc
 from pipeline.bench.trials import BenchLength, TrialRecipe
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.chain.registry import Registry
+from pipeline.contracts import metrics
 from pipeline.distributed.signals import Interrupted, interruptible
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError, system_errors_as
-from pipeline.execution import failures, metrics, rundir
+from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
 from pipeline.planning.forecast import RESUME, SAVE
 from pipeline.planning.hardware import HardwareOptions, Margins

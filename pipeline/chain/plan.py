@@ -15,15 +15,14 @@ from pipeline.chain.registry import Registry
 from pipeline.chain.trainings import training_of, training_slots
 from pipeline.chain.wiring import SlotType, missing_inputs, unread_results, wired, wrong_takes
 from pipeline.contracts.engine import Engine
-from pipeline.contracts.plan_view import PlanView
-from pipeline.contracts.stage import Checked
+from pipeline.contracts.plan_view import Checked, PlanView
 from pipeline.contracts.training import TrainedRun
 from pipeline.contracts.wiring import Wiring
+from pipeline.distributed.launch import Launch, Started
 from pipeline.errors import Location, PluginError, Problem, RecipeError, UsageError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
 from pipeline.recipe.fields import build
-from pipeline.recipe.launch import Launch, Started
 from pipeline.recipe.nodes import SourceMap
 from pipeline.recipe.unknown import MissingKey, UnknownKey
 from pipeline.utils.hub import pins_asked

@@ -99,9 +99,9 @@ def _overrides(context: click.Context, typed: str) -> Iterator[str]:
     values are known."""
     from pipeline.chain.registry import Registry
     from pipeline.contracts.signature import needs
+    from pipeline.distributed.launch import Launch
     from pipeline.execution import rundir
     from pipeline.recipe import read_recipe
-    from pipeline.recipe.launch import Launch
 
     arguments = (context.params.get(name) for name in ("recipe", "run_dir", "run"))
     named = Path(next(path for path in arguments if path is not None))

@@ -21,7 +21,8 @@ def cp(name: str | None, to: Path) -> None:
 
     TO is by default the current folder. Without NAME, list the shipped recipes.
     """
-    from pipeline.recipe.shipped import absent_files, shipped, shipped_recipe
+    from pipeline.recipe.nodes import texts_in
+    from pipeline.recipe.shipped import shipped, shipped_recipe
 
     if name is None:
         rows = [(known, _summary(file)) for known, file in shipped().items()]
@@ -38,7 +39,10 @@ def cp(name: str | None, to: Path) -> None:
                 raise UsageError(f"{target} already exists and differs")
             shutil.copyfile(source, target)
             click.echo(target)
-    absent = absent_files(load_recipe(to / file.name), to)
+    inside = f"{to.resolve()}/"
+    named = dict.fromkeys(texts_in(load_recipe(to / file.name).public()))
+    own = [text for text in named if text.startswith(inside) and not Path(text).exists()]
+    absent = [to / text.removeprefix(inside) for text in own]
     if absent:
         names = ", ".join(map(str, absent))
         do, put = ("do", "files") if len(absent) > 1 else ("does", "file")

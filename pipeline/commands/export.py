@@ -23,7 +23,7 @@ from pipeline.utils.files import replace_text
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
-    from pipeline.recipe.launch import Started
+    from pipeline.distributed.launch import Started
     from pipeline.view.display import Display
 
 
@@ -77,7 +77,8 @@ def export(
     from pipeline.execution import rundir
     from pipeline.execution.export_recipe import chosen, recipe_text
     from pipeline.hardware.host import cores_each
-    from pipeline.launch.start import Job, start
+    from pipeline.launch.job import Job
+    from pipeline.launch.start import start
 
     choose = functools.cache(lambda: chosen(source, step=step, model=model, to=out))
 

@@ -73,9 +73,9 @@ def _runs(root: Path, closed: list[Path]) -> Iterator[dict[str, Any]]:
 
 
 def _described(folder: Path) -> dict[str, Any]:
+    from pipeline.contracts.metrics import is_record
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
-    from pipeline.execution.metrics import is_record
     from pipeline.execution.run_state import RunState, Training
     from pipeline.utils.jsonl import read_tail
     from pipeline.view.run import ended

@@ -21,7 +21,7 @@ from pipeline.utils.text import align
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
-    from pipeline.recipe.launch import Started
+    from pipeline.distributed.launch import Started
     from pipeline.view.display import Display
 
 SHARES = ("compute", "communication", "data", "idle")
@@ -56,11 +56,12 @@ def profile(
     """
     from pipeline.bench.trials import profiled_recipe, say_which
     from pipeline.chain.plan import plan_file
+    from pipeline.contracts.metrics import records
     from pipeline.distributed.launchers import require_no_launcher
     from pipeline.execution import rundir
-    from pipeline.execution.metrics import records
     from pipeline.importing.unknown_keys import plan_recipe
-    from pipeline.launch.start import Job, start
+    from pipeline.launch.job import Job
+    from pipeline.launch.start import start
 
     require_no_launcher("pipe profile")
     original = plan_recipe(recipe, overrides, here=True)

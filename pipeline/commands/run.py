@@ -28,9 +28,9 @@ from pipeline.execution.rank_logging import say
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
+    from pipeline.distributed.launch import Started
     from pipeline.execution.selection import Selection
-    from pipeline.launch.start import Job
-    from pipeline.recipe.launch import Started
+    from pipeline.launch.job import Job
     from pipeline.view.display import Display
 
 
@@ -98,15 +98,15 @@ def run(
 
     OVERRIDES change the recipe first, such as train.steps=50 wrap.stage=2.
     """
-    from pipeline.chain.names import resolved
+    from pipeline.chain.commits import resolved
     from pipeline.distributed.environment import is_worker, worker_local_world_size
+    from pipeline.distributed.launch import Started
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
     from pipeline.execution.saved_plan import require_planned
     from pipeline.execution.selection import rehearsal
     from pipeline.importing.unknown_keys import plan_recipe
-    from pipeline.launch.start import Job
-    from pipeline.recipe.launch import Started
+    from pipeline.launch.job import Job
 
     def plan(started: Started) -> Plan:
         made = plan_recipe(recipe, overrides, here=True, started=started)
@@ -221,11 +221,11 @@ def resume(
     processes, the micro-batch size and the accumulation may change. A different model, tokenizer,
     data, order or global batch is refused unless --accept names it.
     """
+    from pipeline.distributed.launch import Started
     from pipeline.execution import rundir
     from pipeline.execution.selection import rehearsal
     from pipeline.importing.unknown_keys import plan_recipe
-    from pipeline.launch.start import Job
-    from pipeline.recipe.launch import Started
+    from pipeline.launch.job import Job
 
     def plan(started: Started) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import DividesRanks
 from pipeline.contracts.training import TrainedRun
 from pipeline.contracts.wiring import Wiring
+from pipeline.errors import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,3 +70,11 @@ class PlanView:
             if isinstance(wrap, DividesRanks):
                 return wrap.data_ranks(self.procs)
         return self.procs
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """A stage that checks itself against the rest of the recipe or the machine."""
+
+    def check(self, plan: PlanView) -> Iterable[Problem]:
+        """Yield problems that show only beside other slots. Never raises; imports nothing heavy."""

@@ -22,13 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from pipeline.errors import Problem
+from pipeline.contracts.metrics import Metrics
+from pipeline.distributed.process_group import DistContext
 
 if TYPE_CHECKING:
-    from pipeline.contracts.plan_view import PlanView
     from pipeline.contracts.resources import ResourceNeed
     from pipeline.distributed.process_group import DistContext
-    from pipeline.execution.metrics import Metrics
     from pipeline.utils.hub import HubName
 
 ENGINE_FILE, ENVIRONMENT_FILE = "engine.json", "environment.json"
@@ -59,14 +58,6 @@ class Stage(Protocol):
     """Structural type of every stage; nothing needs to inherit from it."""
 
     def run(self, ctx: Context, *artifacts: Any) -> Any: ...
-
-
-@runtime_checkable
-class Checked(Protocol):
-    """A stage that checks itself against the rest of the recipe or the machine."""
-
-    def check(self, plan: PlanView) -> Iterable[Problem]:
-        """Yield problems that show only beside other slots. Never raises; imports nothing heavy."""
 
 
 @runtime_checkable

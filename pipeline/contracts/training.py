@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.contracts.stage import Durable
 from pipeline.errors import CheckpointError
@@ -206,3 +206,10 @@ class TrainedRun(Durable):
         if "://" not in checkpoint and not Path(checkpoint).is_dir():
             raise CheckpointError(f"the trained checkpoint is gone: {checkpoint}")
         return cls(checkpoint=checkpoint, progress=Progress.from_record(record["progress"]))
+
+
+class KeepsBest(Protocol):
+    """How many of the best checkpoints are kept."""
+
+    @property
+    def best(self) -> int: ...

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint import Retention
     from pipeline.contracts.optimizer import UpdateRule
+    from pipeline.contracts.training import KeepsBest
 
 
 @runtime_checkable
@@ -100,7 +100,8 @@ class RetainsCheckpoints(Protocol):
     """A checkpoint stage that removes checkpoints. Another keeps the newest ones, and not the
     best."""
 
-    retention: Retention
+    @property
+    def retention(self) -> KeepsBest: ...
 
 
 @runtime_checkable

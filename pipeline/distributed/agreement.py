@@ -8,17 +8,23 @@ import itertools
 import json
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from pipeline.utils.text import in_short
-
-if TYPE_CHECKING:
-    from pipeline.distributed.process_group import DistContext
 
 Facts = Mapping[str, Any]
 """JSON values by name."""
 SHOWN = 4
 """Differing facts, and nodes or runs of ranks, that a message names."""
+
+
+class Group(Protocol):
+    """Ranks that can exchange JSON values; a DistContext."""
+
+    world_size: int
+    local_rank: int
+
+    def gather(self, value: Any) -> list[Any]: ...
 
 
 class Place(NamedTuple):
@@ -29,7 +35,7 @@ class Place(NamedTuple):
     host: str
 
 
-def differences(dist: DistContext, facts: Facts) -> list[str]:
+def differences(dist: Group, facts: Facts) -> list[str]:
     """A sentence for each fact that is not the same on all ranks, with its values and their ranks;
     the same on every rank (collective). Only digests are exchanged where nothing differs."""
     if dist.world_size == 1:

@@ -6,7 +6,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-from pipeline.recipe.launch import Started
+from pipeline.distributed.launch import Started
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 TOKEN = "PIPE_RDZV_TOKEN"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.distributed.heartbeat import Beat
-from pipeline.recipe.launch import Timeouts
+from pipeline.distributed.launch import Timeouts
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks at the heartbeats."""

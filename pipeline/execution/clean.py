@@ -145,11 +145,11 @@ def _checkpoints(
 
 def _retention(plan: Plan, training: str) -> Retention:
     """Return the rules of a training's checkpoint stage, with one newest in place of several."""
-    given = [
-        one.stage for one in plan.steps if isinstance(one.stage, RetainsCheckpoints)
+    given = (
+        one.stage.retention for one in plan.steps if isinstance(one.stage, RetainsCheckpoints)
         and training_of(plan.view.wiring, one.slot) == training
-    ]  # fmt: skip
-    rules = given[0].retention if given else Retention()
+    )  # fmt: skip
+    rules = next((one for one in given if isinstance(one, Retention)), Retention())
     return rules.model_copy(update={"last": 1})
 
 

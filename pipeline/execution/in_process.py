@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.stage import Context
-from pipeline.execution.metrics import Metrics
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan, PlannedSlot

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.chain.binding import Inputs, Results
 from pipeline.chain.trainings import training_of
+from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.resources import require_resources
 from pipeline.contracts.signature import needs
 from pipeline.contracts.stage import NeedsResources, RunsDry
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
-from pipeline.execution.metrics import Metrics
 from pipeline.utils.files import remove_folder
 
 if TYPE_CHECKING:

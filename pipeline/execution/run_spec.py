@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chain.plan import Plan, make_plan
+from pipeline.distributed.launch import Started
 from pipeline.errors import Location
-from pipeline.recipe.launch import Started
 from pipeline.recipe.load import recipe_of
 from pipeline.utils.terminal import display
 

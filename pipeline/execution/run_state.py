@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipeline.execution.metrics import OWN, kind_of, numbers, training_of
+from pipeline.contracts.metrics import OWN, kind_of, numbers, training_of
 from pipeline.utils.hub import recorded
 
 State = Literal["waiting", "running", "finished", "failed", "stopped"]

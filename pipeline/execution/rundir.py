@@ -32,11 +32,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from pipeline.checkpoint import location
+from pipeline.contracts.metrics import is_record, training_of
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import RunFailed, RunLocked, UsageError, in_words, kind_of, system_errors_as
 from pipeline.utils.addresses import path_problems
 from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
 from pipeline.utils.foreign import json_object, open_regular, require_within
+from pipeline.utils.jsonl import read_tail
 from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import near_path
@@ -270,3 +272,21 @@ def _versions_in(facts: Mapping[str, Any]) -> dict[str, str]:
         return {}
     found = {"python": facts.get("python"), **packages}
     return {name: version for name, version in found.items() if isinstance(version, str)}
+
+
+def saved_step(file: Path, training: str | None = None) -> int | None:
+    """Return the step of the newest checkpoint of a training of the run whose `metrics.jsonl` it
+    is, by default of the one that has written last: of those on this machine or, where there are
+    none, that the last 64 KiB of the file tell; None if there is none."""
+    newest = [record for record in read_tail(file) if is_record(record)]
+    if training is None:
+        training = training_of(newest[-1]) if newest else ""
+    found = location.newest_step(file.parent, training)
+    if found is not None:
+        return found
+    saved = (
+        record for record in reversed(newest)
+        if "checkpoint_seconds" in record and training_of(record) == training
+    )  # fmt: skip
+    told = next(saved, None)
+    return told and told["step"]

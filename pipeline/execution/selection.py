@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.chain.names import resolved
+from pipeline.chain.commits import resolved
 from pipeline.errors import UsageError
 from pipeline.execution import rundir
 from pipeline.execution.journal import Journal

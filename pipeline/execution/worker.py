@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.chain.plan import Plan
+from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.stage import Context
 from pipeline.distributed.environment import (
     DUMP,
@@ -25,6 +26,7 @@ from pipeline.distributed.environment import (
     worker_rank,
     worker_world_size,
 )
+from pipeline.distributed.launch import Timeouts
 from pipeline.distributed.process_group import DistContext, environment_dist, environment_store
 from pipeline.distributed.signals import Interrupted, default_signals
 from pipeline.distributed.watchdog import LOOK_SECONDS, Watchdog
@@ -33,11 +35,9 @@ from pipeline.execution import failures, rundir
 from pipeline.execution.activity_record import ActivityRecord
 from pipeline.execution.agreement import require_same_recipe
 from pipeline.execution.journal import Journal, warnings_in
-from pipeline.execution.metrics import Metrics
 from pipeline.execution.rank_logging import compilers_aside, open_log, rank_log
 from pipeline.execution.run_spec import RunSpec, set_current
 from pipeline.execution.runner import Runner
-from pipeline.recipe.launch import Timeouts
 from pipeline.utils.activities import in_thread, show_in
 from pipeline.utils.child import received
 from pipeline.utils.files import cache_folder

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from pipeline.distributed.launch import Attempts, Restarts, Timeouts
 from pipeline.errors import RunFailed
 from pipeline.execution.failures import ON_EVERY_NODE
 from pipeline.launch.messages import Beat, Over, Place, Reply, Report
-from pipeline.recipe.launch import Attempts, Restarts, Timeouts
 
 LOST_SECONDS = Timeouts().node
 """Seconds without a beat after which a node counts as lost, unless the recipe has others."""

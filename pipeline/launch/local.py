@@ -15,18 +15,18 @@ import click
 from pipeline.chain.plan import Plan
 from pipeline.distributed.environment import FINISHED, STOPPED, rank_environment
 from pipeline.distributed.heartbeat import Phase
+from pipeline.distributed.launch import Attempts, Launch
 from pipeline.distributed.signals import ENDING, Interrupted, at_second_interrupt
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.errors import RunFailed, in_words
 from pipeline.execution import failures, rundir
 from pipeline.execution.failures import Exit
 from pipeline.execution.journal import Journal
-from pipeline.execution.metrics import saved_step
 from pipeline.execution.run_spec import RunSpec
+from pipeline.execution.rundir import saved_step
 from pipeline.hardware.host import cores_each
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.stalls import landmarks, recorder_environment, report_stall
-from pipeline.recipe.launch import Attempts, Launch
 from pipeline.utils.files import anonymous_file
 from pipeline.utils.garbage import collect_as_usual
 from pipeline.utils.process_tree import none_left

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.chain.plan import Plan
+from pipeline.distributed.launch import Started
 from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, RunStopped, UsageError
@@ -21,11 +22,10 @@ from pipeline.launch.local import restarted
 from pipeline.launch.messages import MOST_TEXT, Over
 from pipeline.launch.recorded import is_done, opened
 from pipeline.launch.wire import token
-from pipeline.recipe.launch import Started
 from pipeline.view.screen import Screen
 
 if TYPE_CHECKING:
-    from pipeline.launch.start import Job
+    from pipeline.launch.job import Job
 
 LINGER_SECONDS = 10.0
 """Seconds that node 0 waits until the nodes that are there know how the run has ended."""

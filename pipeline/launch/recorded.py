@@ -17,6 +17,7 @@ import click
 
 from pipeline.chain.plan import Plan
 from pipeline.chain.trainings import training_of
+from pipeline.contracts.metrics import is_record
 from pipeline.contracts.stage import ENGINE_FILE, ENVIRONMENT_FILE, engine_file
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.signals import Interrupted, StopRequest
@@ -30,9 +31,9 @@ from pipeline.errors import (
 )
 from pipeline.execution import activity_record, failures, origins, rundir
 from pipeline.execution.journal import Journal
-from pipeline.execution.metrics import is_record, saved_step
 from pipeline.execution.rank_logging import say
 from pipeline.execution.resume import finished_in, plan_resume, results
+from pipeline.execution.rundir import saved_step
 from pipeline.execution.selection import ends_early
 from pipeline.utils.files import replace_bytes, replace_text
 from pipeline.utils.foreign import read_whole

@@ -8,63 +8,23 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.chain.names import resolved
-from pipeline.chain.plan import Plan
 from pipeline.distributed.environment import STOPPED, is_worker, started, worker_rank
+from pipeline.distributed.launch import Started
 from pipeline.distributed.launchers import placement, require_task
 from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlacement, combined
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
 from pipeline.errors import CommandStopped, JournalDamaged, RunStopped
 from pipeline.execution import failures, rundir
-from pipeline.execution.journal import Journal
 from pipeline.execution.run_spec import RunSpec
-from pipeline.execution.selection import Selection
+from pipeline.launch.job import Job
 from pipeline.launch.recorded import did_nothing, is_done, opened, say_undone
-from pipeline.recipe.launch import Started
-from pipeline.utils.terminal import hide_environment, typed
-from pipeline.view.display import Display
+from pipeline.utils.terminal import hide_environment
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
-
-
-Beside = Callable[[Plan, Path], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A run to start, or to go on with."""
-
-    plan: Callable[[Started], Plan]
-    """Makes the plan for what a launcher has started."""
-    folder: Callable[[Plan], Path]
-    """Makes or finds the run's folder; called once in the whole run."""
-    display: Display
-    accept: tuple[str, ...] = ()
-    """Changes that are intended."""
-    selection: Selection = field(default_factory=Selection)
-    beside: Beside = lambda plan, folder: nullcontext()
-    """Surrounds the run with what else this machine does for it meanwhile."""
-    begun: Path | None = None
-    """The run's folder, where it may be there already."""
-
-    def planned(self, given: Started) -> Plan:
-        """Return the plan, in which names of the hub have the commits that they had when the run
-        began, or have now. Raises RecipeError, and what `plan` raises."""
-        plan = self.plan(given)
-        known = Journal(self.begun / rundir.JOURNAL).state().commits if self.begun else {}
-        return resolved(plan, known)
-
-    def prepared(self, plan: Plan, folder: Path) -> Plan:
-        """Return the part of the plan that this start does, in a folder whose lock is held."""
-        typed(str(folder))
-        self.selection.set_aside(plan, Journal(folder / rundir.JOURNAL))
-        return self.selection.of(plan)
 
 
 SPEC_KEY = "pipe/spec"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chain.plan import Plan
+from pipeline.distributed.launch import Started
 from pipeline.errors import PipeError
 from pipeline.execution import rundir
 from pipeline.execution.run_spec import RunSpec
@@ -24,7 +25,6 @@ from pipeline.hardware.telemetry import Telemetry
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import MemoryPlan, estimate_plan
 from pipeline.planning.report import lines
-from pipeline.recipe.launch import Started
 from pipeline.utils.child import received, start_child
 from pipeline.utils.files import replace_text
 

@@ -11,6 +11,7 @@ from pipeline.chain.plan import Plan
 from pipeline.chain.registry import Registry
 from pipeline.chain.trainings import training_slots
 from pipeline.contracts.precision import Precision
+from pipeline.distributed.launch import Started
 from pipeline.importing.unknown_keys import plan_recipe
 from pipeline.planning.estimate import Estimate, ask_planners, combine
 from pipeline.planning.hardware import (
@@ -25,7 +26,6 @@ from pipeline.planning.planner import Job, Planners, no_planner
 from pipeline.planning.profile import profile_of
 from pipeline.planning.shapes import ModelShape, Topology
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
-from pipeline.recipe.launch import Started
 
 
 @dataclass(frozen=True, kw_only=True)

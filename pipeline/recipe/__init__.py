@@ -1,6 +1,6 @@
 """Recipes: YAML files, what they extend, and overrides -> one checked `Recipe`."""
 
-from pipeline.recipe.launch import Launch
+from pipeline.distributed.launch import Launch
 from pipeline.recipe.load import Header, Recipe, SlotSpec, load_recipe, read_recipe, unless_reported
 
 __all__ = [

@@ -45,7 +45,8 @@ def read(text: str) -> Text:
     """Find the interpolations, without resolving any: each unescaped `${`, wherever it stands."""
     if text.count("${") > MAX_IN_TEXT:
         return Text(fault=f"more than {MAX_IN_TEXT} interpolations in one text")
-    calls, references = [], []
+    calls: list[tuple[str, str, bool]] = []
+    references: list[str] = []
     for opening in OPENING.finditer(text):
         in_default = any(more for _, _, more in calls)  # where omegaconf knows no escape
         if len(opening["escapes"]) % 2 and not in_default:

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from pipeline.distributed.launch import Launch
 from pipeline.errors import Location, Problem, RecipeError
 from pipeline.recipe.dump import render
 from pipeline.recipe.fields import build
 from pipeline.recipe.includes import Sources
 from pipeline.recipe.interpolation import resolve
-from pipeline.recipe.launch import Launch
 from pipeline.recipe.merge import Common, drop_removed, lost, without_former
 from pipeline.recipe.nodes import RESERVED, KeyPath, Node, SourceMap, node_of, places_of, plain
 from pipeline.recipe.overrides import apply, put

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pipeline
 from pipeline.errors import UsageError
-from pipeline.recipe.nodes import texts_in
 from pipeline.utils.text import did_you_mean
-
-if TYPE_CHECKING:
-    from pipeline.recipe.load import Recipe
 
 
 def shipped() -> dict[str, Path]:
@@ -38,10 +33,3 @@ def by_use(stages: Sequence[str]) -> list[str]:
     """Return names of stages, first those that most shipped recipes use."""
     texts = [file.read_text("utf-8") for file in shipped().values()]
     return sorted(stages, key=lambda name: -sum(f"use: {name}" in text for text in texts))
-
-
-def absent_files(recipe: Recipe, folder: Path) -> list[Path]:
-    """Return the files that a recipe names in its own folder, and that are not there."""
-    inside = f"{folder.resolve()}/"
-    named = dict.fromkeys(text for text in texts_in(recipe.public()) if text.startswith(inside))
-    return [folder / text.removeprefix(inside) for text in named if not Path(text).exists()]

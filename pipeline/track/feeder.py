@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chain.plan import Plan
+from pipeline.contracts.metrics import UNSENT, is_record, kind_of, numbers, training_of
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import in_words
 from pipeline.execution import rundir
-from pipeline.execution.metrics import UNSENT, is_record, kind_of, numbers, training_of
 from pipeline.recipe import Recipe
 from pipeline.recipe.nodes import mapped
 from pipeline.track.contract import Outcome, RunFacts, Tracker

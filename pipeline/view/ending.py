@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.contracts.metrics import records
 from pipeline.execution import rundir
-from pipeline.execution.metrics import records
 from pipeline.execution.run_state import RunState, Training
 from pipeline.execution.talk import can_talk
 from pipeline.recipe import read_recipe

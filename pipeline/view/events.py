@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
+from pipeline.contracts.metrics import kind_of
 from pipeline.execution.journal import command_begins
-from pipeline.execution.metrics import kind_of
 from pipeline.view.run import Run
 from pipeline.view.screen import Now, Screen
 

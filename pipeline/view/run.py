@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from pipeline.chain.registry import Registry
 from pipeline.chain.trainings import trains
+from pipeline.contracts.metrics import is_record, records
 from pipeline.contracts.stage import ENVIRONMENT_FILE, engine_file
 from pipeline.errors import PluginError, RecipeError
 from pipeline.execution import failures, rundir
 from pipeline.execution.activity_record import FILE as ACTIVITY
 from pipeline.execution.journal import Journal, is_event
-from pipeline.execution.metrics import is_record, records
 from pipeline.execution.run_state import RunState, SlotState, Training
 from pipeline.recipe import Recipe, read_recipe
 from pipeline.utils.foreign import fitting, is_number, is_text, json_object

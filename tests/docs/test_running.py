@@ -11,7 +11,7 @@ import yaml
 from pipeline import errors
 from pipeline.chain.registry import Registry
 from pipeline.commands.launch import launch
-from pipeline.recipe.launch import Restarts, Timeouts
+from pipeline.distributed.launch import Restarts, Timeouts
 from tests.docs.blocks import ROOT, blocks
 
 PAGE = ROOT / "docs" / "running.md"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.execution.metrics import records
+from pipeline.contracts.metrics import records
 from tests.docs.blocks import ROOT, blocks
 from tests.support.models import save_tokenizer, tiny_llama_config
 from tests.support.pipe import Outcome, Pipe

@@ -10,11 +10,11 @@ import pytest
 
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.commands.run import with_plan
+from pipeline.distributed.launch import Started
 from pipeline.errors import RunFailed
 from pipeline.execution import failures
 from pipeline.execution.failures import Exit
 from pipeline.hardware import host
-from pipeline.recipe.launch import Started
 from tests.support.models import save_tokenizer
 from tests.support.pipe import Pipe
 from tests.support.tiny_recipe import training, write

@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from pipeline.distributed.launch import Restarts
 from pipeline.execution import failures
 from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Link, Server
 from pipeline.launch.messages import Beat
-from pipeline.recipe.launch import Restarts
 from tests.support.pipe import Forked, Outcome, Pipe
 from tests.support.ports import free_port
 from tests.support.tiny_recipe import losses, training

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.execution.metrics import records
+from pipeline.contracts.metrics import records
 from tests.support.pipe import Pipe
 from tests.support.tiny_recipe import losses, training, write
 

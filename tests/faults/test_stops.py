@@ -14,7 +14,7 @@ from shlex import quote
 import psutil
 import pytest
 
-from pipeline.execution.metrics import records
+from pipeline.contracts.metrics import records
 from tests.support.pipe import Forked, Outcome, Pipe
 from tests.support.tier import times
 from tests.support.tiny_recipe import EXPORT, losses, outcome, training

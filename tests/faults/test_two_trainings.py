@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.execution.metrics import records
+from pipeline.contracts.metrics import records
 from pipeline.execution.run_state import RunState
 from tests.support.tiny_recipe import EXPORT, Stages, training, write
 

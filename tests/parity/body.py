@@ -7,8 +7,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from pipeline.contracts.metrics import records
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
 from stages.optimizer.adamw import AdamW

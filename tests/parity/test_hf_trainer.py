@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.contracts.metrics import records
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import records
 from stages.consolidate.stream import ConsolidateStream
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from pipeline.chain.entry_points import BUILT_IN, Entry
 from pipeline.chain.registry import Registry
 from pipeline.cli import main
-from pipeline.execution.metrics import records
+from pipeline.contracts.metrics import records
 from tests.faults.conftest import install_plugin
 from tests.support.pipe import Outcome, Pipe
 from tests.support.tiny_project import tiny_project

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.contracts.data import Sample
+from pipeline.contracts.metrics import records
 from pipeline.contracts.sample_order import SampleOrder
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy

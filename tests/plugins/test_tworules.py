@@ -25,8 +25,8 @@ from pipeline import (
 )
 from pipeline.checkpoint import Reading, open_state
 from pipeline.checkpoint.restore import require_same_model
+from pipeline.contracts.metrics import records
 from pipeline.errors import ResumeRefused
-from pipeline.execution.metrics import records
 from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
 from stages.formats.stored import weights_of

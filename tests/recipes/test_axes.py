@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.chain.plan import plan_file
+from pipeline.contracts.metrics import records
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import records
 from stages.wrap.fsdp import Fsdp
 from tests.support.moe import MOE
 from tests.support.processes import run_ranks

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.chain.plan import PlannedSlot, plan_file
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.metrics import records
+from pipeline.distributed.launch import Started
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution.journal import Journal
-from pipeline.execution.metrics import records
 from pipeline.execution.run_state import RunState
 from pipeline.execution.runner import Runner
-from pipeline.recipe.launch import Started
 from stages.consolidate.weights import open_weights
 from tests.support.processes import run_ranks
 from tests.support.recipes import run_recipe

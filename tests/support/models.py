@@ -11,11 +11,11 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
+from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
 from pipeline.contracts.tensors import TensorReader
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import Metrics
 from stages.model.hf import HfModel
 
 

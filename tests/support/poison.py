@@ -11,10 +11,10 @@ import numpy as np
 
 from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.data import Data, MicroBatch, Sample
+from pipeline.contracts.metrics import records
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.objective import LossParts, Scores
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.objectives.cross_entropy import CrossEntropy
 from stages.optimizer.adamw import AdamW

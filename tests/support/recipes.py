@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.chain.plan import plan_file
+from pipeline.distributed.launch import Started
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution.journal import Journal
 from pipeline.execution.runner import Runner
-from pipeline.recipe.launch import Started
 from tests.support.runs import context
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.execution.metrics import records
+from pipeline.contracts.metrics import records
 from tests.support.runs import TINY
 
 Stages = dict[str, dict[str, Any]]

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.contracts.metrics import records
 from pipeline.distributed.environment import TOKEN
-from pipeline.execution.metrics import records
 from tests.support.network import Host, network
 from tests.support.tiny_recipe import EXPORT, training
 from tests.support.waiting import becomes

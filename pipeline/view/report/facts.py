@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.execution.metrics import kind_of
+from pipeline.contracts.metrics import kind_of
 from pipeline.execution.run_state import Training
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration, human, plural

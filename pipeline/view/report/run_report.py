@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.contracts.metrics import training_of
 from pipeline.execution import rundir
 from pipeline.execution.hardware_record import hardware_records
-from pipeline.execution.metrics import training_of
 from pipeline.execution.origins import origins
 from pipeline.execution.run_state import Training, measured
 from pipeline.hardware.gpus import GIB

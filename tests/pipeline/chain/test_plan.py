@@ -16,10 +16,10 @@ from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import TrainedRun
+from pipeline.distributed.launch import Started
 from pipeline.errors import RecipeError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import load_recipe
-from pipeline.recipe.launch import Started
 
 RECIPE = """\
 name: good

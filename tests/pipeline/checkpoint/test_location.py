@@ -9,8 +9,9 @@ import pytest
 
 from pipeline.checkpoint import location
 from pipeline.checkpoint.manifest import MANIFEST
+from pipeline.contracts.metrics import Metrics
 from pipeline.errors import CheckpointError, ResumeRefused
-from pipeline.execution.metrics import Metrics, saved_step
+from pipeline.execution.rundir import saved_step
 
 
 def test_nothing_saved_nothing_known(tmp_path: Path) -> None:

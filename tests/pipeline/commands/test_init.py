@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from pipeline.cli import main
 from pipeline.commands.advise import recipe_name
-from pipeline.execution.metrics import records
+from pipeline.contracts.metrics import records
 from tests.pipeline.conftest import TinyRun
 from tests.support.hub import FIRST, SECOND, serving
 from tests.support.pipe import Pipe

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.cli import main
+from pipeline.contracts.metrics import records
 from pipeline.errors import UsageError
-from pipeline.execution.metrics import records
 from pipeline.scaffold.package import KINDS, OTHER, REFUSED, NewStage
 from tests.stages.data.fakes import byte_tokenizer
 from tests.support.pipe import Pipe

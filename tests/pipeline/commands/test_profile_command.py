@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli import main
-from pipeline.execution.metrics import records
+from pipeline.contracts.metrics import records
 from tests.support.pipe import Outcome, Pipe
 from tests.support.tiny_project import tiny_project
 

@@ -12,8 +12,8 @@ import pytest
 
 from pipeline.distributed import watchdog
 from pipeline.distributed.heartbeat import Heartbeats, Phase
+from pipeline.distributed.launch import Timeouts
 from pipeline.distributed.watchdog import Watchdog
-from pipeline.recipe.launch import Timeouts
 
 
 class Clock:

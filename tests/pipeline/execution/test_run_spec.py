@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.chain.plan import Plan, plan_file
+from pipeline.distributed.launch import Started
 from pipeline.errors import RecipeError
 from pipeline.execution.resume import digests
 from pipeline.execution.run_spec import RunSpec
-from pipeline.recipe.launch import Started
 
 RECIPE = """\
 name: handed

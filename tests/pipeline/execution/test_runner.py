@@ -16,6 +16,7 @@ import pytest
 
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.signature import gives
 from pipeline.contracts.stage import Context, Durable
 from pipeline.contracts.wiring import Wiring
@@ -23,7 +24,6 @@ from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.execution.journal import Journal
-from pipeline.execution.metrics import Metrics
 from pipeline.execution.resume import ResumePlan, digests, plan_resume, results
 from pipeline.execution.runner import Runner
 

@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.cli import main
 from pipeline.distributed.environment import TORCHRUN_VARIABLES, worker_local_world_size
+from pipeline.distributed.launch import Started
 from pipeline.errors import PlanDrift, UsageError
 from pipeline.execution.saved_plan import identity, require_planned
-from pipeline.recipe.launch import Started
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"
 Record = dict[str, Any]

@@ -12,7 +12,7 @@ import sys, time
 from pathlib import Path
 from pipeline.distributed.heartbeat import Phase
 from pipeline.distributed.process_group import DistContext
-from pipeline.recipe.launch import Timeouts
+from pipeline.distributed.launch import Timeouts
 from pipeline.execution.worker import watched
 dist = DistContext(rank=5, device=None)
 heartbeat = dist.heartbeat
@@ -43,7 +43,7 @@ STOPPED = """
 import os, signal, sys, time
 from pathlib import Path
 from pipeline.distributed.process_group import DistContext
-from pipeline.recipe.launch import Timeouts
+from pipeline.distributed.launch import Timeouts
 from pipeline.execution import worker
 worker.STOP_SECONDS = 2.0
 dist = DistContext(rank=5, device=None)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pipeline.distributed.heartbeat import Heartbeats
+from pipeline.distributed.launch import Timeouts
 from pipeline.launch.agent import SILENCE, Agent, _RoundOverError
 from pipeline.launch.messages import Beat, Place, Reply
 from pipeline.recipe import Launch
-from pipeline.recipe.launch import Timeouts
 from pipeline.view.screen import Screen
 
 BEAT = Beat(agent="x", run="r", node=1, host="h", procs=1, port=1)

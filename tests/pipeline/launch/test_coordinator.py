@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.distributed.launch import Restarts
 from pipeline.launch.coordinator import (
     FIRST_CALL_SECONDS,
     GATHER_SECONDS,
@@ -16,7 +17,6 @@ from pipeline.launch.coordinator import (
     Coordinator,
 )
 from pipeline.launch.messages import Beat, Over, Reply, Report
-from pipeline.recipe.launch import Restarts
 from tests.support.tier import examples
 
 DIED = Report(kind="died", text="rank 1 was killed", restart="always", time=5.0)

@@ -19,6 +19,7 @@ import pytest
 from pipeline.chain.plan import make_plan
 from pipeline.chain.registry import Registry
 from pipeline.distributed.environment import Shared, rank_environment
+from pipeline.distributed.launch import Started
 from pipeline.distributed.signals import ENDING, Interrupted, default_signals, interruptible
 from pipeline.errors import RecipeError, RunFailed
 from pipeline.execution import failures
@@ -27,7 +28,6 @@ from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.local import restarted, run_ranks, set_threads
 from pipeline.launch.ranks import LocalRanks
 from pipeline.recipe import Launch, load_recipe
-from pipeline.recipe.launch import Started
 from pipeline.utils.child import start_child
 from pipeline.utils.process_tree import GRACE, none_left, own_module
 from pipeline.view.screen import Screen

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.contracts.metrics import Metrics
 from pipeline.execution import failures
 from pipeline.execution.journal import Journal
-from pipeline.execution.metrics import Metrics
 from pipeline.launch.recorded import SETTINGS, Before, did_nothing
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from pipeline.distributed.environment import TOKEN
+from pipeline.distributed.launch import Restarts
 from pipeline.errors import RunFailed, UsageError
 from pipeline.launch import wire
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Link, OwnLink, Server
 from pipeline.launch.messages import Beat, Over
-from pipeline.recipe.launch import Restarts
 from tests.support.waiting import becomes
 
 SECRET = "correct horse"

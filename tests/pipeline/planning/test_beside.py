@@ -12,12 +12,12 @@ import pytest
 
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.commands.run import with_plan
+from pipeline.distributed.launch import Started
 from pipeline.errors import RunFailed
 from pipeline.execution import rundir
 from pipeline.execution.run_spec import RunSpec
 from pipeline.hardware.gpus import GIB
 from pipeline.planning import beside
-from pipeline.recipe.launch import Started
 from tests.support.nvml import library
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"

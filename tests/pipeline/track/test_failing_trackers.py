@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.execution.metrics import records
+from pipeline.contracts.metrics import records
 from tests.support.pipe import Outcome, Pipe
 from tests.support.plugins import install
 from tests.support.tiny_project import tiny_project

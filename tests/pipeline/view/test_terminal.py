@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.execution.metrics import records
+from pipeline.contracts.metrics import records
 from pipeline.view.live import UNICODE
 from pipeline.view.words import BARS
 from tests.support.pipe import Pipe

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.execution.metrics import OWN, kind_of, records
+from pipeline.contracts.metrics import OWN, kind_of, records
 from tests.pipeline.conftest import TinyRun
 from tests.support.pipe import Pipe
 from tests.support.tier import spread

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.contracts.metrics import kind_of, records
 from pipeline.contracts.precision import LossScaling
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import kind_of, records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
 from stages.optimizer.adamw import AdamW

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.contracts.metrics import records
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import Metrics
 from tests.stages.data.fakes import FakeSource
 
 

@@ -18,11 +18,11 @@ import torch
 
 from pipeline.contracts.data import Data
 from pipeline.contracts.engine import DataAxis
+from pipeline.contracts.metrics import records
 from pipeline.contracts.sample_order import SampleOrder
 from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
-from pipeline.execution.metrics import records
 from pipeline.testing import plan_view
 from stages.batches.feed import Feed
 from stages.checkpoint.sharded import ShardedCheckpoint

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli import main
+from pipeline.contracts.metrics import records
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import records
 from tests.stages.importing.configs.tools import write_with_tools
 from tests.stages.importing.support import from_files, left_out
 from tests.support.processes import run_ranks

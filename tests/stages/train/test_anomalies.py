@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
+from pipeline.contracts.metrics import OWN
 from pipeline.contracts.precision import LossScaling
 from pipeline.contracts.training import Progress
-from pipeline.execution.metrics import OWN
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.train.anomalies import exclude, is_spike

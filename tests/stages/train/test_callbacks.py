@@ -16,12 +16,12 @@ import pytest
 from pipeline import testing
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.contracts.callbacks import Callbacks, StepCallback
+from pipeline.contracts.metrics import records
 from pipeline.contracts.signature import needs
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
-from pipeline.execution.metrics import records
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.hf_trainer import HfTrainer
 from stages.train.settings import Anomalies

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from pipeline.contracts.data import Data
+from pipeline.contracts.metrics import records
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
-from pipeline.execution.metrics import records
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.data.stream import StreamData

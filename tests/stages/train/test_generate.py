@@ -16,10 +16,10 @@ import torch
 
 from pipeline import Progress, StageError, StepCallback
 from pipeline.contracts.engine import DataAxis
+from pipeline.contracts.metrics import records
 from pipeline.contracts.objective import Scores
 from pipeline.distributed.process_group import DistContext
 from pipeline.distributed.signals import Interrupted
-from pipeline.execution.metrics import records
 from pipeline.testing import plan_view
 from pipeline.utils.files import private_folder
 from stages.checkpoint.sharded import ShardedCheckpoint

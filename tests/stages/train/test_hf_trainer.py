@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline import DistContext, Progress, StepCallback
-from pipeline.execution.metrics import OWN, records
+from pipeline.contracts.metrics import OWN, records
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW

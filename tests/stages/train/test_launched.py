@@ -11,9 +11,9 @@ import pytest
 
 from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.engine import StepReport
+from pipeline.contracts.metrics import records
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm

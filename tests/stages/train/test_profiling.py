@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.contracts.metrics import OWN, records
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import UsageError
-from pipeline.execution.metrics import OWN, records
 from pipeline.planning.planner import Trial
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from pipeline.contracts.engine import StepReport
+from pipeline.contracts.metrics import records
 from pipeline.contracts.training import Progress, TrainedRun, WrittenCheckpoint
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import records
 from pipeline.hardware import host
 from stages.batches.feed import BatchStats
 from stages.train import meter, report

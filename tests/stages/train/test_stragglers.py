@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.contracts.metrics import OWN, Metrics, records
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import OWN, Metrics, records
 from stages.train import stragglers
 from stages.train.stragglers import Figures, StragglerWatch
 from tests.support.processes import run_ranks

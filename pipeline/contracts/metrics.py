@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import location
 from pipeline.utils import jsonl
 from pipeline.utils.files import opened, replace_text
 from pipeline.utils.foreign import BLOCK, is_number, is_text, open_regular
@@ -100,24 +99,6 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 def training_of(record: Mapping[str, Any]) -> str:
     """The slot of the training that a record is of; empty for the recipe's first."""
     return str(record.get("slot", ""))
-
-
-def saved_step(file: Path, training: str | None = None) -> int | None:
-    """Return the step of the newest checkpoint of a training of the run whose `metrics.jsonl` it
-    is, by default of the one that has written last: of those on this machine or, where there are
-    none, that the last 64 KiB of the file tell; None if there is none."""
-    newest = [record for record in jsonl.read_tail(file) if is_record(record)]
-    if training is None:
-        training = training_of(newest[-1]) if newest else ""
-    found = location.newest_step(file.parent, training)
-    if found is not None:
-        return found
-    saved = (
-        record for record in reversed(newest)
-        if "checkpoint_seconds" in record and training_of(record) == training
-    )  # fmt: skip
-    told = next(saved, None)
-    return told and told["step"]
 
 
 def is_record(record: dict[str, Any]) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.distributed.launch import Attempts, Restarts
 from pipeline.errors import RunFailed
-from pipeline.recipe.launch import Attempts, Restarts
 
 
 def test_waits_grow_and_end() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.execution.metrics import Metrics, records, training_of
+from pipeline.contracts.metrics import Metrics, records, training_of
 from pipeline.view.ending import before_and_after
 
 
