@@ -23,7 +23,7 @@ from stages.batches.prefetch import Prefetch, Transfer
 from stages.batches.samples import count_units, micro_batch, read
 
 if TYPE_CHECKING:
-    from stages.train.settings import BatchPlan
+    from stages.batches.settings import BatchPlan
 
 WAIT = "pipe: wait for data"
 """Annotation of a profile around each wait for a micro-batch."""

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import (
 
 from pipeline import StageError
 from pipeline.utils import optional
-from stages.model.compile_compat import CompiledBlocks
 from stages.model.forward_hooks_compat import with_hooks
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8, HfModel
+from stages.objectives.compile_compat import CompiledBlocks
 
 CHANGES = ("activation_checkpointing", "compile", "fp8", "kernels")
 """Fields of the slot that ask for such changes."""

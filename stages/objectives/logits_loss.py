@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline import NO_TARGET
-from stages.model.compile_compat import compiled, rows_vary
+from stages.objectives.compile_compat import compiled, rows_vary
 
 LossOfLogits = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 """Logits (tokens, vocabulary), which it may overwrite, labels (tokens,) of int64, and whether a

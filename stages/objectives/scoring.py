@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from pipeline import NO_TARGET, MicroBatch, ScoreRequest, Scores, StageError
 from pipeline.utils import local_part
 from stages.collectives import SEQUENCE, all_reduce, gather
-from stages.model.documents_compat import flash_documents
 from stages.objectives.chunked import chunked_cross_entropy, chunked_scores
+from stages.objectives.documents_compat import flash_documents
 from stages.objectives.head import ReplacedHead
 from stages.objectives.logits_loss import compiled_loss, loss_of_logits
 from stages.objectives.router_loss import RouterLoss

@@ -27,11 +27,10 @@ from pipeline import (
     TrainingLength,
     traits,
 )
+from stages.batches.settings import BatchPlan, Count
 from stages.periods import Period, epoch_problems
 from stages.train.settings import (
     Anomalies,
-    BatchPlan,
-    Count,
     EarlyStopping,
     Generation,
     generation_problems,

@@ -17,7 +17,7 @@ from pipeline import (
     StageError,
 )
 from pipeline.utils import in_short
-from stages.train.settings import BatchPlan
+from stages.batches.settings import BatchPlan
 
 
 def lineage(config: BatchPlan, ctx: Context, data: Data, model: ModelSource) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from pipeline.contracts.metrics import records
 from pipeline.distributed.process_group import DistContext
 from stages.consolidate.stream import ConsolidateStream
+from stages.hf.trainer import HfTrainer
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
-from stages.train.hf_trainer import HfTrainer
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source
 from tests.parity.combinations import LORA
 from tests.parity.reference import CLIP, DECAY, LR, WARMUP, reference

@@ -30,8 +30,8 @@ from pipeline.errors import ResumeRefused
 from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
 from stages.formats.stored import weights_of
+from stages.hf.trainer import HfTrainer
 from stages.precision.policy import PrecisionPolicy
-from stages.train.hf_trainer import HfTrainer
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
 from tests.plugins.tworules.tworules import TwoRules
 from tests.stages.checkpoint.test_layouts import saved

@@ -15,8 +15,8 @@ from stages.consolidate.stream import ConsolidateStream
 from stages.data.chat import ChatData
 from stages.data.stream import StreamData
 from stages.data.text import TextData
+from stages.hf.trainer import HfTrainer
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.hf_trainer import HfTrainer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ MODULES = (
     "stages.formats.canonical",
     "stages.formats.dcp",
     "stages.formats.deepspeed",
-    "stages.formats.trainer",
+    "stages.hf.checkpoint",
     "stages.model.source",
     "stages.train.start",
     "stages.wrap.ddp_engine",

@@ -14,7 +14,7 @@ from pipeline.contracts.data import Data, Sample
 from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.sample_order import SampleOrder
 from stages.batches.feed import Feed
-from stages.train.settings import BatchPlan
+from stages.batches.settings import BatchPlan
 from tests.support.runs import ToySamples, toy_data
 
 ALONE, CPU = DataAxis(index=0, count=1), torch.device("cpu")

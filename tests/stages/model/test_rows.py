@@ -18,10 +18,10 @@ from pipeline.contracts.data import Data, MicroBatch, Sample
 from pipeline.errors import StageError
 from stages.batches.layout import collate
 from stages.model.config_checks import SEE_LATER_TOKENS, SEE_PADDING, sees_later_tokens
-from stages.model.documents_compat import known_documents
 from stages.model.hf import HfModel
 from stages.model.rotary_compat import DocumentAngles, placed
 from stages.model.source import open_source
+from stages.objectives.documents_compat import known_documents
 from stages.train.verify_loss import verify_packing
 from tests.support.batches import logits_of
 from tests.support.every_family import every, small

@@ -16,8 +16,8 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.utils.fake_tensors import without_values
 from stages.batches.layout import collate
-from stages.model.documents_compat import known_documents
 from stages.objectives.cross_entropy import CrossEntropy
+from stages.objectives.documents_compat import known_documents
 from stages.objectives.head import ReplacedHead
 from stages.optimizer.adamw import AdamW
 from stages.wrap.ddp import Ddp

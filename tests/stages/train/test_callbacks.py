@@ -22,8 +22,8 @@ from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
+from stages.hf.trainer import HfTrainer
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.hf_trainer import HfTrainer
 from stages.train.settings import Anomalies
 from tests.support.poison import NAN, Poisoned, train
 from tests.support.processes import run_ranks

@@ -15,12 +15,13 @@ from pipeline.contracts.objective import LossParts, Scores
 from pipeline.distributed.process_group import DistContext
 from stages.adapter.lora import Lora
 from stages.batches.feed import Feed
+from stages.batches.settings import BatchPlan
 from stages.model.hf import ActivationCheckpointing, HfModel
 from stages.objectives.cross_entropy import CrossEntropy
 from stages.optimizer.adamw import AdamW
 from stages.train.anomalies import AnomalyMonitor
 from stages.train.meter import StepMeter
-from stages.train.settings import Anomalies, BatchPlan
+from stages.train.settings import Anomalies
 from stages.train.step import TrainStep
 from tests.support.processes import run_ranks
 from tests.support.runs import TINY, context, packed_data, toy_data

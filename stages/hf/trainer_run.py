@@ -35,22 +35,22 @@ from pipeline import (
 from stages.batches.feed import BatchStats, Feed, microbatches
 from stages.batches.layout import collate
 from stages.formats.stored import PROGRESS, read_json
+from stages.hf.accelerate_compat import reset_state
+from stages.hf.trainer_fields import TrainerFields, several_rules
+from stages.hf.trainer_record import Recorder, complete_checkpoints, root
 from stages.model.rotary_compat import placed
 from stages.objectives.cross_entropy import CrossEntropy
 from stages.objectives.judge import judged
 from stages.objectives.scoring import ModelScorer
-from stages.train.hf_trainer import HfTrainer, several_rules
-from stages.train.hf_trainer_record import Recorder, complete_checkpoints, root
 from stages.train.report import Reporter
 from stages.train.resuming import Length, lineage, require_same_lineage
-from stages.wrap.accelerate_compat import reset_state
 from stages.wrap.build import build_module
 from stages.wrap.load_weights import stored_tensors
 from stages.wrap.optimizer_groups import make_optimizers
 
 
 def train(
-    config: HfTrainer,
+    config: TrainerFields,
     ctx: Context,
     data: Data,
     plan: OptimizerPlan,
@@ -136,7 +136,7 @@ def _newest(ctx: Context) -> tuple[Path | None, Progress]:
 
 
 def _arguments(
-    config: HfTrainer, ctx: Context, plan: OptimizerPlan, accumulation: int, steps: int
+    config: TrainerFields, ctx: Context, plan: OptimizerPlan, accumulation: int, steps: int
 ) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(root(ctx)),

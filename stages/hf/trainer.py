@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from pipeline import (
     Checkpoints,
@@ -18,15 +17,15 @@ from pipeline import (
     Problem,
     StepCallback,
     TrainedRun,
-    UpdateRule,
     traits,
 )
 from pipeline.utils import closest
-from stages.train.settings import BatchPlan, Count, heldout_problems
+from stages.hf.trainer_fields import TrainerFields, several_rules
+from stages.train.settings import heldout_problems
 
 
 @dataclass(frozen=True, kw_only=True)
-class HfTrainer(BatchPlan):
+class HfTrainer(TrainerFields):
     """Train on next-token prediction with transformers' Trainer, replicated on every process.
 
     The recipe has no wrap and no checkpoint slot: the Trainer wraps the model itself
@@ -34,24 +33,6 @@ class HfTrainer(BatchPlan):
     folder. Samples, their order, the loss, the learning rates, clipping and dtypes are the
     recipe's, and mean the same as with other train stages.
     """
-
-    log_every: Count = 10
-    """Steps between two lines on screen; the first step has one too, and a step after 30 s without
-    any. `metrics.jsonl` has every step."""
-
-    eval_every: Count | None = None
-    """Steps between evaluations on held-out samples; null evaluates at the end only."""
-
-    save_every: Count | None = None
-    """Steps between checkpoints; null saves at the end only."""
-
-    keep: Count | None = 2
-    """Newest checkpoints to keep; null keeps all."""
-
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Further TrainingArguments, named as in transformers (`activation_checkpointing`,
-    `torch_compile`). Arguments that a field above or another slot decides are refused; trackers are
-    slots (`track.wandb`)."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
@@ -75,7 +56,7 @@ class HfTrainer(BatchPlan):
         model: ModelSource,
         callback: StepCallback | None = None,
     ) -> TrainedRun:
-        from stages.train.hf_trainer_run import train
+        from stages.hf.trainer_run import train
 
         return train(self, ctx, data, optimizer, precision, model, callback)
 
@@ -117,14 +98,3 @@ def _other_slots(stage: HfTrainer, plan: PlanView) -> Iterator[Problem]:
                 message=f"the Trainer does not use the {slot} slot",
                 hint="remove that slot, or use train.causal_lm",
             )
-
-
-def several_rules(rules: Sequence[UpdateRule]) -> Iterator[Problem]:
-    """The Trainer's problem with more than one rule."""
-    if len(rules) > 1:
-        named = ", ".join(rule.algorithm for rule in rules)
-        yield Problem(
-            key="arguments",
-            message=f"the Trainer takes one optimizer, the optimizer slot asks for {named}",
-            hint="use train.causal_lm, or another optimizer",
-        )

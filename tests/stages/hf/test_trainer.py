@@ -14,9 +14,9 @@ from pipeline import DistContext, Progress, StepCallback
 from pipeline.contracts.metrics import OWN, records
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.hf.trainer import FREE, HfTrainer
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
-from stages.train.hf_trainer import FREE, HfTrainer
 from stages.wrap.ddp import Ddp
 from tests.support.models import save_tokenizer, tiny_llama_config
 from tests.support.pipe import Pipe

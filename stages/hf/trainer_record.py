@@ -30,12 +30,12 @@ from stages.batches.feed import BatchStats, Feed, microbatches
 from stages.batches.layout import collate
 from stages.batches.samples import read
 from stages.formats.stored import PROGRESS
+from stages.hf.trainer_fields import TrainerFields
 from stages.model.rotary_compat import placed
 from stages.objectives.cross_entropy import RowLoss
 from stages.objectives.judge import measured
 from stages.objectives.scoring import ModelScorer
 from stages.train.evaluation import heldout_targets, record_evaluation
-from stages.train.hf_trainer import HfTrainer
 from stages.train.report import Reporter
 from stages.train.step import advance
 
@@ -55,7 +55,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 class Recorder(TrainerCallback):  # type: ignore[misc]
     """Keeps the progress, evaluates, calls the step callbacks, and completes checkpoints."""
 
-    config: HfTrainer
+    config: TrainerFields
     ctx: Context
     data: Data
     feed: Feed

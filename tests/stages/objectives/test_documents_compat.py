@@ -16,7 +16,7 @@ from transformers import modeling_flash_attention_utils as flash
 
 from pipeline import MicroBatch
 from stages.batches.layout import pad, sequence_slice
-from stages.model.documents_compat import flash_documents, has_several, known_documents
+from stages.objectives.documents_compat import flash_documents, has_several, known_documents
 from tests.support.batches import micro_batch
 from tests.support.syncs import Syncs
 

@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.testing import plan_view
 from pipeline.testing.helpers import checked
+from stages.hf.accelerate import Accelerate
 from stages.precision.policy import PrecisionPolicy
-from stages.wrap.accelerate import Accelerate
 
 FSDP = {"fsdp_version": 2}
 
@@ -126,7 +126,7 @@ def test_other_files(tmp_path: Path) -> None:
 
 
 def test_the_environment_is_that_of_the_launcher(tmp_path: Path) -> None:
-    from stages.wrap.accelerate_compat import launch_environment
+    from stages.hf.accelerate_compat import launch_environment
 
     file = tmp_path / "a.json"
     block = {**FSDP, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True}

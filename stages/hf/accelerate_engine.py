@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,23 +22,20 @@ from pipeline import (
     StepReport,
 )
 from pipeline.importing import read_config
-from stages.wrap import accelerate_compat as compat
-from stages.wrap.accelerate import is_sharded
+from stages.hf import accelerate_compat as compat
+from stages.hf.accelerate_file import is_sharded
 from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
 from stages.wrap.optimizer_groups import make_optimizers
 from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_compat import require_reduced, reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine
 
-if TYPE_CHECKING:
-    from stages.wrap.accelerate import Accelerate
-
 
 def build(
-    config: Accelerate, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
+    file: str, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> TorchEngine:
     """Build the model, load its weights, and let accelerate wrap it with its optimizer."""
-    path = Path(config.config).expanduser()
+    path = Path(file).expanduser()
     content = read_config(path).content
     ctx.dist.require_same("accelerate configuration", content)
     sharded = is_sharded(content)

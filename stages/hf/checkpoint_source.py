@@ -17,7 +17,6 @@ from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup, Progr
 from pipeline.checkpoint import Reading, StateSource
 from stages.formats import stored
 from stages.formats.stored import MOMENTS, Shape, Stored, whole
-from stages.formats.trainer import STATE
 from stages.model.files import safetensors_files
 
 WITHOUT = "--weights-only takes only the weights"
@@ -33,11 +32,12 @@ class Model(NamedTuple):
     aliases: Mapping[str, str] = {}
 
 
-def open_trainer(folder: Path, reading: Reading) -> StateSource:
-    """The state in `checkpoint-N`. Raises CheckpointError."""
-    step = stored.read_json(folder / STATE).get("global_step")
+def open_trainer(folder: Path, step_file: Path, reading: Reading) -> StateSource:
+    """The training state in the folder `checkpoint-N`, whose step `step_file` says. Raises
+    CheckpointError."""
+    step = stored.read_json(step_file).get("global_step")
     if not isinstance(step, int):
-        raise CheckpointError(f"{folder / STATE}: does not say the step")
+        raise CheckpointError(f"{step_file}: does not say the step")
     weights = {name: whole(tensor) for name, tensor in _weights(folder)}
     if reading.weights_only and not (folder / "config.json").is_file():
         # The Trainer writes no config.json for a model that is not transformers' own.

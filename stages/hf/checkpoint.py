@@ -27,6 +27,6 @@ class Trainer(StateFormat):
         return weights and (folder / STATE).is_file() and not (folder / "latest").exists()
 
     def open(self, folder: Path, reading: Reading) -> StateSource:
-        from stages.formats.trainer_source import open_trainer
+        from stages.hf.checkpoint_source import open_trainer
 
-        return open_trainer(folder, reading)
+        return open_trainer(folder, folder / STATE, reading)

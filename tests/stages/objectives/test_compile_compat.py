@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from stages.model import compile_compat
-from stages.model.compile_compat import CompiledBlocks, compiled
+from stages.objectives import compile_compat
+from stages.objectives.compile_compat import CompiledBlocks, compiled
 
 
 @pytest.fixture(autouse=True)

@@ -1,61 +1,15 @@
-"""Wrapping by Hugging Face accelerate, as its configuration file says."""
+"""What a configuration file of accelerate asks for, and why a recipe cannot have it so."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline import (
-    Context,
-    Engine,
-    ModelSource,
-    OptimizerPlan,
-    PipeError,
-    PlanView,
-    Precision,
-    Problem,
-    traits,
-)
-from pipeline.importing import read_config
+from pipeline import PlanView, traits
 from stages.importing.draft import Draft
 from stages.importing.engines import ACCELERATE
 
-
-@dataclass(frozen=True, kw_only=True)
-class Accelerate:
-    """Replicate or shard the model as a configuration file of Hugging Face accelerate says: with
-    torch's DistributedDataParallel, or on GPUs with fully_shard (FSDP2).
-
-    `accelerate.Accelerator` wraps model and optimizer; the file is read by accelerate's own
-    launcher. The recipe decides batches, accumulation, clipping, dtypes and processes. Every
-    process holds the whole model in host memory until FSDP shards it. `pipe import` translates such
-    a file, also one for DeepSpeed, into a recipe without accelerate.
-    """
-
-    config: str
-    """The file, as `accelerate config` writes it."""
-
-    def check(self, plan: PlanView) -> Iterator[Problem]:
-        try:
-            content = read_config(Path(self.config).expanduser()).content
-        except PipeError as error:
-            yield Problem(key=KEY, message=str(error))
-            return
-        for message, hint in _problems(self, content, plan):
-            yield Problem(key=KEY, message=message, hint=hint)
-
-    def run(
-        self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
-    ) -> Engine:
-        from stages.wrap.accelerate_engine import build
-
-        return build(self, ctx, model, precision, optimizer)
-
-
-KEY = "config"
-"""The only field, so the key of every problem; keys of the file are in the message."""
 SHARDING = {"fsdp_config", "parallelism_config"}
 """Blocks that accelerate reads for FSDP alone."""
 
@@ -69,11 +23,12 @@ def _kind(content: Mapping[str, Any]) -> str:
     return str(content.get("distributed_type")).upper()
 
 
-def _problems(
-    stage: Accelerate, content: Mapping[str, Any], plan: PlanView
+def problems(
+    file: str, content: Mapping[str, Any], plan: PlanView, policy: Any
 ) -> Iterator[tuple[str, str]]:
-    """Message and hint of every problem."""
-    file, kind = stage.config, _kind(content)
+    """Message and hint of every problem of a configuration file in a recipe with a precision slot
+    `policy`."""
+    kind = _kind(content)
     if "distributed_type" not in content:
         yield f"{file} is not an accelerate configuration: no distributed_type", ""
         return
@@ -93,7 +48,6 @@ def _problems(
             yield f"{entry.key} in {name}: {entry.why or 'is not translated'}", entry.hint
     if is_sharded(content):
         yield from _sharding(content.get("fsdp_config") or {}, plan)
-    policy = plan.producer(stage, Precision)
     if isinstance(policy, traits.DeclaresDtypes):
         yield from _precision(content, policy)
 

@@ -18,8 +18,8 @@ from pipeline.checkpoint.formats import Reading, StateSource
 from pipeline.errors import CheckpointError, StageError
 from stages.formats.canonical import Canonical
 from stages.formats.stored import assembled
-from stages.formats.trainer import Trainer
-from stages.formats.trainer_source import identify
+from stages.hf.checkpoint import Trainer
+from stages.hf.checkpoint_source import identify
 from tests.support.runs import TINY
 
 

@@ -1,0 +1,1 @@
+"""Hugging Face's Trainer and accelerate as stages, and the Trainer's checkpoints."""
