@@ -6,9 +6,8 @@
         outcome = run("recipe.yaml", [f"optimizer.lr={rate}"])
         print(rate, outcome.history().best)
 
-A run is a process of its own, as if `pipe run` had been called, so several can run at a time in
-threads, and none changes the calling process.
-"""
+A run is a separate process, as if `pipe run` had been called, so several can run at a time in
+threads, and none changes the calling process."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ class RunOutcome:
         return next((found[slot] for slot in exports if slot in found), None)
 
     def results(self) -> dict[str, Path]:
-        """Return slot -> place of its result, of those that lie on this machine's disk."""
+        """Return slot -> place of its result, if it lies on this machine's disk."""
         from pipeline.execution.journal import Journal
         from pipeline.execution.resume import results
 

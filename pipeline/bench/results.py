@@ -46,7 +46,7 @@ class Memory:
 
     @property
     def ratio(self) -> float | None:
-        """Measured to predicted; None for resident memory, which is not of tensors alone."""
+        """Measured to predicted; None for resident memory, which is not only of tensors."""
         if self.kind == "host" or not self.measured or not self.predicted:
             return None
         return self.measured / self.predicted
@@ -54,7 +54,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class RunMeasurement:
-    """The numbers of a successful run. Tokens and samples are those of all ranks."""
+    """The numbers of a successful run. Tokens and samples are over all ranks."""
 
     tokens_per_second: Speed
     """Tokens without padding."""

@@ -1,4 +1,4 @@
-"""Run the trials of a benchmark one after another, each in processes of its own."""
+"""Run the trials of a benchmark one after another, each in separate processes."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def _clear(folder: Path, *, failed: bool) -> None:
 
 
 def _call(arguments: list[str], output: int, seconds: float) -> int | None:
-    """Exit code of `pipe ARGUMENTS` in a session of its own; None if it was ended after `seconds`.
-    No process that it started outlives this call."""
+    """Exit code of `pipe ARGUMENTS` in a separate session; None if it was ended after `seconds`. No
+    process that it started outlives this call."""
     command = own_module("pipeline.commands.supervised", str(os.getpid()))
     with none_left():
         process = subprocess.Popen(

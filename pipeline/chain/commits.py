@@ -15,8 +15,8 @@ from pipeline.utils.hub import HubName, Known, commit_of
 
 
 def resolved(plan: Plan, known: Known, *, ask: bool = True) -> Plan:
-    """The plan with each name's commit in its fields, and in its recipe; without `ask`, those that
-    are `known`. Says each commit. Raises RecipeError where one cannot be found."""
+    """The plan with each name's commit in its fields, and in its recipe; without `ask`, only if it
+    is `known`. Says each commit. Raises RecipeError where one cannot be found."""
     commits: dict[KeyPath, tuple[HubName, str]] = {}
     problems = []
     for slot, name in hub_names(plan.view.slots):

@@ -53,7 +53,7 @@ class Slots:
         return {}
 
     def stages_with(self, field: str, kind: str = "") -> str:
-        """A hint that names the stages, or those of one kind, that have a field."""
+        """A hint that names the stages (of one kind, if given) that have a field."""
         names = [use for use in self.registry.names(kind) if field in self.fields(use)]
         return f"`{field}` is a field of {' and '.join(names)}" if names else ""
 
@@ -115,7 +115,7 @@ def explained(
     problems: Sequence[Problem], recipe: Recipe, registry: Registry, foreign: Foreign | None = None
 ) -> list[Problem]:
     """Return the problems with better hints for unknown keys. A field that is missing because its
-    name is the unknown one is no problem of its own."""
+    name is the unknown one is not reported separately."""
     slots = Slots(recipe, registry)
     every = [one for problem in problems for one in _about_slots(problem, slots, recipe, foreign)]
     unknown = [one for one in every if isinstance(one, UnknownKey)]

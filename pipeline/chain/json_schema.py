@@ -71,7 +71,7 @@ def _stages(names: list[str]) -> dict[str, Any]:
 
 
 def _complete(required: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Schema of a slot in a file that stands alone."""
+    """Schema of a slot in a file that extends no other."""
     branches = [
         {**_if_use(name), "then": {"required": fields}}
         for name, fields in required.items()

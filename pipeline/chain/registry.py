@@ -57,7 +57,7 @@ class Plugins(Generic[T]):
         return [entry for same_name in self._entries.values() for entry in same_name]
 
     def names(self, kind: str = "") -> list[str]:
-        """Every name, or those of one kind (`wrap`), in alphabetical order."""
+        """Every name, or only names of one kind (`wrap`), in alphabetical order."""
         return [name for name in self._entries if not kind or kind_of(name) == kind]
 
     def __contains__(self, name: str) -> bool:
@@ -128,7 +128,7 @@ class Registry(Plugins[type]):
         return _wrong_hook(loaded)
 
     def giving(self, kind: type, *inputs: type) -> str:
-        """The stage that gives a `kind` and requires no artifacts but `inputs`; a built-in stage
+        """The stage that returns a `kind` and requires no artifacts but `inputs`; a built-in stage
         comes before others. Raises PluginError when there is none."""
         for entry in sorted(self.entries(), key=lambda entry: entry.distribution != BUILT_IN):
             with contextlib.suppress(PluginError):

@@ -1,10 +1,9 @@
-"""The trainings of a chain: which slots train, and which slots are of which training.
+"""The trainings of a chain: which slots train, and which training each slot belongs to.
 
 An engine, its checkpoints and the callbacks of its steps are of one training: later ones take their
-own. All files and records of a recipe's first training are named as those of a recipe that trains
-once, and those of a further one have the name of its slot: so a slot that is added behind a
-training changes nothing of it.
-"""
+own. All files and records of a recipe's first training are named as in a recipe that trains once,
+and files of a further one have the name of its slot: so a slot that is added after a training does
+not change it."""
 
 from __future__ import annotations
 

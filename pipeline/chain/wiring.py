@@ -1,5 +1,5 @@
 """Wires between slots: a need is met by the slot that `takes` names for it, or by the latest slot
-before it that gives its type; what is of one training, by one after the training before."""
+before it that returns its type; what is of one training, by one after the training before."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def wrong_takes(links: Sequence[SlotType], places: SourceMap) -> Iterator[Proble
 def _no_giver(
     need: Need, slot: str | None, links: Sequence[SlotType], index: int, places: SourceMap
 ) -> tuple[str, str]:
-    """Message and hint about the slot that is named for a need; empty if it gives that."""
+    """Message and hint about the slot that is named for a need; empty if it returns that."""
     link, wanted = links[index], f"{need.parameter} ({need.type.__name__})"
     able = [one.slot for one in links[:index] if _meets(one.gives, need)]
     hint = f"slots before it that return one: {', '.join(able)}" if able else ""
@@ -127,9 +127,9 @@ def missing_inputs(
 
 
 def unread_results(links: Sequence[SlotType], wiring: Wiring, places: SourceMap) -> list[Problem]:
-    """A mistake for every result that no slot reads though another slot gives such a result too, or
-    an earlier slot could have read it; and otherwise a warning, in a chain that leads to a result
-    that lasts. Those may be read by nobody: they are what a run is for."""
+    """A mistake for every result that no slot reads though another slot returns such a result too,
+    or an earlier slot could have read it; and otherwise a warning, in a chain that leads to a
+    result that lasts. Those may be read by nobody: they are what a run is for."""
     if any(link.kind is None for link in links):
         return []
     read = {slot for inputs in wiring.inputs.values() for slot in inputs.values()}
@@ -203,7 +203,8 @@ def position(kind: type, links: Sequence[SlotType]) -> str:
 def _producer(
     need: Need, kind: type, earlier: Sequence[SlotType], later: Sequence[SlotType] = ()
 ) -> str | None:
-    """The latest slot that gives what is needed; None where one would whose stage is not known."""
+    """The latest slot that returns what is needed; None where one would whose stage is not
+    known."""
     for link in reversed(_open(need, kind, earlier, later)):
         if link.kind is None and issubclass(KINDS.get(kind_of(link.use), object), need.type):
             return None

@@ -72,11 +72,10 @@ def advise(
     """Find a strategy that trains MODEL on given GPUs, or on this machine's CPUs; write its recipe.
 
     MODEL is a folder, a hub id (ID or ID@REVISION), a GGUF file or a config.json. Tries savings
-    that only cost time first, then those that change the numbers (optimizer state, master weights
+    that only cost time first, then savings that change the numbers (optimizer state, master weights
     or frozen weights in fewer bits), then offloading. Chooses one of the fastest strategies that
     fit and lists the others with their memory. With --data, the rows decide lengths, epochs, batch,
-    evaluations and checkpoints. Exit code 3 if nothing fits.
-    """
+    evaluations and checkpoints. Exit code 3 if nothing fits."""
     machines, margins = asked_for(**hardware)
     require_whole(machines)
     Draft(
@@ -157,7 +156,7 @@ class Draft:
 
     @property
     def name(self) -> str:
-        """The recipe's name: that of a file that was asked for, or the model's."""
+        """The recipe's name: of a file that was asked for, or the model's."""
         return recipe_name(
             self.out.stem if self.out else self.model, lora=self.lora and not self.out
         )

@@ -22,7 +22,7 @@ NO_SPACE = (
     "    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=/] ]] && compopt -o nospace\n"
     "    return 0\n",
 )
-"""Where click's function for bash ends, and that end without a space behind a key or a folder."""
+"""Where click's function for bash ends, and that end without a space after a key or a folder."""
 
 
 @click.command("completion")

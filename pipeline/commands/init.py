@@ -116,7 +116,7 @@ def _require_gpus(hardware: dict[str, Any]) -> None:
 
 
 def _machines(given: dict[str, Any], *, asks: bool) -> dict[str, Any]:
-    """Return options of machines: those that are given, and answers to questions."""
+    """Return options of machines: given ones, and answers to questions."""
     from pipeline.hardware.gpus import gpu_count
     from pipeline.hardware.telemetry import Telemetry
 

@@ -26,16 +26,16 @@ class StepCallback(ABC):
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         """Called after update number `step` (from 1), before the model is evaluated and before a
         checkpoint of this step is saved; not for steps that were dropped as anomalous. Where
-        neither comes next, the weights may be those of the next update; `progress` is
-        as of `step`.
+        neither comes next, the weights may already have the next update; `progress` is as of
+        `step`.
 
         `record` has the numbers that `metrics.jsonl` has of the step (docs/training.md): `loss`
         and speeds over all ranks, `time` and `step_seconds` of this rank; NaN if unknown.
         """
 
     def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        """Called after an evaluation of the weights of `step`, 0 before the first update, with the
-        held-out `eval_loss` and `perplexity` over all ranks. Does nothing unless overridden."""
+        """Called after an evaluation of the weights of `step` (0: before the first update), with
+        the held-out `eval_loss` and `perplexity` over all ranks. Does nothing unless overridden."""
 
     def reason_to_end(self) -> str:
         """Return why training should end now, in words; empty to continue, as it does unless this
@@ -61,10 +61,10 @@ class StepCallback(ABC):
 class Callbacks(StepCallback):
     """Several callbacks, called in the given order; None and nested Callbacks are resolved.
 
-    A stage that adds a callback to those of earlier slots takes `earlier: StepCallback | None` and
-    returns `Callbacks(earlier, its_own)`. States are kept by class name, numbered from the second
-    callback of a class on, so a resume with other callbacks gives each its own state.
-    """
+    A stage that adds a callback to the callbacks of earlier slots takes `earlier: StepCallback |
+    None` and returns `Callbacks(earlier, its_own)`. States are kept by class name, numbered from
+    the second callback of a class on, so a resume with other callbacks restores each with its own
+    state."""
 
     def __init__(self, *callbacks: StepCallback | None) -> None:
         """Raises StageError for what is no StepCallback."""
@@ -100,7 +100,7 @@ class Callbacks(StepCallback):
         return next(known, "") or next(iter(self._own_reasons().values()), "")
 
     def _own_reasons(self) -> dict[str, str]:
-        """Callback -> its reason on this rank, of those that have one. Raises StageError."""
+        """Callback -> its reason on this rank, if it has one. Raises StageError."""
         found: dict[str, str] = {}
         for name, callback in self._callbacks.items():
             reason: object = callback.reason_to_end() if _can_end(callback) else ""

@@ -42,12 +42,12 @@ class Sample:
     rows: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     """Columns with an entry for each document, shape (documents, ...)."""
     free: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
-    """Arguments of the model that have no entry for each token, such as pixels; those of several
+    """Arguments of the model that have no entry for each token, such as pixels; tensors of several
     samples are joined along the first dimension."""
 
     @property
     def documents(self) -> int:
-        """Number of documents, each of which is a row of the micro-batch."""
+        """Number of documents, each a row of the micro-batch."""
         return 1 if self.positions is None else int((self.positions == 0).sum())
 
 
@@ -138,8 +138,8 @@ class MicroBatch:
 
 
 class Samples(ABC):
-    """A map-style sample set. Everything is a pure function of the index; indices are those that
-    `order` gives: 0 to `len` - 1, unless the set says otherwise. Samples are read by threads
+    """A map-style sample set. Everything is a pure function of the index; indices are in the order
+    of `order`: 0 to `len` - 1, unless the set says otherwise. Samples are read by threads
     (`workers` of the train slot), while the thread that trains asks for targets."""
 
     @abstractmethod

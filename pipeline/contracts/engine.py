@@ -108,7 +108,7 @@ class EngineState:
         default_factory=dict
     )
     """Full shape of every parameter and stored buffer, tied ones once; empty in a state that is
-    read from a file, beside a list of tensors."""
+    read from a file, which has a list of tensors."""
     aliases: Mapping[str, str]
     """Tied name -> the name that holds the tensor."""
     frozen: Sequence[str]
@@ -169,16 +169,15 @@ class Engine(ABC):
     Rules that every engine keeps:
 
     - `accumulate` takes all micro-batches of an optimizer step on this rank. Gradients become those
-      of the loss over the batches of all ranks, however they are split. Every rank gives as many
-      micro-batches; one without rows (`MicroBatch.filler`) adds nothing.
-    - `accumulate` returns this rank's part of each sum; `total` adds the parts. A rank that
-      computes none, or a copy of another's, returns 0. `evaluate` yields rows on one rank only.
-    - `step(lr_scales=...)` sets every group's learning rate to its base rate times the factor of
-      its part of the optimizer, clips by the global norm, steps, and clears gradients. The schedule
-      is thus a pure function of the step and no part of the engine's state.
-    - `state` and `fragments` are the whole training state, whatever the strategy: a checkpoint
-      holds exactly that, and `restore` puts it back. A strategy knows nothing of files.
-    """
+    of the loss over the batches of all ranks, however they are split. Every rank passes as many
+    micro-batches; one without rows (`MicroBatch.filler`) adds nothing. - `accumulate` returns this
+    rank's part of each sum; `total` adds the parts. A rank that computes none, or a copy of
+    another's, returns 0. `evaluate` yields rows on one rank only. - `step(lr_scales=...)` sets
+    every group's learning rate to its base rate times the factor of its part of the optimizer,
+    clips by the global norm, steps, and clears gradients. The schedule is thus a pure function of
+    the step and no part of the engine's state. - `state` and `fragments` are the whole training
+    state, whatever the strategy: a checkpoint holds exactly that, and `restore` puts it back. A
+    strategy knows nothing of files."""
 
     parts: Sequence[nn.Module]
     """The parts of the model that this rank runs, with names as in the source: all of it, or
@@ -267,7 +266,7 @@ class Engine(ABC):
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         """Yield the same fragments to be overwritten, each before the next is taken. When every
         rank has taken all of its fragments and called `sync_compute_weights`, the engine is in
-        `state`; until then a restore may start anew. `groups` is not applied: hyperparameters are
+        `state`; until then a restore may start again. `groups` is not applied: hyperparameters are
         the recipe's. Raises CheckpointError where `state` cannot be expressed."""
 
     @abstractmethod

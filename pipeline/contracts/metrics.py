@@ -48,8 +48,8 @@ class Metrics:
             jsonl.append_line(self.path, plain)
 
     def write_length(self, step: int, total: int) -> None:
-        """Append the steps of the whole training, of which `step` are done and none is taken now,
-        unless the file says so already."""
+        """Append the number of steps of the whole training, at `step` of which it stands, unless
+        the file has it already."""
         if self.path is not None:
             own = (one for one in records(self.path) if training_of(one) == self.training)
             known = [one["total_steps"] for one in own if one.get("total_steps")]
@@ -149,8 +149,9 @@ FIELDS = {
     "other": ("step", "time", "slot", "best_step", "best_eval_loss"),
 }  # fmt: skip
 """Kind of record -> the fields that the training writes into it. The first tells the kind, as no
-record before it in this order has it; those of `other` place a record, and measure nothing. A field
-that is missing here counts as a plugin's number, with its own curve, line and tracker series."""
+record before it in this order has it; fields of `other` place a record, and measure nothing. A
+field that is missing here counts as a plugin's number, with its own curve, line and tracker
+series."""
 KINDS = {fields[0]: kind for kind, fields in FIELDS.items() if kind != "other"}
 """Key that tells a kind of record -> the kind."""
 OWN = frozenset(name for fields in FIELDS.values() for name in fields)

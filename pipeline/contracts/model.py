@@ -118,7 +118,7 @@ class ModelSource(ABC):
     @property
     def location(self) -> str | None:
         """Folder or hub id from which others load the model; None for a random or changed model,
-        and for one whose stored form others cannot load alone."""
+        and for one whose stored form cannot be loaded separately."""
         return None
 
     @property
@@ -128,7 +128,7 @@ class ModelSource(ABC):
 
     @property
     def frozen_base(self) -> Collection[str]:
-        """Names of parameters that are not trained and that `weights` gives again at any time:
+        """Names of parameters that are not trained and that `weights` can read again at any time:
         strategies hold them in the compute dtype, and checkpoints leave them out."""
         return ()
 
@@ -151,12 +151,12 @@ class ModelSource(ABC):
 
     @property
     def skeleton(self) -> ModelSource:
-        """A model that is quicker to build and whose blocks are alike exactly where those of this
-        model are."""
+        """A model that is quicker to build and whose blocks are alike exactly where this model's
+        are."""
         return self
 
     def merge_trained(self, trained: Weights) -> Weights:
-        """The tensors of `export_view`, computed from those of a checkpoint of this model."""
+        """The tensors of `export_view`, computed from a checkpoint of this model."""
         return trained
 
     def passed_through(self) -> TensorReader | None:

@@ -32,8 +32,8 @@ class ScoreRequest:
     values: bool = False
     logits: bool = False
     router: float | Literal["config"] | None = None
-    """Weight of the router's loss, or `config` for that of the model's config; None: it is not
-    computed."""
+    """Weight of the router's loss, or `config` for the weight in the model's config; None: it is
+    not computed."""
     chunk: int | None = None
     """Tokens whose logits are in memory at a time; None: all of a micro-batch's."""
     compiled_by: str | None = None

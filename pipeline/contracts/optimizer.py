@@ -30,8 +30,7 @@ class StateCodec(ABC):
     """Layout of optimizer state that is not kept as tensors of the parameter's shape.
 
     A parameter's state in the optimizer is a mapping. Apart from the count of updates, all its
-    values come from `start`. For a sharded parameter it covers this process's elements alone.
-    """
+    values come from `start`. For a sharded parameter it covers only this process's elements."""
 
     @abstractmethod
     def start(self, parameter: Tensor, count: int) -> dict[str, Tensor]:

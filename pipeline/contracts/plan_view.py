@@ -25,9 +25,9 @@ class PlanView:
     device: str
     """`cpu` or `cuda`, as asked; `auto` is already decided."""
     slots: Mapping[str, Any]
-    """Slot name -> stage instance, in order. Slots with mistakes of their own are missing."""
+    """Slot name -> stage instance, in order. Slots that have mistakes are missing."""
     wiring: Wiring
-    """The slot that gives each slot its artifacts; slots with mistakes are in it."""
+    """The slot that each slot takes its artifacts from; slots with mistakes are in it."""
     forecast: bool = False
     """Whether only the resource needs are predicted and nothing will run: files that only a run
     reads may still be missing."""
@@ -52,8 +52,8 @@ class PlanView:
         yield from (self.slots[slot] for slot in found if slot in self.slots)
 
     def too_late(self, stage: Any, artifact: type) -> str | None:
-        """The last slot before a stage's own that gives `artifact`, if no slot of the same training
-        makes one of this stage's result; None otherwise."""
+        """The last slot before the stage's that returns `artifact`, if no slot of the same training
+        makes one from this stage's result; None otherwise."""
         wires, own = self.wiring, self.slot(stage)
         readers = itertools.takewhile(
             lambda slot: wires.producer(slot, TrainedRun) is None, wires.readers(own)
@@ -77,4 +77,5 @@ class Checked(Protocol):
     """A stage that checks itself against the rest of the recipe or the machine."""
 
     def check(self, plan: PlanView) -> Iterable[Problem]:
-        """Yield problems that show only beside other slots. Never raises; imports nothing heavy."""
+        """Yield problems that show only next to other slots. Never raises; imports nothing
+        heavy."""

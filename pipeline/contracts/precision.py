@@ -46,7 +46,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The DtypeName of a torch dtype; torch's own name for those that a recipe cannot ask for."""
+    """The DtypeName of a torch dtype; torch's name for a dtype that a recipe cannot ask for."""
     import torch
 
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

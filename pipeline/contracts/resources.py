@@ -26,7 +26,7 @@ class ResourceNeed:
     memory: int = 0
     """Bytes of host memory on rank 0's machine, at one time."""
     kept: bool = False
-    """Whether the memory is held from now on, beside that of all other needs."""
+    """Whether the memory is allocated from now on, in addition to all other needs."""
 
 
 def require_resources(needs: Iterable[ResourceNeed]) -> None:

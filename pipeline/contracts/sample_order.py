@@ -1,8 +1,8 @@
 """The order in which a run visits its samples: a pure function of seed, epoch and position.
 
-The order is part of what a checkpoint means (a resumed run goes on at a position), so it is defined
-here by integer arithmetic alone and does not change with numpy, torch or the number of processes.
-"""
+The order is part of what a checkpoint means (a resumed run continues at a position), so it is
+defined here by integer arithmetic only and does not change with numpy, torch or the number of
+processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """An order of samples that are all known; shuffled anew in every epoch.
+    """An order of samples that are all known; shuffled again in every epoch.
 
     Position p lies in epoch p // size; within an epoch every index of range(size) occurs once. An
     epoch's permutation is a balanced Feistel network (Luby and Rackoff 1988) over the next power of

@@ -1,4 +1,4 @@
-"""Read a stage's needs and gives off its `run` annotations."""
+"""Read what a stage needs and returns from its `run` annotations."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
 A stage is a frozen, keyword-only dataclass with a docstring. Its fields are its whole
 configuration; each field is documented by the string under it and bounded through
 `typing.Annotated` with pydantic's constraints. `run(self, ctx, ...)` is annotated with the
-artifacts it needs and the one it gives. Importing a stage's module imports no torch.
+artifacts it needs and the one it returns. Importing a stage's module imports no torch.
 
 Optional methods are the protocols below; a stage has one by defining it, and the registry checks
 its signature when the stage is loaded. The class attribute `for_export`, also optional, maps fields
-to the values that `pipe export` gives them, as it trains nothing and runs on the CPU.
+to the values that `pipe export` sets, as it trains nothing and runs on the CPU.
 
 `pipe plan`, `pipe advise` and `pipe bench` ask a separate class, the stage's planner
 (`pipeline.planning`), which no run imports.
@@ -65,7 +65,7 @@ class NeedsResources(Protocol):
     """A stage that needs disk or host memory beyond what its artifacts have taken."""
 
     def resource_needs(self, ctx: Context, *artifacts: Any) -> Iterable[ResourceNeed]:
-        """Yield each need. Called on rank 0 alone, before training, as soon as the artifacts of the
+        """Yield each need. Called on rank 0 only, before training, as soon as the artifacts of the
         method's annotations are there. A parameter with the name of one of `run` gets the same."""
 
 
@@ -74,8 +74,8 @@ class RunsDry(Protocol):
     """A stage that takes part in a recipe's dry run."""
 
     def run_dry(self, ctx: Context, *artifacts: Any) -> Any:
-        """Do the work of `run`, before training, and leave nothing behind. `ctx.run_dir` is removed
-        afterwards; remove anything elsewhere through `ctx.on_exit`."""
+        """Do the work of `run`, before training, and leave nothing on disk. `ctx.run_dir` is
+        removed afterwards; remove anything elsewhere through `ctx.on_exit`."""
 
 
 @runtime_checkable

@@ -32,7 +32,7 @@ class TensorSpec(NamedTuple):
 
 
 class TensorReader(ABC):
-    """Named tensors stored elsewhere, of which any range can be read."""
+    """Named tensors stored elsewhere; any range of one can be read."""
 
     bytes_read: int = 0
     """Bytes of tensors that were read from files so far."""

@@ -83,7 +83,7 @@ class OpensText(Protocol):
         cls, folder: Path, ctx: Context, model: ModelSource | None, *, trust_remote_code: bool
     ) -> TextModel:
         """Load an export that the stage has written, or any folder in Hugging Face layout. `model`
-        is that of the run that wrote an adapter; None if it is not known."""
+        is the base model, for an adapter; None if it is not known."""
 
     def open_trained(
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun

@@ -50,8 +50,8 @@ class Progress:
     """Progress of a training. Counts are over all ranks. Part of every checkpoint, as JSON."""
 
     step: int = 0
-    """Optimizer steps done, those skipped for overflow too; not those that were left out as
-    anomalous, whose place the next batch takes."""
+    """Optimizer steps done, those skipped for overflow too; not anomalous steps that were left out,
+    whose place the next batch takes."""
     samples: int = 0
     """Global index of the next sample: position in the endless shuffled sequence."""
     tokens: int = 0
@@ -96,7 +96,7 @@ class Progress:
         return cls(**fields)
 
     def differs_from(self, recorded: Mapping[str, Any]) -> bool:
-        """Whether a record of this step's progress is out of date. A changed `lineage` alone does
+        """Whether a record of this step's progress is out of date. Only a changed `lineage` does
         not count: nothing has been trained under it."""
         before = Progress.from_record(recorded)
         return {**vars(before), "lineage": None} != {**vars(self), "lineage": None}
@@ -116,7 +116,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenCheckpoint:
-    """A checkpoint that is on disk, and the cost of writing it beside the training."""
+    """A checkpoint that is on disk, and the cost of writing it while training continues."""
 
     step: int
     seconds: float

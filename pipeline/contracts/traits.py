@@ -42,8 +42,7 @@ class NeedsWholeWeights(Protocol):
     """A change of a model for which ranks need whole weights. Another works on parts of them."""
 
     def needs_whole_weights(self) -> Iterable[tuple[str, str]]:
-        """Each setting because of which it does: a sentence that says why, and what to set
-        instead."""
+        """Each setting that makes it do so: a sentence that says why, and what to set instead."""
 
 
 @runtime_checkable
@@ -57,8 +56,8 @@ class DeclaresDtypes(Protocol):
 
 @runtime_checkable
 class DeclaresRules(Protocol):
-    """An optimizer whose update rules are known before it runs. A strategy that cannot run those of
-    another refuses them at the start."""
+    """An optimizer whose update rules are known before it runs. A strategy that cannot run
+    another's rules refuses them at the start."""
 
     def update_rules(self) -> Sequence[UpdateRule]:
         """The rule of each part, in order."""

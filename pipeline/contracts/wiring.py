@@ -1,4 +1,5 @@
-"""Wires between slots: the slot that gives each stage its artifact, decided once for a recipe."""
+"""Wires between slots: the slot that each stage takes an artifact from, decided once for a
+recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class Wiring:
     """Slot -> parameter of `run` -> the slot whose artifact it gets; None without one."""
 
     def gives(self, slot: str, artifact: type) -> bool:
-        """Whether a slot gives `artifact` or a subclass of it."""
+        """Whether a slot returns `artifact` or a subclass of it."""
         stage = self.kinds[slot]
         return stage is not None and issubclass(gives(stage) or object, artifact)
 

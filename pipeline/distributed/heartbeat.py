@@ -19,7 +19,7 @@ two ranks share a cache line. Each is written in one store of the processor."""
 
 
 class Phase(enum.IntEnum):
-    """Part of a run whose signs of life have a time limit of their own."""
+    """Part of a run with its own time limit between signs of life."""
 
     LOAD = 0
     """All that is none of the others: loading, tokenising, exporting."""
@@ -48,7 +48,7 @@ class Beat:
     """Checkpoints and durable results that it has brought to an end since its start."""
 
     def where(self) -> str:
-        """Where it was, to be put behind what it does not do any more; empty before training."""
+        """Where it was, to follow a description of the problem; empty before training."""
         if self.phase in (Phase.SAVE, Phase.EVALUATE):
             doing = "saving" if self.phase is Phase.SAVE else "evaluating"
             return f" while {doing} at step {self.step}"
@@ -125,7 +125,7 @@ def _beat(numbers: memoryview[float]) -> Beat:
 
 
 def own_heartbeat() -> Heartbeat:
-    """This rank's place in its launcher's memory; memory of its own where nobody looks."""
+    """This rank's place in its launcher's memory; private memory where nobody looks."""
     own = shared()
     if own is None:
         return Heartbeat()

@@ -47,7 +47,7 @@ PIECE = 1 << 20
 more than a few MiB at once."""
 
 _CALLS = itertools.count()
-"""Every rank makes the same calls in the same order, so counting them gives common keys."""
+"""Every rank makes the same calls in the same order, so counting them yields common keys."""
 
 
 @dataclass(kw_only=True)
@@ -62,7 +62,7 @@ class DistContext:
     store: Store | None = None
     """Key-value store of the run; None exactly when there is one process and no group."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat, repr=False)
-    """This rank's signs of life. Work that takes minutes gives one now and then."""
+    """This rank's signs of life. Work that takes minutes shows one now and then."""
     stop: StopRequest = field(default_factory=StopRequest, repr=False)
     """Signals that ask this process to end. They end it at once, except where a stage defers them
     to keep what it has done."""
@@ -134,7 +134,7 @@ class DistContext:
 
     def require_same(self, what: str, facts: Mapping[str, Any]) -> None:
         """Raise StageError on every rank if any fact, a JSON value, is not the same on all ranks:
-        it names those that differ, their values, and on which ranks and machines (collective).
+        it names the differing facts, their values, and on which ranks and machines (collective).
         Nodes that differ would train a mixture, and nothing else would notice."""
         found = differences(self, facts)
         if found:
@@ -220,7 +220,7 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS, job: str = "") -> Sto
     """Meet the ranks that the launcher's environment describes: in a file if it was `pipe`, else at
     MASTER_ADDR and MASTER_PORT (torchrun's variables). None when there is no launcher. Waits at
     most `seconds` for the others. Ranks of another `job` of a scheduler, whose port happens to be
-    the same, do not meet those of this one."""
+    the same, do not meet the ranks of this one."""
     from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous

@@ -31,8 +31,8 @@ class Interrupted(BaseException):
         self.number = signal.SIGTERM if number is None else signal.Signals(number)
         """The signal; SIGTERM if another process got it."""
         self.cause = told if number is None else self.number.name
-        """Which signal it was, and of whom, as was `told` if another process got it; empty if that
-        is not known."""
+        """Which signal it was, and where, as another process has `told`; empty if that is not
+        known."""
         super().__init__(self.cause or "a signal to one of the ranks")
 
 
@@ -46,7 +46,7 @@ def default_signals() -> None:
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
     """Keep ending signals from processes that the body starts until they call `ignore_signals`.
-    Those that this thread gets come behind the body."""
+    Signals to this thread arrive after the body."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
@@ -55,7 +55,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Ignore ending signals, those that are blocked too."""
+    """Ignore ending signals, blocked ones too."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
@@ -75,9 +75,8 @@ class StopRequest:
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Only take note of ending signals in the body, so that it can bring its work to an end; it
-        should look at `asked` now and then. Raises Interrupted behind the body if one came. A
-        second Ctrl-C ends the process at once.
-        """
+        should look at `asked` now and then. Raises Interrupted after the body if one came. A second
+        Ctrl-C ends the process at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

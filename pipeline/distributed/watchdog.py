@@ -33,14 +33,14 @@ class Stall:
     """Whether a signal has stopped the process (SIGSTOP)."""
 
     def describe(self) -> str:
-        """The rank's state, to be put behind its name."""
+        """The rank's state, to follow its name."""
         why = ": something has stopped its process (SIGSTOP)" if self.stopped else ""
         return f"has given no sign of life for {self.seconds:.0f} s{self.beat.where()}{why}"
 
 
 class Watchdog:
-    """Looks at the signs of life of ranks of this machine: a launcher at those of all that it has
-    started, a rank without such a launcher at its own."""
+    """Looks at the signs of life of ranks of this machine: a launcher at all ranks that it has
+    started, a rank without such a launcher at itself."""
 
     def __init__(
         self, beats: Sequence[Callable[[], Beat]], pids: Sequence[int], timeouts: Timeouts
@@ -54,8 +54,8 @@ class Watchdog:
         """Number of a stopped process -> time at which that was seen first."""
 
     def stalled(self) -> list[Stall]:
-        """Ranks that are over their time, those that somebody has stopped first, then by their last
-        sign of life; empty if it is too early to look again."""
+        """Ranks that are over their time, stopped ones (SIGSTOP) first, then by their last sign of
+        life; empty if it is too early to look again."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return []

@@ -51,7 +51,7 @@ VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_HOME", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_NO_CUDA_MEMORY_CACHING", "TORCH_DISTRIBUTED_DEBUG", "MASTER_ADDR",
 }  # fmt: skip
-"""Variables that change how a run goes, besides those that begin with PREFIXES."""
+"""Variables that change how a run goes, in addition to names that begin with PREFIXES."""
 
 
 def host() -> Host:
@@ -76,7 +76,7 @@ def network() -> Network:
 
 
 def folders(runs: Path) -> tuple[Folder, ...]:
-    """The folder of runs, and that of temporary files."""
+    """The folders of runs and of temporary files."""
     try:
         temporary = Path(tempfile.gettempdir())
     except OSError:  # there is none that Python can write to
@@ -116,8 +116,7 @@ def _takes_files(path: Path) -> bool:
 def filesystem(path: Path) -> str | None:
     """Kind of the file system that holds the absolute `path`.
 
-    It is that of the nearest mount point above, and the last one mounted there, which hides others.
-    """
+    It is the deepest mount that contains the path; the last one mounted there hides others."""
     above = {str(parent) for parent in (path, *path.parents)}
     mounts = [mount for mount in psutil.disk_partitions(all=True) if mount.mountpoint in above]
     if not mounts:

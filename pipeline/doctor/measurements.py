@@ -1,4 +1,4 @@
-"""The measurements, each a function that `ranks.measure` calls in processes of its own.
+"""The measurements, each a function that `ranks.measure` calls in separate processes.
 
 Rates are bytes or operations per second. `budget` is the seconds for one of them.
 """

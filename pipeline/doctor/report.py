@@ -76,7 +76,7 @@ class Topology(Record):
 
 
 class Host(Record):
-    """The host; `cores` are those that processes here may use."""
+    """The host; `cores` are usable by processes here."""
 
     system: str | None = None
     processor: str | None = None
@@ -104,7 +104,7 @@ class Kernel(Record):
 
 
 class Software(Record):
-    """Versions; `torch_cuda` and `nccl` are those that torch was built with.
+    """Versions; `torch_cuda` and `nccl` are the versions that torch was built with.
 
     `needs_torch` is the torch that a package was built for, `torch_problem` why torch cannot be
     imported or use the GPUs, `gpus` how many the driver shows to a process here.
@@ -166,8 +166,7 @@ class Failure(Record):
 class MachineReport(Record):
     """A machine. Fields without a default are required in a file; null is unknown.
 
-    Rates are those of one process while `procs` do the same; the disk is measured by one alone.
-    """
+    Rates are of one process while `procs` do the same; the disk is measured by one only."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     devices: tuple[Device, ...]

@@ -18,7 +18,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 BF16 = 8.0  # first compute capability with bf16 arithmetic
 MOSTLY_FREE = 0.9  # share of a GPU's memory; CUDA itself and a desktop take some
 LARGE = 64 << 20
-"""Bytes; the time of smaller exchanges is not that of the links."""
+"""Bytes; smaller exchanges do not measure the links."""
 NVLINK_BUSBW = 20e9
 """Bytes per second: one link of the first NVLink in a direction, more than PCIe 3.0 reaches."""
 FATAL = {"torch", "matmul", "collectives"}  # fail only if no run can train
@@ -49,7 +49,7 @@ def advice() -> dict[str, dict[str, Any]]:
 
 
 def _finding(name: str, seen: str, **other: str) -> Finding:
-    """A finding with its advice, parts of which `other` replaces."""
+    """A finding with its advice, in parts replaced by `other`."""
     return Finding.model_validate({**advice()[name], **other, "name": name, "seen": seen})
 
 

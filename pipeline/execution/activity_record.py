@@ -59,8 +59,8 @@ class ActivityRecord:
         self._write()
 
     def _write(self) -> None:
-        """Write the newest activity; remove the file if there is none. It is for people alone,
-        so a disk that is full or gone ends nothing."""
+        """Write the newest activity; remove the file if there is none. It is only for people, so a
+        disk that is full or gone ends nothing."""
         if self.folder is None:
             return
         file = self.folder / FILE

@@ -25,10 +25,8 @@ def require_same_recipe(plan: Plan, ctx: Context) -> None:
     """Raise StageError if the ranks have other recipes, defaults of stages or versions of packages
     (collective).
 
-    Absolute paths may differ, which is logged: machines have their files in places of their own,
-    and what lies there is compared when it is opened. So may `launch`, which says how a machine
-    starts.
-    """
+    Absolute paths may differ, which is logged: machines may keep files in different places, and
+    what lies there is compared when it is opened. So may `launch`: how a machine starts."""
     recipe = plan.recipe
     written = recipe.public()["stages"]
     facts: dict[str, Any] = {

@@ -69,9 +69,9 @@ class Preview:
 
 @contextlib.contextmanager
 def previews(plan: Plan, log: logging.Logger) -> Iterator[dict[str, Preview]]:
-    """Run the recipe's data slots and the slots that they need, in this process alone, in a
+    """Run the recipe's data slots and the slots that they need, in this process only, in a
     temporary run folder; nothing is trained. Yields a preview by slot. Raises UsageError if no slot
-    gives data, and the errors of those stages."""
+    returns data, and the errors of those stages."""
     steps = [step for step in plan.steps if _gives(step, Data)]
     if not steps:
         raise UsageError("no slot of this recipe provides data")
@@ -104,7 +104,7 @@ def _gives(step: PlannedSlot, kind: type) -> bool:
 
 
 def documents(sample: Sample) -> Iterator[list[Token]]:
-    """Yield the tokens of each document in a sample, in order. The token behind a document's last
+    """Yield the tokens of each document in a sample, in order. The token after a document's last
     position is included if it is a target; otherwise the sample does not hold it."""
     positions = sample.positions
     starts = [0] if positions is None else (positions == 0).nonzero()[0].tolist()

@@ -78,7 +78,7 @@ def chosen(source: str, *, step: str | None, model: str | None, to: Path | None)
 
 
 def _job(run: Path | None, folder: Path) -> Path:
-    """Folder of the export's own journal: in the run, where `pipe clean` sees it, or beside the
+    """Folder of the export's own journal: in the run, where `pipe clean` sees it, or next to the
     export where that cannot be written."""
     if run is not None and os.access(run, os.W_OK):
         elsewhere = (

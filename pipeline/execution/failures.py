@@ -1,8 +1,7 @@
 """Reports of failed ranks, and the choice of the one that is shown.
 
 failures/rank-N.json is for the launching process, failures/rank-N.txt is the traceback. Where a GPU
-had no memory left, rank-N.memory.json.gz and rank-N.memory.txt say what held it.
-"""
+had no memory left, rank-N.memory.json.gz and rank-N.memory.txt say what was allocated."""
 
 from __future__ import annotations
 
@@ -167,12 +166,11 @@ def first(
 ) -> RunFailed:
     """The error to show: of the rank that failed first.
 
-    `exits` are those of ranks that did not end well, earliest first, without what the launcher
-    itself brought about; `slot` is the one that was running. `oom` says whether the system has
-    killed a process here for lack of memory, `unwritten` has reports that the run's disk did not
-    take. A rank that died without a word comes
-    before ranks that raised, because a lost peer makes others raise, or has a library abort them.
-    """
+    `exits` are of ranks that did not end well, earliest first, without what the launcher itself
+    brought about; `slot` is the one that was running. `oom` says whether the system has killed a
+    process here for lack of memory, `unwritten` has reports that the run's disk did not take. A
+    rank that died without a word comes before ranks that raised, because a lost peer makes others
+    raise, or has a library abort them."""
     reports = _reports(run_dir, unwritten)
     reported = {report["rank"] for report in reports}
     silent = [end for end in exits if end.rank not in reported]

@@ -32,11 +32,11 @@ class MemoryRecord(BaseModel):
     """Name of the GPU's kind."""
     device_bytes: PositiveInt
     allocated_bytes: PositiveInt
-    """Most that tensors held at once."""
+    """Peak of tensors, in bytes."""
     reserved_bytes: PositiveInt
     """Most that torch's allocator had taken for them."""
     beside_bytes: NonNegativeInt
-    """Bytes in use beside the allocator: the CUDA context, NCCL, other processes."""
+    """Bytes in use outside the allocator: the CUDA context, NCCL, other processes."""
 
 
 def record_memory(ctx: Context) -> None:

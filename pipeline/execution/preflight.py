@@ -99,7 +99,7 @@ def _run_stages(
 
 
 def _in_order(plan: Plan, artifacts: Artifacts) -> Results:
-    """Artifacts in the order of slots: those that were restored may have come first."""
+    """Artifacts in the order of slots: restored ones may have come first."""
     return Results({one.slot: artifacts[one.slot] for one in plan.steps if one.slot in artifacts})
 
 

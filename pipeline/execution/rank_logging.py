@@ -73,12 +73,12 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
 
 
 COMPILERS = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
-"""Loggers of torch's compiler, each with a handler of its own that writes to the screen."""
+"""Loggers of torch's compiler, each with its own handler, which writes to the screen."""
 
 
 @contextlib.contextmanager
 def compilers_aside(log: logging.Logger) -> Iterator[None]:
-    """Have torch's compiler write to the rank's file alone, unless TORCH_LOGS asks for more on the
+    """Have torch's compiler write to the rank's file only, unless TORCH_LOGS asks for more on the
     screen. For after the first import of torch, which installs the handlers."""
     to_file = log.handlers[0]
     with contextlib.ExitStack() as stack:
@@ -94,7 +94,7 @@ class _LineHandler(logging.StreamHandler[Any]):
     `logging` would print two stacks for each record."""
 
     def __init__(self, stream: Any, name: str, screen: int) -> None:
-        """`name` is that of the stream; `screen` the descriptor where its failure is told."""
+        """`name` is the stream's; `screen` the descriptor where its failure is reported."""
         super().__init__(stream)
         self._stream_name, self._screen, self._told = name, screen, False
 
@@ -111,7 +111,7 @@ class _LineHandler(logging.StreamHandler[Any]):
 
 
 def _close(file: IO[str]) -> None:
-    """Close a log. What its disk does not take has been told, and is no failure of the run."""
+    """Close a log. A disk that took no more has been reported, and does not fail the run."""
     with contextlib.suppress(OSError):
         file.close()
 

@@ -75,7 +75,7 @@ def plan_resume(
 def _needed(
     plan: Plan, finished: Mapping[str, Finished], lost: Callable[[str], bool]
 ) -> ResumePlan:
-    """Slots that have not finished, and those that they read."""
+    """Slots that have not finished, and the slots that they read."""
     run: set[str] = set()
     restore: dict[str, Mapping[str, Any]] = {}
     for step in reversed(plan.steps):
@@ -95,7 +95,7 @@ def _needed(
 def _live_again(plan: Plan, todo: ResumePlan) -> str | None:
     """Return a finished slot whose work was only in memory and which later slots that now run may
     need: no slot reads its result, and nothing of it is on disk. A slot does not count if a model
-    would have to be built for it alone."""
+    would have to be built only for it."""
     durable = {step.slot for step in plan.steps if step.gives and issubclass(step.gives, Durable)}
     for number, step in enumerate(plan.steps):
         taken = {slot for slot in step.inputs.values() if slot is not None}

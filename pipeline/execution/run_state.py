@@ -1,7 +1,6 @@
 """What the events and records of a run come to: one fold, for resumes, displays, reports and lists.
 
-Events are lines of the journal (`event`, `time`), records those of `metrics.jsonl` (`step`).
-"""
+Events are lines of the journal (`event`, `time`), records are lines of `metrics.jsonl` (`step`)."""
 
 from __future__ import annotations
 
@@ -163,8 +162,8 @@ class RunState:
         """Keep all records of a training, or the newest `kept`."""
         self.slots: dict[str, SlotState] = {}
         self.events: list[dict[str, Any]] = []
-        """Events that count: those of undone commands, which failed before they did anything and
-        left the run as it was, are dropped. A start that was killed gets an end: SILENT."""
+        """Events that count: without undone commands, which failed before they did anything and
+        left the run as it was. A start that was killed gets an end: SILENT."""
         self.trainings: dict[str, Training] = {}
         """By slot (empty: the recipe's first), in the order in which they began."""
         self.started = 0.0

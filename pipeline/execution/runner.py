@@ -90,7 +90,7 @@ class Runner:
             self.ctx.dist.heartbeat.landmark()
 
     def _give(self, step: PlannedSlot) -> dict[str, Any] | None:
-        """Run the stage and keep what it gives; the record of a durable artifact."""
+        """Run the stage and keep what it returns; the record of a durable artifact."""
         inputs = {
             parameter: None if slot is None else self.artifacts[slot]
             for parameter, slot in step.inputs.items()

@@ -29,7 +29,7 @@ class Identity(BaseModel):
 
     stages: dict[str, dict[str, Any]]
     """Slot -> `use`, `takes` and every field with its checked value, defaults too. Values from the
-    environment stay as written, and files beside a file of the recipe are named from `folder`."""
+    environment stay as written, and files next to a file of the recipe are named from `folder`."""
     folder: str
     """The recipe's folder, which `./` stands for. Not compared."""
     seed: int

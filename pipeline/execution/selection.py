@@ -23,11 +23,11 @@ class Selection:
     """Slots that a person has named. None: no restriction."""
 
     first: str | None = None
-    """Run this slot and all behind it again, finished or not."""
+    """Run this slot and all later slots again, finished or not."""
     last: str | None = None
-    """End behind this slot."""
+    """End after this slot."""
     only: str | None = None
-    """Run this slot, finished or not, and end behind it; before it, what has not finished."""
+    """Run this slot, finished or not, and end after it; before it, what has not finished."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for slots that exclude each other."""
@@ -67,7 +67,7 @@ def _require(slot: str, order: list[str]) -> None:
 
 
 def ends_early(plan: Plan) -> str | None:
-    """Return the slot behind which a start under a plan ends, if others follow in the recipe."""
+    """Return the slot after which a start under a plan ends, if others follow in the recipe."""
     last = plan.steps[-1].slot
     return None if last == list(plan.recipe.stages)[-1] else last
 

@@ -219,7 +219,7 @@ class Opener:
 
     @functools.cached_property
     def _plan(self) -> Plan:
-        """The recipe that exports the subject's checkpoint, of which only what is read runs."""
+        """The recipe that exports the subject's checkpoint; only slots that are read run."""
         subject, scratch = self._subject, self._ctx.run_dir
         assert subject.run is not None
         run = subject.run.resolve()

@@ -181,7 +181,7 @@ STOP_SECONDS = 20.0
 
 @contextlib.contextmanager
 def watched(run_dir: Path, dist: DistContext, timeouts: Timeouts) -> Iterator[None]:
-    """End this process with exit code 1 and its stacks in its log if the body gives no sign of life
+    """End this process with exit code 1 and its stacks in its log if the body shows no sign of life
     for longer than `timeouts` say, or was asked to stop and waits for ranks that do not come. Does
     nothing under `pipe`, which watches its ranks itself."""
     if shared() is not None:

@@ -75,14 +75,13 @@ def accelerators() -> tuple[Accelerator, ...]:
     """The known accelerators, as `gpus.json` has them (more specific names first; GiB, dense
     TFLOP/s, GB/s).
 
-    Arithmetic, memory and links are those of the vendors' data sheets and architecture white
-    papers; those of GeForce cards are for products with 32-bit accumulation, at half the rate of
-    16 bits. Memory is a little less than printed on the box: the driver takes some. The MI250X is
-    one of its two dies, each a device of its own. `matmul` is the share of the
-    arithmetic that large products in bf16 reached in the table "Maximum Achievable Matmul FLOPS" of
-    S. Bekman, Machine Learning Engineering (github.com/stas00/ml-engineering, 2025): 80 % on an
-    H100, which is assumed of the others.
-    """
+    Arithmetic, memory and links are from the vendors' data sheets and architecture white papers;
+    rates of GeForce cards are for products with 32-bit accumulation, at half the rate of 16 bits.
+    Memory is a little less than printed on the box: the driver takes some. The MI250X is one of its
+    two dies, each a separate device. `matmul` is the share of the arithmetic that large products in
+    bf16 reached in the table "Maximum Achievable Matmul FLOPS" of S. Bekman, Machine Learning
+    Engineering (github.com/stas00/ml-engineering, 2025): 80 % on an H100, which is assumed of the
+    others."""
     known = json.loads(Path(__file__).with_suffix(".json").read_bytes())
     return tuple(_device(name, fields) for name, fields in known.items())
 

@@ -20,7 +20,7 @@ MOST_EVENTS = 100_000
 
 def write_snapshot(path: Path) -> None:
     """Write a snapshot to `path`, which ends in `.json.gz`, and torch's summary of it as a text
-    beside it. Raises OSError."""
+    next to it. Raises OSError."""
     import torch
 
     content = json.dumps(torch.cuda.memory._snapshot())
@@ -30,7 +30,7 @@ def write_snapshot(path: Path) -> None:
 
 
 def summary_of(path: Path) -> Path:
-    """Return the path of the text beside a snapshot."""
+    """Return the path of the text next to a snapshot."""
     return path.with_name(f"{path.name.removesuffix('.json.gz')}.txt")
 
 

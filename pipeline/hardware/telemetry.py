@@ -29,7 +29,7 @@ class GpuReading:
     """One GPU at a moment. None: the driver does not say."""
 
     index: int
-    """Number that the driver gives it on this machine."""
+    """Its number by the driver on this machine."""
     utilisation: float | None
     """Share of the time in which a kernel ran, 0 to 1."""
     memory_bytes: int | None

@@ -115,7 +115,7 @@ class Translation:
     recipe: Mapping[str, Any] | None
     """None if an outcome blocks it."""
     notes: Mapping[KeyPath, str]
-    """Path of a value in the recipe -> comment behind it."""
+    """Path of a value in the recipe -> comment after it."""
     missing: Mapping[str, str]
     """Recipe keys that the user has to fill in -> description of the value."""
     outcomes: Sequence[KeyOutcome]

@@ -53,8 +53,8 @@ class Agent:
         screen: Screen,
         server: Server | None = None,
     ) -> None:
-        """`between` is called now and then while no rank runs here. `server` is that of node 0, in
-        its process."""
+        """`between` is called now and then while no rank runs here. `server` runs in node 0's
+        process."""
         self._server = server
         self._screen = screen
         self._plan, self._settings = plan, plan.recipe.launch
@@ -87,7 +87,7 @@ class Agent:
                 link.tell(round=0, report=None, landmarks=0, port=_free_port())
 
     def _wait_for_round(self, link: Link) -> Reply:
-        """The reply that gives this node a place, or ends the run."""
+        """The reply that assigns this node a place, or ends the run."""
         last, say_at = link.beat.round, time.monotonic() + SOON
         while True:
             reply = link.reply
@@ -182,7 +182,7 @@ class Agent:
     ) -> None:
         """Do as the coordinator says: raise Interrupted for a stop, unless the ranks have been
         `interrupted` already, and _RoundOverError for the end of the round. A signal to this
-        process is told to the others, whatever becomes of its ranks."""
+        process is reported to the others, whatever becomes of its ranks."""
         if interrupted is not None and interrupted.cause != link.beat.stopping:
             link.tell(stopping=interrupted.cause)
         done = landmarks(ranks.heartbeats, len(ranks.places))

@@ -1,10 +1,9 @@
 """The decisions of a run of several nodes: who takes part, when it ends, whether it goes on.
 
-Each node has an agent, which beats about once a second: it tells the coordinator its state, and is
-told what to do. The coordinator lives on node 0 and decides alone, so nodes cannot disagree. A
-round is one start of the ranks of all members; a failure ends it, and the next begins with those
-that are there. Nothing here touches the network or the clock.
-"""
+Each node has an agent, which beats about once a second: it reports its state to the coordinator,
+which answers what to do. The coordinator runs on node 0 and is the only one that decides, so nodes
+cannot disagree. A round is one start of the ranks of all members; a failure ends it, and the next
+begins with those that are there. Nothing here touches the network or the clock."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ class _Handler(BoundedHandler):
 
 
 class Link:
-    """Beats for this node, about once a second, in a thread of its own: work of the main thread
-    and an address that does not answer keep nobody waiting."""
+    """Beats for this node, about once a second, in a separate thread: work of the main thread and
+    an address that does not answer keep nobody waiting."""
 
     def __init__(self, host: str, port: int, beat: Beat) -> None:
         """Raises UsageError as `wire.token` does."""

@@ -44,7 +44,8 @@ class Job:
         return resolved(plan, known)
 
     def prepared(self, plan: Plan, folder: Path) -> Plan:
-        """Return the part of the plan that this start does, in a folder whose lock is held."""
+        """Return the part of the plan that this start does, in a folder whose lock this process
+        has."""
         typed(str(folder))
         self.selection.set_aside(plan, Journal(folder / rundir.JOURNAL))
         return self.selection.of(plan)

@@ -8,7 +8,7 @@ from typing import Literal
 from pipeline.errors import Restart
 
 MOST_TEXT = 8000
-"""Characters of a failure that are told."""
+"""Characters of a failure that are sent."""
 
 Memory = Literal["", "host", "device"]
 

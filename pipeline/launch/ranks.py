@@ -74,7 +74,7 @@ class LocalRanks:
         return int(self.places[number]["RANK"])
 
     def ends(self) -> list[Exit]:
-        """The ends of those that have ended."""
+        """The ends of ranks that have ended."""
         codes = [process.poll() for process in self.processes]
         return [Exit(self.rank(n), code) for n, code in enumerate(codes) if code is not None]
 
@@ -83,15 +83,15 @@ class LocalRanks:
         return [end.code for end in self.ends()] == [FINISHED] * len(self.places)
 
     def send(self, number: int) -> None:
-        """Send a signal to those that are alive."""
+        """Send a signal to the ranks that are alive."""
         for process in self.processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
     def stop(self) -> list[Exit]:
-        """End those that are left. Returns the ones that another signal than ours ended: a dying
-        process can take longer to be gone than its peers take to notice."""
+        """End the ranks that are left. Returns the ones that another signal than ours ended: a
+        dying process can take longer to be gone than its peers take to notice."""
         self.send(signal.SIGTERM)
         self.send(signal.SIGCONT)
         deadline = time.monotonic() + SHUTDOWN_SECONDS

@@ -83,8 +83,8 @@ def _continues(plan: Plan, folder: Path, journal: Journal) -> str:
 
 @contextlib.contextmanager
 def opened(plan: Plan, folder: Path) -> Iterator[None]:
-    """Record the start and the end of a run in its folder, whose lock is held, and print a good
-    end.
+    """Record the start and the end of a run in its folder, whose lock this process has, and print a
+    good end.
 
     A command that fails before it has done anything under other settings is undone.
     """

@@ -82,7 +82,8 @@ def is_signed(
 
 
 class BoundedServer(ThreadingHTTPServer):
-    """A server with a thread a connection, of which it has a limited number for a limited time."""
+    """A server with a thread a connection, for a limited number of connections and a limited
+    time."""
 
     daemon_threads = True
     request_queue_size = 1024

@@ -40,9 +40,8 @@ _Dumper.add_implicit_resolver(
 def render(data: dict[str, Any], note: Callable[[KeyPath], str] | None = None) -> str:
     """Block style down to lists and scalars, which take one line each.
 
-    `note` gives the text of a trailing comment for a value's path, or nothing; comments line up in
-    a column.
-    """
+    `note` returns the text of a trailing comment for a value's path, or nothing; comments line up
+    in a column."""
     lines = list(_block(data, (), ""))
     if note is None:
         return "".join(f"{line}\n" for line, _ in lines)

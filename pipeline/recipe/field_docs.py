@@ -41,7 +41,7 @@ class FieldRow:
 
 
 def field_rows(kind: type, prefix: str = "") -> list[FieldRow]:
-    """Every field of the dataclass `kind`; those of dataclasses within it follow theirs, dotted."""
+    """Every field of the dataclass `kind`; fields of a dataclass within it follow, dotted."""
     rows = []
     docs, annotations = field_docs(kind), field_types(kind)
     for field in init_fields(kind):

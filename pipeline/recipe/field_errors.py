@@ -70,7 +70,7 @@ def to_problems(
     *,
     adapter: Adapter,
 ) -> list[Problem]:
-    """Problems of `data`, written at `base`, as a `kind`; those of one value become one.
+    """Problems of `data`, written at `base`, as a `kind`; problems of one value become one.
     `adapter` tries values that hints name."""
     faults = [_fault(error, data) for error in errors]
     problems = []

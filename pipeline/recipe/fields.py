@@ -59,7 +59,8 @@ def adapter(kind: type) -> TypeAdapter[Any]:
 
 
 def _make_strict(kind: type) -> None:
-    """Have pydantic refuse other keys and types in a dataclass, and in those that it holds."""
+    """Have pydantic refuse other keys and types in a dataclass, and in the dataclasses of its
+    fields."""
     kind.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
     for annotation in field_types(kind).values():
         for inner in dataclasses_in(annotation):

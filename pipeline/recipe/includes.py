@@ -27,7 +27,7 @@ class Sources:
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = keys
         self.files: list[Path] = []
-        """Each before those that it overrides."""
+        """Each before the files that it overrides."""
         self.problems: list[Problem] = []
 
     def read(self, path: Path) -> Node | None:

@@ -21,7 +21,8 @@ from pipeline.utils.text import closest
 MAX_EXPANSIONS = 1000
 """Limit on interpolations resolved in one recipe, each counted as often as it is reached."""
 MAX_IN_TEXT = 50
-"""Limit on those of one text: the time to parse nested ones grows with a power of their number."""
+"""Limit on interpolations in one text: the time to parse nested ones grows with a power of their
+number."""
 
 
 OPENING = re.compile(r"(?P<escapes>\\*)\$\{")

@@ -28,7 +28,7 @@ SLOT = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Top-level settings of a recipe besides its stages."""
+    """Top-level settings of a recipe, without its stages."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     """Name of the run: letters, digits, dot, dash, underscore."""
@@ -66,7 +66,7 @@ class Recipe(Header):
     stages: Mapping[str, SlotSpec]
     places: SourceMap = field(compare=False, repr=False)
     source_files: tuple[Path, ...] = field(compare=False)
-    """The recipe's own file first; each before those that it overrides."""
+    """The recipe's own file first; each before the files that it overrides."""
     tree: Node = field(compare=False, repr=False)
     replaced: tuple[Problem, ...] = field(default=(), compare=False, repr=False)
     """Warnings of slots that were given another `use`: fields that stayed, and that were lost; and
@@ -100,9 +100,8 @@ def read_recipe(
 ) -> tuple[Recipe | None, list[Problem]]:
     """Read, merge and resolve as far as possible; return the recipe and all problems.
 
-    `common` gives the fields that stay where an override names another `use` for a slot. The recipe
-    is None when a file cannot be read at all. Parts with problems hold defaults.
-    """
+    `common` returns the fields that stay where an override names another `use` for a slot. The
+    recipe is None when a file cannot be read at all. Parts with problems hold defaults."""
     sources = Sources(TOP_LEVEL)
     tree = sources.read(Path(path))
     if tree is None:

@@ -2,9 +2,8 @@
 
 Mappings merge key by key, anything else replaces. In `stages`, an overlay slot that names another
 `use` replaces the whole slot, one that names none or the same merges into it, and null removes it.
-Order is the base's. A new slot comes right behind the one that stands before it in the overlay, or
-last if none does. Works on nodes, so every value keeps the place it was written.
-"""
+Order is the base's. A new slot comes right after the one that precedes it in the overlay, or last
+if none does. Works on nodes, so every value keeps the place it was written."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ Common = Callable[[str, str], Collection[str]]
 def stays(root: Node, merged: Node, common: Common) -> tuple[Node, list[Problem]]:
     """`merged`, an override over `root`, with the fields of slots that it has given another `use`,
     and a warning for each of those slots. Fields that both stages have with the same type stay, and
-    those that were themselves set on the command line."""
+    so do fields set on the command line."""
     stages, before = merged.entries().get("stages"), _slots(root)
     if stages is None:
         return merged, []

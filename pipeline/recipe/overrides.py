@@ -104,8 +104,8 @@ class _RefusedError(Exception):
 def apply(
     root: Node, overrides: Sequence[str], common: Common
 ) -> tuple[Node, list[Problem], list[Problem]]:
-    """The tree with the overrides laid over in order, the problems of those that are wrong, and
-    warnings of slots that got another `use`, in which fields of `common` stay."""
+    """The tree with the overrides applied in order, the problems of wrong ones, and warnings of
+    slots that got another `use`, in which fields of `common` stay."""
     problems: list[Problem] = []
     notes: list[Problem] = []
     words = [*enumerate(overrides, start=1)]

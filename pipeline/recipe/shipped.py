@@ -30,6 +30,6 @@ def shipped_recipe(name: str) -> Path:
 
 
 def by_use(stages: Sequence[str]) -> list[str]:
-    """Return names of stages, first those that most shipped recipes use."""
+    """Return names of stages, most used in shipped recipes first."""
     texts = [file.read_text("utf-8") for file in shipped().values()]
     return sorted(stages, key=lambda name: -sum(f"use: {name}" in text for text in texts))

@@ -24,7 +24,7 @@ class NoSlot(Problem):
 @dataclass(frozen=True, kw_only=True)
 class UnknownKey(Problem):
     """A key of a recipe or an override that has no meaning where it stands. Its hint knows the keys
-    of that place only; `pipeline.chain.elsewhere` knows those of other places."""
+    of that place only; `pipeline.chain.elsewhere` knows the keys of other places."""
 
     path: KeyPath
     value: Any = None

@@ -41,7 +41,7 @@ def in_name(stage: type, name: str) -> Iterator[str]:
 
 
 def in_run(stage: Any) -> Iterator[str]:
-    """`run(self, ctx: Context, ...)` takes artifacts by name and declares what it gives."""
+    """`run(self, ctx: Context, ...)` takes artifacts by name and declares what it returns."""
     hints = typing.get_type_hints(stage.run)
     parameters = list(inspect.signature(stage.run).parameters.values())
     if len(parameters) < 2 or hints.get(parameters[1].name) is not Context:

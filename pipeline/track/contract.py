@@ -25,9 +25,9 @@ class RunFacts:
 
 
 class Tracker(ABC):
-    """A run in another program. Its methods are called one after another, in a process of its own;
-    an exception ends the tracking, and nothing else. Steps that a resumed run repeats are not sent
-    again: an undisturbed resume repeats their numbers too. Steps behind a rollback are sent again,
+    """A run in another program. Its methods are called one after another, in a separate process; an
+    exception ends the tracking, and nothing else. Steps that a resumed run repeats are not sent
+    again: an undisturbed resume repeats their numbers too. Steps after a rollback are sent again,
     with their other numbers. Whatever `log` has taken counts as sent."""
 
     @abstractmethod

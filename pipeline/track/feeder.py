@@ -32,13 +32,13 @@ KEEP_SECONDS = 1.0
 
 @dataclass
 class Sent:
-    """How far a tracker has been told of a run."""
+    """How far a run has been sent to a tracker."""
 
     newest: dict[str, int] = field(default_factory=dict)
-    """Kind of record -> step of the newest one; evaluations come behind the steps, and anomalies
+    """Kind of record -> step of the newest one; evaluations come after the steps, and anomalies
     have the number of the step that failed."""
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
-    """Records of rollbacks, behind which steps come again with other numbers."""
+    """Records of rollbacks, after which steps come again with other numbers."""
     further: dict[str, dict[str, int]] = field(default_factory=dict)
     """Slot of a further training -> what `newest` is of the first."""
 
@@ -73,7 +73,7 @@ class Feeder:
     tracker: Tracker
     sent: Sent = field(default_factory=Sent, init=False)
     steps: int = field(default=0, init=False)
-    """Number of steps of which something was sent."""
+    """Number of steps that were sent, at least in part."""
     _state: Mapping[str, Any] = field(default_factory=dict, init=False)
     _kept: float = field(default=0.0, init=False)
     _counted: tuple[str, int] = field(default=("", -1), init=False)
@@ -142,14 +142,14 @@ class Feeder:
 
 
 def _kind(record: Mapping[str, Any]) -> str:
-    """Return a record's kind; those of plugins are told apart by what they measure, as several may
-    write records of the same step."""
+    """Return a record's kind; records of plugins are distinguished by what they measure, as several
+    may write records of the same step."""
     kind = kind_of(record)
     return kind if kind != "other" else " ".join(sorted(name for name, _ in _measurements(record)))
 
 
 def _measurements(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield names and values of a record's numbers; those of evaluations as `eval/loss`."""
+    """Yield names and values of a record's numbers; numbers of evaluations as `eval/loss`."""
     for name, value in numbers(record):
         if name not in UNSENT:
             yield ("eval/loss" if name == "eval_loss" else name), value

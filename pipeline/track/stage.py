@@ -20,7 +20,7 @@ from pipeline.track.start import start_feeder
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerStage(ABC):
-    """Base of stages that send a run's measurements to another program, from a process beside rank
+    """Base of stages that send a run's measurements to another program, from a process next to rank
     0."""
 
     package: ClassVar[str] = ""

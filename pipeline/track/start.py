@@ -38,7 +38,7 @@ Unsent = Callable[[Path], str]
 
 
 def start_feeder(ctx: Context, timeout: float, unsent: Unsent) -> None:
-    """Start the feeder of this slot's tracker on rank 0; it is told when the run ends, and gets
+    """Start the feeder of this slot's tracker on rank 0; it is notified when the run ends, and gets
     `timeout` seconds then. A failure to start it is a warning."""
     if not ctx.dist.is_main:
         return
@@ -72,7 +72,7 @@ class RunningFeeder:
     timeout: float
     unsent: Unsent
     _told: float = field(default=0.0, init=False)
-    """When it was told of the end; 0 before."""
+    """When it was notified of the end; 0 before."""
 
     def __post_init__(self) -> None:
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -95,8 +95,8 @@ class RunningFeeder:
         self._listener.join(SLACK_SECONDS)
 
     def tell(self, outcome: Outcome) -> None:
-        """Tell the feeder how the run has ended, if it has not been told: from then on it has its
-        seconds."""
+        """Notify the feeder how the run has ended, if that has not happened: from then on it has
+        its seconds."""
         if self._told:
             return
         self._told = time.monotonic()

@@ -2,9 +2,8 @@
 
 python -m pipeline.utils.ended_with PARENT COMMAND...
 
-Compilers are in process groups of their own, which ninja makes, so whoever kills a rank or its
-launcher does not reach them.
-"""
+ninja puts compilers in separate process groups, so whoever kills a rank or its launcher does not
+reach them."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(parent: int, command: Sequence[str]) -> int:
-    """Run the command to its end, or to that of process `parent`. Returns the exit code."""
+    """Run the command until it or process `parent` ends. Returns the exit code."""
     for number in ENDING:
         signal.signal(number, _leave)
     signal_with(parent, signal.SIGTERM)

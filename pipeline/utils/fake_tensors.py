@@ -16,7 +16,7 @@ def without_values() -> AbstractContextManager[Any]:
 
 
 def with_values() -> AbstractContextManager[Any]:
-    """Inside, tensors are real in a trace too: those that say which ranks there are, and the
+    """Inside, tensors are real in a trace too: tensors that say which ranks there are, and the
     buffers of a model without memory."""
     return unset_fake_temporarily()
 

@@ -133,8 +133,8 @@ def overwrite(path: Path, text: str) -> None:
 
 
 def wait_for_lock(file: IO[Any]) -> None:
-    """Hold the lock of an open file until it is closed; the system frees that of a killed process.
-    Where the file system has no locks, nobody waits for anybody."""
+    """Hold the lock of an open file until it is closed; the system frees the lock of a killed
+    process. Where the file system has no locks, nobody waits for anybody."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
@@ -164,7 +164,7 @@ def try_writing(path: Path) -> None:
 
 
 def page_aligned(size: int) -> memoryview:
-    """Memory to read into, for `size` bytes, of this process alone, at the start of a page. A
+    """Memory to read into, for `size` bytes, private to this process, at the start of a page. A
     large `bytearray` begins a few bytes after one, and AMD's processors since Zen 3 copy into that
     at a fifth of the speed (https://sourceware.org/bugzilla/show_bug.cgi?id=30994)."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # the default is shared with forked processes

@@ -1,4 +1,4 @@
-"""Files that others may have made: regular ones alone, and no more of them than there should be.
+"""Files that others may have made: only regular ones, and no more bytes than there should be.
 
 A folder that somebody has sent can hold a FIFO or a device in place of a file, which would be read
 for ever, a link to any file of ours, and files of any size that take no room on the disk.
@@ -82,7 +82,7 @@ def is_text(value: Any) -> bool:
 
 
 def fitting(found: Mapping[str, Any], kinds: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
-    """The entries of a JSON object without those of `kinds` that are of another kind."""
+    """The entries of a JSON object, without entries whose value is not of its kind in `kinds`."""
     return {key: value for key, value in found.items() if key not in kinds or kinds[key](value)}
 
 

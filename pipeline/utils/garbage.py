@@ -6,8 +6,8 @@ import gc
 
 AS_USUAL = gc.get_threshold()
 RARELY = (100_000, 50, 100)
-"""Allocations of which fewer are freed between two collections of the young, and so on. An import
-of torch and transformers makes four times as many, nearly all of which stay."""
+"""Thresholds of the collector: allocations minus deallocations before the young are collected, and
+so on. An import of torch and transformers makes four times as many, and nearly all stay."""
 
 
 def collect_rarely() -> None:

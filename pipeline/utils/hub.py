@@ -25,7 +25,7 @@ MAIN = "main"
 PINNED = "PIPE_PINNED"
 """Environment variable that `--pinned` sets: refuse what names no commit."""
 TOO_MANY, BROKEN = 429, 500
-"""HTTP status of a hub that is asked too often, and the first of those that fail."""
+"""HTTP status of a hub that is asked too often, and the first status that is a failure."""
 SECONDS = 10.0
 """Limit of the hub's answer."""
 AGAIN = 60.0

@@ -1,4 +1,4 @@
-"""Packages that need not be installed, and the versions of those that are."""
+"""Packages that need not be installed, and the versions of installed ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PACKAGES = ("pipetrain", "torch", "transformers", "deepspeed", "accelerate", "sa
 
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Package -> its version, of those that are installed."""
+    """Installed package -> its version."""
     found = {}
     for package in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -18,8 +18,9 @@ def address(memory: memoryview) -> int:
 
 
 class PageLock:
-    """Locks pages of a buffer in memory for a GPU: copies then run at the link's speed, beside the
-    host. Taking new locked memory takes six times as long as locking pages that are there."""
+    """Locks pages of a buffer in memory for a GPU: copies then run at the link's speed, while the
+    host continues. Taking new locked memory takes six times as long as locking pages that are
+    there."""
 
     def __init__(self, memory: memoryview) -> None:
         """Lock the pages; without effect where the system allows no more of them."""

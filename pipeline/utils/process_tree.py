@@ -28,7 +28,7 @@ def own_module(module: str, *arguments: str) -> list[str]:
 
 def ended_with_this(command: Sequence[str]) -> list[str]:
     """The command so that it ends with this process, however that ends, and with it everything that
-    it has started. It should be in a session of its own, and be asked to end by SIGTERM."""
+    it has started. It should lead a session, and be asked to end by SIGTERM."""
     return own_module("pipeline.utils.ended_with", str(os.getpid()), *command)
 
 
@@ -74,7 +74,7 @@ def none_left(waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
 
 
 def kill_sessions(leaders: Iterable[subprocess.Popen[bytes]]) -> None:
-    """Kill processes that lead sessions of their own, with their groups, and wait for them."""
+    """Kill processes that lead sessions, with their groups, and wait for them."""
     for process in leaders:
         # the number of a group that has ended may have been given to another by now
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -34,8 +34,8 @@ _NO_SECRET_IF_UNNAMED = re.compile(
     r"|(?!http)[a-z][a-z0-9+.-]*://[^\s?]+|https?://[^\s/?]+/?"
 )
 """More of them where the variable's name does not say that it is secret: longer words; addresses of
-buckets and servers, of which user and password are not shown. A path on a web server may be a
-secret, as in a webhook."""
+buckets and servers, shown without user and password. A path on a web server may be a secret, as in
+a webhook."""
 LINE_OF_SECRET = 16
 """Characters of a line of a secret of several (a private key) that is hidden by itself."""
 
@@ -266,7 +266,7 @@ class Guarded:
 
 
 def guard() -> None:
-    """Put this process's standard output and error behind a `Guarded` stream, once, and hide the
+    """Wrap this process's standard output and error in a `Guarded` stream, once, and hide the
     environment's secrets. See `hide_environment` for processes of a run."""
     hide_secrets()
     for name in ("stdout", "stderr"):

@@ -83,7 +83,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def counted(count: float, nouns: str) -> str:
-    """`1 row`, `5,000 rows`: a number of what a plural names; the number alone without a name."""
+    """`1 row`, `5,000 rows`: a number of what a plural names; only the number without a name."""
     number = f"{count:,.0f}"
     return f"{number} {nouns.removesuffix('s') if number == '1' else nouns}".rstrip()
 

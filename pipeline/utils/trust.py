@@ -1,4 +1,4 @@
-"""Permissions that a recipe cannot give, but whoever gives the command can."""
+"""Permissions that the command line can grant, and a recipe cannot."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SCHEMA_VERSION = 1
 
 
 class JsonScreen(Screen):
-    """Writes events to a stream: those of this start of the run, each once, in order of time."""
+    """Writes events to a stream: events of this start of the run, each once, in order of time."""
 
     def __init__(self, run: Run, out: TextIO) -> None:
         self._run, self._out = run, out
@@ -65,8 +65,8 @@ def _event(kind: str, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _timed(records: Iterable[Mapping[str, Any]], time: float) -> Iterator[dict[str, Any]]:
-    """Records with a time: one without (an earlier version's evaluation) has that of the record
-    before it, the first one `time`."""
+    """Records with a time: one without (an earlier version's evaluation) takes the time of the
+    record before it, the first one `time`."""
     for record in records:
         time = record.get("time", time)
         yield {**record, "time": time}

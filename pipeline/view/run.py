@@ -77,8 +77,8 @@ class Run:
         self._metrics = Tail(folder / rundir.METRICS, newest_bytes=NEWEST_BYTES)
 
     def look(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], bool]:
-        """Read what is new. Returns events, records, and whether the records begin with those of
-        earlier starts, or with some that were new before."""
+        """Read what is new. Returns events, records, and whether the records begin with earlier
+        ones: of earlier starts, or returned before."""
         events = [event for event in self._journal.read() if is_event(event)]
         first = not self._metrics.began
         found = [record for record in self._metrics.read() if is_record(record)]
@@ -198,7 +198,7 @@ class History(Run):
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Records of `metrics.jsonl`, those of each training in order."""
+        """Records of `metrics.jsonl`, training by training."""
         return [record for one in self.trainings for record in one.records]
 
     @property

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 Choice = Literal["live", "lines", "quiet", "json"]
 LONG = 1 << 16
-"""Bytes of a line without an end of which only what is behind the last carriage return is kept."""
+"""Bytes of an unfinished line from which on only the text after its last carriage return is
+kept."""
 LOOK_SECONDS = 0.5
 """Seconds between two looks at the run's folder."""
 
@@ -48,8 +49,8 @@ class Screen:
 
 
 class Harmless(Screen):
-    """A screen whose failure is told once and ends nothing else: a terminal that is gone, a reader
-    of events that has ended. From then on rank 0's lines appear on standard error."""
+    """A screen whose failure is reported once and ends nothing else: a terminal that is gone, a
+    reader of events that has ended. From then on rank 0's lines appear on standard error."""
 
     def __init__(self, make: Callable[[], Screen]) -> None:
         self._screen, self._failed = Screen(), False

@@ -105,7 +105,7 @@ class Target:
     client: str
     """Program that must be installed for that."""
     uses: frozenset[str]
-    """Fields of a job that it can do something with, besides those that all can."""
+    """Fields of a job that it uses in addition to the fields that all use."""
     needs: frozenset[str] = frozenset()
     """Fields without which it makes no sense."""
     needs_with_gpus: frozenset[str] = frozenset()

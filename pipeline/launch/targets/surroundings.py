@@ -22,8 +22,8 @@ _MACHINE = ("/dev", "/proc", "/sys")
 
 def named_paths(recipe: Recipe) -> tuple[list[str], list[str]]:
     """Return the absolute paths that a recipe names and that are here, its own files first, without
-    those that lie in others; and the ones that are not here. Those of an environment variable are
-    not written down."""
+    paths inside others; and the ones that are not here. Those of an environment variable are not
+    written down."""
     texts = texts_in(recipe.public().get("stages", {}))
     named = [_folder(Path(text)) for text in texts if text.startswith("/") and "://" not in text]
     named = [path for path in named if path != Path("/") and not str(path).startswith(_MACHINE)]

@@ -67,8 +67,8 @@ def _row(name: str, found: Sequence[Value]) -> Row:
 
 
 def _trainings(histories: Sequence[History]) -> list[list[Training]]:
-    """Return each run's trainings; if one has several, those of the others have their slots too, by
-    which they are compared."""
+    """Return each run's trainings; if one has several, all are labelled by their slots, by which
+    they are compared."""
     found = [history.trainings for history in histories]
     if max(map(len, found)) == 1:
         return found
@@ -191,7 +191,7 @@ def comparison_page(histories: Sequence[History]) -> str:
 
 
 def _plots(histories: Sequence[History]) -> Iterator[Plot]:
-    """Yield the curves of all runs, those of each training together."""
+    """Yield the curves of all runs, grouped by training."""
     found = [
         (history.name, training)
         for history, trainings in zip(histories, _trainings(histories), strict=True)

@@ -45,7 +45,7 @@ class Row:
 
     name: str
     link: str
-    """Address of its own report, relative to the page; empty without one."""
+    """Address of its report, relative to the page; empty without one."""
     state: str
     note: str
     started: str
@@ -73,7 +73,7 @@ def write_folder_report(folder: Path, to: Path | None = None) -> Path:
 
 
 def runs_in(folder: Path) -> list[Found]:
-    """Return the runs in a folder, newest first, those that cannot be read too."""
+    """Return the runs in a folder, newest first, unreadable ones too."""
     runs = [_found(file.parent) for file in folder.glob(f"*/{rundir.RECIPE}")]
     return sorted(runs, key=lambda run: (run.started, run.folder.name), reverse=True)
 

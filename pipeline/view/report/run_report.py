@@ -91,7 +91,7 @@ def _plots(history: History) -> Iterator[Plot]:
 
 
 def _gpu_plots(history: History, gpus: Sequence[dict[str, Any]]) -> Iterator[Plot]:
-    """Yield the plots of GPUs, those of each training over its own steps."""
+    """Yield the plots of GPUs, for each training over its own steps."""
     for training in history.trainings:
         for plot in gpu_plots([one for one in gpus if training_of(one) == training.slot]):
             yield replace(plot, title=training.named(plot.title))
