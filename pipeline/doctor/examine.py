@@ -9,7 +9,7 @@ import contextlib
 import datetime
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,17 +19,23 @@ import click
 from pipeline.doctor.inventory import (
     environment,
     folders,
-    gpu_uuids,
     host,
     kernel,
     network,
     operators,
     software,
-    topology,
 )
 from pipeline.doctor.measurements import bandwidth
 from pipeline.doctor.ranks import RankResults, measure
-from pipeline.doctor.report import Device, Failure, Folder, MachineReport, Matmul
+from pipeline.doctor.report import (
+    Device,
+    Failure,
+    Folder,
+    Link,
+    MachineReport,
+    Matmul,
+    Topology,
+)
 from pipeline.errors import UsageError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.hardware.host import free_memory, total_memory, usable_cores
@@ -91,11 +97,11 @@ class Session:
     _began: float = field(default_factory=time.monotonic)
 
     def torch(self) -> dict[str, Any]:
-        """Facts that torch reports, or nothing. The total time begins after it."""
+        """What torch and the driver report, or nothing. The total time begins after it."""
         seconds = TORCH_SECONDS * self._patience
         records = self._run("torch", {}, procs=1, seconds=seconds).all_records
         self._began = time.monotonic()
-        return records[0] if records else {}
+        return {name: value for record in records for name, value in record.items()}
 
     def measure(self, runs: Folder) -> dict[str, Any]:
         """The measured fields of a report."""
@@ -165,7 +171,7 @@ def examine(runs: Path, *, procs: int | None, quick: bool) -> MachineReport:
     budget = QUICK if quick else FULL
     session = Session(budget=budget, gpus=gpu_count() > 0)
     torch = session.torch()
-    devices = _devices(torch.get("devices", ()), gpu_uuids())
+    devices = _devices(torch.get("devices", ()), torch.get("uuids", ()))
     session.procs = _procs(procs, len(devices))
     if devices:
         session.device, session.gpus = "cuda", True  # some GPUs only torch knows
@@ -178,7 +184,7 @@ def examine(runs: Path, *, procs: int | None, quick: bool) -> MachineReport:
         host_memory_bytes=total_memory(),
         host=host(),
         load=load,
-        topology=topology({each.number for each in devices if each.number is not None}),
+        topology=_topology(torch, {each.number for each in devices}),
         network=network(),
         software=software(torch),
         operators=operators(),
@@ -197,9 +203,18 @@ def _load() -> float | None:
     return None
 
 
-def _devices(found: Sequence[Mapping[str, Any]], uuids: Mapping[int, str]) -> tuple[Device, ...]:
-    """torch's devices with nvidia-smi's numbers, if it knows the UUIDs of all."""
-    numbers = {uuid: number for number, uuid in uuids.items()}
+def _topology(found: Mapping[str, Any], numbers: Collection[int | None]) -> Topology:
+    """Links between the GPUs with these numbers, and their NUMA nodes."""
+    links = [Link(a=f"GPU{a}", b=f"GPU{b}", kind=kind) for a, b, kind in found.get("links", ())
+             if a in numbers and b in numbers]  # fmt: skip
+    nodes = found.get("numa_nodes", {}).items()
+    numa = {f"GPU{number}": str(node) for number, node in nodes if int(number) in numbers}
+    return Topology(links=tuple(links), numa=numa)
+
+
+def _devices(found: Sequence[Mapping[str, Any]], uuids: Sequence[str]) -> tuple[Device, ...]:
+    """torch's devices with the driver's numbers, if it knows the UUIDs of all."""
+    numbers = {uuid: number for number, uuid in enumerate(uuids)}
     known = all(device.get("uuid") in numbers for device in found)
     return tuple(
         Device(**device, number=numbers[device["uuid"]] if known else None) for device in found

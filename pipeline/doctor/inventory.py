@@ -11,10 +11,9 @@ import platform
 import re
 import resource
 import shutil
-import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,9 @@ from pipeline.doctor.report import (
     Interface,
     Kernel,
     Limit,
-    Link,
     Network,
     Operators,
     Software,
-    Topology,
 )
 from pipeline.hardware.gpus import gpu_count
 from pipeline.hardware.host import free_memory, most_processes, usable_cores
@@ -166,16 +163,12 @@ PACKAGES = (
     "accelerate", "safetensors", "numpy", "peft", "bitsandbytes", "torchao", "flash_attn",
     "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
-_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
-_GPU = re.compile(r"GPU\d+")
 COMPANIONS = ("torchvision", "torchaudio")
 """Packages whose compiled code fits one torch only."""
-ANSWER_SECONDS = 10
-"""Time limit of nvidia-smi, which takes seconds if no process keeps the driver awake."""
 
 
 def software(torch: Mapping[str, Any]) -> Software:
-    """Versions; `torch` holds the facts that torch reports, or nothing."""
+    """Versions; `torch` has what `measure_torch` has found, or nothing."""
     return Software(
         python=platform.python_version(),
         packages=versions(PACKAGES),
@@ -183,7 +176,7 @@ def software(torch: Mapping[str, Any]) -> Software:
         torch_cuda=torch.get("cuda"),
         torch_problem=torch.get("problem"),
         nccl=torch.get("nccl"),
-        driver=driver(),
+        driver=torch.get("driver"),
         gpus=gpu_count(),
     )
 
@@ -197,62 +190,6 @@ def needs_torch() -> dict[str, str]:
                 if exact := re.match(r"torch\s*\(?==\s*([\w.+]+)", requirement):
                     found[name] = exact[1]
     return found
-
-
-def driver() -> str | None:
-    """The version of NVIDIA's kernel driver."""
-    answer = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return answer.splitlines()[0].strip() if answer else None
-
-
-def gpu_uuids() -> dict[int, str]:
-    """UUIDs of the GPUs by nvidia-smi's number; empty without it."""
-    answer = _output("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
-    rows = re.findall(r"^(\d+), *(\S+)$", answer, re.MULTILINE)
-    return {int(number): uuid for number, uuid in rows}
-
-
-def topology(numbers: Collection[int]) -> Topology:
-    """Links between the GPUs with these numbers; empty without nvidia-smi."""
-    return parse_topology(_output("nvidia-smi", "topo", "-m"), numbers)
-
-
-def parse_topology(text: str, numbers: Collection[int]) -> Topology:
-    """Links between the GPUs with these numbers, each pair once, and the GPUs' NUMA nodes.
-
-    `text` is a table whose cells are separated by tabs, or by blanks if it was pasted:
-
-        GPU0  GPU1  NIC0  CPU Affinity  NUMA Affinity  GPU NUMA ID
-        GPU0   X    NV18  PIX           0-47           0              N/A
-
-    Newer drivers underline the header with terminal codes.
-    """
-    gpus = {f"GPU{number}" for number in numbers}
-    lines = [line.split() for line in _TERMINAL_CODES.sub("", text).splitlines()]
-    table = [cells for cells in lines if cells and _GPU.fullmatch(cells[0])]
-    if not table or "X" in table[0]:  # no header
-        return Topology()
-    columns = table[0][: table[0].index("CPU")] if "CPU" in table[0] else table[0]
-    links, numa = [], {}
-    for own, *cells in table[1:]:
-        kinds, rest = cells[: len(columns)], cells[len(columns) :]
-        for other, kind in zip(columns, kinds, strict=False):
-            if {own, other} <= gpus and columns.index(own) < columns.index(other):
-                links.append(Link(a=own, b=other, kind=kind))
-        if own in gpus and len(rest) > 1 and rest[1] != "N/A":
-            numa[own] = rest[1]
-    return Topology(links=tuple(links), numa=numa)
-
-
-def _output(*command: str) -> str:
-    """Output of a command; empty if it is missing, fails, or does not answer in time."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
 
 
 def operators() -> Operators:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.doctor.report import Collective
+from pipeline.hardware.telemetry import Telemetry
 from pipeline.utils.files import page_aligned, read_at, write_at
 
 if TYPE_CHECKING:
@@ -43,7 +44,11 @@ CROSSINGS = {"allreduce": 2, "allgather": 1}
 
 
 def measure_torch(settings: Mapping[str, Any], record: Record) -> None:
-    """Record torch's CUDA, NCCL and devices; `problem` is why it cannot be imported or use them."""
+    """Record what NVIDIA's driver says of the GPUs, then torch's CUDA, NCCL and devices; `problem`
+    is why it cannot be imported or use them. In a process, as a broken driver may not answer."""
+    gpus = Telemetry()
+    record({"driver": gpus.driver, "uuids": gpus.uuids})
+    record({"links": gpus.links(), "numa_nodes": gpus.numa_nodes()})
     try:
         import torch
     except Exception as error:  # a broken installation may raise anything

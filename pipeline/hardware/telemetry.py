@@ -1,4 +1,4 @@
-"""Readings of this machine's GPUs while they work: use, memory, temperature, power, throttling.
+"""This machine's GPUs by NVIDIA's driver: readings while they work, and what connects them.
 
 NVIDIA's management library is asked through its own bindings, `pynvml` of nvidia-ml-py.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 THROTTLING = {
@@ -22,6 +24,11 @@ THROTTLING = {
     "hardware": ("nvmlClocksThrottleReasonHwSlowdown",),
 }
 """Why a GPU runs slower than it could -> names of the bits in NVML's reasons."""
+
+
+ANCESTORS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+"""NVML's level of two GPUs' nearest common ancestor on PCIe -> nvidia-smi's name of the path."""
+DEVICES = Path("/sys/bus/pci/devices")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +54,86 @@ class Telemetry:
 
     def __init__(self) -> None:
         self._nvml: Any = None
+        self._all: list[Any] = []
         self._handles: list[tuple[int, Any]] = []
         # Without a driver nvmlInit raises; a broken one fails in other ways, and this is an extra.
         with contextlib.suppress(Exception):
             nvml = importlib.import_module("pynvml")
             nvml.nvmlInit()
             self._nvml = nvml
-            self._handles = list(_visible(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")))
+            count = nvml.nvmlDeviceGetCount()
+            self._all = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(count)]
+            self._handles = list(self._visible(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
     @property
     def kind(self) -> str | None:
         """Name of the first GPU's kind; None without one."""
         names = (self._asked("nvmlDeviceGetName", handle) for _, handle in self._handles[:1])
         return next((_text(name) for name in names if name), None)
+
+    @property
+    def driver(self) -> str | None:
+        """Version of the kernel driver; None without one."""
+        version = self._asked("nvmlSystemGetDriverVersion") if self._nvml else None
+        return _text(version) if version else None
+
+    @property
+    def uuids(self) -> list[str]:
+        """Of all GPUs of the machine, by number."""
+        return [_text(self._nvml.nvmlDeviceGetUUID(handle)) for handle in self._all]
+
+    def links(self) -> list[tuple[int, int, str]]:
+        """Each pair of the machine's GPUs, by number, with the path between them as nvidia-smi
+        names it: NV4 (four NVLinks), PIX, PXB, PHB, NODE, SYS."""
+        return [
+            (a, b, kind)
+            for a, b in itertools.combinations(range(len(self._all)), 2)
+            if (kind := self._path(self._all[a], self._all[b]))
+        ]
+
+    def numa_nodes(self) -> dict[int, int]:
+        """Number of each GPU -> its NUMA node, where the system says."""
+        found: dict[int, int] = {}
+        for number, handle in enumerate(self._all):
+            with contextlib.suppress(OSError, ValueError):
+                node = int((DEVICES / self._address(handle) / "numa_node").read_text("ascii"))
+                found |= {number: node} if node >= 0 else {}
+        return found
+
+    def _path(self, one: Any, other: Any) -> str:
+        nvml, enabled = self._nvml, []
+        for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 0)):
+            if self._asked("nvmlDeviceGetNvLinkState", one, link) == nvml.NVML_FEATURE_ENABLED:
+                remote = self._asked("nvmlDeviceGetNvLinkRemotePciInfo", one, link)
+                enabled.append(remote and _text(remote.busId).lower())
+        address = self._asked("nvmlDeviceGetPciInfo", other)
+        direct = enabled.count(address and _text(address.busId).lower())
+        if direct:
+            return f"NV{direct}"
+        question = getattr(nvml, "NVML_P2P_CAPS_INDEX_NVLINK", None)
+        if enabled and self._asked("nvmlDeviceGetP2PStatus", one, other, question) == 0:
+            return f"NV{len(enabled)}"  # through switches
+        level = self._asked("nvmlDeviceGetTopologyCommonAncestor", one, other)
+        return ANCESTORS.get(level, "")
+
+    def _address(self, handle: Any) -> str:
+        """PCIe address as the kernel writes it, `0000:17:00.0`."""
+        found = self._asked("nvmlDeviceGetPciInfo", handle)
+        return "" if found is None else _text(found.busId).lower()[-12:]
+
+    def _visible(self, names: str | None) -> Iterator[tuple[int, Any]]:
+        """Yield number and handle of the GPUs that CUDA_VISIBLE_DEVICES (`names`) leaves; all if it
+        is not set. Like CUDA, end at the first name that is unknown."""
+        if names is None:
+            yield from enumerate(self._all)
+            return
+        for name in map(str.strip, names.split(",")):
+            matching = [n for n, uuid in enumerate(self.uuids) if name and uuid.startswith(name)]
+            if name.isdecimal():
+                matching = [int(name)] if int(name) < len(self._all) else []
+            if len(matching) != 1:
+                return
+            yield matching[0], self._all[matching[0]]
 
     def read(self) -> list[GpuReading]:
         """Return a reading of each GPU; takes about a millisecond each."""
@@ -92,28 +166,6 @@ class Telemetry:
             return getattr(self._nvml, function)(*arguments)
         except (self._nvml.NVMLError, AttributeError):
             return None
-
-
-def _visible(nvml: Any, names: str | None) -> Iterator[tuple[int, Any]]:
-    """Yield number and handle of the GPUs that CUDA_VISIBLE_DEVICES (`names`) leaves; all if it is
-    not set. Like CUDA, end at the first name that is unknown."""
-    handles = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
-    if names is None:
-        yield from enumerate(handles)
-        return
-    uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-    for name in names.split(","):
-        number = _number(name.strip(), uuids)
-        if number is None:
-            return
-        yield number, handles[number]
-
-
-def _number(name: str, uuids: Sequence[str]) -> int | None:
-    if name.isdecimal():
-        return int(name) if int(name) < len(uuids) else None
-    matching = [n for n, uuid in enumerate(uuids) if name and uuid.startswith(name)]
-    return matching[0] if len(matching) == 1 else None
 
 
 def _text(value: str | bytes) -> str:

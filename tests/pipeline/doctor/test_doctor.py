@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,16 +181,16 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_devices_have_the_numbers_of_nvidia_smi() -> None:
     """CUDA may count in another order, and may use a part of a GPU, which has no number."""
-    uuids = {0: "GPU-89", 1: "GPU-8a", 2: "GPU-5e", 3: "GPU-f0"}
+    uuids = ["GPU-89", "GPU-8a", "GPU-5e", "GPU-f0"]
     gpu = {"name": "H100", "memory_bytes": 80, "compute_capability": "9.0"}
 
-    def numbers(devices: list[str], known: dict[int, str] = uuids) -> list[int | None]:
+    def numbers(devices: list[str], known: Sequence[str] = uuids) -> list[int | None]:
         found = [{**gpu, "uuid": uuid} for uuid in devices]
         return [device.number for device in module._devices(found, known)]
 
     assert numbers(["GPU-f0", "GPU-8a"]) == [3, 1]
     assert numbers(["GPU-f0", "GPU-of-an-instance"]) == [None, None]
-    assert numbers(["GPU-f0"], {}) == [None]
+    assert numbers(["GPU-f0"], []) == [None]
 
 
 def test_what_hangs_is_reported_and_the_rest_goes_on(

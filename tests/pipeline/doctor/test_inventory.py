@@ -133,25 +133,3 @@ def test_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         str(tmp_path / "ninja"),
         str(tmp_path),
     )
-
-
-def test_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    command = tmp_path / "nvidia-smi"
-    recorded = Path(__file__).parent / "topologies/nvlink_pairs.txt"
-    command.write_text(
-        f"""#!/bin/sh
-        case "$1" in
-            topo) cat {recorded} ;;
-            --query-gpu=index,uuid) echo "0, GPU-12ab"; echo "1, GPU-12cd" ;;
-            *) echo 580.95.05 ;;
-        esac"""
-    )
-    command.chmod(0o755)
-    assert inventory.driver() == "580.95.05"
-    assert inventory.gpu_uuids() == {0: "GPU-12ab", 1: "GPU-12cd"}
-    assert len(inventory.topology([0, 1, 2, 3]).links) == 6
-    assert len(inventory.topology([0, 1]).links) == 1
-    command.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(inventory, "ANSWER_SECONDS", 0.2)
-    assert inventory.driver() is None

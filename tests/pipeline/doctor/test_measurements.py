@@ -114,7 +114,10 @@ def test_torch_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
     records: list[dict[str, object]] = []
     measurements.measure_torch({}, records.append)
-    assert records == [{"cuda": None, "nccl": None, "problem": None, "devices": []}]
+    assert records == [
+        {"driver": None, "uuids": []}, {"links": [], "numa_nodes": {}},
+        {"cuda": None, "nccl": None, "problem": None, "devices": []},
+    ]  # fmt: skip
 
 
 def test_torch_tells_why_it_cannot_use_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,4 +131,4 @@ def test_torch_tells_why_it_cannot_use_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.version.cuda", None)
     records: list[dict[str, object]] = []
     measurements.measure_torch({}, records.append)
-    assert records[0]["problem"] == "The NVIDIA driver on your system is too old"
+    assert records[-1]["problem"] == "The NVIDIA driver on your system is too old"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import pytest
 
 from pipeline.doctor.examine import FULL, QUICK
-from pipeline.doctor.inventory import parse_topology
 from pipeline.doctor.measurements import bandwidth
 from pipeline.doctor.report import (
     Device,
@@ -17,14 +17,15 @@ from pipeline.doctor.report import (
     Finding,
     Folder,
     Limit,
+    Link,
     MachineReport,
     Network,
     Record,
+    Topology,
 )
 from pipeline.doctor.rules import LARGE, advice, findings
 
 GB = 10**9
-RECORDED = Path(__file__).parent / "topologies"
 H100 = Device(name="H100", memory_bytes=80 * GB, compute_capability="9.0")
 V100 = Device(name="V100", memory_bytes=16 * GB, compute_capability="7.0")
 
@@ -55,9 +56,11 @@ def told(machine: MachineReport) -> tuple[str, str, str]:
     return finding.severity, finding.name, finding.seen
 
 
-def topology(machine: MachineReport, name: str) -> MachineReport:
-    table = parse_topology((RECORDED / f"{name}.txt").read_text(), range(8))
-    return machine.model_copy(update={"topology": table})
+def linked(machine: MachineReport, *kinds: str) -> MachineReport:
+    """Return the machine with these paths between its four GPUs, pair by pair."""
+    pairs = itertools.combinations(range(4), 2)
+    links = (Link(a=f"GPU{a}", b=f"GPU{b}", kind=k) for (a, b), k in zip(pairs, kinds, strict=True))
+    return changed(machine, topology=Topology(links=tuple(links)))
 
 
 def test_nothing_hurts(healthy: MachineReport) -> None:
@@ -157,11 +160,11 @@ def gpus(healthy: MachineReport) -> MachineReport:
 
 
 def test_nvlink_everywhere(gpus: MachineReport) -> None:
-    assert findings(topology(gpus, "nvswitch")) == []
+    assert findings(linked(gpus, *["NV18"] * 6)) == []
 
 
 def test_pairs_across_memory_nodes_are_named(gpus: MachineReport) -> None:
-    assert told(topology(gpus, "nvlink_pairs")) == (
+    assert told(linked(gpus, "NV4", *["SYS"] * 4, "NV4")) == (
         "warning",
         "across-numa",
         "GPU0-GPU2, GPU0-GPU3, GPU1-GPU2, GPU1-GPU3: only over the link between processors (SYS)",
@@ -169,7 +172,7 @@ def test_pairs_across_memory_nodes_are_named(gpus: MachineReport) -> None:
 
 
 def test_no_nvlink(gpus: MachineReport) -> None:
-    assert told(topology(gpus, "pcie")) == (
+    assert told(linked(gpus, "PIX", "PHB", "NODE", "NODE", "NODE", "PXB")) == (
         "warning",
         "no-nvlink",
         "GPU0-GPU1, GPU0-GPU2, GPU0-GPU3, GPU1-GPU2 and 2 more pairs: no NVLink, only PCIe (NODE, "
@@ -178,7 +181,7 @@ def test_no_nvlink(gpus: MachineReport) -> None:
 
 
 def test_nvlink_that_is_not_used(gpus: MachineReport) -> None:
-    machine = topology(gpus, "nvswitch")
+    machine = linked(gpus, *["NV18"] * 6)
     slow = (bandwidth("allreduce", 256 << 20, 0.05, 2),)
     assert told(changed(machine, allreduce=slow)) == (
         "warning",

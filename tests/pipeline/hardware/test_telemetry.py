@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.hardware.telemetry import GpuReading, Telemetry
-from tests.support.nvml import NvmlError, library
+from tests.support.nvml import NvmlError, connected, library
 
 
 def readings(
@@ -60,3 +62,39 @@ def test_without_a_driver_there_are_none(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert readings(monkeypatch, nvmlInit=fails) == []
     assert Telemetry().kind is None
+
+
+PAIRS = "X NV4 SYS SYS\nNV4 X SYS SYS\nSYS SYS X NV4\nSYS SYS NV4 X"
+PCIE = "X PIX PHB NODE\nPIX X NODE NODE\nPHB NODE X PXB\nNODE NODE PXB X"
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (PAIRS, ["NV4", "SYS", "SYS", "SYS", "SYS", "NV4"]),
+        (PCIE, ["PIX", "PHB", "NODE", "NODE", "NODE", "PXB"]),
+        ("X NV18 NV18\nNV18 X NV18\nNV18 NV18 X", ["NV18"] * 3),
+        ("X", []),
+    ],
+)
+def test_the_paths_between_gpus(
+    table: str, expected: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", connected(table))
+    monkeypatch.setattr("pipeline.hardware.telemetry.DEVICES", tmp_path)
+    for number, node in enumerate(("0", "-1")):  # -1: the system does not say
+        (tmp_path / f"0000:{number:02x}:00.0").mkdir()
+        (tmp_path / f"0000:{number:02x}:00.0" / "numa_node").write_text(node + "\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # the paths are the machine's
+    gpus = Telemetry()
+    count = len(table.splitlines())
+    pairs = list(itertools.combinations(range(count), 2))
+    assert gpus.links() == [(*pair, kind) for pair, kind in zip(pairs, expected, strict=True)]
+    assert (gpus.driver, gpus.numa_nodes()) == ("580.95.05", {0: 0})
+    assert gpus.uuids == [f"GPU-{number}" for number in range(count)]
+
+
+def test_a_driver_that_knows_no_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", library())
+    gpus = Telemetry()
+    assert (gpus.links(), gpus.numa_nodes()) == ([], {})
