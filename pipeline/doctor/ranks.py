@@ -1,12 +1,8 @@
-"""Run a measurement in several processes, for a limited time.
-
-Each rank is `python -m pipeline.doctor.ranks TARGET FOLDER PARENT SETTINGS`.
-"""
+"""Run a measurement in several processes, for a limited time."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import signal
 import subprocess
@@ -22,7 +18,8 @@ from pipeline.distributed.environment import rank_environment
 from pipeline.errors import in_words
 from pipeline.hardware.host import cores_each
 from pipeline.utils import jsonl
-from pipeline.utils.process_tree import die_with, kill_sessions, none_left, own_module
+from pipeline.utils.child import received, start_child
+from pipeline.utils.process_tree import die_with, kill_sessions, none_left
 
 POLL_SECONDS = 0.02
 LONGEST_REASON = 300
@@ -81,13 +78,16 @@ def _file(folder: Path, rank: int, kind: str) -> Path:
 def _start(
     target: str, settings: Mapping[str, Any], procs: int, folder: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    content = json.dumps({**settings, "store": str(folder / "store")})
-    command = own_module("pipeline.doctor.ranks", target, str(folder), str(os.getpid()), content)
+    message = {
+        "target": target, "folder": str(folder), "parent": os.getpid(),
+        "settings": {**settings, "store": str(folder / "store")},
+    }  # fmt: skip
     threads = {"OMP_NUM_THREADS": str(cores_each(procs))}
     for rank in range(procs):
         with _file(folder, rank, "log").open("wb") as log:
-            yield subprocess.Popen(
-                command,
+            yield start_child(
+                "pipeline.doctor.ranks",
+                message,
                 env={**threads, **os.environ, **rank_environment(rank, procs)},
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
@@ -121,14 +121,14 @@ def _printed(folder: Path, rank: int) -> str:
     return log.strip()[-LONGEST_PRINTED:]
 
 
-def main(target: str, folder: str, parent: str, settings: str) -> None:
+def main(target: str, folder: str, parent: int, settings: Mapping[str, Any]) -> None:
     """Call `target` in this rank; exit with code 1 and one line if it raises."""
-    die_with(int(parent))
+    die_with(parent)
     file = _file(Path(folder), int(os.environ["RANK"]), "jsonl")
     module, _, function = target.partition(":")
     try:
         measurement = getattr(importlib.import_module(module), function)
-        measurement(json.loads(settings), lambda record: jsonl.append_line(file, record))
+        measurement(settings, lambda record: jsonl.append_line(file, record))
     except Exception as error:
         print(" ".join(in_words(error).split()), file=sys.stderr, flush=True)
         os._exit(1)
@@ -137,4 +137,4 @@ def main(target: str, folder: str, parent: str, settings: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(**received(sys.argv[1]))
