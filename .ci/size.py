@@ -4,6 +4,7 @@ A change that needs more raises the number in the same commit, with its reason i
 
     python .ci/size.py            # check
     python .ci/size.py --rooms    # lines, files and functions of each folder
+    python .ci/size.py --untested # modules without a test file of their name
     python .ci/size.py stages/data  # the same figures of some folders only
 """
 
@@ -69,6 +70,14 @@ def one_importer() -> list[str]:
     )
 
 
+def untested() -> list[str]:
+    """Modules without a file of tests of their name: tests/pipeline/x/test_y.py for
+    pipeline/x/y.py."""
+    files = [file.relative_to(ROOT) for file in sources(*PACKAGES) if file.name != "__init__.py"]
+    tests = {file: ROOT / "tests" / file.with_name(f"test_{file.name}") for file in files}
+    return [module_of(ROOT / file) for file, test in tests.items() if not test.exists()]
+
+
 def figures() -> dict[str, float]:
     files = sources(*PACKAGES)
     length = functions(files)
@@ -82,6 +91,7 @@ def figures() -> dict[str, float]:
         "lines_of_prediction": lines(sources("pipeline/planning") + planners),
         "lines_of_importing": lines(sources("pipeline/importing", "stages/importing")),
         "lines_of_tests": lines(sources("tests")),
+        "modules_without_tests_of_their_name": len(untested()),
     }
 
 
@@ -106,6 +116,9 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--rooms"]:
         rooms = sorted(path for name in PACKAGES for path in (ROOT / name).iterdir())
         show([str(path.relative_to(ROOT)) for path in rooms if path.is_dir()] + list(PACKAGES))
+        return 0
+    if arguments == ["--untested"]:
+        print("\n".join(untested()))
         return 0
     if arguments:
         show([folder.rstrip("/") for folder in arguments])
