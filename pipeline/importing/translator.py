@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -38,18 +38,28 @@ def read_config(path: Path) -> ConfigFile:
     """Return the file's content, plain values in YAML or JSON. Raises UsageError, and RecipeError
     for mistakes in YAML."""
     if path.suffix in (".py", ".sh", ".ipynb"):
-        hint = (
-            "write its arguments as YAML, one a line as in `learning_rate: 2.0e-5`, and import that"
-        )
-        raise UsageError(f"{path} is a script, not a file of settings", hint=hint)
+        form = "write its arguments as YAML, one a line as in `learning_rate: 2.0e-5`"
+        message = f"{path} is a script, not a file of settings"
+        raise UsageError(message, hint=f"{form}, and import that")
     try:
         text = read_whole(path).decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: is not UTF-8 text: {error.reason}") from error
+
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        if len(pairs) > len(dict(pairs)):
+            key = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+            raise UsageError(f"{path}: `{key}` is given twice")
+        return dict(pairs)
+
+    value: Any = None
     if path.suffix == ".json":
-        value = _from_json(text, path)
+        try:
+            value = json.loads(text, object_pairs_hook=unique)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}: not JSON: {error}") from error
     else:
         root, problems = parse(
             text,
@@ -62,19 +72,6 @@ def read_config(path: Path) -> ConfigFile:
     if not isinstance(value, dict):
         raise UsageError(f"{path}: does not map keys to values")
     return ConfigFile(path=path, content=value)
-
-
-def _from_json(text: str, path: Path) -> Any:
-    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        for (key, _), (following, _) in itertools.pairwise(sorted(pairs, key=lambda pair: pair[0])):
-            if key == following:
-                raise UsageError(f"{path}: `{key}` is given twice")
-        return dict(pairs)
-
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not JSON: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,19 +128,18 @@ def table(translation: Translation) -> Iterator[str]:
         short = value if len(value) <= WIDTH else f"{value[: WIDTH - 3]}..."
         to = ", ".join(f"{key} = {json.dumps(new)}" for key, new in each.to.items())
         why = "; ".join(part for part in (to, each.why) if part)
-        why = f"{why} ({each.hint})".lstrip() if each.hint else why
-        rows.append((f"  {each.key}: {short}", each.outcome, why))
+        hint = f" ({each.hint})" if each.hint else ""
+        rows.append((f"  {each.key}: {short}", each.outcome, f"{why}{hint}".lstrip()))
     lines = zip(outcomes, align(rows, left=3), strict=True)
-    for file, keys in itertools.groupby(lines, key=lambda pair: pair[0].file):
+    for file, keys in groupby(lines, key=lambda pair: pair[0].file):
         yield f"{file}:"
         yield from (line for _, line in keys)
-    for key, what in translation.missing.items():
-        yield f"fill in {key}: {what}"
+    yield from (f"fill in {key}: {what}" for key, what in translation.missing.items())
     counts = Counter(each.outcome for each in outcomes)
-    total = plural(len(outcomes), "key")
     yield (
-        f"{total}: {counts['translated']} translated, {counts['default']} by default, "
-        f"{counts['not translated']} not translated, {counts['refused']} refused"
+        f"{plural(len(outcomes), 'key')}: {counts['translated']} translated, "
+        f"{counts['default']} by default, {counts['not translated']} not translated, "
+        f"{counts['refused']} refused"
     )
 
 
@@ -195,8 +191,7 @@ class Translator(ABC):
         return None
 
     def advice(self, key: str, value: Any) -> str:
-        """Return what to do about such a key where that is not what its outcome says; empty for
-        all others."""
+        """Return what to do about such a key if its outcome does not say it, else nothing."""
         return ""
 
     @abstractmethod
@@ -231,8 +226,7 @@ def choose(files: Sequence[ConfigFile], translators: Sequence[Translator]) -> Tr
         if not any(translator.kind(file.content) for translator in translators):
             signs = "; ".join(translator.signs for translator in translators)
             tools = (translator.other_tool(file.content) for translator in translators)
-            tool = next(filter(None, tools), None)
-            if tool is not None:
+            if tool := next(filter(None, tools), None):
                 belongs = f"is a file of {tool.name}, which cannot be imported"
                 raise UsageError(f"{file.path}: {belongs}", hint=tool.advice or signs)
             unknown = "its keys do not show which kind of configuration it is"

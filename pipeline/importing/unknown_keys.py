@@ -19,7 +19,7 @@ from pipeline.recipe.load import HEADER_KEYS, Header
 from pipeline.recipe.unknown import UnknownKey
 
 Places: TypeAlias = Sequence[tuple[Spot, Any]]
-"""Fields, and the value that each gets."""
+"""Fields, and the value of each."""
 
 
 def of_other_tools(unknown: Sequence[UnknownKey], slots: Slots) -> list[Meant]:
@@ -27,15 +27,14 @@ def of_other_tools(unknown: Sequence[UnknownKey], slots: Slots) -> list[Meant]:
     one file. No hint for a key that no tool has, or that only a whole file explains."""
     content = {name: each.value for each in unknown for name in _names(each, slots)}
 
-    def read(value: Any) -> Callable[[Translator, str], KeyOutcome | None]:
-        return lambda translator, name: translator.meaning(name, {**content, name: value})
+    def read(each: UnknownKey) -> list[KeyOutcome]:
+        found = _asked(each, slots, lambda translator, name: translator.meaning(
+            name, {**content, name: each.value}))  # fmt: skip
+        return sorted(found, key=lambda one: not one.to)
 
-    found = [
-        sorted(_asked(each, slots, read(each.value)), key=lambda one: not one.to)
-        for each in unknown
-    ]
+    found = [read(each) for each in unknown]
     places = [
-        [*_places(each.value, one[0].to if one else {}, slots)]
+        _places(each.value, one[0].to if one else {}, slots)
         for each, one in zip(unknown, found, strict=True)
     ]
     return [
@@ -44,20 +43,33 @@ def of_other_tools(unknown: Sequence[UnknownKey], slots: Slots) -> list[Meant]:
     ]
 
 
-def _places(value: Any, to: Mapping[str, Any], slots: Slots) -> Iterator[tuple[Spot, Any]]:
-    """The places of a translated key, whose slots have the names of their stages' kinds."""
+def _places(value: Any, to: Mapping[str, Any], slots: Slots) -> list[tuple[Spot, Any]]:
+    """Return the places of a translated key, whose slots have the names of their stages' kinds."""
+    found = []
     for key, new in to.items():
         same = isinstance(new, bool) == isinstance(value, bool) and new == value  # as 2 and 2.0
         slot, field = key.split(".", 1) if "." in key else ("", key)
         if slot not in ("", *HEADER_KEYS):
             slot = next((one for one, use in slots.uses.items() if kind_of(use) == slot), slot)
-        yield Spot(slot=slot, field=field), value if same else new
+        found.append((Spot(slot=slot, field=field), value if same else new))
+    return found
 
 
 def _names(unknown: UnknownKey, slots: Slots) -> Iterable[str]:
-    """Names of a key in other tools: `r` in the slot of adapter.lora is `lora_r`."""
+    """Return the names of a key in other tools: `r` in the slot of adapter.lora is `lora_r`."""
     name, stage = unknown.name, slots.uses.get(unknown.slot, "").partition(".")[2]
     return dict.fromkeys((name, name.replace("-", "_"), f"{stage}_{name}"))
+
+
+def _asked(
+    unknown: UnknownKey, slots: Slots, ask: Callable[[Translator, str], Any]
+) -> Iterator[Any]:
+    """Yield each translator's answer about the key, under each of its names, if it has one."""
+    installed = Translators.installed()
+    for name, entry in itertools.product(_names(unknown, slots), installed.names()):
+        with contextlib.suppress(PipeError):  # it is the recipe that is at fault
+            if found := ask(installed.load(entry)(), name):
+                yield found
 
 
 def _meant(
@@ -84,59 +96,39 @@ plan_recipe = functools.partial(plan_file, foreign=of_other_tools)
 """As `plan_file`, of a recipe that a person wrote: hints know the keys of other tools."""
 
 
-def _asked(
-    unknown: UnknownKey, slots: Slots, ask: Callable[[Translator, str], Any]
-) -> Iterator[Any]:
-    """Yield each translator's answer about the key, under each of its names, if it has one."""
-    installed = Translators.installed()
-    for name, entry in itertools.product(_names(unknown, slots), installed.names()):
-        with contextlib.suppress(PipeError):  # it is the recipe that is at fault
-            if found := ask(installed.load(entry)(), name):
-                yield found
-
-
 def _translated(places: Places, every: Places, unknown: UnknownKey, slots: Slots) -> Meant:
-    """The hint to write values at their places; only the names of fields that cannot have them. A
-    slot that the recipe lacks gets its fields of `every` place."""
-    owners = [_owner(spot, slots) for spot, _ in places]
-    if None in owners:
-        spot = places[owners.index(None)][0]
-        return Meant(hint=slots.stages_with(spot.field.partition(".")[0], kind_of(spot.slot)))
-    own = next((spot for spot, _ in places if spot.slot == unknown.slot), None)
+    """Return the hint to write values at their places; only the names of fields that cannot have
+    them. A slot that the recipe lacks gets its fields of `every` place."""
+    spots = [spot for spot, _ in places]
+    if lost := [spot for spot in spots if _owner(spot, slots) is None]:
+        field, kind = lost[0].field.partition(".")[0], kind_of(lost[0].slot)
+        return Meant(hint=slots.stages_with(field, kind))
+    own = next((spot for spot in spots if spot.slot == unknown.slot), None)
     if not all(_takes(spot, new, slots) for spot, new in places):
-        names = " and ".join(f"`{spot.key}`" for spot, _ in places)
+        names = " and ".join(f"`{spot.key}`" for spot in spots)
         return Meant(hint=f"here that is {names}", spot=own, places=places)
-    written = not any(_absent(spot, slots) for spot, _ in places)
-    if unknown.on_command_line and written:
+    here = ("", *HEADER_KEYS, *slots.uses)
+    absent = dict.fromkeys(spot.slot for spot in spots if spot.slot not in here)
+    # fields that the recipe sets and that cannot be set together with the new ones
+    pairs = [(s, other) for s in spots for other in slots.replaced(s.slot, s.field)]
+    replaced = [(s, other) for s, other in pairs if Spot(slot=s.slot, field=other) not in spots]
+    if unknown.on_command_line and not absent:
         parts = [override(spot.key, new) for spot, new in places]
-        parts += [f"{spot.slot}.{other}=null" for spot, other in _replaced(places, slots)]
+        parts += [f"{spot.slot}.{other}=null" for spot, other in replaced]
         return Meant(hint=f"write {' '.join(parts)}", spot=own, places=places)
-    parts = [
-        _yaml(spot, new, unknown.slot, slots) for spot, new in places if not _absent(spot, slots)
-    ]
-    for slot in dict.fromkeys(spot.slot for spot, _ in places if _absent(spot, slots)):
+    parts = [_yaml(spot, new, unknown.slot) for spot, new in places if spot.slot not in absent]
+    for slot in absent:
         beside = [(spot, new) for spot, new in every if _takes(spot, new, slots)]
         fields = {spot.field: new for spot, new in (*beside, *places) if spot.slot == slot}
         parts.append(slots.added(slot, fields))
-    instead = [f"`{other}`" for _, other in _replaced(places, slots)]
     verb = "add to the recipe" if unknown.on_command_line else "write"
-    of = f" instead of {' and '.join(instead)}" if instead else ""
+    instead = " and ".join(f"`{other}`" for _, other in replaced)
+    of = f" instead of {instead}" if instead else ""
     return Meant(hint=f"{verb} {' and '.join(parts)}{of}", spot=own, places=places)
 
 
-def _absent(spot: Spot, slots: Slots) -> bool:
-    return spot.slot not in ("", *HEADER_KEYS, *slots.uses)
-
-
-def _replaced(places: Sequence[tuple[Spot, Any]], slots: Slots) -> list[tuple[Spot, str]]:
-    """The fields that the recipe sets and that cannot be set together with new ones."""
-    written = [spot for spot, _ in places]
-    pairs = [(spot, other) for spot in written for other in slots.replaced(spot.slot, spot.field)]
-    return [(s, other) for s, other in pairs if Spot(slot=s.slot, field=other) not in written]
-
-
 def _owner(spot: Spot, slots: Slots) -> type | None:
-    """The dataclass that has the field; None if there is no such field."""
+    """Return the dataclass that has the field; None if there is no such field."""
     if not spot.slot or spot.slot in HEADER_KEYS:
         return owner_of(Header, tuple(spot.key.split(".")))
     use = slots.usual(spot.slot)
@@ -154,15 +146,13 @@ def _takes(spot: Spot, value: Any, slots: Slots) -> bool:
     return owner is not None and fits(adapter(owner), spot.field.split(".")[-1], value)
 
 
-def _yaml(spot: Spot, value: Any, here: str, slots: Slots) -> str:
+def _yaml(spot: Spot, value: Any, here: str) -> str:
     *blocks, field = spot.field.split(".")
     text = f"{field}: {shortened(value)}"
     for block in reversed(blocks):
         text = f"{block}: {{{text}}}"
     if not spot.slot:
         return f"`{text}` at the top of the recipe"
-    if spot.slot == here:
-        return f"`{text}`"
-    if spot.slot in HEADER_KEYS:
+    if spot.slot in HEADER_KEYS and spot.slot != here:
         return f"`{spot.slot}: {{{text}}}` at the top of the recipe"
-    return f"`{text}` in slot `{spot.slot}`"
+    return f"`{text}`" if spot.slot == here else f"`{text}` in slot `{spot.slot}`"

@@ -3,44 +3,81 @@ tool has one recipe."""
 
 from __future__ import annotations
 
-import itertools
+import json
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from pipeline import UsageError
 from pipeline.importing import ConfigFile, KeyOutcome, OtherTool, Request, Translation, Translator
-from stages.importing import reader, tools
+from stages.importing import hugging_face, rules
 from stages.importing.draft import Draft
-from stages.importing.engines import set_defaults
-from stages.importing.reader import ACCELERATE_KIND, DEEPSPEED_KIND, TABLES, TRAINER_KIND
+from stages.importing.hugging_face import ACCELERATE_KIND, DEEPSPEED_KIND, KINDS, TRAINER_KIND
 from stages.importing.recipe import compose
-from stages.importing.rules import Table
+from stages.importing.rules import TABLES, is_off
 from stages.importing.sources import script_data, several
-from stages.importing.tools import TRANSLATED, advice_on, tool_of
 
-Company: TypeAlias = Mapping[str, Any]
-"""Keys without which another one means nothing, such as `use_peft` for `lora_r`."""
-COMPANIES: Mapping[str, Sequence[Company]] = {
-    TRAINER_KIND: (
-        {}, {"use_peft": True, "lora_target_modules": "all-linear"}, {"eval_strategy": "steps"},
-        {"dataset_name": "owner/name"}, {"fsdp": "full_shard"},
-    ),
-    ACCELERATE_KIND: ({}, {"distributed_type": "FSDP"}, {"distributed_type": "DEEPSPEED"}),
-    DEEPSPEED_KIND: ({}, {"zero_optimization": {"stage": 3}}),
-}  # fmt: skip
+COMPONENT = "_component_"
+"""Key of torchtune's blocks."""
+TRANSLATED = ("axolotl", "LLaMA-Factory", "torchtune")
+"""Tools with a translator of their own."""
+STRATEGIES = {"ddp": "wrap.ddp", "fsdp": "wrap.fsdp", "deepspeed": "wrap.zero"}
+"""Beginnings of names of strategies, as in Lightning's `deepspeed_stage_3`."""
+INIT = "write a recipe with `pipe init`, for the model in the layout of Hugging Face"
 Files: TypeAlias = Sequence[tuple[str | None, ConfigFile]]
 """Files, with the kind of each."""
+
+rules.load("tools")
+TOOLS = {
+    name: ([{*sign.split("+")} for sign in signs.split()], advice.replace("INIT", INIT))
+    for name, _, rest in (line.partition(": ") for line in dict(rules.lines("tools"))["signs ="])
+    for signs, _, advice in [rest.partition(" -- ")]
+}
+"""Tool -> sets of keys, those of blocks dotted, of which its files have all of one; and what to do
+with a file that is not translated."""
+
+
+def tool_of(content: Mapping[str, Any]) -> str | None:
+    """Return the tool whose file this is; None if no keys show it."""
+    found = {*content}
+    for key, block in content.items():
+        found |= {f"{key}.{name}" for name in block} if isinstance(block, Mapping) else set()
+    if any(name.endswith(f".{COMPONENT}") for name in found):
+        return "torchtune"
+    return next(
+        (name for name, (signs, _) in TOOLS.items() if any(map(found.issuperset, signs))), None
+    )
+
+
+def kind_of(content: Mapping[str, Any]) -> str | None:
+    """Return the kind that most keys belong to, of those that have a key to themselves; None for
+    files of other tools."""
+    if tool_of(content) is not None:
+        return None
+    known = {
+        kind: [  # blocks where the table has blocks, values elsewhere
+            key for key, value in content.items()
+            if key in table and (isinstance(value, Mapping) != callable(table[key]) or not value)
+        ]
+        for kind, table in KINDS.items()
+    }  # fmt: skip
+    shared = Counter(chain.from_iterable(known.values()))
+    telling = {key for key, value in content.items() if shared[key] == 1
+               and (key not in TABLES["common"] or isinstance(value, Mapping))}  # fmt: skip
+    own = [kind for kind, keys in known.items() if not telling.isdisjoint(keys)]
+    best = max(own, key=lambda kind: len(known[kind]), default=None)
+    others = sum(key.startswith((*TABLES["beginnings"],)) for key in content)
+    return best if best and 2 * (len(known[best]) + others) >= len(content) else None
 
 
 class TableTranslator(Translator):
     """A translator whose files have tables."""
 
-    @abstractmethod
-    def tables(self) -> Mapping[str, tuple[Table, Sequence[Company]]]:
-        """Return, for each kind of file that a recipe may have keys of, the table, except for lists
-        of blocks, and the companies of keys."""
+    tables: ClassVar[Mapping[str, str]]
+    """Kind of file that a recipe may have keys of -> name of its table, but for lists of blocks."""
 
     @abstractmethod
     def draft(self, files: Files, request: Request) -> Draft:
@@ -51,13 +88,9 @@ class TableTranslator(Translator):
         return self.draft(kinds, request).translation()
 
     def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
-        found = None
-        for kind in self.tables():
-            one = self._meaning(kind, key, content)
-            if one is not None and one.to:
-                return one
-            found = found or one
-        return found
+        found = [self._meaning(kind, key, content) for kind in self.tables]
+        known = [one for one in found if one is not None]
+        return next((one for one in known if one.to), known[0] if known else None)
 
     def _meaning(self, kind: str, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
         """Return the outcome of the key in a file of this kind, which it may have in a block.
@@ -65,12 +98,12 @@ class TableTranslator(Translator):
         It is read in each of the companies, next to the other keys of the content, until it has a
         place in the recipe; without them only where it contradicts one.
         """
-        table, companies = self.tables()[kind]
-        last: KeyOutcome | None = None
+        table, last = TABLES[self.tables[kind]], None
+        companies = json.loads(TABLES["companies"][self.tables[kind]])
         others = {name: each for name, each in content.items() if name != key and name in table}
         for beside in (others, {}) if others else ({},):
             each = [_having(table, key, content[key], {**one, **beside}) for one in companies]
-            for name, whole in itertools.chain.from_iterable(zip(*each, strict=True)):
+            for name, whole in chain.from_iterable(zip(*each, strict=True)):
                 file = ConfigFile(path=Path("config.yaml"), content=whole)
                 outcomes = self.draft([(kind, file)], Request()).outcomes()
                 found = next((one for one in outcomes if one.key == name), None)
@@ -91,64 +124,77 @@ class HuggingFace(TableTranslator):
         "`zero_optimization` or `train_batch_size`, and a file of transformers' TrainingArguments "
         "`output_dir` or `per_device_train_batch_size`"
     )
+    tables = {TRAINER_KIND: "script", ACCELERATE_KIND: "accelerate", DEEPSPEED_KIND: "deepspeed"}
 
     def kind(self, content: Mapping[str, Any]) -> str | None:
-        return reader.kind_of(content)
+        return kind_of(content)
 
     def other_tool(self, content: Mapping[str, Any]) -> OtherTool | None:
-        name = tool_of(content)
-        if name is None or name in TRANSLATED:
+        tool = tool_of(content)
+        if tool is None or tool in TRANSLATED:
             return None
-        return OtherTool(name=name, advice=advice_on(name))
-
-    def tables(self) -> Mapping[str, tuple[Table, Sequence[Company]]]:
-        return {kind: (TABLES[kind], companies) for kind, companies in COMPANIES.items()}
+        return OtherTool(name=tool, advice=TOOLS[tool][1])
 
     def draft(self, files: Files, request: Request) -> Draft:
         draft = Draft([file for _, file in files], request)
-        _read_kinds(draft, files)
+        hugging_face.read_all(draft, files)
         return compose(draft, files[0][1].path.stem, script_data)
 
     def advice(self, key: str, value: Any) -> str:
-        return tools.advice(key, value)
+        pair, own = f"{key}:{'no' if value is False else value}", TABLES["advice"]
+        always = TABLES["always"]
+        found: str = own.get(pair) or always.get(pair) or always.get(key) or own.get(key, "")
+        if found and is_off(value) and found is own.get(key):
+            found = "leave it out: {value} is the default"
+        shown = "..." if isinstance(value, Mapping | list) else value
+        return found.format(value=shown if isinstance(shown, str) else json.dumps(value))
 
     def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
-        found = super().meaning(key, content)
-        return found if found and found.to else tools.outcome(key, content[key]) or found
+        found, to, value = super().meaning(key, content), TABLES["keys"].get(key), content[key]
+        if (found and found.to) or to is None:
+            return found
+        stages = (use for name, use in STRATEGIES.items() if str(value).startswith(name))
+        meant = {
+            "wrap.use": next(stages, None),
+            "adapter.use": "adapter.lora" if value else None,
+            "adapter.quantize": "nf4" if value else None,
+            "data.loss": "completion" if value else "all",
+        }
+        return KeyOutcome(outcome="translated", to={to: meant.get(to, value)})
 
 
 class RecipeTranslator(TableTranslator):
     """The recipe of one tool, and the files that belong to it."""
 
     tool: ClassVar[str]
-    table: ClassVar[Table] = {}
-    """Its keys, except for lists of blocks."""
-    companies: ClassVar[Sequence[Company]] = ({},)
+    """Name of the tool, whose recipes are of the kind `TOOL recipe`."""
     beside: ClassVar[Sequence[str]] = (ACCELERATE_KIND, DEEPSPEED_KIND)
     """Kinds of files that may be given too."""
+
+    table: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls) -> None:
+        cls.tables, cls.table = {f"{cls.tool} recipe": cls.name}, TABLES[cls.name]
 
     def kind(self, content: Mapping[str, Any]) -> str | None:
         if tool_of(content) == self.tool:
             return f"{self.tool} recipe"
-        found = reader.kind_of(content)
+        found = kind_of(content)
         return found if found in self.beside else None
 
     def supports(self, files: Sequence[ConfigFile]) -> bool:
-        own = any(tool_of(file.content) == self.tool for file in files)
-        return own and super().supports(files)
-
-    def tables(self) -> Mapping[str, tuple[Table, Sequence[Company]]]:
-        return {f"{self.tool} recipe": (self.table, self.companies)}
+        kinds = [self.kind(file.content) for file in files]
+        return all(kinds) and f"{self.tool} recipe" in kinds
 
     def draft(self, files: Files, request: Request) -> Draft:
-        recipe, *more = [file for kind, file in files if kind == f"{self.tool} recipe"]
+        recipe, *more = [file for kind, file in files if kind in self.tables]
         if more:
             both = f"{recipe.path} and {more[0].path}"
             raise UsageError(f"{both} are both recipes of {self.tool}", hint="import one by one")
         draft = Draft([file for _, file in files], request)
         self.read(draft, recipe)
         draft.kinds.add(TRAINER_KIND)  # its defaults hold next to DeepSpeed's, as transformers'
-        _read_kinds(draft, files)
+        hugging_face.read_all(draft, files)
         compose(draft, recipe.path.stem, several)
         self.finish(draft)
         return draft
@@ -158,19 +204,12 @@ class RecipeTranslator(TableTranslator):
         """Read the tool's recipe, and of the other files those that only this tool has."""
 
     def finish(self, draft: Draft) -> None:
-        """Add what shows in the draft alone."""
+        """Add what shows in the finished draft only."""
 
 
-def _read_kinds(draft: Draft, files: Files) -> None:
-    """Read the files of each kind, with DeepSpeed's defaults."""
-    for kind in TABLES:
-        for file in (file for known, file in files if known == kind):
-            reader.read(draft, file, kind)
-    if DEEPSPEED_KIND in draft.kinds:
-        set_defaults(draft, alone=TRAINER_KIND not in draft.kinds)
-
-
-def _having(table: Table, key: str, value: Any, company: Company) -> Iterator[tuple[str, Company]]:
+def _having(
+    table: Mapping[str, Any], key: str, value: Any, company: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the dotted name of a key for every place where the table has it, and the company with
     the key there."""
     if key in table:

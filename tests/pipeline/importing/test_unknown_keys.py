@@ -22,8 +22,8 @@ from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
 from pipeline.recipe import load_recipe
 from pipeline.recipe.dump import render
 from pipeline.recipe.unknown import MissingKey, UnknownKey
-from stages.importing.reader import TABLES
-from stages.importing.tools import KEYS
+from stages.importing.hugging_face import KINDS as TABLES
+from stages.importing.rules import TABLES as ALL_TABLES
 
 RECIPE = """\
 name: a
@@ -206,7 +206,8 @@ def names(table: Mapping[str, Any]) -> Iterator[str]:
             yield from names(inner)
 
 
-TRANSLATED = [*TABLES.values(), KEYS, *(getattr(t, "table", {}) for t in installed_translators())]
+TRANSLATED = [*TABLES.values(), ALL_TABLES["keys"]]
+TRANSLATED += [getattr(t, "table", {}) for t in installed_translators()]
 ALL = sorted({key for table in TRANSLATED for key in names(table)} - {"name", "seed", "env"})
 VALUES: list[Any] = [
     1, 2, 0, -1, 0.5, True, False, None, "auto", "cpu", "tpu", "full", "ddp", "fsdp", "deepspeed",

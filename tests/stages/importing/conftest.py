@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.stages.importing.configs.written import write_configs
+from tests.stages.importing.support import CONFIGS
 from tests.support.models import save_tokenizer, tiny_llama_config
 
 
 @pytest.fixture(scope="session")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the configurations that `configs/` has as text."""
-    folder = tmp_path_factory.mktemp("configs")
-    write_configs(folder)
-    return folder
+    """Return a folder with the files of `configs/`."""
+    return Path(shutil.copytree(CONFIGS, tmp_path_factory.mktemp("configs") / "configs"))
 
 
 @pytest.fixture(scope="session")

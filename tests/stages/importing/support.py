@@ -1,10 +1,12 @@
-"""Translate configurations in memory or from files."""
+"""Translate configurations, and compare what comes out with that of others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from pipeline.importing.translator import (
     ConfigFile,
@@ -14,67 +16,121 @@ from pipeline.importing.translator import (
     Translator,
     read_config,
 )
+from stages.importing.axolotl import Axolotl
+from stages.importing.llama_factory import LlamaFactory
+from stages.importing.torchtune import Torchtune
 from stages.importing.translator import HuggingFace
+
+CONFIGS = Path(__file__).with_name("configs")
+TRANSLATORS: Mapping[str, Translator] = {
+    "axolotl": Axolotl(), "llama_factory": LlamaFactory(), "torchtune": Torchtune(),
+    "trainer": HuggingFace(), "engines": HuggingFace(),
+}  # fmt: skip
+"""Name of a file of `cases/` -> its translator."""
+
+
+def config(name: str) -> dict[str, Any]:
+    """Return the content of a file of `configs/`."""
+    found: dict[str, Any] = yaml.safe_load((CONFIGS / name).read_text("utf-8"))
+    return found
+
+
+def file(name: str, content: Mapping[str, Any]) -> ConfigFile:
+    return ConfigFile(path=Path(name), content=content)
+
+
+def translated(*contents: Mapping[str, Any], **request: Any) -> Translation:
+    """Translate files of Hugging Face's tools with these contents: `0.json`, `1.json`, ..."""
+    files = [file(f"{number}.json", content) for number, content in enumerate(contents)]
+    return HuggingFace().translate(files, Request(**request))
 
 
 def from_files(folder: Path, *names: str, **request: Any) -> Translation:
     """Translate the named files together."""
-    files = [read_config(folder / name) for name in names]
-    return HuggingFace().translate(files, Request(**request))
+    return HuggingFace().translate(
+        [read_config(folder / name) for name in names], Request(**request)
+    )
 
 
-def translated(*contents: Mapping[str, Any], **request: Any) -> Translation:
-    """Translate files of these contents: `0.json`, `1.json`, ..."""
-    files = [
-        ConfigFile(path=Path(f"{number}.json"), content=content)
-        for number, content in enumerate(contents)
-    ]
-    return HuggingFace().translate(files, Request(**request))
+def made(
+    tool: str, said: Mapping[str, Any], base: Mapping[str, Any] = {}, procs: int | None = None,
+    files: Sequence[str] = (),
+) -> Translation:  # fmt: skip
+    """Translate keys next to those of `base`. Special ones: `=` has the keys or the name of a file
+    that stands in for the base, `--with` other files, `--alone` leaves `files` out, `--name` is the
+    name of the recipe; `--procs`, `--model` and `--data` are the user's options."""
+    plain = {key: value for key, value in said.items() if key != "=" and not key.startswith("--")}
+    whole = said.get("=", {**base, **plain})
+    content = config(whole) if isinstance(whole, str) else whole
+    others = dict.fromkeys(() if said.get("--alone") else files) | said.get("--with", {})
+    hugging_face = tool in ("trainer", "engines")
+    read = [file(said.get("--name", "0.json" if hugging_face else "recipe.yaml"), content)]
+    for name, other in others.items():
+        folder = "data" if "dataset_info" in name else ""
+        path = str(Path(folder, Path(name).name.replace("info.yaml", "info.json")))
+        read.append(file(path, config(name) if other is None else other))
+    request = {key: said[f"--{key}"] for key in ("model", "data") if f"--{key}" in said}
+    translator = TRANSLATORS[tool]
+    assert translator.supports(read)
+    return translator.translate(read, Request(procs=said.get("--procs", procs), **request))
 
 
-def imported(
-    translator: Translator, recipe: Mapping[str, Any], *others: ConfigFile, **request: Any
-) -> Translation:
-    """Translate a recipe of another tool, `recipe.yaml`, with the files that belong to it."""
-    name = request.pop("name", "recipe.yaml")
-    files = [ConfigFile(path=Path(name), content=recipe), *others]
-    assert translator.supports(files)
-    return translator.translate(files, Request(**request))
+def fields(made: Translation) -> dict[str, Any]:
+    """Return the recipe's fields by dotted keys, without those of slots within."""
+    if made.recipe is None:
+        return {}
+    found: dict[str, Any] = {"missing": sorted(made.missing)} if made.missing else {}
+    for key, block in {**made.recipe, **made.recipe["stages"]}.items():
+        if key != "stages":
+            inner = {f"{key}.{name}": value for name, value in block.items()} if isinstance(
+                block, Mapping) else {key: block}  # fmt: skip
+            found |= inner
+    here = str(Path.cwd())
+    return yaml.safe_load(yaml.safe_dump(found, sort_keys=False).replace(here, "HERE"))  # type: ignore[no-any-return]
 
 
-def assert_fields(translation: Translation, name: str, fields: Mapping[str, Any]) -> None:
-    """Assert that nothing is left out, and that a slot has these fields; None means none."""
-    assert left_out(translation) == {}
-    assert {key: slot(translation, name).get(key) for key in fields} == fields
+def differences(found: Translation, base: Translation | None) -> Any:
+    """Return the fields that differ from those of the base, None for those that only it has;
+    `none` if there is no recipe."""
+    if found.recipe is None:
+        return "none"
+    ours, theirs = fields(found), {} if base is None else fields(base)
+    return {key: ours.get(key) for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)}
 
 
-def outcomes(translation: Translation) -> dict[str, str]:
+def reasons(found: Translation, base: Translation | None) -> dict[str, str]:
+    """Return key -> outcome, reason and hint where they differ from those of the base."""
+
+    def said(each: KeyOutcome) -> str:
+        hint = f" ({each.hint})" if each.hint else ""
+        outcome = "" if each.outcome == "translated" else each.outcome
+        return f"{outcome} {each.why}{hint}".strip()
+
+    ours = {each.key: said(each) for each in found.outcomes}
+    theirs = {} if base is None else {each.key: said(each) for each in base.outcomes}
+    off = ("", "default is not set, or off")
+    return {key: text for key, text in ours.items() if text not in (*off, theirs.get(key))}
+
+
+def outcomes(made: Translation) -> dict[str, str]:
     """Return key -> outcome, for keys that appear once."""
-    found = {each.key: each.outcome for each in translation.outcomes}
-    assert len(found) == len(translation.outcomes)
+    found = {each.key: each.outcome for each in made.outcomes}
+    assert len(found) == len(made.outcomes)
     return found
 
 
-def by_outcome(translation: Translation) -> dict[str, set[str]]:
-    """Return outcome -> keys."""
-    found: dict[str, set[str]] = {}
-    for key, each in outcomes(translation).items():
-        found.setdefault(each, set()).add(key)
-    return found
-
-
-def slot(translation: Translation, name: str) -> dict[str, Any]:
+def slot(made: Translation, name: str) -> dict[str, Any]:
     """Return a slot's fields."""
-    assert translation.recipe is not None
-    return {**translation.recipe["stages"][name]}
+    assert made.recipe is not None
+    return {**made.recipe["stages"][name]}
 
 
-def outcome(translation: Translation, key: str) -> KeyOutcome:
+def outcome(made: Translation, key: str) -> KeyOutcome:
     """Return the outcome of the one key of that name."""
-    (found,) = [each for each in translation.outcomes if each.key == key]
+    (found,) = [each for each in made.outcomes if each.key == key]
     return found
 
 
-def left_out(translation: Translation) -> dict[str, str]:
+def left_out(made: Translation) -> dict[str, str]:
     """Return the reason for each key that the recipe lacks; empty for keys not translated."""
-    return {each.key: each.why for each in translation.outcomes if each.left_out}
+    return {each.key: each.why for each in made.outcomes if each.left_out}

@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stages.importing.rules import (
-    FOREIGN,
-    RuleResult,
-    WrongValueError,
-    applied,
-    outcome,
-    rule,
-    table,
-)
+from stages.importing import rules
+from stages.importing.rules import FOREIGN, NAMES, Rule, RuleResult, WrongValueError, outcome
 
 
 def said(text: str, value: Any, **names: Any) -> RuleResult:
     """Return what the rule says of a value."""
-    return applied(rule(text, **names), value)
+    return Rule(text, {**NAMES, **names})(value)
 
 
-def test_rows_go_on_until_they_have_a_rule_and_blocks_have_rows() -> None:
-    found = table("""
-        lr eps
-        decay: optimizer.* number | seed: seed whole
-        [fp16 bf16]
-        enabled: precision.compute = fp16
-        inner.size:
-            ignored follows enabled
-    """)
-    assert found.keys() == {"lr", "eps", "decay", "seed", "fp16", "bf16"}
-    assert found["decay"]("0.1").fact == "optimizer.decay"
-    assert found["bf16"]["enabled"](True).content == "fp16"
-    assert found["fp16"]["inner"]["size"](3).why == "follows enabled"
+def test_a_file_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+== test-one
+lr eps
+  decay: optimizer.* number | seed: seed whole
+[fp16 bf16]
+enabled: precision.compute = fp16
+inner.size:
+  ignored follows enabled
+
+== test-two
+# a remark
++ test-one my_ -seed
+*: @idle
+
+== test-values =
+lr: 5e-5 -- theirs
+"""
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables/test.txt").write_text(text)
+    monkeypatch.setattr(rules, "__file__", str(tmp_path / "rules.py"))
+    monkeypatch.setattr(rules, "TABLES", {"words": rules.TABLES["words"]})
+    tables = rules.load("test")
+    one, two = tables["test-one"], tables["test-two"]
+    assert one.keys() == {"lr", "eps", "decay", "seed", "fp16", "bf16"}
+    assert one["decay"]("0.1").fact == "optimizer.decay"
+    assert one["bf16"]["enabled"](True).content == "fp16"
+    assert one["fp16"]["inner"]["size"](3).why == "follows enabled"
+    assert two.keys() == {"my_lr", "my_eps", "my_decay", "my_fp16", "my_bf16", "*"}
+    assert two["*"](1).why == "has no effect with the other settings"
+    assert tables["test-values"] == {"lr": "5e-5 -- theirs"}
 
 
 @pytest.mark.parametrize(
@@ -107,12 +119,12 @@ def test_a_hint_may_name_a_file_with_a_mark() -> None:
 def test_a_row_with_an_unknown_reader_or_rule_is_a_mistake() -> None:
     for text in ("a nmber", "@missing"):
         with pytest.raises(KeyError):
-            rule(text)
+            Rule(text)(1)
 
 
 def test_a_wrong_value_is_refused_with_its_hint() -> None:
     def read(value: Any) -> Any:
-        raise WrongValueError("is wrong !! set another")
+        raise WrongValueError("refused is wrong !! set another")
 
     found = said("a read", 1, read=read)
     assert (found.outcome, found.why, found.hint) == ("refused", "is wrong", "set another")

@@ -1,1 +1,0 @@
-"""axolotl's YAML recipes, as of version 0.19."""

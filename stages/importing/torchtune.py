@@ -1,0 +1,214 @@
+"""torchtune's YAML recipes for full_finetune and lora_finetune, as of version 0.6."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipeline.importing import ConfigFile
+from stages.importing import rules
+from stages.importing.draft import Draft, Rows
+from stages.importing.rules import Block, Rule, RuleResult, Table, outcome, why
+from stages.importing.sources import HELD, RUNNING, TRAIN
+from stages.importing.translator import COMPONENT, RecipeTranslator
+
+SETS = {"dataset": TRAIN, "dataset_val": HELD}
+"""Keys with data sets -> beginning of their facts."""
+OWN = "torchtune's default"
+SINGLE = "single_device"
+"""Part of the name of files for one device. The recipes for several have the same keys."""
+ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
+"""Layer in torchtune -> in the layout of Hugging Face."""
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+DEPTH = 10
+"""Most references that follow one another."""
+
+
+def compiled(value: Any) -> RuleResult:
+    """Read whether the model is compiled."""
+    on = value.get("model", True) if isinstance(value, Mapping) else value
+    return Rule("model.compile = {}")(on)
+
+
+def builder(value: Any) -> RuleResult:
+    """Read the function that builds the model."""
+    other = "classifier" in str(value) or "reward" in str(value)
+    if other or not _family({COMPONENT: value}):
+        return outcome(why("unknown_model", ", ".join(sorted(TABLES["torchtune-families"]))))
+    if str(value).rpartition(".")[2].startswith(("lora_", "qlora_")):
+        return RuleResult(fact="adapter", content=True)
+    return outcome(why("known_model"))
+
+
+def attention(value: Any) -> list[str]:
+    """Return layers of attention, in the layout of Hugging Face."""
+    names = rules.names(value)
+    if unknown := [name for name in names if name not in ATTENTION]:
+        raise rules.WrongValueError(f"refused {unknown[0]!r} is not a layer of attention !!")
+    return [ATTENTION[name] for name in names]
+
+
+def _columns(**names: str) -> Callable[[Any], RuleResult]:
+    """Return the rule of a mapping of columns, which is to end in these."""
+
+    def columns(value: Any) -> RuleResult:
+        known = {**names, **(value if isinstance(value, Mapping) else {})} == names
+        other = "other_columns", ", ".join(names.values())
+        return outcome(why("known_columns") if known else why(*other))
+
+    return columns
+
+
+TABLES = rules.load(
+    "torchtune", compiled, builder, attention,
+    all_or_assistant=lambda value: "all" if rules.truth(value) else "assistant",
+    pairs=_columns(input="prompt", output="completion"),
+    alpaca_columns=_columns(instruction="instruction", input="input", output="output"),
+)  # fmt: skip
+
+
+class Torchtune(RecipeTranslator):
+    """A recipe of torchtune for full_finetune or lora_finetune."""
+
+    name = "torchtune"
+    tool = "torchtune"
+    beside = ()
+    signs = "a recipe of torchtune has blocks with `_component_`"
+
+    def read(self, draft: Draft, file: ConfigFile) -> None:
+        name, procs = file.path.name, draft.request.procs
+        content: dict[str, Any] = _resolved(file.content, file.content, draft, name)
+        tokenizer: Any = content.get("tokenizer")
+        plain = _family(tokenizer) == "plain" and not tokenizer.get("prompt_template")
+
+        def rows(block: Block, one: str, key: str) -> Table:
+            return _rows(draft, block, one, f"{key}.{COMPONENT} in {name}", plain=plain)
+
+        logger = _component(content.get("metric_logger")).rpartition(".")[2].lower()
+        fused = _family(content.get("model")) == "fused"
+        table: dict[str, Any] = self.table | {
+            "metric_logger": TABLES.get(f"torchtune-{logger}", self.table["metric_logger"]),
+            "model": TABLES["fused-model" if fused else "model"],
+            **{key: Rows(kind, rows, blocking=True) for key, kind in SETS.items()},
+        }
+        # The tokenizer lays out conversations, and pairs if it puts anything around messages.
+        sets = [content.get(key) for key in SETS]
+        blocks = [one for each in sets for one in (each if isinstance(each, list) else [each])]
+        kinds = {kind for one in blocks for kind in _builder(one)[:1]}
+        if kinds & {"chat", "slimorca"} or ("instruct" in kinds and not plain):
+            template = {COMPONENT: TABLES["words"]["their_template"]}
+            table["tokenizer"] = {**table["tokenizer"], **template}
+        draft.read(name, content, table)
+        if "model" in content:
+            _set_adapter(draft, name, _component(content["model"]).rpartition(".")[2])
+        draft.set_defaults("torchtune", self.table, OWN)
+        if not draft.given("data.sequence_length"):
+            draft.default("data.too_long", "error", "torchtune cuts no row")
+        dtype = draft.value("precision.compute", "fp32")
+        for field in ("master", "reduce") if dtype != "fp32" else ():
+            draft.default(f"precision.{field}", dtype, "torchtune has one dtype for everything")
+        steps = draft.value("cap", 0) * draft.value("train.epochs", 1)
+        many = "epochs x steps, if an epoch has so many"
+        draft.rename("cap", "train.steps", content=int(steps) or None, why=many)
+        single = SINGLE in name if procs is None else procs == 1
+        use = "wrap.ddp" if single else "wrap.fsdp"
+        draft.default("strategy", use, f"for {'one device' if single else 'several devices'}")
+        named = single and procs is None
+        draft.default("procs", 1, f"{SINGLE} in the name of the file", when=named)
+
+    def finish(self, draft: Draft) -> None:
+        if draft.given("export.adapter") and "adapter" in draft.slots:
+            draft.slot("export", "export.adapter", "export.adapter")
+        if draft.slots["train"].get("epochs") != 1:
+            draft.put("checkpoint.every", "1 epoch", note="torchtune saves after each epoch")
+        draft.lacks("data.sequence_length")
+
+
+def _component(block: Any) -> str:
+    """Return the name of what a block builds."""
+    return str(block.get(COMPONENT, "")) if isinstance(block, Mapping) else ""
+
+
+def _family(block: Any) -> str:
+    """Return what is known of the family in the name of a block's builder; empty if nothing is."""
+    words = _component(block).split(".")
+    known = words[:2] == ["torchtune", "models"] and len(words) == 4
+    return TABLES["torchtune-families"].get(words[2], "") if known else ""
+
+
+def _builder(block: Any) -> list[str]:
+    """Return what is known of the builder of a data set: kind, form, loss, data set of the hub."""
+    name = _component(block).removeprefix("torchtune.datasets.")
+    found: str = TABLES["torchtune-builders"].get(name, "")
+    return found.split()
+
+
+def _set_adapter(draft: Draft, file: str, builder: str) -> None:
+    """Set what the block `model`, whose keys were read, says of an adapter."""
+    qlora = builder.startswith("qlora_")
+    draft.default("quantize", True, f"{builder} in {file}", when=qlora)
+    draft.default("adapter", False, "the model's builder has no LoRA")
+    if not draft.value("adapter"):
+        return
+    draft.set_defaults("torchtune-adapter", {}, OWN)
+    found = [*draft.value("tune.attention", [])]
+    found += ("gate_proj", "up_proj", "down_proj") if draft.value("tune.mlp") else ()
+    found += ["lm_head"] if draft.value("tune.output") else []
+    for fact in ("tune.attention", "tune.mlp", "tune.output"):
+        draft.rename(fact, "adapter.targets" if found else fact, content=found)
+
+
+def _rows(draft: Draft, block: Block, one: str, here: str, *, plain: bool) -> Table:
+    """Return the rules of a data set whose facts begin with `one`, and set its defaults."""
+    if not (found := _builder(block)):
+        return TABLES["unknown-rows"]
+    kind, form, loss, *source = found
+    # Text is cut where a sample is full.
+    running = kind == "text" and bool(block.get("packed") and block.get("split_across_pack", 1))
+    draft.default(f"{one}path", "".join(source), here, when=source)
+    draft.default("data.loss", loss, OWN)
+    draft.default(f"{one}style", RUNNING if running else form.strip("-"), here)
+    draft.default(f"{one}template", False, here, when=plain)
+    if running:
+        kind = "text-running"
+    elif kind == "alpaca" and not plain:
+        kind = "alpaca-turn"
+    elif kind == "instruct" and not block.get("column_map"):
+        kind = "instruct-unmapped"
+    elif kind == "chat" and block.get("conversation_style") == "sharegpt":
+        kind = "chat-sharegpt"
+    return {**TABLES["rows"], **TABLES[kind]}
+
+
+def _resolved(value: Any, content: Block, draft: Draft, file: str, name: str = "") -> Any:
+    """Return a value of the content with those that OmegaConf's references (`${output_dir}/logs`)
+    name. Keys with references to something outside the file are entered as refused, and left out.
+    """
+    if isinstance(value, list):
+        return [_resolved(one, content, draft, file, f"{name}[{i}]") for i, one in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return _followed(value, content)
+    found = {}
+    for key, one in value.items():
+        path = f"{name}.{key}".lstrip(".")
+        new = _resolved(one, content, draft, file, path)
+        if isinstance(new, str) and "${" in new:
+            draft.enter(file, path, one, outcome(why("outside")))
+        else:
+            found[key] = new
+    return found
+
+
+def _followed(value: Any, content: Block) -> Any:
+    """Return the value that references lead to, as far as the content has it."""
+    for _ in range(DEPTH):
+        match = REFERENCE.search(value) if isinstance(value, str) else None
+        found: Any = content if match else None
+        for part in match[1].split(".") if match else ():
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if match is None or found is None or isinstance(found, Mapping | list):
+            return value
+        whole = match[0] == value
+        value = found if whole else f"{value[: match.start()]}{found}{value[match.end() :]}"
+    return value
