@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline import PlanView, traits
 from stages.importing.draft import Draft
-from stages.importing.hugging_face import ACCELERATE_KIND, KINDS
+from stages.importing.hugging_face import TABLES
 
 SHARDING = {"fsdp_config", "parallelism_config"}
 """Blocks that accelerate reads for FSDP alone."""
@@ -42,7 +42,7 @@ def problems(
     # Keys that no recipe expresses: accelerate cannot add them to a recipe either.
     unread = {"deepspeed_config"} | (set() if is_sharded(content) else SHARDING)
     name, draft = Path(file).name, Draft()
-    draft.read(name, {k: v for k, v in content.items() if k not in unread}, KINDS[ACCELERATE_KIND])
+    draft.read(name, {k: v for k, v in content.items() if k not in unread}, TABLES["accelerate"])
     for entry in draft.entries:
         if entry.left_out:
             yield f"{entry.key} in {name}: {entry.why or 'is not translated'}", entry.hint

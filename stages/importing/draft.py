@@ -9,18 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.importing import ConfigFile, KeyOutcome, KeyPath, Request, Translation
-from stages.importing.rules import (
-    TABLES,
-    Block,
-    Rule,
-    RuleResult,
-    Table,
-    is_off,
-    outcome,
-    parts,
-    value_of,
-    why,
-)
+from stages.importing.rules import TABLES, Rule, RuleResult, is_off, outcome, parts, value_of, why
 
 METHOD = re.compile(
     r"lora|adapter|peft|tuner|finetun|freeze|quanti|dpo|rlhf|reward|prefer|ref_model|teacher"
@@ -33,12 +22,11 @@ SECRET = re.compile(r"(hub|auth|access|api)_(token|key)$|password|secret")
 
 
 class Rows(NamedTuple):
-    """The rule of a key with a data set, or a list of them, each of which is a block."""
+    """The rule of a key with a data set, or a list of them, each of which is a block. `table`
+    returns the rules of a block with its facts' beginning (`kind` and a number) and its name."""
 
     kind: str
-    """Beginning of their facts."""
-    table: Callable[[Block, str, str], Table]
-    """Returns the rules of a block with its facts' beginning and its name."""
+    table: Callable[[Mapping[str, Any], str, str], Mapping[str, Any]]
     blocking: bool = False
     """Whether no recipe is written if one is no block."""
 
@@ -49,6 +37,8 @@ class Draft:
 
     def __init__(self, files: Sequence[ConfigFile] = (), request: Request | None = None) -> None:
         self.files, self.request = files, request or Request()
+        self.resolved = False
+        """Whether references (`${...}`) were resolved; those that are left are refused."""
         self.kinds: set[str] = set()
         """Kinds of files of accelerate, DeepSpeed and transformers that were read."""
         self.entries: list[RuleResult] = []
@@ -62,38 +52,40 @@ class Draft:
         self.missing: dict[str, str] = {}
 
     def read(
-        self, file: str, content: Block, table: Block, prefix: str = "", one: str = ""
-    ) -> None:
+        self, file: str, content: Mapping[str, Any], table: Mapping[str, Any], prefix: str = "",
+        one: str = "",
+    ) -> None:  # fmt: skip
         """Apply the table's rules to every key of a file or block; `*` has the rule of those that
         it does not name. `one` stands before the facts whose names begin with a dot."""
         for key, value in content.items():
             name, rule = f"{prefix}{key}", table.get(key, table.get("*"))
             if isinstance(rule, Rows) and value:
-                self._read_rows(file, name, value, rule)
-            elif isinstance(rule, Mapping) and isinstance(value, Mapping) and value:
+                for index, block in enumerate(value if isinstance(value, list) else [value]):
+                    each = f"{name}[{index}]" if isinstance(value, list) else name
+                    self._read_row(file, each, block, rule)
+                continue
+            if isinstance(rule, Mapping) and isinstance(value, Mapping) and value:
                 self.read(file, value, rule, f"{name}.", one)
+                continue
+            if self.resolved and isinstance(value, str) and "${" in value:
+                result = outcome(why("outside"))
+            elif rule is None:
+                result = _without_rule(key, value, table)
             else:
-                if rule is None:
-                    result = _without_rule(key, value, table)
-                elif callable(rule):
-                    result = rule(value)
-                else:
-                    off = is_off(value) or value == "auto"
-                    result = outcome(why("off" if off else "no_block"))
-                result.fact = re.sub(r"^\.", one, result.fact)
-                self.enter(file, name, value, result)
+                off = "off" if is_off(value) or value == "auto" else "no_block"
+                result = rule(value) if callable(rule) else outcome(why(off))
+            result.fact = re.sub(r"^\.", one, result.fact)
+            self.enter(file, name, value, result)
 
-    def _read_rows(self, file: str, key: str, value: Any, rows: Rows) -> None:
-        for index, block in enumerate(value if isinstance(value, list) else [value]):
-            name = f"{key}[{index}]" if isinstance(value, list) else key
-            self._sets += 1
-            one = f"{rows.kind}{self._sets}."
-            if isinstance(block, Mapping) and block:
-                self.read(file, block, rows.table(block, one, name), f"{name}.", one)
-            else:
-                wrong = outcome(why("off" if is_off(block) else "no_block"))
-                wrong.blocks = rows.blocking and not is_off(block)
-                self.enter(file, name, block, wrong)
+    def _read_row(self, file: str, name: str, block: Any, rows: Rows) -> None:
+        self._sets += 1
+        one = f"{rows.kind}{self._sets}."
+        if isinstance(block, Mapping) and block:
+            self.read(file, block, rows.table(block, one, name), f"{name}.", one)
+        else:
+            wrong = outcome(why("off" if is_off(block) else "no_block"))
+            wrong.blocks = rows.blocking and not is_off(block)
+            self.enter(file, name, block, wrong)
 
     def enter(self, file: str, key: str, value: Any, entry: RuleResult) -> None:
         """Add a key. A fact that another key states with another value is a contradiction."""
@@ -111,12 +103,11 @@ class Draft:
         if when:
             self.defaults.setdefault(fact, (value, reason))
 
-    def set_defaults(self, name: str, table: Block, reason: str, *stated: str) -> None:
+    def set_defaults(self, name: str, table: Mapping[str, Any], reason: str, *stated: str) -> None:
         """Set the values of `NAME-defaults`, but for keys that are stated, by the table's rules."""
         for key, text in TABLES[f"{name}-defaults"].items():
             what, _, own = parts(text)
-            rule: Any = table.get(key, Rule(f"{key} := {what}"))
-            result = rule(value_of(what))
+            result = table.get(key, Rule(f"{key} := {what}"))(value_of(what))
             self.default(result.fact, result.content, own or reason, when=key not in stated)
 
     def given(self, fact: str) -> bool:
@@ -165,8 +156,7 @@ class Draft:
                 said = outcome(why("no_auto" if entry.auto else "idle"))
                 entry.why, entry.outcome = said.why, said.outcome
             elif entry.auto and entry.to:
-                stated = [f"{each.key} in {each.file}"
-                          for each in self.of(entry.fact) if not each.auto]  # fmt: skip
+                stated = [f"{e.key} in {e.file}" for e in self.of(entry.fact) if not e.auto]
                 entry.why = f"auto: as {[*stated, 'transformers fills it in'][0]}"
         return [*self.entries]
 
@@ -177,8 +167,8 @@ class Draft:
 
     def put(self, key: str, value: Any, *facts: str, note: str = "") -> None:
         """Set a value, which follows from `facts`, with a comment about its source."""
-        *outer, last = parts = key.split(".")
-        in_slot = parts[0] in self.slots
+        *outer, last = path = key.split(".")
+        in_slot = path[0] in self.slots
         block = self.slots if in_slot else self.header
         for part in outer:
             block = block.setdefault(part, {})
@@ -189,7 +179,7 @@ class Draft:
         keys = dict.fromkeys(f"{entry.key} in {entry.file}" for entry in entries)
         reasons = (self.defaults[fact][1] for fact in facts if fact in self.defaults)
         if comment := note or ", ".join(keys) or next(reasons, ""):
-            self.notes[("stages", *parts) if in_slot else (*parts,)] = comment
+            self.notes[("stages", *path) if in_slot else (*path,)] = comment
 
     def copy(self, fact: str, key: str = "") -> None:
         """Set a fact's value at `key`, which is by default named like the fact, if it is known."""
@@ -197,8 +187,8 @@ class Draft:
             self.put(key or fact, self.value(fact), fact)
 
     def lacks(self, key: str, name: str = "") -> None:
-        """Mark a field that the user has to fill in, if no fact states it. `name` is that of its
-        description, which is by default named like the key."""
+        """Mark a field that the user has to fill in, if no fact states it. Its description has the
+        name of the key, or another one."""
         if not self.known(key):
             slot, _, field = key.partition(".")
             self.missing[key] = what = TABLES["missing"][name or key]
@@ -208,22 +198,21 @@ class Draft:
 
     def translation(self) -> Translation:
         """Return the recipe with the outcomes, and no recipe if one of them blocks it."""
-        outcomes = self.outcomes()
-        blocked = any(outcome.blocks for outcome in outcomes)
-        recipe, missing = {**self.header, "stages": self.slots}, {} if blocked else self.missing
-        return Translation(recipe=None if blocked else recipe, notes=self.notes, missing=missing,
-                           outcomes=outcomes)  # fmt: skip
+        outcomes, notes = self.outcomes(), self.notes
+        if any(outcome.blocks for outcome in outcomes):
+            return Translation(recipe=None, notes=notes, missing={}, outcomes=outcomes)
+        recipe = {**self.header, "stages": self.slots}
+        return Translation(recipe=recipe, notes=notes, missing=self.missing, outcomes=outcomes)
 
 
-def _without_rule(key: str, value: Any, known: Table) -> RuleResult:
+def _without_rule(key: str, value: Any, known: Mapping[str, Any]) -> RuleResult:
     """Return the outcome of a key that the table does not have."""
-    name = key.removeprefix("fsdp_")
     if is_off(value) or value == f"<{key.upper()}>":  # transformers writes this for a secret
         return outcome(why("off"))
     if SECRET.search(key):
         return outcome(why("secret", key.upper() if key.endswith("api_key") else "HF_TOKEN"))
     for beginning, rule in TABLES["beginnings"].items():
-        if name.startswith(beginning):
+        if key.removeprefix("fsdp_").startswith(beginning):
             found: RuleResult = rule(value)
             return found
     similar = difflib.get_close_matches(key, known, n=1, cutoff=0.8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from pipeline.importing import ConfigFile
 from stages.importing import rules
 from stages.importing.draft import Draft
 from stages.importing.recipe import ASKED, TRACKERS
-from stages.importing.rules import Rule, RuleResult, Table, is_off, number, outcome, why
+from stages.importing.rules import Rule, RuleResult, is_off, number, outcome, why
 
 ACCELERATE_KIND = "accelerate config"
 DEEPSPEED_KIND = "DeepSpeed configuration"
@@ -78,38 +78,28 @@ TABLES = rules.load(
     percentage=lambda value: min(number(value) / 100, 0.5),
     lora_b=lambda value: [{"match": ["*.lora_B.*"], "lr_ratio": number(value)}],
 )  # fmt: skip
-KINDS: Mapping[str, Table] = {
-    TRAINER_KIND: TABLES["script"], ACCELERATE_KIND: TABLES["accelerate"],
-    DEEPSPEED_KIND: TABLES["deepspeed"],
-}  # fmt: skip
-"""Kinds of files, in the order in which they are read."""
+KINDS = {TRAINER_KIND: "script", ACCELERATE_KIND: "accelerate", DEEPSPEED_KIND: "deepspeed"}
+"""Kinds of files, in the order in which they are read -> name of the table."""
 
 
-def read_all(draft: Draft, files: Iterable[tuple[str | None, ConfigFile]]) -> None:
+def read_all(draft: Draft, files: Sequence[tuple[str | None, ConfigFile]]) -> None:
     """Read the files of each kind, with DeepSpeed's defaults."""
-    for kind in KINDS:
-        for file in (file for known, file in files if known == kind):
-            _read(draft, file, kind)
+    for kind, file in ((kind, file) for kind in KINDS for known, file in files if known == kind):
+        draft.kinds.add(kind)
+        table, content = {**TABLES[KINDS[kind]]}, file.content
+        if kind == ACCELERATE_KIND:
+            # `accelerate launch` does not read the keys of another strategy; one key names a file.
+            named = {"deepspeed_config_file": _named(draft, file, None, "", "none")}
+            table["deepspeed_config"] = {**table["deepspeed_config"], **named}
+            used = str(content.get("distributed_type", "NO")).upper()
+            for key, engine in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")):
+                other = content.get(key) and used != engine
+                table |= unread((key, other, f"distributed_type is {used}"))
+        elif kind == TRAINER_KIND:
+            table |= _script(draft, file)
+        draft.read(file.path.name, content, table)
     if DEEPSPEED_KIND in draft.kinds:
         _set_engine_defaults(draft)
-
-
-def _read(draft: Draft, file: ConfigFile, kind: str) -> None:
-    draft.kinds.add(kind)
-    table: dict[str, Any] = {**KINDS[kind]}
-    content = file.content
-    if kind == ACCELERATE_KIND:
-        # `accelerate launch` does not read the keys of another strategy; one key names a file.
-        used = str(content.get("distributed_type", "NO")).upper()
-        named = _named(draft, file, None, "", "none")
-        table["deepspeed_config"] = {**table["deepspeed_config"], "deepspeed_config_file": named}
-        table |= unread(
-            *((key, content.get(key) and used != engine, f"distributed_type is {used}")
-              for key, engine in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")))
-        )  # fmt: skip
-    elif kind == TRAINER_KIND:
-        table |= _script(draft, file)
-    draft.read(file.path.name, content, table)
 
 
 def unread(*keys: tuple[str, Any, str]) -> dict[str, Any]:
@@ -180,7 +170,7 @@ def _named(draft: Draft, file: ConfigFile, *none: Any) -> Callable[[Any], RuleRe
 
 
 def _set_engine_defaults(draft: Draft) -> None:
-    """Set DeepSpeed 0.19's defaults."""
+    """Those of DeepSpeed 0.19."""
     own, alone = "DeepSpeed's default", TRAINER_KIND not in draft.kinds
     steps, scheduled = draft.given("optimizer"), draft.given("deepspeed.schedule")
     cosine = scheduled and draft.value("deepspeed.schedule") == "cosine"

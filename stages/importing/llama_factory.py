@@ -12,14 +12,13 @@ from pipeline.utils import did_you_mean
 from stages.importing import rules
 from stages.importing.draft import Draft
 from stages.importing.hugging_face import purpose, trainer, unread
-from stages.importing.rules import Rule, RuleResult, Table, WrongValueError, outcome, why
+from stages.importing.rules import Rule, RuleResult, outcome, why
 from stages.importing.sources import HELD, RUNNING, TRAIN
 from stages.importing.translator import RecipeTranslator
 
 OWN = "LLaMA-Factory's default"
-INFO_KIND = "data sets of LLaMA-Factory"
 ADDRESSES = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}
-"""Keys of which every entry has one."""
+"""Keys of which every entry of a dataset_info.json has one."""
 NAMES = {"dataset": TRAIN, "eval_dataset": HELD}
 """Keys with names of data sets -> beginning of their facts."""
 PROBS = "interleave_probs"
@@ -28,9 +27,9 @@ Entries: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]
 
 
 def adapter_folder(value: Any) -> str:
-    """Return the folder of an adapter."""
+    """Return the folder of an adapter. Raises WrongValueError for several."""
     if len(rules.names(value)) != 1:
-        raise WrongValueError("refused merges several adapters !! merge them first")
+        raise rules.WrongValueError("refused merges several adapters !! merge them first")
     return rules.path(value)
 
 
@@ -48,7 +47,7 @@ class LlamaFactory(RecipeTranslator):
     signs = "a recipe of LLaMA-Factory has `finetuning_type` or `cutoff_len`"
 
     def kind(self, content: Mapping[str, Any]) -> str | None:
-        return INFO_KIND if _is_info(content) else super().kind(content)
+        return "data sets of LLaMA-Factory" if _is_info(content) else super().kind(content)
 
     def read(self, draft: Draft, file: ConfigFile) -> None:
         content, running = {**file.content}, file.content.get("stage") == "pt"
@@ -56,49 +55,45 @@ class LlamaFactory(RecipeTranslator):
         files = [(each.path.name, each.content) for each in draft.files if _is_info(each.content)]
         inline = [(file.path.name, folder)] if isinstance(folder, Mapping) else []
         entries: Entries = {
-            name: (info, entry)
-            for info, content in (*inline, *files)
-            for name, entry in content.items()
-            if isinstance(entry, Mapping)
-        }
-        own = {
-            **unread(("template", running and content.get("template"),
-                      "stage: pt takes the text as it is")),
-            **purpose(content, "do_predict", "predict_with_generate", "do_eval"),
-            **trainer(draft, file),
+            name: (info, entry) for info, content in (*inline, *files)
+            for name, entry in content.items() if isinstance(entry, Mapping)
         }  # fmt: skip
+        table = self.table | unread(
+            ("template", running and content.get("template"), "stage: pt takes the text as it is")
+        )
+        table |= purpose(content, "do_predict", "predict_with_generate", "do_eval")
+        table |= trainer(draft, file)
         named: dict[str, str] = {}
         for key, kind in NAMES.items():
             if content.get(key):
-                own[key] = _naming(draft, file, entries, folder)
-                with contextlib.suppress(WrongValueError):
+                table[key] = _naming(draft, file, entries, folder)
+                with contextlib.suppress(rules.WrongValueError):
                     each = enumerate(rules.names(content[key]))
                     named |= {f"{kind}{number}.": name for number, name in each}
         if weighed := str(content.get("mix_strategy")) == "interleave_over":
-            own |= _weights(content)
-        draft.read(file.path.name, content, {**self.table, **own})
+            table |= _weights(content)
+        draft.read(file.path.name, content, table)
         for one, name in named.items():
-            if weighed and one.startswith(TRAIN):
-                draft.default(f"{one}weight", 1.0, "interleave_over takes turns")
-            if folder == "ONLINE":
-                draft.default(f"{one}path", name, f"dataset in {file.path.name}")
-            if folder == "ONLINE" or name in entries:
+            shared, online = weighed and one.startswith(TRAIN), folder == "ONLINE"
+            draft.default(f"{one}weight", 1.0, "interleave_over takes turns", when=shared)
+            draft.default(f"{one}path", name, f"dataset in {file.path.name}", when=online)
+            if online or name in entries:
                 where = folder if isinstance(folder, str) else "data"
-                info, entry = ("", {}) if folder == "ONLINE" else entries[name]
+                info, entry = ("", {}) if online else entries[name]
                 rows = _rows(draft, entry, one, where, running=running)
                 draft.read(info, entry, rows, f"{name}.", one)
         for name, (info, entry) in entries.items():
             if name not in named.values():
                 draft.enter(info, name, entry, outcome(why("other_sets")))
-        _defaults(draft, content, running=running)
+        again = rules.is_off(content.get("disable_gradient_checkpointing"))
+        draft.default("model.activation_checkpointing", {}, OWN, when=again)
+        draft.set_defaults("llama_factory", self.table, OWN)
+        _set_defaults(draft, running=running)
 
 
-def _defaults(draft: Draft, content: Mapping[str, Any], *, running: bool) -> None:
-    draft.set_defaults("llama_factory", TABLES["llama_factory"], OWN)
-    rank = draft.value("adapter.rank")
-    draft.default("adapter.alpha", float(2 * rank), "twice lora_rank, LLaMA-Factory's default")
-    again = rules.is_off(content.get("disable_gradient_checkpointing"))
-    draft.default("model.activation_checkpointing", {}, OWN, when=again)
+def _set_defaults(draft: Draft, *, running: bool) -> None:
+    alpha = float(2 * draft.value("adapter.rank"))
+    draft.default("adapter.alpha", alpha, "twice lora_rank, LLaMA-Factory's default")
     pure = draft.given("precision.master")
     draft.default("precision.compute", "bf16", "pure_bf16 in the recipe", when=pure)
     neat = draft.value("neat", False)
@@ -118,11 +113,8 @@ def _defaults(draft: Draft, content: Mapping[str, Any], *, running: bool) -> Non
 
 
 def _is_info(content: Mapping[str, Any]) -> bool:
-    """Return whether it is the content of a dataset_info.json."""
-    entries = content.values()
-    return bool(entries) and all(
-        isinstance(entry, Mapping) and ADDRESSES & entry.keys() for entry in entries
-    )
+    entries = [isinstance(one, Mapping) and ADDRESSES & one.keys() for one in content.values()]
+    return bool(entries) and all(entries)
 
 
 def _naming(draft: Draft, file: ConfigFile, entries: Entries, folder: Any) -> Rule:
@@ -143,7 +135,7 @@ def _naming(draft: Draft, file: ConfigFile, entries: Entries, folder: Any) -> Ru
     return Rule("@named", {"named": named})
 
 
-def _weights(content: dict[str, Any]) -> Table:
+def _weights(content: dict[str, Any]) -> dict[str, Rule]:
     """Return the rules for the share of each data set, and add a key for each to the content."""
     value = content.get(PROBS)
     shares = value.split(",") if isinstance(value, str) else value
@@ -151,23 +143,24 @@ def _weights(content: dict[str, Any]) -> Table:
         return {PROBS: Rule(why("no_shares", value))} if value else {}
     del content[PROBS]
     content |= {f"{PROBS}[{number}]": share for number, share in enumerate(shares)}
-    return {f"{PROBS}[{number}]": Rule(f"{TRAIN}{number}.weight number")
-            for number in range(len(shares))}  # fmt: skip
+    return {f"{PROBS}[{n}]": Rule(f"{TRAIN}{n}.weight number") for n in range(len(shares))}
 
 
-def _rows(draft: Draft, entry: Mapping[str, Any], one: str, folder: str, *, running: bool) -> Table:
+def _rows(
+    draft: Draft, entry: Mapping[str, Any], one: str, folder: str, *, running: bool
+) -> Mapping[str, Any]:
     """Return the rules of an entry, and set its defaults. `running` text is trained on as it is."""
-    if running:
-        draft.default(f"{one}style", RUNNING, "stage: pt")
-        draft.default(f"{one}text_key", "instruction", OWN)
+    draft.default(f"{one}style", RUNNING, "stage: pt", when=running)
+    draft.default(f"{one}text_key", "instruction", OWN, when=running)
     draft.default(f"{one}style", "alpaca", OWN)
     draft.default(f"{one}form", "sharegpt", OWN, when=not running)
-    given = entry.get("tags")
-    openai = isinstance(given, Mapping) and given.get("role_tag") == "role"
-    parts = ["openai" if openai else "sharegpt", *["mirrored"] * ("hf_hub_url" in entry)]
+    tags = entry.get("tags")
+    openai = isinstance(tags, Mapping) and tags.get("role_tag") == "role"
+    parts = {"openai": openai, "sharegpt": not openai, "mirrored": "hf_hub_url" in entry,
+             "running": running}  # fmt: skip
     in_folder = {"in_folder": lambda name: str(Path(folder, name).absolute())}
     found = {**TABLES["entry"], "file_name": Rule(".path in_folder", in_folder)}
-    for part in (*parts, *["running"] * running):
+    for part in (part for part, holds in parts.items() if holds):
         for key, row in TABLES[part].items():
             found[key] = {**found.get(key, {}), **row} if isinstance(row, Mapping) else row
     return found

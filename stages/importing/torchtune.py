@@ -20,7 +20,6 @@ SINGLE = "single_device"
 """Part of the name of files for one device. The recipes for several have the same keys."""
 ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 """Layer in torchtune -> in the layout of Hugging Face."""
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 DEPTH = 10
 """Most references that follow one another."""
 
@@ -77,8 +76,8 @@ class Torchtune(RecipeTranslator):
     signs = "a recipe of torchtune has blocks with `_component_`"
 
     def read(self, draft: Draft, file: ConfigFile) -> None:
-        name, procs = file.path.name, draft.request.procs
-        content: dict[str, Any] = _resolved(file.content, file.content, draft, name)
+        name, procs, draft.resolved = file.path.name, draft.request.procs, True
+        content: dict[str, Any] = _resolved(file.content, file.content)
         tokenizer: Any = content.get("tokenizer")
         plain = _family(tokenizer) == "plain" and not tokenizer.get("prompt_template")
 
@@ -100,8 +99,11 @@ class Torchtune(RecipeTranslator):
             template = {COMPONENT: TABLES["words"]["their_template"]}
             table["tokenizer"] = {**table["tokenizer"], **template}
         draft.read(name, content, table)
-        if "model" in content:
-            _set_adapter(draft, name, _component(content["model"]).rpartition(".")[2])
+        built = _component(content.get("model")).rpartition(".")[2]
+        draft.default("quantize", True, f"{built} in {name}", when=built.startswith("qlora_"))
+        draft.default("adapter", False, "the model's builder has no LoRA", when="model" in content)
+        if draft.value("adapter"):
+            _put_targets(draft)
         draft.set_defaults("torchtune", self.table, OWN)
         if not draft.given("data.sequence_length"):
             draft.default("data.too_long", "error", "torchtune cuts no row")
@@ -144,13 +146,7 @@ def _builder(block: Any) -> list[str]:
     return found.split()
 
 
-def _set_adapter(draft: Draft, file: str, builder: str) -> None:
-    """Set what the block `model`, whose keys were read, says of an adapter."""
-    qlora = builder.startswith("qlora_")
-    draft.default("quantize", True, f"{builder} in {file}", when=qlora)
-    draft.default("adapter", False, "the model's builder has no LoRA")
-    if not draft.value("adapter"):
-        return
+def _put_targets(draft: Draft) -> None:
     draft.set_defaults("torchtune-adapter", {}, OWN)
     found = [*draft.value("tune.attention", [])]
     found += ("gate_proj", "up_proj", "down_proj") if draft.value("tune.mlp") else ()
@@ -181,34 +177,19 @@ def _rows(draft: Draft, block: Block, one: str, here: str, *, plain: bool) -> Ta
     return {**TABLES["rows"], **TABLES[kind]}
 
 
-def _resolved(value: Any, content: Block, draft: Draft, file: str, name: str = "") -> Any:
-    """Return a value of the content with those that OmegaConf's references (`${output_dir}/logs`)
-    name. Keys with references to something outside the file are entered as refused, and left out.
-    """
+def _resolved(value: Any, content: Mapping[str, Any]) -> Any:
+    """Return a value with those that OmegaConf's references (`${output_dir}/logs`) name in the
+    content; a draft refuses the others."""
+    if isinstance(value, Mapping):
+        return {key: _resolved(one, content) for key, one in value.items()}
     if isinstance(value, list):
-        return [_resolved(one, content, draft, file, f"{name}[{i}]") for i, one in enumerate(value)]
-    if not isinstance(value, Mapping):
-        return _followed(value, content)
-    found = {}
-    for key, one in value.items():
-        path = f"{name}.{key}".lstrip(".")
-        new = _resolved(one, content, draft, file, path)
-        if isinstance(new, str) and "${" in new:
-            draft.enter(file, path, one, outcome(why("outside")))
-        else:
-            found[key] = new
-    return found
-
-
-def _followed(value: Any, content: Block) -> Any:
-    """Return the value that references lead to, as far as the content has it."""
-    for _ in range(DEPTH):
-        match = REFERENCE.search(value) if isinstance(value, str) else None
-        found: Any = content if match else None
-        for part in match[1].split(".") if match else ():
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if match is None or found is None or isinstance(found, Mapping | list):
-            return value
-        whole = match[0] == value
-        value = found if whole else f"{value[: match.start()]}{found}{value[match.end() :]}"
+        return [_resolved(one, content) for one in value]
+    for _ in range(DEPTH if isinstance(value, str) else 0):
+        value = re.sub(r"\$\{([\w.]+)\}", lambda match: _named(match, content), value)
     return value
+
+
+def _named(reference: re.Match[str], content: Any) -> str:
+    for part in reference[1].split("."):
+        content = content.get(part) if isinstance(content, Mapping) else None
+    return reference[0] if content is None or isinstance(content, Mapping | list) else str(content)

@@ -62,7 +62,7 @@ def kind_of(content: Mapping[str, Any]) -> str | None:
             key for key, value in content.items()
             if key in table and (isinstance(value, Mapping) != callable(table[key]) or not value)
         ]
-        for kind, table in KINDS.items()
+        for kind, table in ((kind, TABLES[name]) for kind, name in KINDS.items())
     }  # fmt: skip
     shared = Counter(chain.from_iterable(known.values()))
     telling = {key for key, value in content.items() if shared[key] == 1
@@ -124,7 +124,7 @@ class HuggingFace(TableTranslator):
         "`zero_optimization` or `train_batch_size`, and a file of transformers' TrainingArguments "
         "`output_dir` or `per_device_train_batch_size`"
     )
-    tables = {TRAINER_KIND: "script", ACCELERATE_KIND: "accelerate", DEEPSPEED_KIND: "deepspeed"}
+    tables = KINDS
 
     def kind(self, content: Mapping[str, Any]) -> str | None:
         return kind_of(content)

@@ -22,8 +22,7 @@ from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
 from pipeline.recipe import load_recipe
 from pipeline.recipe.dump import render
 from pipeline.recipe.unknown import MissingKey, UnknownKey
-from stages.importing.hugging_face import KINDS as TABLES
-from stages.importing.rules import TABLES as ALL_TABLES
+from stages.importing.hugging_face import KINDS, TABLES
 
 RECIPE = """\
 name: a
@@ -206,7 +205,7 @@ def names(table: Mapping[str, Any]) -> Iterator[str]:
             yield from names(inner)
 
 
-TRANSLATED = [*TABLES.values(), ALL_TABLES["keys"]]
+TRANSLATED = [TABLES[name] for name in (*KINDS.values(), "keys")]
 TRANSLATED += [getattr(t, "table", {}) for t in installed_translators()]
 ALL = sorted({key for table in TRANSLATED for key in names(table)} - {"name", "seed", "env"})
 VALUES: list[Any] = [

@@ -46,8 +46,8 @@ def base(tool: str, model: Path, rows: Mapping[str, str]) -> dict[str, Any]:
         return {"base_model": str(model), "learning_rate": 1e-4, "sequence_len": 16,
                 "datasets": [{"path": rows["alpaca"], "type": "alpaca"}]}  # fmt: skip
     if tool == "llama_factory":
-        return {**script, "stage": "sft", "finetuning_type": "full", "do_train": True,
-                "dataset": "mine", "dataset_dir": {"mine": {"file_name": rows["alpaca"]}}}  # fmt: skip
+        mine = {"dataset": "mine", "dataset_dir": {"mine": {"file_name": rows["alpaca"]}}}
+        return {**script, **mine, "stage": "sft", "finetuning_type": "full", "do_train": True}
     published = config("torchtune/lora.yaml")
     model_block = {"_component_": "torchtune.models.llama3.lora_llama3_8b", "lora_rank": 4,
                    "lora_alpha": 8, "lora_attn_modules": ["q_proj"]}  # fmt: skip
@@ -62,8 +62,9 @@ def of_torchtune(
     """Return the blocks of a recipe of torchtune that name a model and data of this machine."""
     data = {"_component_": "torchtune.datasets.text_completion_dataset", "source": "json",
             "data_files": rows["text"], "packed": True}  # fmt: skip
-    return {"checkpointer": {**published["checkpointer"], "checkpoint_dir": str(model)},
-            "dataset": data, "tokenizer": {**published["tokenizer"], "max_seq_len": 16}}  # fmt: skip
+    checkpointer = {**published["checkpointer"], "checkpoint_dir": str(model)}
+    tokenizer = {**published["tokenizer"], "max_seq_len": 16}
+    return {"checkpointer": checkpointer, "dataset": data, "tokenizer": tokenizer}
 
 
 def pipe(*arguments: Any) -> Result:
