@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.utils import COMMIT
 from stages.importing.draft import Draft
 from stages.importing.rules import FOREIGN, TABLES, why
-from stages.importing.sources import NO_COMMIT, has_heldout, is_local
+from stages.importing.sources import HELDOUT, NO_COMMIT, is_local
 
 LONGEST = 10_000
 """Largest denominator of a part of an epoch."""
@@ -261,7 +261,7 @@ def _put_train(draft: Draft) -> None:
         procs = draft.value("procs")
     _put_batch(draft, procs)
     evaluates = _put_period(draft, "eval", "train.eval_every") or draft.known("train.eval_every")
-    if evaluates and not (draft.facts("data.heldout") or has_heldout(draft)):
+    if evaluates and not (draft.facts("data.heldout") or draft.slots["data"].keys() & {*HELDOUT}):
         draft.lacks("data.heldout_fraction")
     compared = draft.facts("train.early_stopping") + draft.facts("checkpoint.keep_best")
     draft.drop(why("no_evaluation"), *compared, when=not evaluates)

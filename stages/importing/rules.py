@@ -41,10 +41,7 @@ TABLES: dict[str, dict[str, Any]] = {}
 """Name -> table, of all files that were loaded."""
 SHARED = ("words", "script", "fsdp")
 """Tables whose rows those of all tables may name."""
-OUTCOMES: Mapping[str, Outcome] = {
-    "ignored": "default", "untranslated": "not translated", "refused": "refused",
-    "never": "refused",
-}  # fmt: skip
+OUTCOMES: Mapping[str, Outcome] = {"ignored": "default", "untranslated": "not translated"}
 CHOOSE = "choose another optimizer stage (`pipe stages`), and a rate for it"
 FOREIGN = "other optimizer"
 """Fact: the name of an optimizer that recipes do not have."""
@@ -118,7 +115,8 @@ def outcome(text: str, **more: Any) -> RuleResult:
     a hint as in a rule."""
     what, mark, hint = parts(text)
     word, _, reason = what.partition(" ")
-    return RuleResult(outcome=OUTCOMES[word], why=reason, hint=hint, blocks=mark == "!!", **more)
+    found, blocks = OUTCOMES.get(word, "refused"), mark == "!!"
+    return RuleResult(outcome=found, why=reason, hint=hint, blocks=blocks, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +145,7 @@ class Rule:
                     found.content = "another optimizer" if unnamed else str(value)
                     found.fact = FOREIGN
                 return found
-            if kind in OUTCOMES:
+            if kind in (*OUTCOMES, "refused", "never"):
                 off = is_off(value) and kind not in ("ignored", "never")
                 return outcome(why("off") if off else self.text.replace("{0!r}", repr(value)))
             return self._fact(kind, rest, f" {mark} {hint}" if mark else "", value)

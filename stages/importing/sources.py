@@ -26,6 +26,7 @@ READ = (".txt", ".jsonl", ".json", ".parquet")
 LOADERS = ("json", "text", "parquet", "csv", "arrow")
 """Loaders of the library `datasets`, which take files."""
 TRAIN, HELD, RUNNING = "rows.", "held.", "running"
+HELDOUT = ("heldout_files", "heldout_sources")
 LOSS = ("loss.completion", "loss.assistant")
 PLACE = ("path", "files", "config", "split", "revision", "weight")
 
@@ -33,11 +34,6 @@ PLACE = ("path", "files", "config", "split", "revision", "weight")
 def is_local(name: str) -> bool:
     """Return whether a name is a path, not the id of something on the hub."""
     return bool(re.match(r"[/~]|\.\.?/", name)) or Path(name).exists()
-
-
-def has_heldout(draft: Draft) -> bool:
-    """Return whether the recipe has data sets to evaluate on."""
-    return bool(draft.slots["data"].keys() & {"heldout_files", "heldout_sources"})
 
 
 def _local_files(name: str) -> list[str]:
@@ -146,8 +142,8 @@ def _put_sets(draft: Draft) -> None:
             draft.put("data.text_key", names.pop(), *keys)
     if not _put_places(draft, TRAIN, "files", "sources"):
         draft.lacks("data.files")
-    _put_places(draft, HELD, "heldout_files", "heldout_sources")
-    draft.drop(why("there_is_data"), "data.heldout_fraction", when=has_heldout(draft))
+    there = _put_places(draft, HELD, *HELDOUT)
+    draft.drop(why("there_is_data"), "data.heldout_fraction", when=there)
 
 
 def _sets(draft: Draft, kind: str) -> list[str]:
