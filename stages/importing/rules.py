@@ -16,17 +16,16 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, Union
+from typing import Any, Literal, TypeAlias, Union
 
 from pipeline.importing import KeyOutcome
-from pipeline.importing.translator import Outcome
 
 
 @dataclass(kw_only=True)
 class RuleResult(KeyOutcome):
     """The outcome of a key, and the fact that follows from it."""
 
-    outcome: Outcome = "translated"
+    outcome: Literal["translated", "default", "not translated", "refused"] = "translated"
     fact: str = ""
     """Name of the fact; empty unless the outcome is `translated`."""
     content: Any = None
@@ -41,7 +40,7 @@ TABLES: dict[str, dict[str, Any]] = {}
 """Name -> table, of all files that were loaded."""
 SHARED = ("words", "script", "fsdp")
 """Tables whose rows those of all tables may name."""
-OUTCOMES: Mapping[str, Outcome] = {"ignored": "default", "untranslated": "not translated"}
+OUTCOMES: Mapping[str, Any] = {"ignored": "default", "untranslated": "not translated"}
 CHOOSE = "choose another optimizer stage (`pipe stages`), and a rate for it"
 FOREIGN = "other optimizer"
 """Fact: the name of an optimizer that recipes do not have."""
