@@ -1,11 +1,13 @@
-"""Translate configurations, and compare what comes out with that of others."""
+"""Translate configurations, and compare recipes and reasons with those of `cases/`."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import yaml
 
 from pipeline.importing.translator import (
@@ -21,7 +23,7 @@ from stages.importing.llama_factory import LlamaFactory
 from stages.importing.torchtune import Torchtune
 from stages.importing.translator import HuggingFace
 
-CONFIGS = Path(__file__).with_name("configs")
+CONFIGS, CASES = (Path(__file__).with_name(name) for name in ("configs", "cases"))
 TRANSLATORS: Mapping[str, Translator] = {
     "axolotl": Axolotl(), "llama_factory": LlamaFactory(), "torchtune": Torchtune(),
     "trainer": HuggingFace(), "engines": HuggingFace(),
@@ -110,6 +112,43 @@ def reasons(found: Translation, base: Translation | None) -> dict[str, str]:
     theirs = {} if base is None else {each.key: said(each) for each in base.outcomes}
     off = ("", "default is not set, or off")
     return {key: text for key, text in ours.items() if text not in (*off, theirs.get(key))}
+
+
+class Case(NamedTuple):
+    """A row of a file of `cases/`: keys, the fields of the recipe that differ from that of `base`,
+    or `none` without a recipe, and the beginnings of the reasons of keys that are not in it."""
+
+    tool: str
+    said: Mapping[str, Any]
+    recipe: Mapping[str, Any] | str
+    why: Mapping[str, str] = {}
+
+
+@functools.cache
+def content_of(tool: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((CASES / f"{tool}.yaml").read_text("utf-8"))
+    return found
+
+
+def cases(*tools: str) -> list[Any]:
+    """Return the rows of the files, as parameters."""
+    rows = [Case(tool, *row) for tool in tools for row in content_of(tool)["cases"]]
+    return [
+        pytest.param(row, id=f"{number} {str(row.said)[:50]}") for number, row in enumerate(rows)
+    ]
+
+
+def assert_case(case: Case) -> None:
+    """Assert that the keys become what the row says."""
+    content = content_of(case.tool)
+    besides = (content["base"], content.get("procs"), content.get("files", ()))
+    found = made(case.tool, case.said, *besides)
+    base = None if isinstance(case.said.get("="), str) else made(case.tool, {}, *besides)
+    assert differences(found, base) == case.recipe
+    told = reasons(found, base)
+    assert told.keys() == case.why.keys()
+    for key, text in case.why.items():
+        assert told[key].startswith(text), key
 
 
 def outcomes(made: Translation) -> dict[str, str]:
