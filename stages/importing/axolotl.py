@@ -21,7 +21,6 @@ LISTS = {"datasets": TRAIN, "pretraining_dataset": TRAIN, "test_datasets": HELD}
 
 
 def plugins(value: object) -> RuleResult:
-    """Read the names of plugins."""
     unknown = [name for name in rules.names(value) if name not in TABLES["axolotl-plugins"]]
     return outcome(why("unknown_plugins", ", ".join(unknown)) if unknown else why("harmless"))
 
@@ -121,7 +120,6 @@ def _in_company(content: Mapping[str, Any]) -> Table:
 
 
 def _set_defaults(draft: Draft, content: Mapping[str, Any]) -> None:
-    """Set the defaults that depend on other keys."""
     # Texts see each other at most in `pretraining_dataset`.
     packed, streamed = bool(draft.value("data.packing", False)), content.get("pretraining_dataset")
     if streamed:

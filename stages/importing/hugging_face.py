@@ -25,7 +25,6 @@ OTHER_METHOD = re.compile(
 
 
 def report_to(value: Any) -> RuleResult:
-    """Read the names of trackers."""
     named = [] if is_off(value) else [each.lower() for each in rules.names(value)]
     if "all" in named:
         return outcome(why("every_tracker"))

@@ -153,7 +153,6 @@ def _sets(draft: Draft, kind: str) -> list[str]:
 
 
 def _put_forms(draft: Draft, styles: dict[str, str | None]) -> None:
-    """Set what applies to the rows of all data sets."""
     forms = {
         one: draft.value(f"{one}form") if style in (None, "", RUNNING) else style
         for one, style in styles.items()

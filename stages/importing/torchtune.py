@@ -25,7 +25,6 @@ DEPTH = 10
 
 
 def compiled(value: Any) -> RuleResult:
-    """Read whether the model is compiled."""
     on = value.get("model", True) if isinstance(value, Mapping) else value
     return Rule("model.compile = {}")(on)
 
@@ -72,7 +71,7 @@ class Torchtune(RecipeTranslator):
 
     name = "torchtune"
     tool = "torchtune"
-    beside = ()
+    companions = ()
     signs = "a recipe of torchtune has blocks with `_component_`"
 
     def read(self, draft: Draft, file: ConfigFile) -> None:
@@ -128,7 +127,6 @@ class Torchtune(RecipeTranslator):
 
 
 def _component(block: Any) -> str:
-    """Return the name of what a block builds."""
     return str(block.get(COMPONENT, "")) if isinstance(block, Mapping) else ""
 
 

@@ -101,8 +101,8 @@ class TableTranslator(Translator):
         table, last = TABLES[self.tables[kind]], None
         companies = json.loads(TABLES["companies"][self.tables[kind]])
         others = {name: each for name, each in content.items() if name != key and name in table}
-        for beside in (others, {}) if others else ({},):
-            each = [_having(table, key, content[key], {**one, **beside}) for one in companies]
+        for more in (others, {}) if others else ({},):
+            each = [_having(table, key, content[key], {**one, **more}) for one in companies]
             for name, whole in chain.from_iterable(zip(*each, strict=True)):
                 file = ConfigFile(path=Path("config.yaml"), content=whole)
                 outcomes = self.draft([(kind, file)], Request()).outcomes()
@@ -168,7 +168,7 @@ class RecipeTranslator(TableTranslator):
 
     tool: ClassVar[str]
     """Name of the tool, whose recipes are of the kind `TOOL recipe`."""
-    beside: ClassVar[Sequence[str]] = (ACCELERATE_KIND, DEEPSPEED_KIND)
+    companions: ClassVar[Sequence[str]] = (ACCELERATE_KIND, DEEPSPEED_KIND)
     """Kinds of files that may be given too."""
 
     table: ClassVar[dict[str, Any]]
@@ -180,7 +180,7 @@ class RecipeTranslator(TableTranslator):
         if tool_of(content) == self.tool:
             return f"{self.tool} recipe"
         found = kind_of(content)
-        return found if found in self.beside else None
+        return found if found in self.companions else None
 
     def supports(self, files: Sequence[ConfigFile]) -> bool:
         kinds = [self.kind(file.content) for file in files]

@@ -1,4 +1,4 @@
-"""What a draft keeps of each key and value besides the recipe."""
+"""Comments of values and outcomes of keys, which a draft keeps with the recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data slot, by files that exist: what their rows have, and what stands beside them."""
+"""The data slot, by files that exist: what their rows have, and what is given next to them."""
 
 from __future__ import annotations
 
