@@ -62,7 +62,15 @@ class Draft:
             if isinstance(rule, Rows) and value:
                 for index, block in enumerate(value if isinstance(value, list) else [value]):
                     each = f"{name}[{index}]" if isinstance(value, list) else name
-                    self._read_row(file, each, block, rule)
+                    self._sets += 1
+                    facts = f"{rule.kind}{self._sets}."
+                    if isinstance(block, Mapping) and block:
+                        rows = rule.table(block, facts, each)
+                        self.read(file, block, rows, f"{each}.", facts)
+                        continue
+                    wrong = outcome(why("off" if is_off(block) else "no_block"))
+                    wrong.blocks = rule.blocking and not is_off(block)
+                    self.enter(file, each, block, wrong)
                 continue
             if isinstance(rule, Mapping) and isinstance(value, Mapping) and value:
                 self.read(file, value, rule, f"{name}.", one)
@@ -76,16 +84,6 @@ class Draft:
                 result = rule(value) if callable(rule) else outcome(why(off))
             result.fact = re.sub(r"^\.", one, result.fact)
             self.enter(file, name, value, result)
-
-    def _read_row(self, file: str, name: str, block: Any, rows: Rows) -> None:
-        self._sets += 1
-        one = f"{rows.kind}{self._sets}."
-        if isinstance(block, Mapping) and block:
-            self.read(file, block, rows.table(block, one, name), f"{name}.", one)
-        else:
-            wrong = outcome(why("off" if is_off(block) else "no_block"))
-            wrong.blocks = rows.blocking and not is_off(block)
-            self.enter(file, name, block, wrong)
 
     def enter(self, file: str, key: str, value: Any, entry: RuleResult) -> None:
         """Add a key. A fact that another key states with another value is a contradiction."""

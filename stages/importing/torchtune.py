@@ -102,7 +102,12 @@ class Torchtune(RecipeTranslator):
         draft.default("quantize", True, f"{built} in {name}", when=built.startswith("qlora_"))
         draft.default("adapter", False, "the model's builder has no LoRA", when="model" in content)
         if draft.value("adapter"):
-            _put_targets(draft)
+            draft.set_defaults("torchtune-adapter", {}, OWN)
+            found = [*draft.value("tune.attention", [])]
+            found += ("gate_proj", "up_proj", "down_proj") if draft.value("tune.mlp") else ()
+            found += ["lm_head"] if draft.value("tune.output") else []
+            for fact in ("tune.attention", "tune.mlp", "tune.output"):
+                draft.rename(fact, "adapter.targets" if found else fact, content=found)
         draft.set_defaults("torchtune", self.table, OWN)
         if not draft.given("data.sequence_length"):
             draft.default("data.too_long", "error", "torchtune cuts no row")
@@ -142,15 +147,6 @@ def _builder(block: Any) -> list[str]:
     name = _component(block).removeprefix("torchtune.datasets.")
     found: str = TABLES["torchtune-builders"].get(name, "")
     return found.split()
-
-
-def _put_targets(draft: Draft) -> None:
-    draft.set_defaults("torchtune-adapter", {}, OWN)
-    found = [*draft.value("tune.attention", [])]
-    found += ("gate_proj", "up_proj", "down_proj") if draft.value("tune.mlp") else ()
-    found += ["lm_head"] if draft.value("tune.output") else []
-    for fact in ("tune.attention", "tune.mlp", "tune.output"):
-        draft.rename(fact, "adapter.targets" if found else fact, content=found)
 
 
 def _rows(draft: Draft, block: Block, one: str, here: str, *, plain: bool) -> Table:

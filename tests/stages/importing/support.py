@@ -78,17 +78,19 @@ def made(
 
 
 def fields(made: Translation) -> dict[str, Any]:
-    """Return the recipe's fields by dotted keys, without those of slots within."""
+    """Return the recipe's fields by dotted keys, without those of blocks in slots. `null` is text,
+    as None stands for a field that is not there."""
     if made.recipe is None:
         return {}
     found: dict[str, Any] = {"missing": sorted(made.missing)} if made.missing else {}
     for key, block in {**made.recipe, **made.recipe["stages"]}.items():
-        if key != "stages":
-            inner = {f"{key}.{name}": value for name, value in block.items()} if isinstance(
-                block, Mapping) else {key: block}  # fmt: skip
-            found |= inner
-    here = str(Path.cwd())
-    return yaml.safe_load(yaml.safe_dump(found, sort_keys=False).replace(here, "HERE"))  # type: ignore[no-any-return]
+        inner = block if isinstance(block, Mapping) and key != "stages" else {}
+        found |= {
+            f"{key}.{name}": "null" if value is None else value for name, value in inner.items()
+        }
+        found |= {} if isinstance(block, Mapping) else {key: block}
+    text = yaml.safe_dump(found, sort_keys=False).replace(str(Path.cwd()), "HERE")
+    return yaml.safe_load(text)  # type: ignore[no-any-return]
 
 
 def differences(found: Translation, base: Translation | None) -> Any:
@@ -115,8 +117,9 @@ def reasons(found: Translation, base: Translation | None) -> dict[str, str]:
 
 
 class Case(NamedTuple):
-    """A row of a file of `cases/`: keys, the fields of the recipe that differ from that of `base`,
-    or `none` without a recipe, and the beginnings of the reasons of keys that are not in it."""
+    """A row of a file of `cases/`: keys, the fields of the recipe that differ from that of `base`
+    (all of them if there are no keys, or a file), or `none` without a recipe, and the beginnings of
+    the reasons of keys that are not in it."""
 
     tool: str
     said: Mapping[str, Any]
@@ -143,7 +146,8 @@ def assert_case(case: Case) -> None:
     content = content_of(case.tool)
     besides = (content["base"], content.get("procs"), content.get("files", ()))
     found = made(case.tool, case.said, *besides)
-    base = None if isinstance(case.said.get("="), str) else made(case.tool, {}, *besides)
+    whole = not case.said or isinstance(case.said.get("="), str)
+    base = None if whole else made(case.tool, {}, *besides)
     assert differences(found, base) == case.recipe
     told = reasons(found, base)
     assert told.keys() == case.why.keys()

@@ -16,6 +16,10 @@ def test_values_have_comments_with_their_sources() -> None:
     assert found.recipe is not None
     names = [*found.recipe["stages"]]
     assert names.index("track") == names.index("train") - 1
+    lora = {"output_dir": "x", "use_peft": True, "lora_target_modules": "all-linear"}
+    adapted = translated(lora).recipe
+    assert adapted is not None
+    assert [*adapted["stages"]][:3] == ["model", "adapter", "precision"]
     arguments = {"output_dir": "x", "per_device_train_batch_size": 4, "max_steps": 1,
                  "gradient_accumulation_steps": 2}  # fmt: skip
     batch = outcome(translated(arguments, procs=4), "gradient_accumulation_steps")
