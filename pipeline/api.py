@@ -104,7 +104,7 @@ def run(
     Raises RecipeError and UsageError before anything is started, RunFailed, and RunStopped when
     somebody else has stopped it; both have the run's `folder`.
     """
-    from pipeline.execution.selection import Selection
+    from pipeline.execution.resume import Selection
     from pipeline.importing.unknown_keys import plan_recipe
 
     with _file_of(recipe) as file:

@@ -38,7 +38,7 @@ from pipeline.planning.planner import Job, TraceScope, planned
 from pipeline.planning.trace.run import context, declare, model_errors_as_ours
 from pipeline.planning.trace.torch_compat import silent_group, storage_key
 from pipeline.planning.trace.tracker import START, MemoryTracker, Position, offloading
-from pipeline.utils.fake_tensors import without_values
+from pipeline.utils.tensors import without_values
 from stages.objectives.cross_entropy import CrossEntropy
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.planner import LOW_BIT

@@ -13,9 +13,9 @@ import click
 from pydantic import ValidationError
 
 from pipeline.bench.results import Row
+from pipeline.chain.artifacts import training_slots
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.chain.registry import Registry
-from pipeline.chain.trainings import training_slots
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import DividesRanks
 from pipeline.contracts.training import TrainedRun

@@ -7,24 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.chain.artifacts import training_of, training_slots, wrong_artifact
 from pipeline.chain.elsewhere import Foreign, explained
 from pipeline.chain.entry_points import line_in
-from pipeline.chain.kinds import wrong_artifact
 from pipeline.chain.names import unpinned
 from pipeline.chain.registry import Registry
-from pipeline.chain.trainings import training_of, training_slots
 from pipeline.chain.wiring import SlotType, missing_inputs, unread_results, wired, wrong_takes
 from pipeline.contracts.engine import Engine
-from pipeline.contracts.plan_view import Checked, PlanView
+from pipeline.contracts.plan_view import Checked, PlanView, Wiring
 from pipeline.contracts.training import TrainedRun
-from pipeline.contracts.wiring import Wiring
 from pipeline.distributed.launch import Launch, Started
 from pipeline.errors import Location, PluginError, Problem, RecipeError, UsageError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
 from pipeline.recipe.fields import build
-from pipeline.recipe.nodes import SourceMap
-from pipeline.recipe.unknown import MissingKey, UnknownKey
+from pipeline.recipe.nodes import MissingKey, SourceMap, UnknownKey
 from pipeline.utils.hub import pins_asked
 from pipeline.utils.text import did_you_mean, plural
 

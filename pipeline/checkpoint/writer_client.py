@@ -14,7 +14,7 @@ from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterS
 from pipeline.distributed.signals import signals_blocked
 from pipeline.errors import CheckpointError, WriterDied
 from pipeline.utils.files import anonymous_file
-from pipeline.utils.process_tree import own_module
+from pipeline.utils.processes import own_module
 
 
 class WriterProcess:

@@ -30,7 +30,7 @@ from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, Write, 
 from pipeline.distributed.signals import ignore_signals
 from pipeline.errors import CheckpointError, in_words
 from pipeline.utils.files import read_all
-from pipeline.utils.process_tree import die_with
+from pipeline.utils.processes import die_with
 from pipeline.utils.terminal import guard, hide_environment
 
 NICENESS = 10

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.chain.trainings import training_of
+from pipeline.chain.artifacts import training_of
 from pipeline.checkpoint import Retention, location
 from pipeline.checkpoint.local_store import LocalStore, is_leftover
 from pipeline.checkpoint.retention import unneeded

@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from pipeline.chain.trainings import training_of
+from pipeline.chain.artifacts import training_of
 from pipeline.contracts.stage import Context, Durable
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.heartbeat import Phase
 from pipeline.errors import StageError
 from pipeline.execution.agreement import require_same_artifact
+from pipeline.execution.gpu_records import record_memory, release_memory
 from pipeline.execution.journal import Journal
-from pipeline.execution.memory_record import record_memory, release_memory
 from pipeline.execution.preflight import look_ahead, run_dry
 from pipeline.execution.rank_logging import IN_DISPLAY
 from pipeline.execution.resume import ResumePlan, digests, plan_resume, restored

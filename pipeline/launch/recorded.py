@@ -15,8 +15,8 @@ from pathlib import Path
 
 import click
 
+from pipeline.chain.artifacts import training_of
 from pipeline.chain.plan import Plan
-from pipeline.chain.trainings import training_of
 from pipeline.contracts.metrics import is_record
 from pipeline.contracts.stage import ENGINE_FILE, ENVIRONMENT_FILE, engine_file
 from pipeline.contracts.training import TrainedRun
@@ -32,9 +32,8 @@ from pipeline.errors import (
 from pipeline.execution import activity_record, failures, origins, rundir
 from pipeline.execution.journal import Journal
 from pipeline.execution.rank_logging import say
-from pipeline.execution.resume import finished_in, plan_resume, results
+from pipeline.execution.resume import ends_early, finished_in, plan_resume, results
 from pipeline.execution.rundir import saved_step
-from pipeline.execution.selection import ends_early
 from pipeline.utils.files import replace_bytes, replace_text
 from pipeline.utils.foreign import read_whole
 from pipeline.utils.jsonl import read_tail

@@ -16,7 +16,7 @@ from pipeline.utils.text import closest
 
 if TYPE_CHECKING:
     from pipeline.doctor.report import MachineReport
-    from pipeline.execution.memory_record import MemoryRecord
+    from pipeline.execution.gpu_records import MemoryRecord
 
 PER_NODE = 8
 """GPUs of a node without `--gpus`."""
@@ -236,7 +236,7 @@ def margins_for(
     """Margins of GPUs of a kind: by the record of a named run, else of the newest run in the folder
     of runs, else assumed; `overhead` GiB replace the bytes beside tensors. Raises UsageError for a
     missing record, or one of another kind."""
-    from pipeline.execution.memory_record import newest_record, read_record
+    from pipeline.execution.gpu_records import newest_record, read_record
 
     named = None if record is None else (record.name, read_record(record))
     if named is not None and kind is not None and not _same(named[1].device, kind):

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.chain.artifacts import training_slots
 from pipeline.chain.plan import Plan
 from pipeline.chain.registry import Registry
-from pipeline.chain.trainings import training_slots
 from pipeline.contracts.precision import Precision
 from pipeline.distributed.launch import Started
 from pipeline.importing.unknown_keys import plan_recipe

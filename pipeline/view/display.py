@@ -26,7 +26,7 @@ class _Recording(Screen):
     """A screen during whose run this machine's GPUs are recorded, as long as that is possible."""
 
     def __init__(self, screen: Screen, folder: Path) -> None:
-        from pipeline.execution.hardware_record import HardwareRecord
+        from pipeline.execution.gpu_records import HardwareRecord
 
         self._screen, self.output = screen, screen.output
         self._record = HardwareRecord(folder)

@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt
 
 from pipeline import Checkpoints, Context, Engine, ModelSource, PlanView, Problem
 from pipeline.utils import address_problems, path_problems
-from stages.periods import Period, epoch_problems
+from stages.fields import Period, epoch_problems
 from stages.wires import mixed_problems
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from pipeline import DataError, Problem, StageError
 from pipeline.utils import HubName, commit_of, near_path, optional, replace_text, shown_path
 from stages.data.cache import cache_folder, digest
 from stages.data.rows import KNOWN, Report, Row, raised, require_columns, rows
-from stages.variables import instead_of_variable
+from stages.fields import instead_of_variable
 
 if TYPE_CHECKING:
     from stages.data.fields import Source

@@ -28,7 +28,7 @@ from pipeline import (
     traits,
 )
 from stages.batches.settings import BatchPlan, Count
-from stages.periods import Period, epoch_problems
+from stages.fields import Period, epoch_problems
 from stages.train.settings import (
     Anomalies,
     EarlyStopping,
@@ -185,7 +185,7 @@ class TrainCausalLm(BatchPlan):
         """Raise CheckpointError unless a canonical checkpoint on this machine has all its files in
         full size. Tensors and remote checkpoints are verified when they are read."""
         from pipeline.checkpoint import Formats, Reading
-        from stages.formats.canonical import Canonical
+        from stages.formats.formats import Canonical
 
         if "://" in trained.checkpoint:
             return

@@ -43,7 +43,7 @@ from pipeline.planning.trace.tracker import (
     Position,
     offloading,
 )
-from pipeline.utils.fake_tensors import with_values, without_values
+from pipeline.utils.tensors import with_values, without_values
 
 DECLARATIONS = (ModelSource, Precision)
 TRACE, RUN = "trace", "run"

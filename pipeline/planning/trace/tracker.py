@@ -18,7 +18,7 @@ from pipeline.planning.forecast import LOAD
 from pipeline.planning.trace import torch_compat
 from pipeline.planning.trace.compile_compat import COUNTING
 from pipeline.planning.trace.torch_compat import Link, storage_key, tensors_in
-from pipeline.utils.fake_tensors import device_of, has_values
+from pipeline.utils.tensors import device_of, has_values
 
 aten = torch.ops.aten
 ATTENTION, PRODUCTS = "attention", "products"

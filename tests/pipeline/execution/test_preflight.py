@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.contracts.plan_view import Wiring
 from pipeline.contracts.resources import ResourceNeed
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Checkpoints, TrainedRun
-from pipeline.contracts.wiring import Wiring
 from pipeline.execution.preflight import look_ahead, run_dry
 from pipeline.testing import context
 

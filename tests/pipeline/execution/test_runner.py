@@ -17,9 +17,9 @@ import pytest
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.metrics import Metrics
+from pipeline.contracts.plan_view import Wiring
 from pipeline.contracts.signature import gives
 from pipeline.contracts.stage import Context, Durable
-from pipeline.contracts.wiring import Wiring
 from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError

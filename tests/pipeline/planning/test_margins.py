@@ -14,7 +14,7 @@ import torch
 
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import UsageError
-from pipeline.execution.memory_record import read_record, record_memory
+from pipeline.execution.gpu_records import read_record, record_memory
 from pipeline.planning.forecast import Held
 from pipeline.planning.hardware import Hardware, Margins, margins_for
 from pipeline.planning.memory_plan import shortages

@@ -11,9 +11,7 @@ from pipeline.checkpoint.formats import Reading
 from pipeline.contracts.precision import LossScaling
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
-from stages.formats.canonical import Canonical
-from stages.formats.dcp import Dcp
-from stages.formats.deepspeed import DeepSpeed
+from stages.formats.formats import Canonical, Dcp, DeepSpeed
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import (

@@ -1,4 +1,4 @@
-"""Fields that say how often something happens in a training."""
+"""Fields of stages: how often something happens in a training, and paths."""
 
 from __future__ import annotations
 
@@ -49,3 +49,13 @@ def epoch_problems(
         if isinstance(period, str):
             message = f"is {period}, and the data slot does not know how many samples an epoch has"
             yield Problem(key=key, message=message, hint="give a number of steps")
+
+
+def instead_of_variable(path: str) -> str:
+    """Return a hint with what to write for a path with a variable, such as `$DATA/x.jsonl`; empty
+    for other paths."""
+    found = re.search(r"\$(\w+)", path)
+    if found is None:
+        return ""
+    written = path.replace(found[0], f"${{oc.env:{found[1]}}}")
+    return f"write {written}, and `env: [{found[1]}]` at the top of the recipe"

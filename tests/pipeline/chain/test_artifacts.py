@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.chain.artifacts import training_of, training_slots
 from pipeline.chain.plan import Plan, plan_file
-from pipeline.chain.trainings import training_of, training_slots
 from pipeline.errors import RecipeError
 
 FILE = Path(__file__).parents[3] / "recipes" / "two_trainings.yaml"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.contracts.plan_view import PlanView
-from pipeline.execution import hardware_record
-from pipeline.execution.hardware_record import FILE, HardwareRecord, hardware_records
+from pipeline.execution import gpu_records
+from pipeline.execution.gpu_records import READINGS, HardwareRecord, hardware_records
 from pipeline.hardware.telemetry import GpuReading, Telemetry
 from pipeline.testing import plan_view
 from pipeline.view.display import Display
@@ -37,7 +37,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(hardware_record, "time", found)
+    monkeypatch.setattr(gpu_records, "time", found)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", library())
     return found
@@ -68,7 +68,7 @@ def test_a_record_every_15_seconds(tmp_path: Path, clock: Clock) -> None:
 def test_long_runs_have_fewer(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware_record, "MOST", 8)
+    monkeypatch.setattr(gpu_records, "MOST", 8)
     folder = made(tmp_path / "run")
     looked(HardwareRecord(folder), clock, 15 * 9, every=15)
     assert [one["time"] - 1000 for one in hardware_records(folder)] == [0, 30, 60, 90, 120]
@@ -98,7 +98,7 @@ def test_a_full_disk_ends_the_record_and_nothing_else(
         calls.append(arguments)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hardware_record, "append_line", full)
+    monkeypatch.setattr(gpu_records, "append_line", full)
     looked(HardwareRecord(tmp_path), clock, 100)
     assert len(calls) == 1
 
@@ -114,7 +114,7 @@ def test_the_launcher_records_runs_on_gpus(
     folder = made(tmp_path / "run")
     with Display(quiet=True).shown(Planned(), folder) as screen:  # type: ignore[arg-type]
         screen.refresh()
-    assert (folder / FILE).exists() == recorded
+    assert (folder / READINGS).exists() == recorded
 
 
 class Read(Telemetry):
@@ -175,5 +175,5 @@ def test_many_steps_become_as_many_points_as_a_screen_shows() -> None:
 
 def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
     lines = [json.dumps({"gpus": 1}), "{", json.dumps({"step": 1, "gpus": []})]
-    (tmp_path / FILE).write_text("\n".join(lines), "utf-8")
+    (tmp_path / READINGS).write_text("\n".join(lines), "utf-8")
     assert [one["step"] for one in hardware_records(tmp_path)] == [1]

@@ -1,9 +1,10 @@
-"""Processes that end with the run: its ranks, and whatever they started."""
+"""Child processes: started with a message, and ended with their parent and their own children."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from pipeline.utils.files import anonymous_file, read_all
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -113,3 +117,33 @@ def _children_elsewhere() -> list[int]:
             if int(fields[1]) == me and int(fields[3]) != session:
                 found.append(int(folder.name))
     return found
+
+
+def start_child(
+    module: str,
+    message: Any,
+    *shown: str,
+    pass_fds: Sequence[int] = (),
+    **options: Any,
+) -> subprocess.Popen[bytes]:
+    """Start a module of the project, which finds `message` by `received`. `ps` shows the arguments
+    `shown`, such as the run's folder. `options` are Popen's. Raises OSError."""
+    descriptor = anonymous_file("message")
+    try:
+        os.write(descriptor, json.dumps(message).encode())
+        return subprocess.Popen(
+            own_module(module, str(descriptor), *shown),
+            pass_fds=[*pass_fds, descriptor],
+            **options,
+        )
+    finally:
+        os.close(descriptor)
+
+
+def received(argument: str) -> Any:
+    """The message to this process, whose first argument is `argument`."""
+    descriptor = int(argument)
+    try:
+        return json.loads(read_all(descriptor))
+    finally:
+        os.close(descriptor)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from stages.periods import Period
+from stages.fields import Period
 
 PERIOD: TypeAdapter[Any] = TypeAdapter(Period)
 

@@ -11,8 +11,7 @@ from pipeline.chain.plan import Plan, plan_file
 from pipeline.chain.registry import Registry
 from pipeline.errors import UsageError
 from pipeline.execution.journal import Journal
-from pipeline.execution.resume import digests, plan_resume
-from pipeline.execution.selection import Selection, ends_early, rehearsal
+from pipeline.execution.resume import Selection, digests, ends_early, plan_resume, rehearsal
 
 RECIPE = """\
 name: parts
