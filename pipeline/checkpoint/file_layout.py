@@ -65,13 +65,10 @@ class FileLayout:
     def in_order(self, tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
         """The order in which ranks write; if they share files, with the number of each file."""
         ordered = sorted(tensors, key=lambda tensor: (self._file(tensor.key), -tensor.itemsize))
-        if not self.shared:
-            return ordered
         files = sorted({self._file(tensor.key) for tensor in ordered})
-        return [
-            tensor.model_copy(update={"file": files.index(self._file(tensor.key))})
-            for tensor in ordered
-        ]
+        numbers = {name: number if self.shared else None for number, name in enumerate(files)}
+        placed = ((tensor, numbers[self._file(tensor.key)]) for tensor in ordered)
+        return [t if t.file == n else t.model_copy(update={"file": n}) for t, n in placed]
 
     def lay_out(
         self, rank: int, own: Sequence[tuple[int, Tile]], tensors: Sequence[TensorEntry]
