@@ -156,19 +156,19 @@ def divide(
     groups = [(ranks, json.loads(zlib.decompress(text))) for text, ranks in members.items()]
     groups += [([rank], random) for rank, (_, random) in enumerate(seconds)]
     facts: dict[str, tuple[str, list[int]]] = {}
-    parts: dict[str, tuple[tuple[int, int], ...]] = defaultdict(tuple)
+    parts: dict[str, list[tuple[int, int]]] = defaultdict(list)
     """The groups that hold some of a tensor, and the number of its tiles on their ranks."""
     for group, (_, listed) in enumerate(groups):
         for key, (dtype, shape, number) in listed.items():
             if facts.setdefault(key, (dtype, shape)) != (dtype, shape):
                 raise StageError(f"{key}: ranks differ in its shape or dtype")
-            parts[key] += ((group, number),)
+            parts[key].append((group, number))
     tensors = file_layout.in_order(
         TensorEntry(key=key, dtype=dtype, shape=tuple(shape))
         for key, (dtype, shape) in facts.items()
     )
     alike: dict[tuple[tuple[int, int], ...], int] = {}
-    numbers = [alike.setdefault(parts[tensor.key], len(alike)) for tensor in tensors]
+    numbers = [alike.setdefault(tuple(parts[tensor.key]), len(alike)) for tensor in tensors]
     holders: list[dict[Tile, list[int]]] = [defaultdict(list) for _ in alike]
     for number, own in enumerate(alike):
         for rank, held in sorted((rank, n) for group, n in own for rank in groups[group][0]):
@@ -208,22 +208,24 @@ def share_writing(held: Sequence[int], holders: Sequence[Holders], ranks: int) -
         for piece in fixed[number]:
             load[piece.rank] += piece.tile.numel * times[number]
     largest = [max((tile.numel for few, _ in own for tile in few), default=0) for own in free]
-    layouts: dict[tuple[int, ...], list[Piece]] = {}
-    chosen: list[list[Piece]] = [[] for _ in held]
+    layouts: dict[tuple[Piece, ...], int] = {}
+    known_choices: dict[tuple[int, ...], int] = {}
+    chosen = [0] * len(held)
     for tensor in sorted(range(len(held)), key=lambda tensor: -largest[held[tensor]]):
         number, choice = held[tensor], []
         for few, matrix in free[number]:
             choice.append(int(load[matrix].max(axis=0).argmin()))
             np.add.at(load, matrix[:, choice[-1]], [tile.numel for tile in few])
-        if (number, *choice) not in layouts:
+        if (number, *choice) not in known_choices:
             taken = [
                 Piece(int(own[n]), *tile)
                 for n, (few, matrix) in zip(choice, free[number], strict=True)
                 for tile, own in zip(few, matrix, strict=True)
             ]
-            layouts[number, *choice] = sorted(fixed[number] + taken, key=lambda piece: piece[1:])
-        chosen[tensor] = layouts[number, *choice]
-    return Division.of(chosen)
+            pieces = tuple(sorted(fixed[number] + taken, key=lambda piece: piece[1:]))
+            known_choices[number, *choice] = layouts.setdefault(pieces, len(layouts))
+        chosen[tensor] = known_choices[number, *choice]
+    return Division.model_construct(tensors=chosen, layouts=[*layouts])
 
 
 def _cut(tile: Tile, ranks: Sequence[int]) -> Iterator[Piece]:
