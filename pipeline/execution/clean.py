@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.chain.artifacts import training_of
 from pipeline.checkpoint import Retention, location
-from pipeline.checkpoint.local_store import LocalStore, is_leftover
 from pipeline.checkpoint.retention import unneeded
+from pipeline.checkpoint.store import LocalStore, is_leftover
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.traits import RetainsCheckpoints
 from pipeline.errors import PipeError, in_words

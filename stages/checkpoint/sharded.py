@@ -88,7 +88,7 @@ class CheckpointSettings:
             retention=self.retention,
             asynchronous=self.asynchronous,
             start_from=self.start_from,
-        )
+        ).open()
 
     def run_dry(
         self, ctx: Context, engine: Engine, model: ModelSource | None = None

@@ -93,6 +93,7 @@ class Training:
         launched.add(self.meter.end(result, before, progress, profile, stop=stop))
         collect_behind(number)
         with launched.told_on_failure():
+            self.saves.poll()
             at_once = profiled or self.recovery.guards or self._pause_due()
         launched.tell(but=0 if at_once else 1)
         if launched.stop:

@@ -42,6 +42,7 @@ class Saves(StepCallback):
         began = time.perf_counter()
         self.checkpoints.save(progress)
         stalled = time.perf_counter() - began
+        self.poll()
         self._look()
         if progress.step != self.newest:
             self.newest, self._writes = progress.step, True
@@ -51,8 +52,14 @@ class Saves(StepCallback):
     def finish(self) -> str:
         """Wait until the last checkpoint is on disk; returns its address (collective)."""
         last = self.checkpoints.finish()
+        self.poll()
         self._look()
         return last
+
+    def poll(self) -> None:
+        """Look after the save that is being written, after each step. Raises CheckpointError if it
+        failed."""
+        self._written += self.checkpoints.poll()
 
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         ended, seconds = record["time"], record["step_seconds"]
@@ -65,7 +72,6 @@ class Saves(StepCallback):
 
     def _look(self, until: float | None = None) -> None:
         """Report what is on disk, if it was at the time `until`: steps beside it are known then."""
-        self._written += self.checkpoints.written()
         while self._written:
             ended = self._written[0].ended
             if until is not None and ended > until:

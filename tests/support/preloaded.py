@@ -22,7 +22,7 @@ MODULES = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "pipeline.checkpoint.manager",
-    "pipeline.checkpoint.local_store",
+    "pipeline.checkpoint.store",
     "pipeline.execution.worker",
     "stages.adapter.lora",
     "stages.consolidate.weights",

@@ -16,7 +16,7 @@ from pipeline import Context, Data, Engine, TrainedRun
 from pipeline.chain.entry_points import BUILT_IN, Entry
 from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import Registry
-from pipeline.checkpoint.staging import PASSAGE
+from pipeline.checkpoint.file_layout import PASSAGE
 from pipeline.cli import main
 from pipeline.commands.advise import Draft
 from pipeline.planning.hardware import HardwareOptions, Margins

@@ -8,10 +8,11 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipeline.checkpoint.local_store import LocalStore
+from pipeline.checkpoint.store import LocalStore
 from pipeline.utils.files import PAGE, page_aligned
 
 NAME = "step-00000001"
@@ -72,71 +73,67 @@ def test_pages_go_past_the_cache_and_edges_do_not(
     cuts = [0, 100, 100 + 9 * PAGE, 20 * PAGE, 20 * PAGE + 3, size - 1, size]
     with transaction.create("data", size, shared=shared) as sink:
         for low, high in itertools.pairwise(cuts):
-            sink.write(low, memory[low:high])
+            sink(low, memory[low:high])
     assert (tmp_path / transaction.folder / "data").read_bytes() == bytes(memory)
     assert direct == [8 * PAGE, 10 * PAGE, 18 * PAGE]
 
 
-def refused_at_open(direct: list[int], patch: pytest.MonkeyPatch) -> None:
-    opened = os.open
-
-    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "no such way")
-        return opened(path, flags, mode)
-
-    patch.setattr(os, "open", refuse)
-
-
-def refused_at_the_first_write(
-    direct: list[int], patch: pytest.MonkeyPatch, number: int = errno.EINVAL
+def fail(
+    patch: pytest.MonkeyPatch, name: str, number: int, when: Callable[..., bool] = lambda *_: True
 ) -> None:
-    pwrite = os.pwrite
+    """Have a function of `os` fail where its first two arguments are such."""
+    real = getattr(os, name)
 
-    def refuse(descriptor: int, data: memoryview, offset: int) -> int:
-        done = pwrite(descriptor, data, offset)
-        if direct:
-            direct.clear()
+    def called(one: Any, other: Any, *rest: Any) -> Any:
+        if when(one, other):
             raise OSError(number, os.strerror(number))
-        return done
+        return real(one, other, *rest)
 
-    patch.setattr(os, "pwrite", refuse)
+    patch.setattr(os, name, called)
 
 
-def refused_for_its_size(direct: list[int], patch: pytest.MonkeyPatch) -> None:
-    refused_at_the_first_write(direct, patch, errno.ENOMEM)
+def is_direct(descriptor: int, *_: object) -> bool:
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def opens_direct(path: object, flags: int) -> bool:
+    return bool(flags & os.O_DIRECT)
 
 
 @pytest.mark.parametrize(
-    "refused", [refused_at_open, refused_at_the_first_write, refused_for_its_size]
+    ("name", "number", "when"),
+    [
+        ("open", errno.EINVAL, opens_direct),
+        ("pwrite", errno.EINVAL, is_direct),
+        ("pwrite", errno.ENOMEM, is_direct),
+    ],
 )
 def test_file_systems_without_direct_writes(
-    refused: Callable[[list[int], pytest.MonkeyPatch], None],
+    name: str, number: int, when: Callable[..., bool],
     tmp_path: Path, direct: list[int], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    refused(direct, monkeypatch)
+    fail(monkeypatch, name, number, when)
     transaction, memory = LocalStore(tmp_path).begin(NAME, "one"), data_of(20 * PAGE)
     with transaction.create("data", len(memory), shared=False) as sink:
-        sink.write(0, memory[: 8 * PAGE])
-        sink.write(8 * PAGE, memory[8 * PAGE :])
+        sink(0, memory[: 8 * PAGE])
+        sink(8 * PAGE, memory[8 * PAGE :])
     assert direct == []
     assert (tmp_path / transaction.folder / "data").read_bytes() == bytes(memory)
 
 
-def test_a_full_disk_is_no_reason_to_try_another_way(
-    tmp_path: Path, direct: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_errors_that_another_way_does_not_mend(
+    number: int, tmp_path: Path, direct: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transaction, memory = LocalStore(tmp_path).begin(NAME, "one"), data_of(8 * PAGE)
-
-    def full(descriptor: int, data: memoryview, offset: int) -> int:
-        raise OSError(errno.ENOSPC, "no room")
-
-    monkeypatch.setattr(os, "pwrite", full)
+    """A full disk, and one that fails after it has taken some pages."""
+    fail(monkeypatch, "pwrite", number, lambda *_: number == errno.ENOSPC or bool(direct))
+    transaction, memory = LocalStore(tmp_path).begin(NAME, "one"), data_of(24 * PAGE)
     with (
-        pytest.raises(OSError, match="no room"),
+        pytest.raises(OSError, match=os.strerror(number)),
         transaction.create("data", len(memory), shared=False) as sink,
     ):
-        sink.write(0, memory)
+        [sink(half, memory[half : half + 12 * PAGE]) for half in (0, 12 * PAGE)]
+    assert len(direct) == (number == errno.EIO)
     assert not [
         one for one in Path("/proc/self/fd").iterdir() if str(tmp_path) in str(one.resolve())
     ]
@@ -145,37 +142,26 @@ def test_a_full_disk_is_no_reason_to_try_another_way(
 def test_pages_that_lie_elsewhere_do_not_keep_others_from_the_disk(
     tmp_path: Path, direct: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pwrite, odd = os.pwrite, data_of(13 * PAGE)[1 : 12 * PAGE + 1]
-
-    def aligned(descriptor: int, data: memoryview, offset: int) -> int:
-        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT and data.obj is odd.obj:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return pwrite(descriptor, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", aligned)
+    odd = data_of(13 * PAGE)[1 : 12 * PAGE + 1]
+    fail(
+        monkeypatch, "pwrite", errno.EINVAL, lambda fd, data: is_direct(fd) and data.obj is odd.obj
+    )
     transaction, memory = LocalStore(tmp_path).begin(NAME, "one"), data_of(12 * PAGE)
     with transaction.create("data", 36 * PAGE, shared=False) as sink:
         for number, data in enumerate([memory, odd, memory]):
-            sink.write(number * 12 * PAGE, data)
+            sink(number * 12 * PAGE, data)
     assert direct == [12 * PAGE, 12 * PAGE]
     written = (tmp_path / transaction.folder / "data").read_bytes()
     assert written == bytes(memory) + bytes(odd) + bytes(memory)
 
 
-def test_a_disk_that_fails_later_fails(
-    tmp_path: Path, direct: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pwrite = os.pwrite
-
-    def fail(descriptor: int, data: memoryview, offset: int) -> int:
-        if direct:
-            raise OSError(errno.EIO, "Input/output error")
-        return pwrite(descriptor, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", fail)
-    transaction, memory = LocalStore(tmp_path).begin(NAME, "one"), data_of(24 * PAGE)
-    sink = transaction.create("data", 24 * PAGE, shared=False)
-    sink.write(0, memory[: 12 * PAGE])
-    with pytest.raises(OSError, match="Input/output error"):
-        sink.write(12 * PAGE, memory[12 * PAGE :])
-    sink.abandon()
+def test_folders_on_the_way_are_everybody_s_and_the_last_its_owner_s(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        LocalStore(tmp_path / "team" / "mine" / "checkpoints").begin(NAME, "x")
+    finally:
+        os.umask(before)
+    places = ("team", "team/mine", "team/mine/checkpoints")
+    assert [oct((tmp_path / place).stat().st_mode & 0o777) for place in places] == [
+        "0o775", "0o775", "0o700"
+    ]  # fmt: skip

@@ -1,25 +1,30 @@
-"""One process writes the content of any source: all of it, as a stream, whole or not at all."""
+"""Files of a checkpoint: all of any source, as a stream, whole or not at all; and reports of ranks
+that fail."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import itertools
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint.division import KeyedTile
 from pipeline.checkpoint.file_layout import FULL, SHARDED, FileLayout
 from pipeline.checkpoint.formats import StateSource, StateView
-from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import TensorEntry
-from pipeline.checkpoint.offline_writer import appearing, step_target, write_checkpoint
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.staging import plan_staging
+from pipeline.checkpoint.store import LocalStore
+from pipeline.checkpoint.writer_main import (
+    appearing,
+    carry_out,
+    step_target,
+    write_checkpoint,
+)
 from pipeline.contracts.engine import EngineState, ParameterGroup
 from pipeline.errors import CheckpointError, UsageError
+from tests.support.tiny_store import Tiny, digests, job, read_digests
 
 STEP = "step-00000020"
 SHAPES = {
@@ -64,24 +69,6 @@ def content(key: str, start: int, stop: int) -> bytes:
     seed = hashlib.sha256(key.encode()).digest()
     turn = start % len(seed)
     return ((seed[turn:] + seed[:turn]) * ((stop - start) // len(seed) + 1))[: stop - start]
-
-
-@pytest.mark.parametrize("arrangement", [SHARDED, FULL], ids=lambda one: one.name)
-def test_every_part_of_the_arena_can_be_viewed_in_its_dtype(arrangement: FileLayout) -> None:
-    """Files in sequence hold odd numbers of items of all sizes."""
-    kinds = {"weight/a": "BF16", "weight/b": "U8", "exp_avg/a": "F32", "random/0": "I64"}
-    entries = arrangement.in_order(
-        TensorEntry(key=key, dtype=dtype, shape=(7,)) for key, dtype in kinds.items()
-    )
-    tensors = {entry.key: entry for entry in entries}
-    layout = arrangement.lay_out(0, [KeyedTile(key, 0, 7) for key in tensors], tensors)
-    staging = plan_staging(layout, {"weight/b", "exp_avg/a"})
-    copies = [(tensors[copy.key].itemsize, copy) for copy in (*staging.whole, *staging.passing)]
-    assert len(copies) == 4
-    assert [copy.place % itemsize for itemsize, copy in copies] == [0] * 4
-    taken = sorted((copy.place, copy.place + 7 * itemsize) for itemsize, copy in copies)
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
-    assert taken[-1][1] <= staging.size
 
 
 @pytest.mark.parametrize("arrangement", [SHARDED, FULL], ids=lambda one: one.name)
@@ -147,3 +134,24 @@ def test_a_folder_appears_at_the_end_or_not_at_all(tmp_path: Path) -> None:
         (folder / "f").write_text("1")
         raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_files_of_a_rank_that_cannot_tell_whether_its_report_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 sees the report and commits, so the files that it speaks of must stay."""
+    tiny, real, reports = Tiny(str(tmp_path)), LocalStore.put, []
+
+    def put(store: LocalStore, name: str, file: str, data: bytes) -> None:
+        if not file.endswith(".report"):
+            return real(store, name, file, data)
+        if not reports:
+            real(store, name, file, data)
+        reports.append(file)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalStore, "put", put)
+    assert carry_out(tiny.setups[1], job(1, "x"), tiny.arena(1, 1)).problem
+    assert carry_out(tiny.setups[0], job(1, "x"), tiny.arena(0, 1)).problem == ""
+    assert len(reports) == 2
+    assert read_digests(LocalStore(tmp_path), "step-00000001") == digests(1)
