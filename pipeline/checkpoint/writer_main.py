@@ -38,7 +38,7 @@ from pipeline.checkpoint.writer import SaveRequest, SaveResult, Write, WriterSet
 from pipeline.distributed.signals import ignore_signals
 from pipeline.errors import CheckpointError, UsageError, in_words
 from pipeline.utils.files import page_aligned, read_all, sync, sync_tree
-from pipeline.utils.process_tree import die_with
+from pipeline.utils.processes import die_with
 from pipeline.utils.terminal import guard, hide_environment
 
 NICENESS = 10
