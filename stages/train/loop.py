@@ -20,7 +20,6 @@ from pipeline import (
 )
 from pipeline.utils import activity
 from stages.train.anomalies import Recovery
-from stages.train.causal_lm import TrainCausalLm
 from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation
 from stages.train.garbage import collect_behind, collected_as_usual, collected_at_steps
 from stages.train.generate import Writer
@@ -30,6 +29,7 @@ from stages.train.profiling import Profiler
 from stages.train.report import Reporter
 from stages.train.resuming import Length
 from stages.train.saves import Saves
+from stages.train.settings import CausalLmFields
 from stages.train.step import StepResult, TrainStep
 from stages.train.verify_loss import verify_packing
 
@@ -38,7 +38,7 @@ from stages.train.verify_loss import verify_packing
 class Training:
     """The loop from the step of `progress` on; it changes `progress` in place."""
 
-    config: TrainCausalLm
+    config: CausalLmFields
     eval_every: Fraction | None
     """Steps between evaluations; None: at the end only."""
     ctx: Context
