@@ -87,7 +87,7 @@ class TrainedPlanner(Planner[TrainedModel]):
 
 
 class EmaPlanner(Planner[EmaAverage]):
-    """Planner of `average.ema`: an average of each weight beside the strategy's memory."""
+    """Planner of `average.ema`: an average of each weight in addition to the strategy's memory."""
 
     def forecast(self, topology: Topology, strategy: StrategyMemory) -> StrategyMemory:
         averaged = copy.copy(strategy)
@@ -132,7 +132,7 @@ class CheckpointPlanner(Planner[CheckpointSettings]):
 
 class ExportPlanner(Planner[Any]):
     """Planner of the export stages: disk for the files, and host memory of rank 0's node for the
-    proof, which holds one block at a time, in fp32 if an adapter is exported alone."""
+    proof, which holds one block at a time, in fp32 if only an adapter is exported."""
 
     stage: ExportSafetensors | ExportAdapter
 

@@ -7,8 +7,7 @@
 
 A logical tensor has a key `KIND/NAME` (`weight/model.norm.weight`, `exp_avg/...`, `random/...`) and
 is stored as pieces: ranges of its row-major flattening, or columns of its rows. Pieces of a tensor
-are disjoint and cover it, whoever wrote them; any range of it can be read and verified alone.
-"""
+are disjoint and cover it, whoever wrote them; any range can be read and verified by itself."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ _Layouts = Annotated[
 
 class Division(BaseModel):
     """Which rank writes what. Most tensors share one of a few layouts, which list the pieces of all
-    ranks; so its size is that of the ranks or of the tensors, not of both."""
+    ranks; so its size grows with the ranks or the tensors, not with both."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -236,8 +236,7 @@ def _require_tiled(boxes: Iterable[Tile], rows: int, width: int) -> None:
 
     How often an element is there is the sum of the corners above and to the left of it, of which
     two of each box count as 1 and two as -1. So everything is there once if the corners add up to
-    those of the whole.
-    """
+    the whole's."""
     corners: Counter[tuple[int, int]] = Counter()
     for sign, (start, stop, _, count) in (
         (-1, Tile(0, width, width, rows)), *((1, box) for box in boxes)

@@ -74,7 +74,7 @@ class FileLayout:
         self, rank: int, own: Sequence[tuple[int, Tile]], tensors: Sequence[TensorEntry]
     ) -> Layout:
         """The files of `rank`, which writes the tiles `own`, each with the number of its tensor.
-        `tensors` are those of all ranks; both are in order."""
+        `tensors` are all ranks'; both are in order."""
         files, described, items = [], [], []
         # Names of the files, and all that will be in each, whoever writes it.
         contents = {} if self.shared else {f"rank-{rank:05d}.safetensors": list(own)}
@@ -122,7 +122,7 @@ class FileLayout:
 
 SHARDED = FileLayout("sharded", shared=False)
 """One file a rank. A whole tensor has its shape and its key for a name; a part of one is flat and
-named `KEY@START`, columns of it are rows of their own and named `KEY@STARTxRUN/STRIDE`."""
+named `KEY@START`, columns of it are separate rows and named `KEY@STARTxRUN/STRIDE`."""
 
 FULL = FileLayout("full", shared=True)
 """Whole tensors, each once: `model.safetensors` with the names of the source model,

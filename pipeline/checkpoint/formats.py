@@ -102,7 +102,7 @@ class StateView(StateSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Facts that a person gives about a state which it may lack itself."""
+    """Facts about a state that a person supplies and it may lack."""
 
     samples: int = 0
     """Samples trained on, where the format does not keep it."""

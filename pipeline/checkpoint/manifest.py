@@ -32,7 +32,8 @@ _NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)
 
 
 class Damaged(CheckpointError):
-    """Bytes on disk differ from those that were written; another checkpoint may still be good."""
+    """Bytes on disk differ from the bytes that were written; another checkpoint may still be
+    good."""
 
     key = ""
     """Tensor that could not be read, if it is known."""
@@ -175,7 +176,7 @@ class Manifest(_Model):
     """Version 4: division of all tensors."""
     files: Sequence[DataFile]
     parts: Sequence[RankShare]
-    """Parts by rank. Where tensors are not whole in files, file number N is that of part number
+    """Parts by rank. Where tensors are not whole in files, file number N belongs to part number
     N."""
 
     def dump(self) -> bytes:

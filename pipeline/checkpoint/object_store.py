@@ -1,10 +1,9 @@
 """Checkpoints in a store without rename, through fsspec: the manifest is written last, in one put,
 and is what makes a checkpoint exist.
 
-Every attempt's files have names of their own, so what a dead attempt left is never mixed with what
+Every attempt's files have unique names, so what a dead attempt left is never mixed with what
 another wrote. A checkpoint whose manifest was lost cannot be distinguished from one that was never
-committed.
-"""
+committed."""
 
 from __future__ import annotations
 

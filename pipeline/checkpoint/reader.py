@@ -87,7 +87,7 @@ class Places:
 
     def find(self, key: str, wanted: Tile) -> Iterator[PlacedTile]:
         """The pieces that have elements of a tile, in the order of their first ones. The stride of
-        the tile is that of the tensor's columns, or one of them is 0."""
+        the tile is the tensor's columns', or one of them is 0."""
         number, layout = self._numbers[key], self.layout(key)
         entry = self._manifest.tensors[number]
         for piece in layout.find(wanted, layout.width or wanted.stride or max(entry.numel, 1)):
@@ -130,8 +130,8 @@ class Places:
 
 class CheckpointReader(StateSource):
     """One committed checkpoint. Raises Damaged, naming file and tensor, for bytes that differ from
-    those that were written; CheckpointError when it cannot be read for another reason, or is no
-    checkpoint of this program."""
+    what was written; CheckpointError when it cannot be read for another reason, or is no checkpoint
+    of this program."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.name = name

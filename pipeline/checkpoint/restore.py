@@ -93,7 +93,7 @@ class Restoration:
 
     def _require_same(self, name: str) -> None:
         """Raise StageError on every rank unless all see the same manifest, which holds the sums of
-        all that is read (collective): nodes with disks of their own may hold different ones."""
+        all that is read (collective): nodes with separate disks may hold different ones."""
         manifest = b""
         with system_errors_as(CheckpointError), contextlib.suppress(FileNotFoundError):
             manifest = self.store.get(name, MANIFEST)

@@ -93,7 +93,7 @@ class CheckpointSettings:
     def run_dry(
         self, ctx: Context, engine: Engine, model: ModelSource | None = None
     ) -> Checkpoints:
-        """Checkpoints beside the run's own, which are gone when the dry run ends."""
+        """Checkpoints next to the run's own, which are gone when the dry run ends."""
         made = replace(self, start_from=None)._open(ctx, engine, model)
         if ctx.dist.is_main:
             made.discard()  # those that a failed dry run has left

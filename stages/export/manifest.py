@@ -17,7 +17,7 @@ from stages.model.files import is_plain
 
 NAME = EXPORT_MANIFEST
 UNFINISHED = f"{NAME}.tmp"
-"""Name under which it is written, which a process that dies leaves behind."""
+"""Name under which it is written, which a process that dies leaves."""
 CARD = "README.md"
 WRITERS = ("export.safetensors", "export.adapter")
 """The stages that write such exports."""
@@ -77,7 +77,7 @@ class Manifest(_Frozen):
     others: dict[str, str] = {}
     """Every other file -> its checksum (XXH3, 64 bits, hexadecimal)."""
     passed: list[str] = []
-    """Names of the tensors that are those of the model's source, byte for byte."""
+    """Names of the tensors that are the model source's, byte for byte."""
     facts: dict[str, str | int] = {}
     """Origin of the model, for people."""
     proof: Proof | None = None
@@ -88,7 +88,7 @@ class Manifest(_Frozen):
         return sorted({*self.weights, *self.others, NAME})
 
     def beside(self, folder: Path) -> dict[str, str]:
-        """Checksums of the files in `folder` beside the weights and the manifest."""
+        """Checksums of the files in `folder` next to the weights and the manifest."""
         names = names_in(folder) - {NAME, *self.weights}
         return {name: content_sum(folder / name) for name in sorted(names)}
 

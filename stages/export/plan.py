@@ -67,7 +67,7 @@ def make_plan(
 ) -> ExportPlan:
     """The plan of a model's export in `dtype`, which is one of a recipe or AS_SOURCE; `beside` is a
     digest of everything else that the export depends on. Raises StageError when `weights` are not
-    those of the source's architecture."""
+    of the source's architecture."""
     model, tensors = module_tensors(source, weights, dtype)
     files: TensorReader = ConvertedReader(tensors, compat.changes_on_save(model, tensors.names()))
     own, passed = files.names(), source.passed_through()
@@ -100,8 +100,8 @@ def _most_common(specs: Iterable[TensorSpec]) -> str:
 
 
 def shards(tensors: Mapping[str, TensorSpec], max_size: int) -> list[Shard]:
-    """Cut `tensors` into files of at most `max_size` bytes; a larger tensor is alone. Wide dtypes
-    come first, as the elements of a tensor must lie at multiples of their size."""
+    """Cut `tensors` into files of at most `max_size` bytes; a larger tensor has a file to itself.
+    Wide dtypes come first, as the elements of a tensor must lie at multiples of their size."""
     groups: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, spec in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):

@@ -50,7 +50,7 @@ def export(
 
 
 def _digest_beside(ctx: Context, contents: Contents) -> str:
-    """A digest of the files beside the weights and of what is proven (collective)."""
+    """A digest of the files next to the weights and of what is proven (collective)."""
     text = None
     if ctx.dist.is_main:
         with tempfile.TemporaryDirectory() as scratch:
@@ -133,7 +133,7 @@ def _finish(
     written: Manifest,
     trained: TrainedRun | None,
 ) -> Manifest:
-    """Write everything beside the weights, prove the export and put it in place (rank 0)."""
+    """Write everything next to the weights, prove the export and put it in place (rank 0)."""
     partial = target.partial_of(folder)
     target.clear(partial, keep=written.weights)
     if len(plan.parts) > 1:

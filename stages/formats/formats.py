@@ -17,7 +17,7 @@ class Canonical(StateFormat):
 
     name = "canonical"
     full = False
-    """Whether the layout is that of `Full`."""
+    """Whether the layout is the one of `Full`."""
 
     def detect(self, folder: Path) -> bool:
         is_full = (folder / "model.safetensors").is_file()
@@ -91,7 +91,7 @@ POINTERS = ("latest", "latest_universal")
 
 class DeepSpeed(StateFormat):
     """Checkpoints of `DeepSpeedEngine.save_checkpoint` under ZeRO-1, 2 and 3, with or without the
-    whole optimizer state in host memory, and DeepSpeed's universal checkpoints; these alone are
+    whole optimizer state in host memory, and DeepSpeed's universal checkpoints; only these are
     written.
 
     A universal checkpoint is loaded on any number of ranks with `checkpoint: {load_universal:

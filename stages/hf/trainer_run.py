@@ -161,7 +161,7 @@ def _arguments(
 
 @dataclass(eq=False)
 class MicroBatches:
-    """This rank's micro-batches of all steps behind `progress`, as one epoch of the Trainer. Every
+    """This rank's micro-batches of all steps after `progress`, as one epoch of the Trainer. Every
     step has `accumulation` of them; empty ones, which change no number, fill up short steps."""
 
     feed: Feed

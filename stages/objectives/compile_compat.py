@@ -1,4 +1,4 @@
-"""torch's compiler: its settings, and what it says to its log alone; private names of torch."""
+"""torch's compiler: its settings, and what it says to its log only; private names of torch."""
 
 from __future__ import annotations
 

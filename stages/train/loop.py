@@ -75,7 +75,7 @@ class Training:
             return self.saves.finish()
 
     def _advance(self) -> None:
-        """Take a step, and do what is due behind it."""
+        """Take a step, and do what is due after it."""
         progress, launched = self.progress, self.launched
         number = progress.step + 1
         self.ctx.dist.heartbeat.beat(Phase.STEP, step=number)
