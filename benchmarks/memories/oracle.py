@@ -41,9 +41,8 @@ from pipeline.planning.trace.tracker import START, MemoryTracker, Position, offl
 from pipeline.utils.tensors import without_values
 from stages.objectives.cross_entropy import CrossEntropy
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.planner import LOW_BIT
-from stages.train.planner import batch_of_zeros
-from stages.train.planner import without_values as runnable
+from stages.planners import LOW_BIT, batch_of_zeros
+from stages.planners import without_values as runnable
 from stages.wrap.ddp import Ddp
 
 MICROBATCHES = 3

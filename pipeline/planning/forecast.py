@@ -9,37 +9,34 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 LOAD, FORWARD, BACKWARD = "load", "forward and loss", "backward"
-UPDATE, SAVE, RESUME = "optimizer step", "checkpoint", "resume"
-EXPORT = "export"
+UPDATE, SAVE, RESUME, EXPORT = "optimizer step", "checkpoint", "resume", "export"
 LOADED = (FORWARD, BACKWARD, UPDATE, SAVE, RESUME)
 """Phases from when the model is loaded to the end of the training."""
 
-PARAMETERS = "parameters"
-GATHERED = "parameters in use"
-GRADIENTS = "gradients"
-WHOLE_GRADIENTS = "gradients before they are reduced"
-OPTIMIZER = "optimizer state"
+PARAMETERS, GATHERED = "parameters", "parameters in use"
+GRADIENTS, WHOLE_GRADIENTS = "gradients", "gradients before they are reduced"
+OPTIMIZER, UPDATE_TEMPORARIES = "optimizer state", "temporaries of the update"
 BUFFERS = "communication buffers"
-UPDATE_TEMPORARIES = "temporaries of the update"
 
 Place = Literal["device", "host", "disk"]
 """Memory of the accelerator, memory of its host, or files of offloaded state."""
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 Unit = int | Literal["embeddings", "head"]
 """A block's number, or a part of the root: what runs before the first block or after the last."""
-Event = Literal["load", "gather", "forward", "loss", "begin", "regather", "backward", "reduce",
-                "weights", "rest", "step", "between"]  # fmt: skip
-"""Events of a step: `gather` and `regather` when forward and backward come to a unit, `forward` and
-`backward` while it computes, `begin` in backward before any unit, `reduce` when a unit's gradients
-are all there, `weights` when all gradients of a pipeline stage are, at the end of the weights' half
-of backward, `rest` while another stage runs on the same rank, `between` two steps."""
-IN_BACKWARD: tuple[Event, ...] = ("regather", "backward", "reduce")
+Event = Literal["load", "gather", "forward", "loss", "begin", "backward", "reduce", "weights",
+                "unshard", "rest", "step", "between"]  # fmt: skip
+"""Events of a step: `gather` when forward comes to a unit, `forward` and `backward` while it
+computes, `begin` in backward before any unit, `reduce` when a unit's gradients are all there,
+`between` two steps. Of a pipeline only: `unshard` when all units of a stage are gathered, `weights`
+when all its gradients are there, at the end of the weights' half of backward, and `rest` while
+another stage runs on the same rank."""
+IN_BACKWARD: tuple[Event, ...] = ("backward", "reduce")
 """Events that come to a unit in backward."""
 
 
 @dataclass(frozen=True)
 class Extra:
-    """Bytes that a stage needs beside the step: memory of one host in some phases, or files."""
+    """Bytes that a stage needs next to the step: memory of one host in some phases, or files."""
 
     what: str
     bytes: int
@@ -81,9 +78,9 @@ class Held:
 
 
 class Gradients(NamedTuple):
-    """Bytes for each element of a weight that its gradient takes in backward beside the model's
-    own memory, which has the gradient in the compute dtype. kept: from its computation until the
-    unit's gradients are reduced; passing: only at its computation."""
+    """Bytes for each element of a weight that its gradient takes in backward, in addition to the
+    gradient in the compute dtype that a profile counts while it is computed. kept: from then until
+    the unit's gradients are reduced; passing: only at its computation."""
 
     kept: float
     passing: float
@@ -115,7 +112,7 @@ class Copies:
 
 Kind = Literal["forward", "backward", "inputs", "weights", "gather", "release", "reduce"]
 """Kinds of a pipeline's passes: forward; backward, or its halves for gradients of inputs and of
-weights; and for whole stages: to gather all of its units, to give them up, to reduce gradients."""
+weights; and for whole stages: to gather all of its units, to release them, to reduce gradients."""
 
 
 class Pass(NamedTuple):
@@ -130,18 +127,20 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStage:
-    """Consecutive blocks on a rank, with the embeddings before the first block and the head behind
+    """Consecutive blocks on a rank, with the embeddings before the first block and the head after
     the last, and what the strategy holds of them. stays: whether units that forward has gathered
     stay so until backward. hidden, tokens: bytes for each sample of a micro-batch of hidden states,
-    and of its tokens."""
+    and of its tokens. deferred: bytes of gradients for each sample that a backward in two halves
+    keeps for the half of weights."""
 
     blocks: range
-    first: bool
-    last: bool
-    stays: bool
+    first: bool = True
+    last: bool = True
+    stays: bool = False
     memory: StrategyMemory
-    hidden: int
-    tokens: int
+    hidden: int = 0
+    tokens: int = 0
+    deferred: int = 0
 
     @property
     def received(self) -> int:
@@ -156,27 +155,26 @@ class PipelineRank:
     and its passes in order. idle: share of a step in which it has nothing to do. microbatches:
     those of the schedule, which may be more than those with samples."""
 
-    ranks: int
-    apart: int
+    ranks: int = 1
+    apart: int = 1
     stages: Sequence[PipelineStage]
     passes: Sequence[Pass]
-    idle: float
+    idle: float = 0.0
     microbatches: int
 
 
 class StrategyMemory(ABC):
-    """A strategy's share of a training, forecast by the wrap stage's planner."""
+    """A strategy's share of a training, forecast by the wrap stage's planner. ranks: data-parallel
+    ones. caveats: effects that the forecast leaves out, as sentences that continue "not counted:".
+    averaged: bytes of averages of each trained element, which are saved with the moments. masters:
+    elements of the trained weights that this rank updates, and their place. updated: bytes that an
+    update reads and writes in the device's memory."""
 
     ranks: int
-    """Data-parallel ranks."""
     caveats: tuple[str, ...] = ()
-    """Effects that the forecast leaves out, as sentences that continue "not counted:"."""
     averaged: int = 0
-    """Bytes of averages of each trained element, which are saved beside moments."""
     masters: tuple[int, Place]
-    """Elements of the trained weights that this rank updates, and their place."""
     updated: int
-    """Bytes that an update reads and writes in the device's memory."""
 
     @abstractmethod
     def held(self, moment: Moment) -> Iterator[Item]:
@@ -189,7 +187,7 @@ class StrategyMemory(ABC):
 
     @abstractmethod
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
-        """Collectives of an optimizer step of `microbatches` micro-batches, beside those inside of
+        """Collectives of an optimizer step of `microbatches` micro-batches, without those inside of
         the model."""
 
     def pipeline(self, microbatches: int) -> Sequence[PipelineRank]:

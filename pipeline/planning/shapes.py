@@ -1,8 +1,5 @@
 """Sizes of a model, of samples, of an optimizer and of a step, which planners hand to each other,
-the ranks of a run, and how these divide a model.
-
-Nothing here makes a tensor.
-"""
+the ranks of a run, and how these divide a model. Nothing here makes a tensor."""
 
 from __future__ import annotations
 
@@ -28,11 +25,9 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Weight:
     """A parameter, under its name in the model's module; tied parameters are one. A `frozen_base`
     weight (`ModelSource.frozen_base`) is held in the compute dtype; elements of a `packed` one are
-    bytes, as in weights of 4 bits.
-
-    shape: of the part that one rank computes with. whole: of the model's weight, if ranks divide
-    it. experts: number of ranks that have different experts of it, by which it is sharded less.
-    """
+    bytes, as in weights of 4 bits. shape: of the part that one rank computes with. whole: of the
+    model's weight, if ranks divide it. experts: number of ranks that have different experts of it,
+    by which it is sharded less."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,8 +70,9 @@ class ModelShape:
     blocks: the number of each block's kind. late: names of the root's trained weights whose
     gradients come before those of any block. tied: whether the embedding is the head as well.
     parameters: elements of all weights, with each 4-bit number as one; exported: without adapters;
-    proven: of the root and the largest block of the export.
-    """
+    proven: of the root and the largest block of the export. behind: names of the root's weights
+    after the blocks. ends: names of the weights of the embedding, if that is a plain table, and of
+    the head, which may be the same."""
 
     root: tuple[Weight, ...]
     kinds: tuple[tuple[Weight, ...], ...]
@@ -89,10 +85,7 @@ class ModelShape:
     proven: int
     caveats: tuple[str, ...] = ()
     behind: tuple[str, ...] = ()
-    """Names of the root's weights that come behind the blocks."""
     ends: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """Names of the weights of the embedding, if that is a plain table, and of the head, which may
-    be the same."""
 
     def counted(self) -> Iterator[tuple[Weight, int]]:
         """Each weight of the root and of a kind, with its number of occurrences."""
@@ -188,18 +181,15 @@ class OptimizerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Number of ranks and nodes of a run, and its device."""
+    """Ranks of a run: processes over all nodes, one a device, and those of one node; `device` is
+    `cpu` or `cuda`. shares: number of data-parallel ranks; None: all. stages: ranks of a
+    pipeline."""
 
     ranks: int
-    """Processes over all nodes, one a device."""
     local_ranks: int
-    """Processes of one node."""
     device: str
-    """`cpu` or `cuda`."""
     shares: int | None = None
-    """Number of data-parallel ranks; None: all."""
     stages: int = 1
-    """Ranks of a pipeline."""
 
     @property
     def data_ranks(self) -> int:
@@ -219,10 +209,9 @@ class Topology:
 
 class Division(ABC):
     """Divides a model among ranks before a strategy shards each rank's part, so that a profile is
-    of one rank's part."""
+    of one rank's part. stages: ranks of a pipeline."""
 
     stages: int = 1
-    """Ranks of a pipeline."""
 
     @property
     @abstractmethod

@@ -6,6 +6,7 @@ llm-foundry, IBM, torchtune and NeMo published; docs/dev/planning.md says how cl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -69,10 +70,8 @@ class StepTime:
 
 def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> StepTime:
     """Estimate the time of a step. Resources without a known rate are left out, and named."""
-    parts: dict[str, float] = {}
-    reached: dict[str, float] = {}
+    parts, reached, waits = Counter[str](), Counter[str](), Counter[str]()
     unknown: dict[str, None] = {}
-    waits: dict[str, float] = {}
     shares = REACHED | {COMPUTE: hardware.matmul * PRODUCTS}
     for part, amount, slower, waited in _uses(estimate, topology, hardware):
         rate = hardware.rates.get(part)
@@ -81,18 +80,14 @@ def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> Ste
         elif amount and rate is not None:
             share = 1.0 if rate.measured else shares.get(part, 1.0)
             seconds = amount / rate.value / share * slower
-            parts[part] = parts.get(part, 0.0) + amount / rate.value
-            reached[part] = reached.get(part, 0.0) + seconds
+            for sums, more in ((parts, amount / rate.value), (reached, seconds)):
+                sums[part] += more  # type: ignore[assignment]
             if waited:
-                waits[part] = waits.get(part, 0.0) + seconds
+                waits[part] += seconds  # type: ignore[assignment]
     return StepTime(
-        parts=parts,
-        reached=reached,
-        unknown=[*unknown],
-        overlaps=topology.device != "cpu",
-        waits=waits,
-        idle=estimate.work.idle,
-    )
+        parts=dict(parts), reached=dict(reached), unknown=[*unknown], waits=dict(waits),
+        overlaps=topology.device != "cpu", idle=estimate.work.idle,
+    )  # fmt: skip
 
 
 def _uses(
@@ -135,10 +130,10 @@ def speed(
     if time.unknown or not time.expected:
         return None
     work, seconds, peak = estimate.work, time.expected, hardware.peak
-    tokens, steps = estimate.step.tokens / seconds, estimate.step.length.steps
+    steps = estimate.step.length.steps
     hours = steps and steps * seconds / 3600
     return Speed(
-        tokens_per_second=tokens,
+        tokens_per_second=estimate.step.tokens / seconds,
         mfu=peak and (work.products + work.attention) / (seconds * peak),
         hours=hours,
         cost=hours and hardware.price and hours * topology.ranks * hardware.price,

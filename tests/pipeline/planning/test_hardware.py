@@ -137,7 +137,7 @@ def test_links_are_names_numbers_of_them_or_gb_a_second() -> None:
 def test_a_plan_begins_with_its_verdict_and_ends_with_what_is_expected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipeline.planning.choice.remedies", lambda *_: [])
+    monkeypatch.setattr("pipeline.planning.search.remedies", lambda *_: [])
     steps = ("train.epochs=null", "train.steps=200", "train.global_batch_size=16")
     two = ("--nodes", "2", "--gpu", "H100", "--price", "2", "--interconnect", "8x400g")
     plan = ("plan", RECIPE, "train.micro_batch_size=1", *steps, *two)
