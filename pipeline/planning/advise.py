@@ -47,39 +47,33 @@ EXAMPLE = """\
 
 @dataclass(frozen=True, kw_only=True)
 class AdviceRequest:
-    """The training to draft a recipe for. None leaves a number to the template."""
+    """The training to draft a recipe for; None leaves a number to the template. model: fields of
+    the model slot. sequence: tokens of a sample. global_batch, micro_batch: samples of an optimizer
+    step, and most of a forward pass. compute: dtype that suits the devices, such as `bf16`. survey:
+    the template's survey of the data. reasons: more lines that say why. folder: that of the recipe,
+    from which it names files near it."""
 
     name: str
     model: Mapping[str, Any]
-    """Fields of the model slot."""
     data: Path
     lora: bool
     sequence: int | None
-    """Tokens of a sample."""
     global_batch: int | None
-    """Samples of an optimizer step."""
     micro_batch: int | None
-    """Most samples of a forward pass."""
     ranks: int
     on_gpus: bool
     compute: str
-    """Compute dtype that suits the devices, such as `bf16`."""
     survey: Any = None
-    """The template's survey of the data, if it has made one."""
     reasons: tuple[str, ...] = ()
-    """More lines that say why."""
     folder: Path | None = None
-    """Folder of the recipe, from which it names files near it."""
 
     def named(self, value: Any) -> Any:
-        """A value, which for an absolute path is named from the recipe's folder, if it lies in that
-        or near it: so it moves with the folder."""
+        """A value; an absolute path near the recipe's folder becomes relative to it."""
         if self.folder is None or not (isinstance(value, str) and value.startswith("/")):
             return value
         name = os.path.relpath(value, self.folder.absolute())
-        if name.split("/").count("..") > NEAR:
-            return value
-        return name if name.startswith("..") else f"./{name}"
+        near = name if name.startswith("..") else f"./{name}"
+        return value if name.split("/").count("..") > NEAR else near
 
 
 class Template(Protocol):
@@ -116,8 +110,8 @@ def advise(
     task: AdviceRequest, machines: HardwareOptions, margins: Margins, registry: Registry
 ) -> tuple[str | None, list[str]]:
     """The recipe under the best strategy, with as few savings as it needs, or None if nothing fits;
-    and lines for people, which are comments of the recipe too: the choice, its reasons, the
-    alternatives. Raises PipeError for a recipe that cannot be planned at all."""
+    and lines for people: the choice, its reasons, the alternatives. Raises PipeError for a recipe
+    that cannot be planned at all."""
     strategies = in_order(registry)
     if not strategies:
         raise UsageError("no installed stage offers a strategy")

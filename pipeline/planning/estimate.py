@@ -1,5 +1,4 @@
-"""Combine a model's profile and a strategy's memory at every moment of a step, and add the needs of
-all other slots."""
+"""Combine a model's profile, a strategy's memory over a step, and the needs of all other slots."""
 
 from __future__ import annotations
 
@@ -61,8 +60,8 @@ class Estimate:
 
 
 def ask_planners(job: Job, profile: Profile) -> Results:
-    """The model's profile, every slot's forecast, and a sentence for each slot without one. Raises
-    the planners' errors, and UsageError if nothing forecasts the strategy or a step."""
+    """The profile, every slot's forecast, and a sentence for each slot without one. Raises the
+    planners' errors, and UsageError if nothing forecasts the strategy or a step."""
     known = Results.of(profile, profile.model, job.samples, job.step)
     results, silent = forecasts(job.plan, job.topology, job.planners, known)
     require_told(job.plan, silent)
@@ -71,8 +70,7 @@ def ask_planners(job: Job, profile: Profile) -> Results:
 
 
 def combine(topology: Topology, results: Results) -> Estimate:
-    """Combine the forecasts of all planners. Raises UsageError without a planner that forecasts a
-    strategy or a step."""
+    """Combine all forecasts. Raises UsageError without that of a strategy or a step."""
     why = "this recipe cannot be planned: {}"
     profile = results.require(Profile, "the model has no profile")
     step = results.require(Step, why.format("no slot forecasts a training step"))
@@ -80,14 +78,13 @@ def combine(topology: Topology, results: Results) -> Estimate:
     extras = [*results.each(Extra)]
     peaks = step_peaks(profile, share, samples=step.micro_batch, microbatches=step.microbatches)
     disk = {item: size for one in peaks["disk"].values() for item, size in one.items.items()}
-    steps = [_RankStep(profile, one, step) for one in ranks_of(profile, share, step.microbatches)]
-    slowest = max(steps, key=lambda one: one.total("products"))
+    ranks = [_RankStep(profile, one, step) for one in ranks_of(profile, share, step.microbatches)]
+    slowest = max(ranks, key=lambda one: one.total("products"))
     waiting = round(slowest.total("offloaded", "forward"))
     copies = share.copies(step.microbatches)
-    host = peaks["both" if topology.device == "cpu" else "host"]
     return Estimate(
         device=peaks["device"],
-        host=_host(topology, host, extras),
+        host=_host(topology, peaks["both" if topology.device == "cpu" else "host"], extras),
         offloaded={item: size * topology.on_node for item, size in disk.items()},
         storage=[extra for extra in extras if not extra.phases],
         traffic=slowest.traffic(),
@@ -119,8 +116,7 @@ class _RankStep:
         return line.fixed * self.rank.microbatches + line.each * self._samples
 
     def traffic(self) -> list[forecast.Traffic]:
-        """Traffic that shards the model, that inside of it, and hidden states that are passed on;
-        equal kinds as one."""
+        """Traffic of shards, inside of the model, and of hidden states; equal kinds as one."""
         rank, sums = self.rank, Counter[forecast.Traffic]()
         for stage in rank.stages:
             for one in stage.memory.traffic(rank.microbatches):
@@ -129,18 +125,19 @@ class _RankStep:
             for kind, size in profile.exchanges():
                 sums[kind] += round(self._of_step(size))
         if rank.ranks > 1:
-            what = "hidden states and their gradients"
-            passed = sum(one.hidden * one.received for one in rank.stages) * self._samples
-            sums[forecast.Traffic(
-                collective="send", bytes=0, ranks=rank.ranks, apart=rank.apart, what=what
-            )] += passed  # fmt: skip
+            hidden = forecast.Traffic(
+                collective="send", bytes=0, ranks=rank.ranks, apart=rank.apart,
+                what="hidden states and their gradients",
+            )  # fmt: skip
+            sums[hidden] += sum(one.hidden * one.received for one in rank.stages) * self._samples
         return [replace(kind, bytes=size) for kind, size in sums.items()]
 
 
 def _host(topology: Topology, held: Mapping[str, Held], extras: Sequence[Extra]) -> dict[str, Held]:
-    base = {"processes": PROCESS * topology.on_node}
+    ranks = topology.on_node
+    base = {"processes": PROCESS * ranks}
     phases = {
-        phase: Counter(base | {item: n * topology.on_node for item, n in one.items.items()})
+        phase: Counter(base | {item: size * ranks for item, size in one.items.items()})
         for phase, one in held.items()
     }
     for extra in extras:

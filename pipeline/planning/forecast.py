@@ -1,5 +1,4 @@
-"""Forecasts of strategies: what a rank holds at each moment of a step, sends and copies. Nothing
-here makes a tensor."""
+"""Forecasts of strategies: what a rank holds at each moment of a step, sends and copies."""
 
 from __future__ import annotations
 
@@ -24,12 +23,11 @@ Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all",
 Unit = int | Literal["embeddings", "head"]
 """A block's number, or a part of the root: what runs before the first block or after the last."""
 Event = Literal["load", "gather", "forward", "loss", "begin", "backward", "reduce", "weights",
-                "unshard", "rest", "step", "between"]  # fmt: skip
+                "rest", "step", "between"]  # fmt: skip
 """Events of a step: `gather` when forward comes to a unit, `forward` and `backward` while it
 computes, `begin` in backward before any unit, `reduce` when a unit's gradients are all there,
-`between` two steps. Of a pipeline only: `unshard` when all units of a stage are gathered, `weights`
-when all its gradients are there, at the end of the weights' half of backward, and `rest` while
-another stage runs on the same rank."""
+`between` two steps. Of a pipeline only: `weights` when all gradients of a stage are there, at the
+end of the weights' half of backward, and `rest` while another stage runs on the same rank."""
 IN_BACKWARD: tuple[Event, ...] = ("backward", "reduce")
 """Events that come to a unit in backward."""
 
@@ -45,14 +43,12 @@ class Extra:
 
 class Moment(NamedTuple):
     """A moment of a step, in its first or last micro-batch, or in one between. In a pipeline
-    `first` says that no gradient of the stage is waiting, `last` that all are reduced, `whole` that
-    the pass before left the stage's units gathered."""
+    `first` says that no gradient of the stage is waiting, `last` that all are reduced."""
 
     event: Event
     unit: Unit = "head"
     first: bool = True
     last: bool = True
-    whole: bool = False
 
 
 class Item(NamedTuple):
@@ -102,22 +98,20 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """Bytes that one rank moves in an optimizer step: up from the host to its accelerator, down
-    again, and to and from a disk."""
+    """Bytes that one rank moves in a step: up from the host, down again, to and from a disk."""
 
     up: int = 0
     down: int = 0
     disk: int = 0
 
 
-Kind = Literal["forward", "backward", "inputs", "weights", "gather", "release", "reduce"]
-"""Kinds of a pipeline's passes: forward; backward, or its halves for gradients of inputs and of
-weights; and for whole stages: to gather all of its units, to release them, to reduce gradients."""
+Kind = Literal["forward", "backward", "inputs", "weights", "reduce"]
+"""Kinds of passes: forward, backward or its halves, and the reduction of a stage's gradients."""
 
 
 class Pass(NamedTuple):
-    """Next action of a rank: a micro-batch in one of its stages, which are numbered from 0 on each
-    rank. last: without a pipeline, the step's last micro-batch, as in `Moment`."""
+    """A micro-batch in one of a rank's stages, numbered from 0. last: as in `Moment`, without a
+    pipeline."""
 
     kind: Kind
     stage: int
@@ -128,15 +122,13 @@ class Pass(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class PipelineStage:
     """Consecutive blocks on a rank, with the embeddings before the first block and the head after
-    the last, and what the strategy holds of them. stays: whether units that forward has gathered
-    stay so until backward. hidden, tokens: bytes for each sample of a micro-batch of hidden states,
-    and of its tokens. deferred: bytes of gradients for each sample that a backward in two halves
-    keeps for the half of weights."""
+    the last, and what the strategy holds of them. hidden, tokens: bytes for each sample of a
+    micro-batch of hidden states, and of its tokens. deferred: bytes of gradients for each sample
+    that a backward in two halves keeps for the half of weights."""
 
     blocks: range
     first: bool = True
     last: bool = True
-    stays: bool = False
     memory: StrategyMemory
     hidden: int = 0
     tokens: int = 0
@@ -144,8 +136,7 @@ class PipelineStage:
 
     @property
     def received(self) -> int:
-        """Number of tensors of hidden states, or their gradients, that are received for a
-        micro-batch; as many are sent."""
+        """Tensors that are received for a micro-batch; as many are sent."""
         return (not self.first) + (not self.last)
 
 
@@ -178,8 +169,7 @@ class StrategyMemory(ABC):
 
     @abstractmethod
     def held(self, moment: Moment) -> Iterator[Item]:
-        """Everything held at a moment except activations and the gradients of the unit in backward
-        (see `gradients`)."""
+        """Everything held at a moment but activations and what `gradients` returns."""
 
     @abstractmethod
     def gradients(self, moment: Moment) -> Gradients:
@@ -187,14 +177,12 @@ class StrategyMemory(ABC):
 
     @abstractmethod
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
-        """Collectives of an optimizer step of `microbatches` micro-batches, without those inside of
-        the model."""
+        """Collectives of an optimizer step, without those inside of the model."""
 
     def pipeline(self, microbatches: int) -> Sequence[PipelineRank]:
-        """The ranks of a pipeline in an optimizer step; none without a pipeline, where `held` is
-        what every rank holds."""
+        """The ranks of a pipeline; none where `held` is what every rank holds."""
         return ()
 
     def copies(self, microbatches: int) -> Copies:
-        """Copies between places in an optimizer step of `microbatches` micro-batches."""
+        """Copies between places in an optimizer step."""
         return Copies()

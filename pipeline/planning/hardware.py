@@ -22,8 +22,7 @@ PER_NODE = 8
 COMPUTE, MEMORY, DISK = "compute", "memory", "NVMe"
 INSIDE, BETWEEN = "network inside nodes", "network between nodes"
 UP, DOWN = "PCIe to the GPU", "PCIe to the host"
-"""Resources of a device, and of a node: its network to others and its disk. PCIe carries both
-directions at once."""
+"""Resources of a device, and of a node: its network and its disk. PCIe carries both directions."""
 SHEET, MEASURED, GIVEN = "data sheet", "measured rate", "rate as given"
 EMULATED = "data sheet: fp32's rate at best, since this GPU has no bf16"
 LOST_BESIDE = round(1.2 * GIB)

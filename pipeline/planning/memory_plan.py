@@ -56,8 +56,7 @@ class MemoryPlan:
 
     @property
     def left(self) -> int | None:
-        """Bytes of a device that are free at the peak, with margins; None if its memory is not
-        known."""
+        """Bytes of a device that are free at the peak, with margins; None: not known."""
         known = None if self.topology.device == "cpu" else self.hardware.device_memory
         return None if known is None else known - self.needed
 

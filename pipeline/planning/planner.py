@@ -61,11 +61,9 @@ class Saving:
 
 CHUNK, SMALLER, REDUCE, RECOMPUTE, AWAY = 1, 2, 3, 4, 5
 """Orders of savings that only cost time: logits in chunks, smaller micro-batches, gradients reduced
-more often, activations computed again, and their inputs kept in host memory, which costs the
-most."""
+more often, activations computed again, and their inputs in host memory, which costs the most."""
 NARROW_MOMENTS, NARROW_MASTERS, NARROW_FROZEN = 6, 7, 8
-"""Orders of savings that change numerics, each tried only if the earlier ones are not enough:
-moments, master weights, frozen weights in fewer bits."""
+"""Orders of savings that change numerics: moments, master weights, frozen weights in fewer bits."""
 
 
 class Tier:
@@ -118,8 +116,7 @@ class Trial:
     shares: int = 1
 
     def grown(self, samples: int) -> int:
-        """Samples of one optimizer step of the trial, from those of the recipe. Raises UsageError
-        if they are no whole number."""
+        """Samples of a step of the trial, from the recipe's. Raises UsageError for a fraction."""
         grown = samples * self.growth
         if grown.denominator != 1:
             why = f"{samples} samples a step x {self.growth} would be {float(grown):g}"
@@ -129,8 +126,7 @@ class Trial:
 
 
 class Planner(Generic[S]):
-    """Forecasts of a checked stage. The base class stands for a stage that needs nothing worth
-    counting next to a step."""
+    """Forecasts of a checked stage. The base class stands for one that needs nothing."""
 
     def __init__(self, stage: S) -> None:
         self.stage = stage
@@ -141,8 +137,7 @@ class Planner(Generic[S]):
         return dataclasses.asdict(stage)
 
     def savings(self, ranks: int) -> Iterable[Saving]:
-        """Changes of the stage's fields with which a step on `ranks` data-parallel ranks needs less
-        memory."""
+        """Changes with which a step on `ranks` data-parallel ranks needs less memory."""
         return ()
 
     def for_benchmark(self, trial: Trial) -> S:
@@ -157,8 +152,7 @@ class Planner(Generic[S]):
         return {}
 
     def division(self, topology: Topology) -> Division | None:
-        """The division of the model among ranks, by a stage that wraps it; None if each rank
-        computes all of it."""
+        """How a wrap stage divides the model; None if each rank computes all of it."""
         return None
 
 
@@ -174,8 +168,7 @@ class Planners(Plugins[type[Planner[Any]]]):
         return "" if is_planner else "is not a Planner"
 
     def find(self, use: str) -> type[Planner[Any]] | None:
-        """The planner's class of a stage; None without one. Raises PluginError, naming the package,
-        if it cannot be loaded."""
+        """The planner's class of a stage; None without one. Raises PluginError."""
         return self.load(use) if use in self else None
 
     def of(self, plan: Plan) -> dict[str, Any]:
@@ -202,8 +195,8 @@ class Job:
 
     @classmethod
     def of(cls, plan: Plan, topology: Topology) -> Job:
-        """The job of a recipe. Raises UsageError if no slot forecasts the length of its samples, or
-        a slot trains without a planner."""
+        """The job of a recipe. Raises UsageError if nothing forecasts its samples, or a slot trains
+        without a planner."""
         planners = Planners.installed().of(plan)
         silent = {one.slot: no_planner(one) for one in plan.steps if one.slot not in planners}
         require_told(plan, silent)
@@ -230,8 +223,7 @@ class Job:
 
 
 def planned(plan: Plan, silent: Collection[str] = ()) -> PlannedSlot | None:
-    """The training that is planned: the last with a planner that is none of the silent slots, or
-    else the last."""
+    """The training that is planned: the last with a planner and not silent, or else the last."""
     known = Planners.installed()
     told = [one for one in plan.trainings if one.use in known and one.slot not in silent]
     return next(reversed(told or plan.trainings), None)
@@ -239,8 +231,7 @@ def planned(plan: Plan, silent: Collection[str] = ()) -> PlannedSlot | None:
 
 def require_told(plan: Plan, silent: Mapping[str, str]) -> None:
     """Raise UsageError if the training that is planned, or the slot that wraps its model, is one of
-    the silent slots, which have a sentence that says why: without their forecasts there is no
-    plan."""
+    the silent slots (slot -> a sentence that says why)."""
     train = planned(plan, silent)
     needed = () if train is None else (plan.wrap_of(train), train)
     why = dict.fromkeys(silent[one.slot] for one in needed if one and one.slot in silent)

@@ -142,8 +142,7 @@ ADAPTER = TypeAdapter(Profile)
 
 
 def fullest(peaks: Iterable[Peak]) -> tuple[Peak, ...]:
-    """Drop each peak that another one exceeds for any number of samples and any bytes that a
-    strategy keeps for an element."""
+    """Drop each peak that another exceeds for any samples and any bytes kept for an element."""
     found: dict[tuple[float, ...], Peak] = {}
     sized = {(p.bytes.each, p.bytes.fixed + p.bytes.each, p.arrived, p.newest): p for p in peaks}
     for sizes in sorted(sized, reverse=True):

@@ -95,8 +95,7 @@ class AppliedSaving(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A recipe with savings, possibly under another strategy than its own. start: changes besides
-    the savings."""
+    """A recipe with savings, possibly under another strategy. start: changes besides savings."""
 
     base: SearchBase
     start: Changes
@@ -268,14 +267,12 @@ def _tried(
     base: SearchBase, strategies: Sequence[Strategy], slot: str, refused: dict[str, str],
     allowed: Mapping[str, bool],
 ) -> Iterator[Candidate]:  # fmt: skip
-    """Each strategy with as few savings as it needs, in order. `refused` gets those that cannot be
-    tried."""
+    """Each strategy with as few savings as it needs; `refused` gets those that cannot be tried."""
     found: list[Candidate] = []
     over: set[tuple[str, ...]] = set()
 
     def is_enough() -> bool:
-        """Whether data parallelism fits, gives all ranks samples, and computes for as long as it
-        communicates."""
+        """Whether data parallelism fits, leaves no rank idle, and is not bound by a network."""
         chosen = best([one for one in found if not one.strategy.axes])
         plan = None if chosen is None else chosen.memory_plan
         return plan is not None and not plan.idle and plan.time.bound not in (INSIDE, BETWEEN)
@@ -320,8 +317,7 @@ def on_more_nodes(base: SearchBase, topology: Topology, start: Changes) -> Candi
 
 
 def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]:
-    """Strategies that differ from each other on this topology: sharding over one rank, say, is
-    replication."""
+    """Strategies that differ on this topology: sharding over one rank, say, is replication."""
 
     def differs(order: int, axes: Mapping[str, int]) -> bool:
         if topology.ranks % math.prod(axes.values()) or topology.on_node % axes.get("tensor", 1):

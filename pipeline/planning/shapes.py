@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -45,7 +44,7 @@ class Weight:
     @functools.cached_property
     def all_elements(self) -> int:
         """Number of elements of the model's weight."""
-        return math.prod(self.shape if self.whole is None else self.whole)
+        return math.prod(self.whole or self.shape)
 
     def holders(self, shards: int) -> int:
         """Number of shards of the part, if weights that are no experts have `shards`."""
@@ -65,14 +64,12 @@ class Weight:
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A language model's weights by unit: the root's, which belong to no block, in module order,
-    and those of one block of each kind; blocks of a kind differ in their names only.
-
-    blocks: the number of each block's kind. late: names of the root's trained weights whose
-    gradients come before those of any block. tied: whether the embedding is the head as well.
-    parameters: elements of all weights, with each 4-bit number as one; exported: without adapters;
-    proven: of the root and the largest block of the export. behind: names of the root's weights
-    after the blocks. ends: names of the weights of the embedding, if that is a plain table, and of
-    the head, which may be the same."""
+    and those of one block of each kind; blocks of a kind differ in their names only. blocks: the
+    number of each block's kind. late: names of the root's trained weights whose gradients come
+    before those of any block. tied: whether the embedding is the head as well. parameters: elements
+    of all weights, with each 4-bit number as one; exported: without adapters; proven: of the root
+    and the largest block of the export. behind: names of the root's weights after the blocks. ends:
+    names of the weights of the embedding, if that is a plain table, and of the head."""
 
     root: tuple[Weight, ...]
     kinds: tuple[tuple[Weight, ...], ...]
@@ -90,9 +87,8 @@ class ModelShape:
     def counted(self) -> Iterator[tuple[Weight, int]]:
         """Each weight of the root and of a kind, with its number of occurrences."""
         yield from ((weight, 1) for weight in self.root)
-        counts = Counter(self.blocks)
         for kind, weights in enumerate(self.kinds):
-            yield from ((weight, counts[kind]) for weight in weights)
+            yield from ((weight, self.blocks.count(kind)) for weight in weights)
 
     @functools.cached_property
     def trained(self) -> int:
@@ -122,8 +118,10 @@ class Sizes:
     @classmethod
     def by(cls, precision: Precision) -> Sizes:
         """The sizes of a policy's dtypes."""
-        dtypes = ("master", "compute", "reduce")
-        return cls(**{name: BYTES[getattr(precision, name)] for name in dtypes})
+        return cls(
+            master=BYTES[precision.master], compute=BYTES[precision.compute],
+            reduce=BYTES[precision.reduce],
+        )  # fmt: skip
 
     def of(self, weight: Weight) -> int:
         """Bytes of one number of the weight in the dtype in which it is held."""
@@ -169,9 +167,8 @@ class OptimizerShape:
         return round(elements * self.bits / 8)
 
     def touched(self, elements: int, size: int) -> int:
-        """Bytes read and written to update `elements` weights of `size` bytes: weights and
-        optimizer state in both directions, and gradients, which are also read for the norm and
-        clipped."""
+        """Bytes read and written to update `elements` weights of `size` bytes: weights and state in
+        both directions, and gradients, which are also read for the norm and clipped."""
         return elements * (2 * size + 4 * size) + 2 * self.state(elements)
 
     def update(self, largest: int) -> int:

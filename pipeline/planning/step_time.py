@@ -93,8 +93,7 @@ def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> Ste
 def _uses(
     estimate: Estimate, topology: Topology, hardware: Hardware
 ) -> Iterator[tuple[str, float, float, bool]]:
-    """Each resource, its operations or bytes in a step, the factor by which these are slower than
-    others of their kind, and whether computation waits for them."""
+    """Each resource, its amount in a step, a factor of time, and whether computation waits."""
     work, copies = estimate.work, estimate.copies
     network, peers = hardware.rates.get(BETWEEN), hardware.rates.get(INSIDE)
     most = network.value / peers.value if network and peers else 0.0

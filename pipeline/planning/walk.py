@@ -75,19 +75,17 @@ def _events(kind: forecast.Kind, stage: PipelineStage) -> Iterator[tuple[Event, 
         yield from ((event, unit) for unit in reversed(units) for event in forecast.IN_BACKWARD)
     elif kind == "reduce":
         yield from (("reduce", unit) for unit in units)
-    elif kind in ("weights", "gather"):
-        yield "weights" if kind == "weights" else "unshard", "head"
+    elif kind == "weights":
+        yield "weights", "head"
 
 
 @dataclass
 class _State:
-    """A stage between its passes. first: no gradient is waiting; whole: its units are gathered;
-    over: its gradients are reduced. waiting: bytes that micro-batches between forward and backward
-    keep, by micro-batch and item."""
+    """A stage between its passes. first: no gradient is waiting; last: all are reduced. waiting:
+    bytes that micro-batches between forward and backward keep, by micro-batch and item."""
 
     first: bool = True
-    whole: bool = False
-    over: bool = False
+    last: bool = False
     waiting: dict[int, Counter[str]] = field(default_factory=dict)
 
 
@@ -120,7 +118,7 @@ class _Walk:
         yield forecast.LOAD, all_at("load")
         for one in self._rank.passes:
             state = self._states[one.stage]
-            key = one.kind, one.stage, state.first, one.last or one.kind == "reduce", state.whole
+            key = one.kind, one.stage, state.first, one.last or one.kind == "reduce"
             if key not in self._known:
                 found = [*self._pass(one, Moment("load", "head", *key[2:]))]
                 # The first that hold the most in one of the places.
@@ -150,25 +148,21 @@ class _Walk:
                 if not (own and running.kind in ENDING):
                     yield from _items(kept)
             if number != running.stage:
-                moment = Moment("rest", "head", state.first, state.over, state.whole)
-                yield from self._held(stage, moment)
+                yield from self._held(stage, Moment("rest", "head", state.first, state.last))
 
     def _move(self, done: Pass, state: _State) -> None:
         """Update the stage's state after a pass."""
         kind, stage = done.kind, self._rank.stages[done.stage]
         if kind == "forward":
             state.waiting[done.microbatch] = self._kept[done.stage]
-            state.whole = stage.stays
-            return
-        if kind in ("backward", "weights"):
+        elif kind in ("backward", "weights"):
             state.waiting.pop(done.microbatch, None)
+            state.first = False
         elif kind == "inputs":
             kept = Counter(self._kept[done.stage])
             kept[LOGITS], kept[DEFERRED] = 0, stage.deferred * self._samples
             state.waiting[done.microbatch] = kept
-        state.whole = kind not in ("reduce", "release")
-        state.over = state.over or kind == "reduce"
-        state.first = state.first and kind in ("gather", "release", "inputs")
+        state.last = state.last or kind == "reduce"
 
     def _pass(self, running: Pass, when: Moment) -> Iterator[list[Item]]:
         """Items of the running stage and of its micro-batch at each moment of a pass."""

@@ -103,7 +103,7 @@ class Sharded(TorchMemory):
         )  # fmt: skip
         self._whole = self._amounts(lambda w: w.bytes(self._sizes.compute))
         """Bytes of whole units in the compute dtype."""
-        self.stays = stage.sharding not in ("full_shard", "hybrid_shard")
+        self._stays = stage.sharding not in ("full_shard", "hybrid_shard")
         """Whether units that forward has gathered stay until backward."""
         self._late = not stage.reduce_every_microbatch
         self._kept = len(model.blocks) - (stage.units == "block")
@@ -124,9 +124,9 @@ class Sharded(TorchMemory):
         """Bytes of whole units: the root, and the unit that runs, or those up to it."""
         whole, through = self._whole, moment.event == "reduce"
         if moment.event in IN_BACKWARD and place < 0:  # a table is not gathered for that
-            stays = whole[EMBEDDINGS] * (self.stays and place == ROOT)
+            stays = whole[EMBEDDINGS] * (self._stays and place == ROOT)
             return whole[ROOT] * (not through) + stays
-        first = EMBEDDINGS if self.stays else min(place, self._kept)
+        first = EMBEDDINGS if self._stays else min(place, self._kept)
         return whole[ROOT] + whole.between(first, place + (not through))
 
     def _gathering(self, moment: Moment, place: int) -> int:
@@ -139,7 +139,7 @@ class Sharded(TorchMemory):
             # While a unit is gathered, the buffer of the one before it is still there.
             before = (1 if place or whole[EMBEDDINGS] else 2) * (event == "gather")
             return whole.between(place - before, place + 1 + bool(stage.forward_prefetch))
-        if self.stays:
+        if self._stays:
             return 0
         return whole.between(max(place - stage.backward_prefetch, 0), min(place, self._kept))
 
@@ -225,4 +225,4 @@ class Sharded(TorchMemory):
 
     def _twice(self, units: UnitAmounts) -> int:
         """An amount of all units, and again of those that are gathered again in backward."""
-        return units.all + (0 if self.stays else units.between(0, self._kept))
+        return units.all + (0 if self._stays else units.between(0, self._kept))

@@ -50,7 +50,7 @@ class PipelinedShards(planning.StrategyMemory):
             rows = UnitAmounts(shape, lambda w: w.shape[0] if w.trained and w.shape else 0)
             memory = StageShards(stage, topology, shape, optimizer, precision)
             stages.append(planning.PipelineStage(
-                blocks=blocks, first=first, last=last, stays=memory.stays, memory=memory,
+                blocks=blocks, first=first, last=last, memory=memory,
                 hidden=length * width * compute,
                 # A gradient of each layer's output waits for the weights' half (Qi et al. 2023).
                 deferred=length * compute * rows.all,
@@ -157,51 +157,29 @@ def stage_shape(model: ModelShape, blocks: range, *, first: bool, last: bool) ->
 
 
 class StageShards(Sharded):
-    """Memory of one pipeline stage. Its gradients stay whole until the step's last backward. Units
-    that a backward gathered stay gathered until the next forward uses them, or until they are
-    reduced."""
+    """Memory of one pipeline stage. Its gradients stay whole until the step's last backward, and
+    all of its units count as gathered until then: a backward leaves them so."""
 
     def __init__(self, stage: Fsdp, topology: Topology, model: ModelShape, *how: Any) -> None:
         super().__init__(stage, topology, model, *how)
         self._late, self._end = True, len(model.blocks) + 1
 
-    def _gathered(self, moment: Moment, place: int) -> int:
-        whole, event = self._whole, moment.event
-        if moment.last:  # reduced: the root first, then units in order
-            first = self._end if event == "rest" else max(place + 1, EMBEDDINGS)
-            return whole.between(first, self._end)
-        root, first = whole.between(ROOT, 0), min(max(place, 0), self._kept)
-        if event not in ("gather", "forward"):
-            first = 0 if moment.whole else self._kept if event == "rest" else first
-            return root + whole.between(first, self._end)
-        # The forward before it left units for its backward, a backward all.
-        behind = place + 1 if moment.whole else max(place + 1, self._kept)
-        first = 0 if self.stays else first
-        return root + whole.between(first, place + 1) + whole.between(behind, self._end)
-
-    def _gathering(self, moment: Moment, place: int) -> int:
-        if moment.whole or moment.last or moment.event == "rest":
-            return 0
-        if moment.event == "unshard":  # all of the stage at once
-            return 0 if self._shards == 1 else self._whole.all
-        return super()._gathering(moment, place)
-
-    def _reducing(self, moment: Moment, place: int) -> int:
-        if moment.event != "reduce" or not moment.last:
-            return 0
-        r = self._sizes.reduce
-        return r * self._trained[place] + self._new_shard(place, r)
-
-    def _unreduced(self, moment: Moment, place: int) -> int:
-        c, r, trained = self._sizes.compute, self._sizes.reduce, self._trained
+    def _running(self, moment: Moment, place: int) -> tuple[int, int, int]:
+        c, r, trained, whole = self._sizes.compute, self._sizes.reduce, self._trained, self._whole
         backward, through = moment.event in IN_BACKWARD, moment.event == "reduce"
-        if moment.last:
-            return r * trained.between(place, self._end) if through else 0
+        if moment.event == "rest" and moment.last:
+            return 0, 0, 0
+        if moment.last:  # reduced: the root first, then units in order
+            gathered = whole.between(max(place + 1, EMBEDDINGS), self._end)
+            reducing = r * trained[place] + self._new_shard(place, r)
+            return gathered, reducing * through, r * trained.between(place, self._end) * through
         if moment.event == "weights":  # those of one dtype are added one by one
-            return (c if moment.first else r if r == c else c + r) * trained.all
+            each = c if moment.first else r if r == c else c + r
+            return whole.all, 0, each * trained.all
         waits = (trained.after(place) if backward else 0) if moment.first else trained.all
         own = trained[place] if through and moment.first else 0
-        return r * waits + c * (own + self._head * (backward and moment.unit != "head"))
+        own += self._head * (backward and moment.unit != "head")
+        return whole.all, 0, r * waits + c * own
 
     def _reduced(self, moment: Moment, place: int) -> int:
         if moment.event == "step" or (moment.event == "rest" and moment.last):

@@ -44,38 +44,35 @@ def structure(source: ModelSource) -> Structure:
     frozen_base, blocks = set(source.frozen_base), source.blocks(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     left = {
-        parameter: Weight(
-            name=name,
-            shape=tuple(parameter.shape),
-            trained=parameter.requires_grad,
-            frozen_base=name in frozen_base,
-            packed=not parameter.is_floating_point(),
+        one: Weight(
+            name=name, shape=tuple(one.shape), trained=one.requires_grad,
+            frozen_base=name in frozen_base, packed=not one.is_floating_point(),
         )
-        for parameter, name in names.items()
-    }
+        for one, name in names.items()
+    }  # fmt: skip
     order = {parameter: place for place, parameter in enumerate(names)}
     inside = [order[one] for block in blocks for one in block.parameters()]
-    trained = [place for one, place in order.items() if one.requires_grad]
+    first_trained = min((n for one, n in order.items() if one.requires_grad), default=len(order))
 
     def taken(module: nn.Module) -> list[Weight]:
         # A weight that blocks share belongs to the first of them, the rest to the root.
         return [left.pop(one) for one in module.parameters() if one in left]
 
     def signature(block: nn.Module) -> Any:
-        begin = min((order[one] for one in block.parameters()), default=0)
         # Backward passes through a block only to trained weights before it.
-        is_reached = any(place < begin for place in trained)
-        return (*((name, *_traits(one)) for name, one in block.named_modules()), is_reached)
+        begin = min((order[one] for one in block.parameters()), default=0)
+        parts = ((name, *_traits(one)) for name, one in block.named_modules())
+        return (*parts, first_trained < begin)
 
-    ends = [
-        () if end is None else tuple(names[one] for one in end.parameters())
-        for end in source.ends(model)
-    ]
+    def weights_of(module: nn.Module | None) -> tuple[str, ...]:
+        return () if module is None else tuple(names[one] for one in module.parameters())
+
+    embedding, head = map(weights_of, source.ends(model))
     return Structure(
         blocks=[*map(taken, blocks)],
         towers=[*map(taken, source.tower_blocks(model))],
         root=[*left.values()],
-        ends=(ends[0], ends[1]),
+        ends=(embedding, head),
         behind=[names[one] for one in order if order[one] > max(inside, default=len(order))],
         signatures=[*map(signature, blocks)],
         tied=len([*model.named_parameters(remove_duplicate=False)]) > len(names),
@@ -119,9 +116,9 @@ class Divided:
             return cls()
         groups, experts = division.divide(model, blocks)
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    part = nn.Parameter(local(parameter).detach(), parameter.requires_grad)
+            for name, one in module._parameters.items():
+                if one is not None:
+                    part = nn.Parameter(local(one).detach(), one.requires_grad)
                     module._parameters[name] = part
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         return cls(shapes=shapes, experts=experts, groups=groups)

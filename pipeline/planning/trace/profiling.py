@@ -74,7 +74,7 @@ class _Parts:
         self._pieces: list[dict[tuple[str, Any], list[Stretch]]] = [{} for _ in runs]
         for pieces, one in zip(self._pieces, runs, strict=True):
             for stretch in one.stretches:
-                pieces.setdefault((*stretch.position,), []).append(stretch)
+                pieces.setdefault((stretch.phase, stretch.part), []).append(stretch)
         weights = map(self.divided.part, self.built.weights)
         self._elements = {weight.name: weight.elements for weight in weights}
         first = self._pieces[0]

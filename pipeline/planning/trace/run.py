@@ -32,7 +32,6 @@ from pipeline.planning.trace.tracker import (
     START,
     MemoryTracker,
     Part,
-    Position,
     offloading,
 )
 from pipeline.utils.tensors import with_values, without_values
@@ -61,7 +60,7 @@ def run(job: Job, scope: TraceScope) -> BareModel:
         bare = BareModel(job, source, precision, tracker)
         results |= Results.of(replace(scope, once=tracker.once, run=bare.run))
         _give(job, results, ctx, (TrainedRun,), "trace")
-        if tracker.stretches[-1].position.phase == LOAD:
+        if tracker.stretches[-1].phase == LOAD:
             raise UsageError("nothing is trained that could be traced")
     return bare
 
@@ -107,7 +106,7 @@ class BareModel:
 
     def _enter(self, part: Part, phase: str | None = None, given: str = "") -> None:
         self._phase, self._part = phase or self._phase, part
-        self._tracker.enter(Position(self._phase, part), given)
+        self._tracker.enter(self._phase, part, given)
 
     def _mark(self, tensors: Any, part: Part) -> None:
         """Begin the part when backward gives the first of these tensors its gradient."""

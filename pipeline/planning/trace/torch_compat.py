@@ -92,8 +92,7 @@ class Link(NamedTuple):
 
 
 def collective(function: Any, arguments: Sequence[Any]) -> tuple[Link, int] | None:
-    """The collective that an operation is, and its bytes as the largest tensor of a rank has them;
-    None for other operations."""
+    """The collective that an operation is, and bytes of its largest tensor; None for others."""
     if function.namespace not in ("c10d", "_c10d_functional"):
         return None
     kind = COLLECTIVES.get(function._overloadpacket.__name__)

@@ -36,14 +36,6 @@ START, HEAD, LOSS, INPUT = "start", "head", "loss", "input"
 model. In backward: before everything (START), after the loss (HEAD), after all blocks (INPUT)."""
 
 
-class Position(NamedTuple):
-    """Position of a program: its phase, and the part of the model that runs (a block's number or a
-    name)."""
-
-    phase: str
-    part: Part
-
-
 class Level(NamedTuple):
     """Bytes in use at a time; the host's are activations that wait there for backward."""
 
@@ -53,15 +45,16 @@ class Level(NamedTuple):
 
 @dataclass(kw_only=True)
 class Stretch:
-    """A program from one position to the next. levels: at its beginning and at each change of
-    memory. work: `products`, `attention`, `again`: floating-point operations of matrix products, of
-    attention kernels, and of both when recomputed; `made`: bytes of new tensors; bytes that ranks
-    exchange by link. repeats: whether anything is recomputed. given: name of the weight whose
-    gradient begins it; else empty."""
+    """A program while one part of the model runs in a phase. given: name of the weight whose
+    gradient begins it; else empty. levels: at its beginning and at each change of memory. work:
+    `products`, `attention`, `again`: floating-point operations of matrix products, of attention
+    kernels, and of both when recomputed; `made`: bytes of new tensors; bytes that ranks exchange by
+    link. repeats: whether anything is recomputed."""
 
-    position: Position
-    levels: list[Level]
+    phase: str
+    part: Part
     given: str = ""
+    levels: list[Level] = field(default_factory=list)
     work: defaultdict[str | Link, float] = field(default_factory=lambda: defaultdict(float))
     repeats: bool = False
 
@@ -81,22 +74,20 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         self._on_host: set[int] = set()
         self._now = self._host = 0
         self._region: dict[int, int] | None = None
-        """Storages that the running piece of compiled code has made, and their bytes, without those
-        that were counted."""
+        """Bytes of storages that the running compiled code has made and nobody has counted."""
         self.stretches: list[Stretch] = []
-        self.enter(Position(LOAD, ""))
+        self.enter(LOAD)
 
-    def enter(self, position: Position, given: str = "") -> None:
+    def enter(self, phase: str, part: Part = "", given: str = "") -> None:
         """Begin a stretch."""
-        self.stretches.append(Stretch(position=position, levels=[], given=given))
-        self._mark_level()
+        self.stretches.append(Stretch(phase=phase, part=part, given=given))
+        self._record()
 
-    def _mark_level(self) -> None:
+    def _record(self) -> None:
         self.stretches[-1].levels.append(Level(self._now - self._host, self._host))
 
     def once(self, key: Any, function: Callable[[], Any]) -> Any:
-        """Run a function, or count the work of an earlier one with the same key in the same stretch
-        and return its result."""
+        """Run a function, or count and return what the key had in this stretch."""
         work, key = self.stretches[-1].work, (len(self.stretches), key)
         if key not in self._ran:
             before = work.copy()
@@ -114,7 +105,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         if key in self._sizes and key not in self._on_host:
             self._on_host.add(key)
             self._host += self._sizes[key]
-            self._mark_level()
+            self._record()
 
     def __enter__(self) -> MemoryTracker:
         COUNTING.append(self._fused)
@@ -188,7 +179,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         self._sizes[key] = size
         self._now += more
         self._host += more if key in self._on_host else 0
-        self._mark_level()
+        self._record()
 
     def _free(self, key: int) -> None:
         self._change(key, 0)

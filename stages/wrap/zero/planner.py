@@ -90,13 +90,16 @@ class ZeroMemory(planning.StrategyMemory):
         self.stage, self.model, self.optimizer = stage, model, optimizer
         sizes, offload = planning.Sizes.by(precision), stage.offload_optimizer
         self.c, self.m, self.r = sizes.compute, sizes.master, sizes.reduce
-        self.fp16, self.bucket = precision.compute == "fp16", stage.reduce_bucket_size
-        self.low, self.offloaded = self.c < SUMMED, offload is not None
+        self.bucket, self.low, self.offloaded = (
+            stage.reduce_bucket_size,
+            self.c < SUMMED,
+            bool(offload),
+        )
         self.contiguous = stage.contiguous_gradients or self.offloaded
         """Whether gradients are copied into a bucket as they come, which is allocated whole."""
-        bf16 = precision.compute == "bf16"
-        self.accumulates = stage.stage == 1 and bf16 and not self.offloaded
-        self.whole = (stage.stage == 1) * (self.c if self.accumulates else SUMMED)
+        bf16, first = precision.compute == "bf16", stage.stage == 1
+        self.accumulates = first and bf16 and not self.offloaded
+        self.whole = first * (self.c if self.accumulates else SUMMED)
         """Bytes of an element of gradients that are whole until the step."""
         buffers = (1 + bool(stage.overlap_comm)) * self.contiguous * (not self.accumulates)
         self.buffer = (self.whole or self.c) * buffers * self.bucket
@@ -111,39 +114,31 @@ class ZeroMemory(planning.StrategyMemory):
         self.part = self.share(self.trained)
         self.masters = self.part, "host" if self.offloaded else "device"
         self.updated = optimizer.touched(self.part, self.m) * (not self.offloaded)
-        self.units = self._units()
+        self.units, before, left = dict[Unit, UnitSizes](), self.trained, 0
+        units: dict[Unit, Sequence[Weight]] = {"embeddings": [model.embedding]}
+        units |= {n: model.kinds[kind] for n, kind in enumerate(model.blocks)}
+        units["head"] = [one for one in model.root if one is not model.embedding]
+        for unit, own in units.items():
+            trained = [weight.elements for weight in own if weight.trained]
+            every = [weight.bytes(self.c) for weight in own]
+            before -= sum(trained)
+            left += sum(every) if trained or unit != "embeddings" else 0  # frozen: no backward
+            most = max(trained, default=0), before, max(every, default=0)
+            self.units[unit] = UnitSizes(sum(trained), *most, left)
         self.largest = max(unit.largest for unit in self.units.values())
 
     def share(self, elements: int) -> int:
         """A rank's padded part of this number of elements."""
         return -(-elements // self.ranks)
 
-    def _units(self) -> dict[Unit, UnitSizes]:
-        table, before, left = self.model.embedding, self.trained, 0
-        rest = [one for one in self.model.root if one is not table]
-        units: dict[Unit, Sequence[Weight]] = {"embeddings": [table]}
-        units |= {n: self.model.kinds[kind] for n, kind in enumerate(self.model.blocks)}
-        found: dict[Unit, UnitSizes] = {}
-        for unit, own in (units | {"head": rest}).items():
-            trained = [weight.elements for weight in own if weight.trained]
-            every = [weight.bytes(self.c) for weight in own]
-            before -= sum(trained)
-            left += sum(every) if trained or unit != "embeddings" else 0  # frozen: no backward
-            most = max(trained, default=0), before, max(every, default=0)
-            found[unit] = UnitSizes(sum(trained), *most, left)
-        return found
-
     def held(self, moment: Moment) -> Iterator[Item]:
         event, unit, c = moment.event, self.units[moment.unit], self.c
         yield Item("master weights", self.states_at, self.m * self.part)
-        yield from self._lasting()
+        yield from self._lasting(moment)
         if event == "load":  # the first update makes moments
-            yield Item("weights as they are made", "device", self._loading())
             return
         yield Item(planning.OPTIMIZER, self.states_at, round(self.moments * self.part))
         yield from self._passing(moment, unit)
-        if event == "step":
-            yield Item(planning.UPDATE_TEMPORARIES, "device", self._step())
         if event not in IN_BACKWARD:
             return
         if not self.whole:
@@ -156,7 +151,8 @@ class ZeroMemory(planning.StrategyMemory):
                 size += c * unit.largest * (came > self.bucket)
             yield Item("reduction", "device", size)
             # A gradient larger than the bucket stays, in a rank's own part, until the end.
-            waits = self.part * (self.low and unit.largest > self.bucket and self.stage.stage == 2)
+            large = unit.largest > self.bucket and isinstance(moment.unit, int)
+            waits = self.part * (self.low and large and self.stage.stage == 2)
             waits = waits if self.contiguous else self.bucket + self.part
             yield Item(planning.WHOLE_GRADIENTS, "device", c * min(unit.before, waits))
         # Autograd keeps a tied head's until that of the embeddings is there.
@@ -165,52 +161,47 @@ class ZeroMemory(planning.StrategyMemory):
         size = c * table.elements * (tied and table.trained)
         yield Item("gradient of the tied head", "device", size)
 
-    def _lasting(self) -> Iterator[Item]:
-        """Items that last from loading to the end, without masters."""
-        copied = self.c * self.largest * self.offloaded
+    def _lasting(self, moment: Moment) -> Iterator[Item]:
+        """Items that last from loading to the end, without masters, and those of loading: weights
+        are made in the masters' dtype and cast, or copied into one buffer; then gradients of
+        masters are there."""
+        c, m, copied = self.c, self.m, self.c * self.largest * self.offloaded
         yield Item(planning.PARAMETERS, "device", self.every)
         yield Item("summed gradients", "device", SUMMED * self.trained * self.accumulates)
-        size = (self.m + self.c + SUMMED * (not self.low)) * self.part * self.offloaded
+        size = (m + c + SUMMED * (not self.low)) * self.part * self.offloaded
         yield Item("gradients and updated weights", "host", size + copied)
         yield Item("gradient to copy", "device", copied)
-
-    def _loading(self) -> int:
-        """Bytes of the device next to states as these are loaded: weights are made in the masters'
-        dtype and cast, or copied into one buffer; then gradients of masters are there."""
-        masters = self.m * self.part * (not self.offloaded)
-        made = max(self.m - self.c, self.c) * self.trained
-        return 0 if self.accumulates else max(made - masters, masters)
+        if moment.event == "load" and not self.accumulates:
+            masters = m * self.part * (not self.offloaded)
+            made = max(max(m - c, c) * self.trained - masters, masters)
+            yield Item("weights as they are made", "device", made)
 
     def _passing(self, moment: Moment, unit: UnitSizes) -> Iterator[Item]:
-        """Summed gradients and buffers, which come and go."""
+        """Summed gradients and buffers, which come and go; in the step norms, taken in fp64, and
+        the update, or at stage 1 the reduction."""
         later, step = not moment.first, moment.event == "step"
         reduce, backward = moment.event == "reduce", moment.event in IN_BACKWARD
         if backward or (self.whole and later):
             yield Item("reduce bucket", "device", self.buffer)
-        if self.whole and (self.accumulates or not step):
-            size = (
-                self.trained if later or step else (unit.before + unit.trained * reduce) * backward
-            )
-            yield Item(planning.GRADIENTS, "device", self.whole * size)
-            return
         # Parts in fp32 are added to those of the micro-batches before when all are there.
         parts = later + (backward and unit.before > self.bucket) + step
         parts = min(parts + reduce, 1) if self.low else parts
         size = parts * SUMMED * self.part * (self.low or not self.offloaded)
+        if self.whole and (self.accumulates or not step):
+            came = (unit.before + unit.trained * reduce) * backward
+            size = self.whole * (self.trained if later or step else came)
         yield Item(planning.GRADIENTS, "device", size)
-
-    def _step(self) -> int:
-        """Bytes for norms, taken in fp64, and the update; at stage 1, or for the reduction."""
         taken = 8 * min(self.largest, self.part)
         if not self.offloaded:
             copied = self.m * self.part * (not self.low or self.m != SUMMED)
             taken = max(taken, copied + self.optimizer.update(self.part))
-        if self.stage.stage == 2:
-            return taken
         filled = min(self.trained, ENGINE_BUCKET if self.accumulates else self.bucket)
         if self.accumulates:
-            return max(taken, SUMMED * filled + self.r * self.trained * (self.r != SUMMED))
-        return max(taken, SUMMED * (self.trained - filled * (not self.low)) + self.buffer)
+            taken = max(taken, SUMMED * filled + self.r * self.trained * (self.r != SUMMED))
+        elif self.whole:
+            rest = self.trained - filled * (not self.low)
+            taken = max(taken, SUMMED * rest + self.buffer)
+        yield Item(planning.UPDATE_TEMPORARIES, "device", taken * step)
 
     def gradients(self, moment: Moment) -> Gradients:
         c, whole = self.c, self.whole
@@ -231,8 +222,7 @@ class ZeroMemory(planning.StrategyMemory):
         )
         if self.ranks > 1:
             size, kind = self._gathered(microbatches), "all-gather"
-            yield sums
-            yield replace(sums, collective=kind, bytes=size, what="parameters")
+            yield from (sums, replace(sums, collective=kind, bytes=size, what="parameters"))
 
     def copies(self, microbatches: int) -> planning.Copies:
         """Gradients go down to the masters, updated weights up, or parameters whenever they are
@@ -253,52 +243,53 @@ class Stage3Memory(ZeroMemory):
     for another `prefetch_bucket_size` elements, so gathering runs ahead until `max_live_parameters`
     are whole, and what still is in backward is not gathered again."""
 
-    def __init__(self, stage: Zero, *given: Any, **ranks: Any) -> None:
-        super().__init__(stage, *given, **ranks)
-
-        def setting(name: str, default: int) -> int:
-            """A field of the stage, or DeepSpeed's default (zero/config.py)."""
-            found = getattr(stage, name)
-            return default if found is None else int(found)
-
-        limit, weights = setting("param_persistence_threshold", 100_000), [*self.model.counted()]
-        self.small = sum(w.bytes(self.c) * count for w, count in weights if w.elements <= limit)
+    def __init__(
+        self, stage: Zero, model: ModelShape, precision: Precision,
+        optimizer: planning.OptimizerShape, *, ranks: int, apart: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(stage, model, precision, optimizer, ranks=ranks, apart=apart)
+        # DeepSpeed's defaults: zero/config.py.
+        asked = {name: value for name, value in vars(stage).items() if value is not None}
+        limit = asked.get("param_persistence_threshold", 100_000)
+        small = ((w.bytes(self.c), count) for w, count in model.counted() if w.elements <= limit)
+        self.small = sum(size * count for size, count in small)
         """Bytes of parameters that stay whole between steps too."""
-        self.ahead = self.c * setting("prefetch_bucket_size", 50_000_000)
+        self.ahead = self.c * asked.get("prefetch_bucket_size", 50_000_000)
         """Bytes that each module prefetches."""
-        live = self.c * setting("max_live_parameters", 1_000_000_000)
+        live = self.c * asked.get("max_live_parameters", 1_000_000_000)
         self.stays = min(self.every, live) if self.ahead else 0
         """Bytes that stay whole from forward to backward."""
-        self.group = min(self.part, setting("sub_group_size", 1_000_000_000))
+        self.group = min(self.part, asked.get("sub_group_size", 1_000_000_000))
         """Elements that are updated at a time."""
-        params, asked = stage.offload_param, stage.plus_plus
+        # While infinities are looked for, a gradient's magnitude and the answer are there.
+        self.found = (SUMMED + 1) * self.part * (precision.compute == "fp16")
+        params, pairs = stage.offload_param, stage.plus_plus
         self.near: Place = "host" if params else "device"
         self.on_disk = 0
         """Bytes of a rank's parts on the disk (swap_tensor/partitioned_param_swapper.py)."""
         if params is not None and params.device == "nvme":
             self.on_disk = self.share(self.every) - self.c * min(self.part, params.max_in_cpu)
-        self.copied = (asked.secondary_partition or 0) if asked is not None else 0
+        self.copied = (pairs.secondary_partition or 0) if pairs is not None else 0
         """Ranks that share a second copy of parameters (hpZ); 0 without one."""
 
-    def _lasting(self) -> Iterator[Item]:
-        offload, params = self.stage.offload_optimizer, self.stage.offload_param
+    def _lasting(self, moment: Moment) -> Iterator[Item]:
+        """Each trained parameter is whole once more while loading, to hook onto its gradient; then
+        small ones are."""
+        offload, params, buffers = self.stage.offload_optimizer, self.stage.offload_param, 0
         yield Item(planning.PARAMETERS, self.near, self.share(self.every) - self.on_disk)
         yield Item(planning.PARAMETERS, "disk", self.on_disk)
         yield Item(planning.GRADIENTS, self.masters[1], SUMMED * self.part)
         yield Item("gradients of masters", self.states_at, self.m * self.part * self.offloaded)
-        buffers = 0
         if params and params.device == "nvme":
             buffers += self.c * params.buffer_count * params.buffer_size
         if offload and offload.device == "nvme":
             buffers += self.m * offload.buffer_count * self.group
         yield Item("swap buffers", "host", buffers)
         yield Item("reduce bucket", "device", self.r * self.bucket * self.contiguous)
-
-    def _loading(self) -> int:
-        """Each trained parameter is whole once more, to hook onto its gradient; then small ones
-        are."""
-        trained = (one.bytes(self.c) for one, _ in self.model.counted() if one.trained)
-        return max(self.small, self._second(self.every), *trained)
+        if moment.event == "load":
+            trained = (one.bytes(self.c) for one, _ in self.model.counted() if one.trained)
+            made = max(self.small, self._second(self.every), *trained)
+            yield Item("weights as they are made", "device", made)
 
     def _second(self, of: int) -> int:
         """A rank's bytes of the second copy of what was given up."""
@@ -306,32 +297,25 @@ class Stage3Memory(ZeroMemory):
 
     def _passing(self, moment: Moment, unit: UnitSizes) -> Iterator[Item]:
         """Whole parameters, and the buffer from which a fetch is copied: it has
-        `prefetch_bucket_size` and a parameter more."""
+        `prefetch_bucket_size` and a parameter more. In the step norms in fp64, also of gradients
+        that come from the host, then a sub-group after another; then small parameters are whole
+        again."""
         event, forward = moment.event, moment.event in ("gather", "forward")
         left = self.every if forward else unit.left
         # Given up since the update are frozen parameters always, and others after their use.
-        given_up = self.every - self.c * self.trained
-        if event != "between":
-            waits = moment.first and event != "step"
-            given_up = self.every - min(left, self.stays) * waits
+        waits = min(left, self.stays) * (moment.first and event != "step")
+        given_up = self.every - (self.c * self.trained if event == "between" else waits)
         yield Item("second copy of parameters", self.near, self._second(given_up))
-        size = max(min(left, self.stays), unit.widest, self.small)
-        if isinstance(moment.unit, int) and self.ahead and (forward or self.stays < self.every):
-            size += min(self.ahead + unit.widest, max(left - self.small, 0))
-        # One rank's parts are whole, unless they are elsewhere.
-        if event != "step" and (self.ranks > 1 or self.near == "host"):
-            size = self.small if event == "between" else size
-            yield Item(planning.GATHERED, "device", size)
-
-    def _step(self) -> int:
-        """Norms in fp64, also of gradients that come from the host, then a sub-group after another;
-        small parameters are whole again at the end."""
-        size = max(self.small, (SUMMED + 8) * self.share(self.largest))
-        if self.offloaded:
-            return size
-        # While infinities are looked for, a gradient's magnitude and the answer are there.
-        found = (SUMMED + 1) * self.part * self.fp16
-        return max(size, found, SUMMED * self.group + self.optimizer.update(self.group))
+        if event == "step":
+            update = SUMMED * self.group + self.optimizer.update(self.group)
+            size = max(self.small, (SUMMED + 8) * self.share(self.largest))
+            size = size if self.offloaded else max(size, self.found, update)
+            yield Item(planning.UPDATE_TEMPORARIES, "device", size)
+        elif self.ranks > 1 or self.near == "host":  # one rank's parts are whole there
+            size = max(min(left, self.stays), unit.widest, self.small)
+            if isinstance(moment.unit, int) and self.ahead and (forward or self.stays < self.every):
+                size += min(self.ahead + unit.widest, max(left - self.small, 0))
+            yield Item(planning.GATHERED, "device", self.small if event == "between" else size)
 
     def _gathered(self, microbatches: int) -> int:
         """In forward and backward; small ones only after the update."""
