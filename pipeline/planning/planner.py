@@ -85,12 +85,11 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A way to use a stage that wraps. fields: of the slot. what: short description, as in `every
-    rank holds everything`. order: position in the order in which `pipe advise` tries strategies
-    (`Tier`); 0: never tried. at_first: further fields that `pipe advise` begins with, which spend
-    memory to save time; the planner's `savings` take them back. axes: ranks by the axis on which
-    they share samples or layers: `tensor`, within a node, and others. Of presets with the same
-    axes, `pipe advise` takes the first that fits."""
+    """A way to use a stage that wraps. fields: of the slot. what: short description. order: `Tier`
+    in which `pipe advise` tries it; 0: never. at_first: further fields that it begins with, which
+    spend memory to save time; the planner's `savings` take them back. axes: ranks by the axis on
+    which they share samples or layers: `tensor`, within a node, and others. Of presets with the
+    same axes, `pipe advise` takes the first that fits."""
 
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     what: str = ""
@@ -141,9 +140,9 @@ class Planner(Generic[S]):
         return ()
 
     def for_benchmark(self, trial: Trial) -> S:
-        """The stage with the settings of a trial: a stage that trains takes `trial.steps` steps and
-        evaluates nothing, one that saves does so once and into the run's folder. A stage that
-        trains cannot be measured without this method; others stay unchanged."""
+        """The stage with the settings of a trial: one that trains, which needs this method to be
+        measured, takes `trial.steps` steps and evaluates nothing; one that saves does so once and
+        into the run's folder."""
         return self.stage
 
     @classmethod
@@ -243,8 +242,7 @@ def forecasts(
     plan: Plan, topology: Topology, planners: Mapping[str, Any], known: Results
 ) -> tuple[Results, dict[str, str]]:
     """The results `known` and each planner's forecast by slot; and a sentence for each slot without
-    a forecast, which names the slots that could have forecast what it lacks. Raises the planners'
-    errors."""
+    a forecast, which names what it lacks. Raises the planners' errors."""
     results, mute = Results(known), dict[str, str]()
     for step in plan.steps:
         planner = planners.get(step.slot)

@@ -1,8 +1,7 @@
 """Profiles: memory and work of a model's parts on one rank, from a run on tensors without memory.
 
 Parts are everything before the first block, a block of each kind, the head, and the loss, each in
-forward and in backward. Amounts are functions of the samples of a micro-batch. Profiles are kept on
-disk, under a key of everything that they depend on.
+forward and in backward. Profiles are kept on disk, under a key of all that they depend on.
 """
 
 from __future__ import annotations
@@ -68,11 +67,10 @@ class Peak:
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Memory and work of a part of the model in one direction. kept, offloaded: bytes on the device
-    and on the host at its end, beyond those at its beginning. peaks: the highest for some number of
-    samples, under some strategy. products, attention, again: floating-point operations of matrix
-    products, of attention between tokens that see each other, and of both when recomputed. made:
-    bytes of all new tensors. exchanges: traffic among ranks that divide the model, with no bytes,
-    and its bytes."""
+    and on the host at its end, beyond those at its beginning. products, attention, again:
+    floating-point operations of matrix products, of attention between tokens that see each other,
+    and of both when recomputed. made: bytes of all new tensors. exchanges: traffic among ranks that
+    divide the model, with no bytes, and its bytes."""
 
     kept: Line = ZERO
     offloaded: Line = ZERO
@@ -152,8 +150,7 @@ def fullest(peaks: Iterable[Peak]) -> tuple[Peak, ...]:
 
 
 def profile_of(job: Job) -> Profile:
-    """The profile of a job's model: one of this process, from disk, or a new one. Raises StageError
-    for a model that cannot be run without values."""
+    """The profile of a job's model: of this process, from disk, or a new one. Raises StageError."""
     key = _key(job)
     given = os.environ.get("PIPE_PROFILES")
     file = (Path(given) if given else cache_folder() / "profiles") / f"{key}.json"

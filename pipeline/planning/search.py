@@ -1,9 +1,7 @@
-"""Search for changes of a recipe with which it fits: the memory savings of its stages, another
-strategy, more nodes.
+"""Search for changes with which a recipe fits: savings of its stages, a strategy, more nodes.
 
-All savings that only cost time are applied first. If that does not fit, one saving that changes
-numerics is added. Then each saving without which the recipe fits is removed, the most expensive
-first.
+All savings that only cost time are applied first. If that does not fit, one that changes numerics
+is added. Then each without which the recipe fits is removed, the most expensive first.
 """
 
 from __future__ import annotations
@@ -221,10 +219,9 @@ def relaxed(candidate: Candidate) -> Candidate:
 
 
 def best(found: Sequence[Candidate]) -> Candidate | None:
-    """A candidate that fits, or None: one of those that change numerics the least, then of those
-    with head-room, then of those that no other is faster and smaller than, and whose expected step
-    is within `LONGER` of the shortest (if all are known), then the one with the fewest savings;
-    among equals, the first."""
+    """The first that fits (or None) of those that change numerics the least, then of those with
+    head-room, of those that no other is faster and smaller than, of those whose expected step is
+    within `LONGER` of the shortest (if all are known), and of those with the fewest savings."""
 
     def beats(one: Candidate, other: Candidate) -> bool:
         mine, its = one.memory_plan, other.memory_plan
@@ -244,11 +241,10 @@ def choose(
     base: SearchBase, strategies: Sequence[Strategy], slot: str
 ) -> tuple[list[Candidate], list[str]]:
     """Candidates of all strategies that were tried, the best first if it fits, and a line for each
-    strategy that cannot be tried. Strategies under which ranks share samples or layers are tried if
-    nothing else fits, or what fits leaves ranks waiting. Host memory is taken for activations only
-    if nothing fits without, savings that change numerics are tried only if nothing fits so, and an
-    offloading strategy only if no earlier one fits. Raises StageError for a model that cannot be
-    planned."""
+    that cannot be tried. Those that divide samples or layers are tried if nothing else fits, or
+    leaves ranks waiting; host memory for activations, then savings that change numerics, then
+    offloading only if nothing fits without. Raises StageError for a model that cannot be planned.
+    """
     tried: list[Candidate] = []
     refused: dict[str, str] = {}
     for _, tier in groupby(strategies, key=lambda one: max(one.order, Tier.OFFLOADED - 1)):
@@ -298,9 +294,8 @@ def _tried(
 
 
 def on_more_nodes(base: SearchBase, topology: Topology, start: Changes) -> Candidate | None:
-    """The recipe on the fewest nodes (doubling) on which it fits with the changes `start`, savings
-    that only cost time, and a sample for each rank. None if it does not fit on MOST_NODES or cannot
-    be planned there."""
+    """The recipe on the fewest nodes (doubling) on which it fits with savings that only cost time,
+    and a sample for each rank; None if it does not fit on MOST_NODES or cannot be planned there."""
     nodes, local = topology.nodes, topology.local_ranks
     while (nodes := nodes * 2) <= MOST_NODES:
         machines = replace(base.machines, nodes=nodes, gpus=local)
@@ -332,9 +327,8 @@ def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]
 
 
 def remedies(memory_plan: MemoryPlan, base: SearchBase) -> Iterator[Candidate]:
-    """Changes with which a recipe would fit, at most one candidate of each kind: savings of its own
-    stages, another strategy, more nodes. Raises PipeError if the recipe itself cannot be
-    planned."""
+    """Changes with which a recipe would fit, at most one of each kind: savings of its own stages,
+    another strategy, more nodes. Raises PipeError if the recipe itself cannot be planned."""
     own = relaxed(most_saving(base, {}))
     if own.fits:
         yield own

@@ -6,7 +6,6 @@ llm-foundry, IBM, torchtune and NeMo published; docs/dev/planning.md says how cl
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,9 +34,8 @@ last reduction wait, and collectives take processors from products. Fitted likew
 class StepTime:
     """Seconds of an optimizer step by resource: at its full rate (`parts`), and at the rate that
     programs reach; the resources of unknown rate; and whether resources work at once, as a GPU and
-    its links do (the cores of a CPU do everything). waits: seconds of `reached` in which
-    computation waits for what ranks exchange inside of the model. idle: share of the step in which
-    a rank of a pipeline waits for others."""
+    its links do. waits: seconds of `reached` in which computation waits for exchanges inside of the
+    model. idle: share of the step in which a rank of a pipeline waits for others."""
 
     parts: Mapping[str, float]
     reached: Mapping[str, float]
@@ -70,7 +68,7 @@ class StepTime:
 
 def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> StepTime:
     """Estimate the time of a step. Resources without a known rate are left out, and named."""
-    parts, reached, waits = Counter[str](), Counter[str](), Counter[str]()
+    parts, reached, waits = dict[str, float](), dict[str, float](), dict[str, float]()
     unknown: dict[str, None] = {}
     shares = REACHED | {COMPUTE: hardware.matmul * PRODUCTS}
     for part, amount, slower, waited in _uses(estimate, topology, hardware):
@@ -80,12 +78,11 @@ def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> Ste
         elif amount and rate is not None:
             share = 1.0 if rate.measured else shares.get(part, 1.0)
             seconds = amount / rate.value / share * slower
-            for sums, more in ((parts, amount / rate.value), (reached, seconds)):
-                sums[part] += more  # type: ignore[assignment]
-            if waited:
-                waits[part] += seconds  # type: ignore[assignment]
+            parts[part] = parts.get(part, 0.0) + amount / rate.value
+            reached[part] = reached.get(part, 0.0) + seconds
+            waits |= {part: waits.get(part, 0.0) + seconds} if waited else {}
     return StepTime(
-        parts=dict(parts), reached=dict(reached), unknown=[*unknown], waits=dict(waits),
+        parts=parts, reached=reached, unknown=[*unknown], waits=waits,
         overlaps=topology.device != "cpu", idle=estimate.work.idle,
     )  # fmt: skip
 

@@ -29,7 +29,6 @@ ROOT = {
 }
 """Parts outside of blocks -> phase and mark of a trace."""
 UNEVEN = "experts that get more tokens than others: routing is taken to be balanced"
-"""A cost that a plan of divided experts leaves out."""
 
 
 def profile(job: Job) -> Profile:
@@ -65,9 +64,8 @@ def _runs(job: Job, whole: Structure, blocks: int) -> list[BareModel]:
 
 
 class _Parts:
-    """The parts of a model, as functions of samples. Stretches of a part are from its beginning,
-    and from each gradient on. given, early: names of the weights that get a gradient, and of those
-    that get one before blocks do."""
+    """The parts of a model, as functions of samples. given, early: names of the weights that get a
+    gradient, and of those that get one before blocks do."""
 
     def __init__(self, runs: Sequence[BareModel]) -> None:
         self.built, self.divided = runs[0].built, runs[0].divided

@@ -23,17 +23,10 @@ from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.execution.in_process import scratch_context
 from pipeline.planning.forecast import BACKWARD, FORWARD, LOAD, UPDATE
 from pipeline.planning.planner import Job, TraceScope
+from pipeline.planning.trace import tracker as tracking
 from pipeline.planning.trace.model import Divided, structure
 from pipeline.planning.trace.torch_compat import cast_in, silent_group, tensors_in
-from pipeline.planning.trace.tracker import (
-    HEAD,
-    INPUT,
-    LOSS,
-    START,
-    MemoryTracker,
-    Part,
-    offloading,
-)
+from pipeline.planning.trace.tracker import HEAD, INPUT, LOSS, START, MemoryTracker, Part
 from pipeline.utils.tensors import with_values, without_values
 
 
@@ -44,8 +37,8 @@ def declared(job: Job) -> ModelSource:
 
 
 def run(job: Job, scope: TraceScope) -> BareModel:
-    """Run a micro-batch of a job's model on one rank. Raises UsageError if nothing is trained, and
-    StageError for a model that needs values."""
+    """Run a micro-batch on one rank. Raises UsageError if nothing is trained, and StageError for a
+    model that needs values."""
     tracker, results = MemoryTracker(fake=True), Results.of(job.topology, job.samples, scope)
     with contextlib.ExitStack() as stack:
         ctx = stack.enter_context(context(job))
@@ -53,7 +46,7 @@ def run(job: Job, scope: TraceScope) -> BareModel:
             stack.enter_context(silent_group(job.topology.ranks))
         source = declare(job, results, ctx)
         precision = results.require(Precision, "no slot of the recipe provides a precision")
-        stack.enter_context(offloading(tracker, job.topology.device))
+        stack.enter_context(tracking.offloading(tracker, job.topology.device))
         stack.enter_context(without_values())
         stack.enter_context(tracker)
         stack.enter_context(model_errors_as_ours())
@@ -67,9 +60,8 @@ def run(job: Job, scope: TraceScope) -> BareModel:
 
 class BareModel:
     """A model in the compute dtype, whose gradients are dropped as soon as they are computed. Tied
-    weights are separate, so that no gradient waits for another, and blocks are called with the
-    compute dtype, as strategies that gather blocks do: both are up to the strategy. Reports to a
-    tracker which phase and which part of the model runs."""
+    weights are separate, and blocks are called with the compute dtype: both are up to the strategy.
+    Tells a tracker which phase and which part of the model runs."""
 
     def __init__(
         self, job: Job, source: ModelSource, precision: Precision, tracker: MemoryTracker
@@ -183,8 +175,8 @@ def declare(job: Job, results: Results, ctx: Context) -> ModelSource:
 
 
 def _give(job: Job, results: Results, ctx: Context, gives: tuple[type, ...], *methods: str) -> None:
-    """Run the stages that give one of these types, by the first of `methods` that each has: `trace`
-    of the planner replaces `run`. Raises UsageError for a stage that lacks an input."""
+    """Run the stages that give one of these types, by the first of `methods` that each has. Raises
+    UsageError for a stage that lacks an input."""
     for step in job.plan.steps:
         owners = {"trace": job.planners.get(step.slot), "run": step.stage}
         found = [(owners[method], method) for method in methods if hasattr(owners[method], method)]

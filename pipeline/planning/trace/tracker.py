@@ -60,11 +60,9 @@ class Stretch:
 
 
 class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
-    """Inside, count every storage that an operation makes until it is freed.
-
-    Tensors on the meta device have no memory. With `fake`, tensors with values have none either,
-    and a program that asks for a number gets 1.
-    """
+    """Inside, count every storage that an operation makes until it is freed. Tensors on the meta
+    device have no memory. With `fake`, tensors with values have none either, and a program that
+    asks for a number gets 1."""
 
     def __init__(self, *, fake: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -190,7 +188,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
 @contextlib.contextmanager
 def offloading(tracker: MemoryTracker, device: str) -> Iterator[None]:
     """Inside, activations that checkpointing moves to the host count as the host's, unless the host
-    is the device. A trace runs on CPUs, where torch would move nothing."""
+    is the device. On CPUs, where a trace runs, torch would move nothing."""
     original = torch.autograd.graph.save_on_cpu
 
     def pack(tensor: Tensor) -> Tensor:
