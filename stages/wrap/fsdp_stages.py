@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from pipeline import Precision, planning
 from pipeline.planning import IN_BACKWARD, Kind, ModelShape, Moment, Pass, PipelineRank, Topology
-from stages.wrap.axes import FOLDED, caveats, least_microbatches, required
+from stages.wrap.axes import FOLDED, least_microbatches, required
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.fsdp_planner import Sharded
 from stages.wrap.pipeline.split import layer_ranges, stages_of
@@ -25,7 +25,7 @@ Orders = Sequence[Sequence[tuple[Kind, int, int, int]]]
 """The passes of each rank: kind, number of the stage on its rank and among all, micro-batch."""
 
 
-class PipelinedShards(planning.StrategyMemory):
+class PipelinedShards(Sharded):
     """Stages of a model on every rank of a pipeline, each sharded over the data-parallel ranks."""
 
     def __init__(
@@ -34,7 +34,8 @@ class PipelinedShards(planning.StrategyMemory):
     ) -> None:  # fmt: skip
         axes, asked, model = required(stage, topology.ranks), stage.pipeline_parallel, profile.model
         assert asked is not None
-        self._axes, self._asked, self.caveats = axes, asked, caveats(stage)
+        super().__init__(stage, topology, model, optimizer, precision)
+        self._asked = asked
         multiple, compute = axes.context * axes.tensor, planning.BYTES[precision.compute]
         whole = -(-samples.length // multiple) * multiple
         length, width = whole // axes.context, (model.embedding.whole or model.embedding.shape)[-1]
@@ -61,21 +62,8 @@ class PipelinedShards(planning.StrategyMemory):
             for rank in range(axes.pipeline)
         ]
         fullest = max(self._ranks, key=lambda some: sum(one.memory.masters[0] for one in some))
-        self._fullest = [one.memory for one in fullest]
-        self.ranks = axes.data * axes.context
-        self.masters = sum(one.masters[0] for one in self._fullest), self._fullest[0].masters[1]
-        self.updated = sum(one.updated for one in self._fullest)
-
-    def held(self, moment: Moment) -> Iterator[planning.Item]:
-        for memory in self._fullest:
-            yield from memory.held(moment)
-
-    def gradients(self, moment: Moment) -> planning.Gradients:
-        return self._fullest[0].gradients(moment)
-
-    def traffic(self, microbatches: int) -> Iterator[planning.Traffic]:
-        for memory in self._fullest:
-            yield from memory.traffic(microbatches)
+        self.masters = sum(one.memory.masters[0] for one in fullest), self._home
+        self.updated = sum(one.memory.updated for one in fullest)
 
     @functools.lru_cache(maxsize=4)  # noqa: B019
     def pipeline(self, microbatches: int) -> Sequence[PipelineRank]:

@@ -127,7 +127,9 @@ class BareModel:
             parameter.grad = None
             self._enter(self._part, given=names[name])
 
-        begin = lambda *_: self._enter(START, FORWARD)  # noqa: E731
+        def begin(*_: Any) -> None:
+            self._enter(START, FORWARD)
+
         self._model.register_forward_pre_hook(begin, prepend=True)
         self._model.register_forward_hook(after)
         for place, block in enumerate(blocks):
