@@ -171,13 +171,17 @@ class TrainAlone:
         raise AssertionError("never run")
 
 
-def test_a_training_without_a_planner_is_not_counted_next_to_one_with(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What is planned is the training with a planner, under the engine that it gets."""
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a training without a planner."""
     mine = Entry(name="train.alone", value=f"{__name__}:TrainAlone", distribution="m", version="1")
     registry = Registry([*Registry.installed().entries(), mine])
     monkeypatch.setattr(Registry, "installed", lambda: registry)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_training_without_a_planner_is_not_counted_next_to_one_with(tmp_path: Path) -> None:
+    """What is planned is the training with a planner, under the engine that it gets."""
     whole = planned(FSDP)
     stages = plan_file(FSDP, forecast=True).recipe.public()["stages"]
     slots: dict[str, Any] = {}
@@ -195,6 +199,18 @@ def test_a_training_without_a_planner_is_not_counted_next_to_one_with(
     assert found["device"] == whole["device"]
     shown = pipe("plan", recipe).stdout.splitlines()
     assert "not counted: slot `alone` (train.alone) has no planner" in shown
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_third_training_without_a_planner_is_named(tmp_path: Path) -> None:
+    stages = {"third": {"use": "wrap.ddp"}, "alone": {"use": "train.alone"}}
+    both = {"extends": str(RECIPES / "two_trainings.yaml"), "name": "three", "stages": stages}
+    recipe = tmp_path / "three.yaml"
+    recipe.write_text(json.dumps(both))
+    small = ["model.path=null", f"model.config={json.dumps(LLAMA)}"]
+    found = planned(recipe, *small, "--gpu", "H100", *MACHINE)
+    assert found["caveats"][-1] == "slot `alone` (train.alone) has no planner"
+    assert {found["training"], *(one["training"] for one in found["others"])} == {"train", "chat"}
 
 
 @pytest.mark.parametrize(
@@ -260,19 +276,3 @@ def test_each_of_two_trainings_is_planned() -> None:
         said = pipe("plan", both, *fields, "--gpu", "H100", *MACHINE).stdout
         assert f"this is the plan of `{most}`, the training that needs most" in said
         assert f"`{other}`: expected: " in said
-
-
-def test_a_third_training_without_a_planner_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    mine = Entry(name="train.alone", value=f"{__name__}:TrainAlone", distribution="m", version="1")
-    registry = Registry([*Registry.installed().entries(), mine])
-    monkeypatch.setattr(Registry, "installed", lambda: registry)
-    stages = {"third": {"use": "wrap.ddp"}, "alone": {"use": "train.alone"}}
-    both = {"extends": str(RECIPES / "two_trainings.yaml"), "name": "three", "stages": stages}
-    recipe = tmp_path / "three.yaml"
-    recipe.write_text(json.dumps(both))
-    small = ["model.path=null", f"model.config={json.dumps(LLAMA)}"]
-    found = planned(recipe, *small, "--gpu", "H100", *MACHINE)
-    assert found["caveats"][-1] == "slot `alone` (train.alone) has no planner"
-    assert {found["training"], *(one["training"] for one in found["others"])} == {"train", "chat"}
