@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from pipeline import Context, ExportedModel, PlanView, Problem, worker_rank
 from stages.publish.settings import LOGIN, TOKEN, HubFields, PublishedModel
@@ -27,6 +28,8 @@ class PublishHub(HubFields):
     else in the repository is touched. A repository with other weights, which would be loaded with
     the model or instead of it, is refused.
     """
+
+    nothing_to_plan: ClassVar[bool] = True
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         from huggingface_hub.errors import HFValidationError

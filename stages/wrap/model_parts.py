@@ -1,5 +1,4 @@
-"""The part of a model that one rank computes with, for planning: layers, sequences and experts are
-divided as the engines divide them."""
+"""The part of a model that one rank computes with, for planning."""
 
 from __future__ import annotations
 
@@ -13,23 +12,18 @@ from stages.wrap.axes import Axes, required
 if TYPE_CHECKING:
     from pipeline import MicroBatch
 
-ACTIVATIONS, HEADS = "activations of divided layers", "states of attention"
-TOKENS = "tokens of experts"
-
 
 def model_parts(stage: Any, topology: Topology, shards: int = 1) -> Division | None:
     """The division that a wrap stage asks for, of whose ranks `shards` share the parameters; None
     if every rank computes all of the model."""
-    axes = required(stage, topology.ranks)
-    block = getattr(stage, "expert_parallel", None)
+    axes, block = required(stage, topology.ranks), getattr(stage, "expert_parallel", None)
     experts = 1 if block is None else int(block.size)
-    if axes.data == axes.ranks and experts == 1:
-        return None
-    return ModelParts(stage, axes, shards, experts)
+    whole = axes.data == axes.ranks and experts == 1
+    return None if whole else ModelParts(stage, axes, shards, experts)
 
 
 class ModelParts(Division):
-    """Divides a model as a wrap stage asks for it."""
+    """Divides layers, sequences and experts as a wrap stage asks for it and the engines do it."""
 
     def __init__(self, stage: Any, axes: Axes, shards: int, experts: int) -> None:
         self._axes, self._shards, self._among = axes, shards, experts
@@ -38,11 +32,8 @@ class ModelParts(Division):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        return {
-            "tensor": self._tensor and dataclasses.asdict(self._tensor),
-            "context": self._axes.context,
-            "experts": self._among,
-        }
+        tensor = self._tensor and dataclasses.asdict(self._tensor)
+        return {"tensor": tensor, "context": self._axes.context, "experts": self._among}
 
     def divide(
         self, model: Any, blocks: Sequence[Any]
@@ -56,21 +47,17 @@ class ModelParts(Division):
         if self._tensor is not None:
             mesh = parameter_mesh(axes, "cpu", self._shards)["tensor"]
             divide_layers(self._tensor, model, blocks, mesh)
-            groups[mesh.get_group().group_name] = ACTIVATIONS
+            groups[mesh.get_group().group_name] = "activations of divided layers"
         if self._among > 1:
             meshes = expert_mesh(axes, "cpu", self._shards, self._among)
             dispatched = divide_experts(model, meshes["expert"], meshes["tensor"])
-            names = {module: name for name, module in model.named_modules()}
-            experts = {
-                f"{names[module]}.{name}": self._among
-                for module in dispatched
-                for name, _ in module.named_parameters()
-            }
-            groups[meshes["expert"].get_group().group_name] = TOKENS
+            own = {parameter for module in dispatched for parameter in module.parameters()}
+            experts = {name: self._among for name, one in model.named_parameters() if one in own}
+            groups[meshes["expert"].get_group().group_name] = "tokens of experts"
         if axes.context > 1:
             group = context_group(axes, "cpu")
             ContextParallel(model, group, axes.tensor)
-            groups[group.group_name] = HEADS
+            groups[group.group_name] = "states of attention"
         return groups, experts
 
     def own(self, batch: MicroBatch) -> MicroBatch:

@@ -80,10 +80,9 @@ def _forward_part(action: Any) -> list[Any]:
 
 
 KINDS = {
-    "F": "forward", "B": "backward", "I": "inputs", "W": "weights", "UNSHARD": "gather",
-    "RESHARD": "release", "REDUCE_GRAD": "reduce",
+    "F": "forward", "B": "backward", "I": "inputs", "W": "weights", "REDUCE_GRAD": "reduce",
 }  # fmt: skip
-"""Actions of torch's schedules that are no communication between stages."""
+"""Actions of torch's schedules that compute, or reduce gradients."""
 
 
 def orders(

@@ -18,8 +18,6 @@ from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import Registry
 from pipeline.checkpoint.file_layout import PASSAGE
 from pipeline.cli import main
-from pipeline.commands.advise import Draft
-from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.planner import Planners
 from tests.support.tier import spread
 
@@ -158,9 +156,11 @@ def test_only_slots_without_a_planner_are_not_counted(tmp_path: Path) -> None:
     (caveat,) = planned(recipe)["caveats"]
     assert caveat == "slot `evaluate` (evaluate.lm) has no planner"
     assert f"not counted: {caveat}" in pipe("plan", recipe).stdout.splitlines()
-    ours = {one.name for one in Registry.installed().entries() if one.distribution == BUILT_IN}
+    known = Registry.installed()
+    ours = {one.name for one in known.entries() if one.distribution == BUILT_IN}
+    free = {use for use in ours if getattr(known.load(use), "nothing_to_plan", False)}
     without = {"evaluate.lm", "wrap.accelerate", "train.hf_trainer", "optimizer.none"}
-    assert ours - without == set(Planners.installed().names())
+    assert ours - without - free == set(Planners.installed().names())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,13 +171,17 @@ class TrainAlone:
         raise AssertionError("never run")
 
 
-def test_a_training_without_a_planner_is_not_counted_next_to_one_with(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What is planned is the training with a planner, under the engine that it gets."""
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a training without a planner."""
     mine = Entry(name="train.alone", value=f"{__name__}:TrainAlone", distribution="m", version="1")
     registry = Registry([*Registry.installed().entries(), mine])
     monkeypatch.setattr(Registry, "installed", lambda: registry)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_training_without_a_planner_is_not_counted_next_to_one_with(tmp_path: Path) -> None:
+    """What is planned is the training with a planner, under the engine that it gets."""
     whole = planned(FSDP)
     stages = plan_file(FSDP, forecast=True).recipe.public()["stages"]
     slots: dict[str, Any] = {}
@@ -195,6 +199,18 @@ def test_a_training_without_a_planner_is_not_counted_next_to_one_with(
     assert found["device"] == whole["device"]
     shown = pipe("plan", recipe).stdout.splitlines()
     assert "not counted: slot `alone` (train.alone) has no planner" in shown
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_third_training_without_a_planner_is_named(tmp_path: Path) -> None:
+    stages = {"third": {"use": "wrap.ddp"}, "alone": {"use": "train.alone"}}
+    both = {"extends": str(RECIPES / "two_trainings.yaml"), "name": "three", "stages": stages}
+    recipe = tmp_path / "three.yaml"
+    recipe.write_text(json.dumps(both))
+    small = ["model.path=null", f"model.config={json.dumps(LLAMA)}"]
+    found = planned(recipe, *small, "--gpu", "H100", *MACHINE)
+    assert found["caveats"][-1] == "slot `alone` (train.alone) has no planner"
+    assert {found["training"], *(one["training"] for one in found["others"])} == {"train", "chat"}
 
 
 @pytest.mark.parametrize(
@@ -239,67 +255,6 @@ def test_an_adapter_that_is_exported_alone() -> None:
     assert proof == 4 * (root + block) + 2 * updates + (64 << 20)
 
 
-def advise(folder: Path, *options: str) -> tuple[Result, Path]:
-    """Run the command; return its result and the recipe's path."""
-    (folder / "config.json").write_text(json.dumps(LLAMA), "utf-8")
-    out = folder / "advised.yaml"
-    task = (folder / "config.json", "--seq", "128", "--micro-batch", "4", "--out", out)
-    return pipe("advise", *task, *options), out
-
-
-@pytest.mark.full
-def test_low_rank_updates_are_told_where_nothing_else_fits(tmp_path: Path) -> None:
-    result, recipe = advise(tmp_path, "--gpus", "1", "--memory", "0.1", *MACHINE)
-    assert result.exit_code == 3
-    assert "\nlow-rank updates (--lora) would fit with ddp " in result.output
-    assert not recipe.exists()
-
-
-def test_low_rank_updates_replace_all_weights_that_nobody_has_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA), "utf-8")
-    draft = Draft(
-        model=str(tmp_path / "config.json"), revision=None, data=None, lora=False,
-        reason="its parameters are few", sequence=128, micro_batch=4, out=tmp_path / "x.yaml",
-        machines=HardwareOptions(gpus=1, memory=0.1, host_memory=8), margins=Margins(overhead=0),
-        registry=Registry.installed(),
-    )  # fmt: skip
-    recipe = yaml.safe_load(draft.write().read_text("utf-8"))
-    assert recipe["name"] == "x"  # that of the file that was asked for
-    assert "adapter" in recipe["stages"]
-    stages = recipe["stages"]
-    assert stages["adapter"]["use"] == "adapter.lora"
-    said = capsys.readouterr().out
-    assert said.startswith("LoRA: all weights do not fit\n")
-    assert "its parameters are few" not in said
-
-
-def test_cpus_are_planned_for_without_gpus(tmp_path: Path) -> None:
-    result, recipe = advise(tmp_path, "--host-memory", "8")
-    assert " GiB of 8.0 a host\n" in result.output
-    content = yaml.safe_load(recipe.read_text("utf-8"))
-    compute = content["stages"]["precision"]["compute"]
-    assert (content["launch"], compute) == ({"procs": 1, "device": "cpu"}, "fp32")
-
-
-def test_what_is_advised_fits_and_every_remedy_is_one(tmp_path: Path) -> None:
-    large = ("--gpus", "2", "--memory", "8", *MACHINE)
-    result, recipe = advise(tmp_path, *large)
-    assert result.output.startswith("chosen: ddp ")
-    assert planned(recipe, *large)["fits"] is True
-    small = ("--gpus", "2", "--memory", "0.2", *MACHINE)
-    record = planned(recipe, *small)
-    options = [remedy["options"] for remedy in record["remedies"]]
-    assert options == [[], [], ["--gpus", "2", "--nodes", "2"]]
-    for remedy in record["remedies"]:
-        again = planned(recipe, *remedy["overrides"], *small, *remedy["options"])
-        assert again["fits"] is True
-        hosts = [held["bytes"] for held in again["host"].values()]
-        assert remedy["host_bytes"] == max(hosts) < 8 << 30
-        assert remedy["device_bytes"] <= 0.2 * (1 << 30)
-
-
 def test_each_of_two_trainings_is_planned() -> None:
     """The one that needs most in full, whichever it is."""
     both = RECIPES / "two_trainings.yaml"
@@ -321,19 +276,3 @@ def test_each_of_two_trainings_is_planned() -> None:
         said = pipe("plan", both, *fields, "--gpu", "H100", *MACHINE).stdout
         assert f"this is the plan of `{most}`, the training that needs most" in said
         assert f"`{other}`: expected: " in said
-
-
-def test_a_third_training_without_a_planner_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    mine = Entry(name="train.alone", value=f"{__name__}:TrainAlone", distribution="m", version="1")
-    registry = Registry([*Registry.installed().entries(), mine])
-    monkeypatch.setattr(Registry, "installed", lambda: registry)
-    stages = {"third": {"use": "wrap.ddp"}, "alone": {"use": "train.alone"}}
-    both = {"extends": str(RECIPES / "two_trainings.yaml"), "name": "three", "stages": stages}
-    recipe = tmp_path / "three.yaml"
-    recipe.write_text(json.dumps(both))
-    small = ["model.path=null", f"model.config={json.dumps(LLAMA)}"]
-    found = planned(recipe, *small, "--gpu", "H100", *MACHINE)
-    assert found["caveats"][-1] == "slot `alone` (train.alone) has no planner"
-    assert {found["training"], *(one["training"] for one in found["others"])} == {"train", "chat"}

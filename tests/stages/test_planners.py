@@ -13,7 +13,7 @@ from pipeline import testing
 from pipeline.contracts.precision import Precision
 from pipeline.planning.shapes import Topology
 from stages.optimizer.adamw import AdamW, Kernel, Moments
-from stages.optimizer.planner import AdamWPlanner
+from stages.planners import AdamWPlanner
 
 ALLOCATED = re.compile(r"buf\d+ = empty_strided_\w+\(\(([\d, ]*)\), .*?, torch\.(\w+)\)")
 HERE = Topology(ranks=1, local_ranks=1, device="cpu")

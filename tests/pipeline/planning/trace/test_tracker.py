@@ -14,7 +14,7 @@ from pipeline.errors import StageError
 from pipeline.planning.trace.compile_compat import traced_backend
 from pipeline.planning.trace.run import model_errors_as_ours
 from pipeline.planning.trace.torch_compat import silent_group
-from pipeline.planning.trace.tracker import Level, MemoryTracker, Position, offloading
+from pipeline.planning.trace.tracker import Level, MemoryTracker, offloading
 
 
 def levels(tracker: MemoryTracker) -> list[int]:
@@ -23,7 +23,7 @@ def levels(tracker: MemoryTracker) -> list[int]:
 
 def test_storages_count_until_they_are_freed() -> None:
     with MemoryTracker(fake=False) as tracker:
-        tracker.enter(Position("work", ""))
+        tracker.enter("work")
         one = torch.zeros(1000)
         view = one[10:]
         torch.zeros(500)
@@ -47,7 +47,7 @@ def test_gradients_are_added_in_place_as_they_are_unwatched() -> None:
         x = torch.ones(1000, requires_grad=True)
         h = x * 2
         out = (h * 3 + h * 4 + h * 5).sum()
-        tracker.enter(Position("backward", ""))
+        tracker.enter("backward")
         out.backward()
     assert x.grad is not None
     assert x.grad.unique().tolist() == [24.0]
@@ -60,7 +60,7 @@ def test_gradients_of_distributed_tensors_are_added_as_they_are_unwatched() -> N
         mesh = init_device_mesh("cpu", (2,))
         x = DTensor.from_local(torch.ones(1000), mesh, [Shard(0)]).requires_grad_()
         out = (x.to_local() * 3 + x.to_local() * 4).sum()
-        tracker.enter(Position("backward", ""))
+        tracker.enter("backward")
         out.backward()
     assert max(levels(tracker)) - levels(tracker)[0] == 4 + 3 * 4000
 
@@ -82,7 +82,7 @@ def test_what_is_computed_again_counts_as_such() -> None:
     with MemoryTracker(fake=False) as tracker:
         out = torch.utils.checkpoint.checkpoint(lambda x: (x @ weight).relu(), torch.ones(4, 8),
                                                 use_reentrant=False)  # fmt: skip
-        tracker.enter(Position("backward", ""))
+        tracker.enter("backward")
         out.sum().backward()
     forward, backward = tracker.stretches
     product = 2 * 4 * 8 * 8
@@ -119,9 +119,9 @@ def compiled_work(*, fused: bool) -> MemoryTracker:
         part = torch.compile(part, backend=traced_backend(), dynamic=False)
     with FakeTensorMode(), MemoryTracker(fake=True) as tracker:
         x, weight = (torch.zeros(1000, 1000, requires_grad=True) for _ in range(2))
-        tracker.enter(Position("forward", ""))
+        tracker.enter("forward")
         out = part(x, weight)
-        tracker.enter(Position("backward", ""))
+        tracker.enter("backward")
         out.sum().backward()
     return tracker
 

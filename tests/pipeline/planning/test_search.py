@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from pipeline.errors import Problem, RecipeError, StageError
 from pipeline.planning import planner
-from pipeline.planning.choice import choose, on_more_nodes, suited
 from pipeline.planning.hardware import HardwareOptions
 from pipeline.planning.planner import Planners, Saving, Tier
 from pipeline.planning.presets import Strategy
@@ -24,8 +23,11 @@ from pipeline.planning.search import (
     Changes,
     SearchBase,
     best,
+    choose,
     most_saving,
+    on_more_nodes,
     relaxed,
+    suited,
 )
 from pipeline.planning.shapes import Topology
 from pipeline.planning.step_time import StepTime
