@@ -67,7 +67,7 @@ class RunOutcome:
         """The exported model's folder, if there is one."""
         from pipeline.contracts.export import ExportedModel
 
-        found, steps = self.results(), self._plan().steps
+        found, steps = self.results(), self._plan().slots
         exports = [one.slot for one in steps if issubclass(one.gives or object, ExportedModel)]
         return next((found[slot] for slot in exports if slot in found), None)
 

@@ -84,7 +84,7 @@ def run(job: Job, *, fake: bool = True, rank: int = 0) -> dict[str, Held]:
         results = Results.of(job.topology, job.samples, TraceScope())
         source = declare(job, results, ctx)
         results |= Results.of(with_zero_weights(source))
-        for step in job.plan.steps:
+        for step in job.plan.slots:
             if issubclass(step.gives or object, OptimizerPlan):
                 results[step.slot] = _optimizer(step.stage, results.call(step.stage, "run", ctx))
         stack.enter_context(offloading(tracker, job.topology.device))
@@ -92,7 +92,7 @@ def run(job: Job, *, fake: bool = True, rank: int = 0) -> dict[str, Held]:
             stack.enter_context(without_values())
         stack.enter_context(tracker)
         stack.enter_context(model_errors_as_ours())
-        for step in job.plan.steps:
+        for step in job.plan.slots:
             if issubclass(step.gives or object, Engine):
                 replicates = fake and isinstance(step.stage, Ddp)
                 maker = Replicas(step.stage) if replicates else step.stage

@@ -123,7 +123,7 @@ def estimate_plan(plan: Plan, machines: HardwareOptions, margins: Margins) -> Me
     they follow each other. One without a planner is not counted. Raises UsageError and
     StageError."""
     known, slots = Planners.installed(), training_slots(plan.view.wiring)
-    trains = [step for step in plan.steps if step.slot in slots]
+    trains = [planned for planned in plan.slots if planned.slot in slots]
     told = [step.slot for step in trains if step.use in known]
     if len(told) < 2:
         return _estimated(plan, machines, margins)
@@ -154,7 +154,7 @@ def _estimated(plan: Plan, machines: HardwareOptions, margins: Margins) -> Memor
     hardware = machinery.resolve_hardware(machines, topology, compute=compute)
     time, wider = step_time(estimate, topology, hardware), ""
     if topology.device != "cpu" and compute == "fp32":
-        slots = (one.slot for one in plan.steps if issubclass(one.gives or object, Precision))
+        slots = (one.slot for one in plan.slots if issubclass(one.gives or object, Precision))
         narrow = machinery.narrow_dtype(machines)
         usual = f"{next(slots, 'precision')}.compute={narrow}"
         wider = f"computes in fp32, as the recipe says; {usual} is usual on GPUs"

@@ -173,10 +173,10 @@ class Planners(Plugins[type[Planner[Any]]]):
     def of(self, plan: Plan) -> dict[str, Any]:
         """Slot -> the planner of its stage, for slots whose stages have one, or need none."""
         found = {}
-        for step in plan.steps:
-            kind = self.find(step.use)
-            if kind is not None or getattr(step.stage, "nothing_to_plan", False):
-                found[step.slot] = (kind or Planner)(step.stage)
+        for planned in plan.slots:
+            kind = self.find(planned.use)
+            if kind is not None or getattr(planned.stage, "nothing_to_plan", False):
+                found[planned.slot] = (kind or Planner)(planned.stage)
         return found
 
 
@@ -197,7 +197,7 @@ class Job:
         """The job of a recipe. Raises UsageError if nothing forecasts its samples, or a slot trains
         without a planner."""
         planners = Planners.installed().of(plan)
-        silent = {one.slot: no_planner(one) for one in plan.steps if one.slot not in planners}
+        silent = {one.slot: no_planner(one) for one in plan.slots if one.slot not in planners}
         require_told(plan, silent)
         train, division = planned(plan), None
         if train is not None:
@@ -209,7 +209,7 @@ class Job:
         results, _ = forecasts(plan, topology, planners, Results())
         samples, step = results.latest(SampleShape), results.latest(Step)
         if samples is None:
-            data = [one.slot for one in plan.steps if issubclass(one.gives or object, Data)]
+            data = [one.slot for one in plan.slots if issubclass(one.gives or object, Data)]
             why = "; ".join(silent[slot] for slot in data if slot in silent)
             raise UsageError(
                 "nothing can be planned without the length of samples: "
@@ -244,24 +244,24 @@ def forecasts(
     """The results `known` and each planner's forecast by slot; and a sentence for each slot without
     a forecast, which names what it lacks. Raises the planners' errors."""
     results, mute = Results(known), dict[str, str]()
-    for step in plan.steps:
-        planner = planners.get(step.slot)
+    for planned in plan.slots:
+        planner = planners.get(planned.slot)
         if planner is None:
-            mute[step.slot] = no_planner(step)
+            mute[planned.slot] = no_planner(planned)
         elif hasattr(planner, "forecast"):
             missing = ", ".join(results.missing(planner, "forecast"))
-            silent = " and ".join(mute[slot] for slot in mute if slot in step.inputs.values())
+            silent = " and ".join(mute[slot] for slot in mute if slot in planned.inputs.values())
             if not missing:
-                results[step.slot] = results.call(planner, "forecast", topology)
+                results[planned.slot] = results.call(planner, "forecast", topology)
             elif silent:
-                mute[step.slot] = f"{silent}, and slot `{step.slot}` needs it ({missing})"
+                mute[planned.slot] = f"{silent}, and slot `{planned.slot}` needs it ({missing})"
             else:
-                named = f"slot `{step.slot}` ({step.use})"
+                named = f"slot `{planned.slot}` ({planned.use})"
                 why = f"needs forecasts that no earlier slot provides: {missing}"
-                mute[step.slot] = f"{named} {why}"
+                mute[planned.slot] = f"{named} {why}"
     return results, mute
 
 
-def no_planner(step: PlannedSlot) -> str:
+def no_planner(planned: PlannedSlot) -> str:
     """Say that a slot is not counted."""
-    return f"slot `{step.slot}` ({step.use}) has no planner"
+    return f"slot `{planned.slot}` ({planned.use}) has no planner"

@@ -177,9 +177,9 @@ def _key(job: Job) -> str:
         "device": job.topology.device,
         "division": job.division and job.division.key,
         "stages": [
-            [step.use, (job.planners.get(step.slot) or Planner(step.stage)).depends()]
-            for step in job.plan.steps
-            if issubclass(step.gives or object, DECIDE)
+            [planned.use, (job.planners.get(planned.slot) or Planner(planned.stage)).depends()]
+            for planned in job.plan.slots
+            if issubclass(planned.gives or object, DECIDE)
         ],
     }
     text = json.dumps(content, sort_keys=True, default=str)

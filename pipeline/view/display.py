@@ -77,7 +77,7 @@ class Display:
     def _made(self, plan: Plan, folder: Path) -> Screen:
         if self._choice in ("lines", "quiet"):
             return Screen()
-        run = Run(folder, {step.slot: step.use for step in plan.steps})
+        run = Run(folder, {planned.slot: planned.use for planned in plan.slots})
         if self._events is not None:
             from pipeline.view.events import JsonScreen
 
@@ -86,7 +86,9 @@ class Display:
         from pipeline.view.live_screen import LiveScreen
 
         view = plan.view
-        wraps = (step.use for step in plan.steps if issubclass(step.gives or object, Engine))
+        wraps = (
+            planned.use for planned in plan.slots if issubclass(planned.gives or object, Engine)
+        )
         parts = next(wraps, ""), plural(view.procs, "process"), view.device
         where = ", ".join(filter(None, parts))
         return LiveScreen(run, Header(name=folder.name, where=where))

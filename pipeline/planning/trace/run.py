@@ -179,11 +179,11 @@ def declare(job: Job, results: Results, ctx: Context) -> ModelSource:
 def _give(job: Job, results: Results, ctx: Context, gives: tuple[type, ...], *methods: str) -> None:
     """Run the stages that give one of these types, by the first of `methods` that each has. Raises
     UsageError for a stage that lacks an input."""
-    for step in job.plan.steps:
-        owners = {"trace": job.planners.get(step.slot), "run": step.stage}
+    for planned in job.plan.slots:
+        owners = {"trace": job.planners.get(planned.slot), "run": planned.stage}
         found = [(owners[method], method) for method in methods if hasattr(owners[method], method)]
-        if found and issubclass(step.gives or object, gives):
+        if found and issubclass(planned.gives or object, gives):
             missing = results.missing(*found[0])
             if missing:
-                raise UsageError(f"slot `{step.slot}` cannot be traced without {missing[0]}")
-            results[step.slot] = results.call(*found[0], ctx)
+                raise UsageError(f"slot `{planned.slot}` cannot be traced without {missing[0]}")
+            results[planned.slot] = results.call(*found[0], ctx)

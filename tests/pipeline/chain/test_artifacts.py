@@ -83,11 +83,11 @@ def test_a_training_that_nothing_goes_on_from_is_a_warning() -> None:
 def test_the_part_of_a_plan_that_is_of_a_training() -> None:
     plan = planned()
     parts = {slot: plan.of_training(slot) for slot in ("train", "chat")}
-    assert [step.slot for step in parts["train"].steps] == [
+    assert [step.slot for step in parts["train"].slots] == [
         "model", "precision", "optimizer", "novel", "wrap", "checkpoint", "train",
     ]  # fmt: skip
-    assert [step.slot for step in parts["chat"].steps] == [
+    assert [step.slot for step in parts["chat"].slots] == [
         "model", "precision", "optimizer", "trained", "tickets", "wrap_chat", "checkpoint_chat",
         "chat", "consolidate", "export",
     ]  # fmt: skip
-    assert list(parts["chat"].view.slots) == [step.slot for step in parts["chat"].steps]
+    assert list(parts["chat"].view.slots) == [step.slot for step in parts["chat"].slots]

@@ -78,7 +78,7 @@ def plan(**inputs: str | None) -> Plan:
     view = SimpleNamespace(
         wiring=Wiring(kinds=kinds, inputs={one.slot: one.inputs for one in steps})
     )
-    return Plan(recipe=SimpleNamespace(), view=view, steps=steps, per_node=1)  # type: ignore[arg-type]
+    return Plan(recipe=SimpleNamespace(), view=view, slots=steps, per_node=1)  # type: ignore[arg-type]
 
 
 def test_needs_and_dry_runs_get_what_the_slot_is_wired_to(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def plan(*steps: PlannedSlot, seed: int = 0) -> Plan:
     view = SimpleNamespace(
         wiring=Wiring(kinds=kinds, inputs={one.slot: one.inputs for one in steps})
     )
-    return Plan(recipe=SimpleNamespace(seed=seed), view=view, steps=steps, per_node=1)  # type: ignore[arg-type]
+    return Plan(recipe=SimpleNamespace(seed=seed), view=view, slots=steps, per_node=1)  # type: ignore[arg-type]
 
 
 def chain(size: int = 1, fail: bool = False) -> Plan:

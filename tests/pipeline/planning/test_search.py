@@ -81,11 +81,11 @@ class Fake(SearchBase):
         for name in {*fields, wrap} & {*self.refuses}:
             raise RecipeError([Problem(message=f"no {name}", key="wrap")])
         step = SimpleNamespace(slot="train", stage=Stage(fields), gives=None)
-        return SimpleNamespace(steps=[step], view=VIEW, wrap=wrap)
+        return SimpleNamespace(slots=[step], view=VIEW, wrap=wrap)
 
     def memory_plan(self, changes: Changes) -> Any:
         plan = self.checked(changes)
-        fields = plan.steps[0].stage.set
+        fields = plan.slots[0].stage.set
         if {*fields} & {*self.lacks}:
             raise StageError("the model cannot have it")
         needed = self.needs[plan.wrap] / (self.machines.nodes or 1)
@@ -111,7 +111,7 @@ def plan_of(device: float, *, seconds: float = 4.0, unknown: Sequence[str] = ())
 @pytest.fixture(autouse=True)
 def planners(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stages be their own planners."""
-    found = SimpleNamespace(of=lambda plan: {step.slot: step.stage for step in plan.steps})
+    found = SimpleNamespace(of=lambda plan: {step.slot: step.stage for step in plan.slots})
     monkeypatch.setattr(Planners, "installed", lambda: found)
 
 
