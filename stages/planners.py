@@ -34,8 +34,7 @@ from stages.model.trained import TrainedModel
 from stages.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
-    from stages.data.stream import StreamData
-    from stages.data.text import TextData
+    from stages.data.text import StreamData, TextData
     from stages.export.adapter import ExportAdapter
 
 BUFFERS = 64 << 20

@@ -23,11 +23,10 @@ from pipeline.view.report.facts import marks
 from pipeline.view.run import History
 from stages.data import mistakes
 from stages.data.chat import ChatData, ChatSource
-from stages.data.encodings import TextTokenizer
 from stages.data.mistakes import kind_of
 from stages.data.rendering import Renderer
-from stages.data.stream import StreamData
-from stages.data.text import TextData
+from stages.data.text import StreamData, TextData
+from stages.data.tokenize import TextTokenizer
 from tests.stages.data.fakes import PLAIN, FakeSource, ids
 from tests.support.pipe import Pipe
 from tests.support.runs import TINY

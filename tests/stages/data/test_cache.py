@@ -17,7 +17,7 @@ from pipeline.errors import StageError
 from stages.data import cache
 from stages.data.cache import VerifiedArray, write_sums
 from stages.data.chat import ChatData
-from stages.data.documents import Documents
+from stages.data.documents import DocumentEntries as Documents
 from stages.data.text import TextData
 from tests.stages.data.fakes import FakeSource, ids
 from tests.support.processes import run_ranks
@@ -167,12 +167,12 @@ def test_a_crash_leaves_nothing_to_be_found(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    def crash(partial: Path, final: Path) -> None:
+    def crash(partial: Path, final: Path) -> Path:
         assert (partial / "tokens.bin").stat().st_size == 12
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "_publish", crash)
+        patch.setattr(Path, "replace", crash)
         with pytest.raises(KeyboardInterrupt):
             stage.run(ctx, source)
     assert list((tmp_path / "cache").iterdir()) == []

@@ -195,7 +195,7 @@ def truncated(row: Encoded, length: int) -> Encoded | Dropped:
     stage = ChatData(files="unused", sequence_length=length)
     nothing: Any = None
     encoder = RowEncoder(
-        stage=stage,
+        fields=stage,
         names=stage.names(),
         tokens=nothing,
         vocab_size=99,

@@ -18,7 +18,7 @@ from pipeline.errors import StageError
 from pipeline.testing import plan_view
 from stages.data import messages, rows
 from stages.data.chat import ChatData
-from stages.data.fields import Source
+from stages.data.sources import Source
 from stages.data.text import TextData
 from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
 

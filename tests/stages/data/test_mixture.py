@@ -16,9 +16,9 @@ from pipeline.contracts.data import Sample, Samples
 from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
 from stages.data.chat import ChatData
-from stages.data.fields import Source
+from stages.data.samples import mixed
+from stages.data.sources import Source
 from stages.data.text import TextData
-from stages.data.views import mixed, shares
 from tests.stages.data.fakes import FakeSource, ids
 from tests.support.hub import HubCache, hub_cache
 
@@ -48,11 +48,19 @@ def content(samples: Samples) -> list[int]:
     return [int(samples[index].input_ids[0]) for index in range(len(samples))]
 
 
-def test_shares_by_hand() -> None:
-    assert shares([10, 10], [1, 1]) == [10, 10]
-    assert shares([10, 90], [1, 1]) == [90, 90]
-    assert shares([10, 90], [0.75, 0.25]) == [270, 90]
-    assert shares([3, 5, 7], [0.2, 0.3, 0.5]) == [3, 5, 8]
+@pytest.mark.parametrize(
+    ("sizes", "weights", "shares"),
+    [
+        ([10, 10], [1, 1], [10, 10]),
+        ([10, 90], [1, 1], [90, 90]),
+        ([10, 90], [0.75, 0.25], [270, 90]),
+        ([3, 5, 7], [0.2, 0.3, 0.5], [3, 5, 8]),
+    ],
+)
+def test_shares_by_hand(sizes: list[int], weights: list[float], shares: list[int]) -> None:
+    parts = [Numbers(1000 * number, size) for number, size in enumerate(sizes)]
+    found = Counter(number // 1000 for number in content(mixed(parts, weights)))
+    assert [found[number] for number in range(len(sizes))] == shares
 
 
 def test_what_is_repeated_is_repeated_evenly() -> None:

@@ -297,7 +297,7 @@ def test_only_data_whose_tokens_have_changed_are_other_data(rows: Rows) -> None:
     stage = rows.stage([FILLED], "a.parquet")
     keys = {name: contents(name, FILLED) for name in ("a.parquet", "a.jsonl")}
     from stages.data.cache import digest
-    from stages.data.prepare import Rows as Work
+    from stages.data.chat_entries import ChatEntries as Work
     from stages.data.sources import open_source
 
     for name, more in (("a.parquet", ""), ("a.jsonl", "-nulls:1")):

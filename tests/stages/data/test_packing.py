@@ -18,8 +18,8 @@ from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext
 from stages.batches.layout import collate
 from stages.data.chat import ChatData
+from stages.data.samples import best_fit_decreasing
 from stages.data.text import TextData
-from stages.data.views import best_fit_decreasing
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
 from tests.support.batches import summed_loss
 from tests.support.models import filled

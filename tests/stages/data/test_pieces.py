@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pipeline.contracts.stage import Context
-from stages.data import documents, pieces
-from stages.data.encodings import TextTokenizer, plain_ids, token_sizes
+from stages.data import documents
+from stages.data import tokenizer_compat as pieces
 from stages.data.samples import STARTS, TOKENS
 from stages.data.text import TextData
+from stages.data.tokenize import TextTokenizer, plain_ids
+from stages.data.tokenizer_compat import token_sizes
 from tests.stages.data.fakes import FakeSource, ids
 from tests.support.tier import examples, times
 
@@ -184,18 +186,16 @@ def reported(tokenizer: Any, text: str) -> tuple[list[int], list[list[int]]]:
 
 
 def test_sizes_are_used_where_they_tell(tokenizer: Any) -> None:
-    sizes = token_sizes(tokenizer)
-    backend = tokenizer.backend_tokenizer
+    backend, counting = tokenizer.backend_tokenizer, TextTokenizer(tokenizer)
     if isinstance(backend.post_processor, processors.ByteLevel):
-        assert sizes is None
+        assert token_sizes(tokenizer) is None
         return
-    assert sizes is not None
     text = "Anne’s café,\n\n  and 12 more<|e|>\n"
-    counted = sizes.tokens(text, np.array(plain_ids(tokenizer, [text])[0]))
+    counted = counting._counted(text, plain_ids(tokenizer, [text])[0])
     assert counted is not None
     assert counted.bounds.tolist() == reported(tokenizer, text)[1]
     decomposed = "cafe\u0301"
-    counted = sizes.tokens(decomposed, np.array(plain_ids(tokenizer, [decomposed])[0]))
+    counted = counting._counted(decomposed, plain_ids(tokenizer, [decomposed])[0])
     assert (counted is None) == (backend.normalizer is not None)
 
 
@@ -203,11 +203,10 @@ def test_a_token_that_is_left_out_is_noticed() -> None:
     backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     backend.pre_tokenizer = gpt2()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
-    sizes = token_sizes(tokenizer)
-    assert sizes is not None
-    assert sizes.tokens("ab", np.array([0, 1])) is not None
-    assert sizes.tokens("acb", np.array([0, 1])) is None
-    (found,) = TextTokenizer(tokenizer)(["acb"])
+    counting = TextTokenizer(tokenizer)
+    assert counting._counted("ab", [0, 1]) is not None
+    assert counting._counted("acb", [0, 1]) is None
+    (found,) = counting(["acb"])
     assert (found.ids.tolist(), found.bounds.tolist()) == reported(tokenizer, "acb")
 
 
@@ -264,7 +263,7 @@ def test_documents_are_the_same_in_pieces(
         patch.setattr(documents, "_BATCH", batch)
         stage = TextData(files="unused", append_eos=end)
         given = [documents.Document(text, "unused", 0) for text in texts]
-        counts, _ = documents.Documents(stage, 1, ctx, source).write(folder, given)
+        counts, _ = documents.DocumentEntries(stage, 1, ctx, source).write(folder, given)
     assert np.fromfile(folder / TOKENS, "<u2").tolist() == [each for s in streams for each in s]
     wanted = [int(b) for b, stream in zip(begins, streams, strict=True) if stream]
     assert np.fromfile(folder / STARTS, "<i8").tolist() == wanted

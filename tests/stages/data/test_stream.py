@@ -26,10 +26,9 @@ from pipeline.errors import StageError
 from pipeline.testing import plan_view
 from stages.batches.feed import Feed
 from stages.checkpoint.sharded import ShardedCheckpoint
-from stages.data.stream import StreamData
-from stages.data.streaming import shards
-from stages.data.streaming.data import StreamOrder, located
-from stages.data.text import TextData
+from stages.data import shards
+from stages.data.shards import StreamOrder, located
+from stages.data.text import StreamData, TextData
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids

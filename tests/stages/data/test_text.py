@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pipeline.contracts.data import Data, Samples
 from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
-from stages.data import documents, pieces
+from stages.data import documents
+from stages.data import tokenizer_compat as pieces
 from stages.data.text import TextData
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
 from tests.support.tier import times

@@ -12,8 +12,8 @@ import pytest
 from pipeline.contracts.data import Samples
 from pipeline.contracts.stage import Context
 from stages.data.chat import ChatData
+from stages.data.samples import Mixture
 from stages.data.text import TextData
-from stages.data.views import Mixture
 from tests.stages.data.fakes import FakeSource
 
 WORDS = ["abcd", "efg", "hi", "jklmnop", "q", "rstuv", "wx"]
