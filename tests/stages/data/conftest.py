@@ -15,6 +15,7 @@ from pipeline import NO_TARGET, Context, Data, Sample, StageError
 from pipeline.distributed.process_group import DistContext
 from pipeline.contracts.metrics import Metrics
 from stages.data.chat import ChatData
+from stages.data.text import TextData
 from tests.stages.data.fakes import PLAIN, FakeSource
 
 
@@ -61,6 +62,13 @@ class Chats:
     ) -> Data:
         source = source or FakeSource(chat_template)
         return self.stage(*rows, **fields).run(self.ctx, source)
+
+    def text(self, *documents: str, source: FakeSource | None = None, **fields: Any) -> Data:
+        """Run `data.text` on documents, or on the `files` of the fields."""
+        rows = ({"text": document} for document in documents)
+        stage = self.stage(*rows, name="d.jsonl")
+        given = {"files": stage.files, "cache": stage.cache, **fields}
+        return TextData(**given).run(self.ctx, source or FakeSource())
 
     def texts(self, *rows: Any, **fields: Any) -> list[str]:
         """Return the input of each sample as text."""

@@ -237,42 +237,39 @@ def test_a_folder_that_cannot_be_written(ctx: Context, source: FakeSource, stage
         dataclasses.replace(stage, cache="/proc/no").run(ctx, source)
 
 
-def first_rank_of_a_machine(dist: Any, machines: str) -> Any:
-    """Return the first rank of a machine with its own disk."""
-    machine = Path(machines) / str(dist.rank)
-    stage = TextData(
-        files=str(machine / "a.txt"), append_eos=False, cache=str(machine / "cache"), workers=1
-    )
-    ctx = context(dataclasses.replace(dist, local_rank=0), machine)
-    try:
-        return stage.run(ctx, FakeSource()).train[0].labels.tolist()
-    except StageError as error:
-        if dist.is_main:
-            return str(error)
-        dist.barrier()  # the other waits for the entry
-        with contextlib.suppress(StageError):  # and compares it
-            dist.require_same("tokenised data", {})
-        return str(error)
+def first_rank_of_a_machine(dist: Any, machines: str) -> list[Any]:
+    """Return what the first rank of a machine with its own disk finds in each of two files, of
+    which the second differs."""
+    found = list[Any]()
+    for name in ("same.txt", "other.txt"):
+        machine = Path(machines) / str(dist.rank)
+        cache = str(machine / name.removesuffix(".txt"))
+        stage = TextData(files=str(machine / name), append_eos=False, cache=cache, workers=1)
+        ctx = context(dataclasses.replace(dist, local_rank=0), machine)
+        try:
+            found.append(stage.run(ctx, FakeSource()).train[0].labels.tolist())
+        except StageError as error:
+            found.append(str(error))
+            if not dist.is_main:
+                dist.barrier()  # the other waits for the entry
+                with contextlib.suppress(StageError):  # and compares it
+                    dist.require_same("tokenised data", {})
+    return found
 
 
-def on_two_machines(tmp_path: Path, *contents: str) -> list[Any]:
-    for rank, content in enumerate(contents):
+def test_machines_without_a_common_disk(tmp_path: Path) -> None:
+    for rank, content in enumerate(["abc", "xyz"]):
         (tmp_path / str(rank)).mkdir()
-        (tmp_path / str(rank) / "a.txt").write_text(content)
-    return run_ranks(first_rank_of_a_machine, 2, str(tmp_path))
-
-
-def test_machines_without_a_common_disk_build_the_same(tmp_path: Path) -> None:
-    assert on_two_machines(tmp_path, "abc", "abc") == [ids("bc"), ids("bc")]
-    assert [len(list((tmp_path / rank / "cache").iterdir())) for rank in "01"] == [1, 1]
-
-
-def test_a_machine_with_other_data_builds_nothing(tmp_path: Path) -> None:
-    first, second = on_two_machines(tmp_path, "abc", "xyz")
-    assert "tokenised data" in first
-    assert second.startswith(f"the files of this machine ({socket.gethostname()}, rank 1) differ ")
-    assert second.endswith("(copy the same files to every machine, or share them)")
-    assert not list((tmp_path / "1" / "cache").iterdir())
+        (tmp_path / str(rank) / "same.txt").write_text("abc")
+        (tmp_path / str(rank) / "other.txt").write_text(content)
+    first, second = run_ranks(first_rank_of_a_machine, 2, str(tmp_path))
+    assert first[0] == second[0] == ids("bc")
+    assert [len(list((tmp_path / rank / "same").iterdir())) for rank in "01"] == [1, 1]
+    assert "tokenised data" in first[1]
+    words = f"the files of this machine ({socket.gethostname()}, rank 1) differ "
+    assert second[1].startswith(words)
+    assert second[1].endswith("(copy the same files to every machine, or share them)")
+    assert not list((tmp_path / "1" / "other").iterdir())  # nothing is built
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pipeline import NO_TARGET, DataError, StageError
-from pipeline.contracts.stage import Context
-from pipeline.testing import plan_view
-from stages.data.chat import ChatData
-from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
+from pipeline import DataError, StageError
+from tests.stages.data.conftest import Chats, decoded, trained_ids
+from tests.stages.data.fakes import MARKED, PLAIN
 from tests.support.tier import times
 
 HEAD = "{% for m in messages %}<|s|>{{ m.role }}\n"
@@ -55,27 +51,12 @@ THOUGHTS = [CHAT[0], said("assistant", "b", reasoning_content="why"), *CHAT[2:]]
 
 
 @pytest.fixture
-def trained(ctx: Context, tmp_path: Path) -> Any:
+def trained(chats: Chats) -> Any:
     """Return a call that gives the trained runs of each sample of some rows, as text."""
 
     def run(template: str, *rows: Any, **fields: Any) -> list[list[str]]:
-        path, source = tmp_path / "rows.jsonl", FakeSource(template)
-        chats = [row if isinstance(row, dict) else {"messages": row} for row in rows]
-        path.write_text("\n".join(json.dumps({"tools": [], **row}) for row in chats), "utf-8")
-        stage = ChatData(
-            files=str(path), cache=str(tmp_path / "cache"), **{"loss": "assistant", **fields}
-        )
-        data = stage.run(ctx, source)
-        return [list(runs(source, data.train[index])) for index in range(len(data.train))]
-
-    def runs(source: FakeSource, sample: Any) -> Any:
-        run: list[int] = []
-        for label in [*sample.labels.tolist(), NO_TARGET]:
-            if label != NO_TARGET:
-                run.append(label)
-            elif run:
-                yield source.fast.decode(run)
-                run = []
+        given = [{"tools": [], **(r if isinstance(r, dict) else {"messages": r})} for r in rows]
+        return chats.trained(*given, chat_template=template, **{"loss": "assistant", **fields})
 
     return run
 
@@ -144,7 +125,7 @@ def test_what_a_template_leaves_out_is_an_error(
     template = PLAIN.replace("m.content", "m.content or ''")
     with pytest.raises(DataError) as caught:
         trained(template, CHAT, [CHAT[0], message])
-    assert f"rows.jsonl:2: the chat template leaves out {lost}" in str(caught.value)
+    assert f"a.jsonl:2: the chat template leaves out {lost}" in str(caught.value)
     assert trained(template, CHAT, [CHAT[0], message], unrendered="drop") == [["b<|e|>", "d<|e|>"]]
     assert "dropped 1 row whose chat template leaves out part of what is said" in caplog.text
     content = message.get("content") or ""
@@ -232,28 +213,19 @@ def test_each_turn_as_a_sample(trained: Any) -> None:
 )
 @pytest.mark.parametrize("packing", [False, True])
 def test_turns_of_a_conversation_are_held_out_together(
-    ctx: Context, tmp_path: Path, fraction: float, answers: str, held: int, packing: bool
+    chats: Chats, fraction: float, answers: str, held: int, packing: bool
 ) -> None:
-    file = tmp_path / "rows.jsonl"
     counts = {letter: answers.count(letter) for letter in answers}
     rows = [[CHAT[0], said("assistant", letter)] * count for letter, count in counts.items()]
-    file.write_text("\n".join(json.dumps({"messages": row}) for row in rows), "utf-8")
-    stage = ChatData(
-        files=str(file),
-        cache=str(tmp_path / "cache"),
-        turns="each",
-        heldout_fraction=fraction,
-        packing=packing,
-        sequence_length=128,
-    )
-    source = FakeSource()
+    data = chats.run(
+        *({"messages": row} for row in rows), turns="each", heldout_fraction=fraction,
+        packing=packing, sequence_length=128,
+    )  # fmt: skip
 
     def found(samples: Any) -> str:
-        labels = [token for at in range(len(samples)) for token in samples[at].labels.tolist()]
-        text = source.fast.decode([each for each in labels if each != NO_TARGET])
-        return "".join(sorted(text.replace("<|e|>", "")))
+        labels = [token for at in range(len(samples)) for token in trained_ids(samples[at])]
+        return "".join(sorted(decoded(labels).replace("<|e|>", "")))
 
-    data = stage.run(ctx, source)
     assert (found(data.train), found(data.heldout)) == (answers[:-held], answers[-held:])
 
 
@@ -323,24 +295,6 @@ def test_markers_are_checked_for_what_is_said_too(trained: Any) -> None:
         trained(MARKED, THOUGHTS[:2])
 
 
-def test_a_begin_and_an_end_that_a_text_has_already(
-    ctx: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    texts = ["<|s|>a<|end|>", "a<|end|>\n", "<|s|>a", "a"]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text}) for text in texts), "utf-8")
-    source = FakeSource(None, bos="<|s|>")
-    data = ChatData(files=str(path), cache=str(tmp_path / "cache"), special_tokens="allow").run(
-        ctx, source
-    )
-    shown = []
-    for index in range(len(data.train)):
-        sample = data.train[index]
-        shown.append(source.fast.decode([*sample.input_ids.tolist(), sample.labels.tolist()[-1]]))
-    assert shown == ["<|s|>a<|end|>", "<|s|>a<|end|>\n", "<|s|>a<|end|>", "<|s|>a<|end|>"]
-    assert "3 rows with their own begin or end token, which got no second one" in caplog.text
-
-
 def test_characters_that_marks_are_made_of(trained: Any) -> None:
     """Fonts with icons use the private planes of Unicode."""
     icons = "".join(map(chr, range(0xF0000, 0xF0009)))
@@ -379,8 +333,3 @@ def test_calls_as_openai_writes_them(trained: Any) -> None:
     }
     with pytest.raises(DataError, match=r"leaves out call \('f'\)"):
         trained(PLAIN.replace("m.content", "m.content or ''"), [CHAT[0], older])
-
-
-def test_each_turn_and_every_token_exclude_each_other() -> None:
-    found = [str(each) for each in ChatData(files="x", turns="each", loss="all").check(plan_view())]
-    assert any(each.startswith("turns: trains each answer") for each in found)
