@@ -19,7 +19,7 @@ from stages.data.forms import read, rows_with_forms
 from stages.data.messages import Conversation, Names
 from stages.data.mistakes import Mistake, Mistakes
 from stages.data.rows import TEXT, Row
-from stages.data.sources import LocalFile
+from stages.data.sources import Part
 from stages.data.tokenize import TextTokenizer, plain_ids
 from stages.finetune_choices import Broken, DataSurvey
 from stages.model.declared import outline
@@ -75,7 +75,7 @@ class _Some:
 def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
     """Read all rows of a file, and lay out and tokenise all or, of many, some. Raises
     UsageError if none can be used, StageError for a file that cannot be read."""
-    part = LocalFile(file)
+    part = Part(file)
     source, why = _source(ctx, model)
     facts = _facts(ctx, model, source)
     if file.name.endswith(TEXT):
@@ -210,9 +210,7 @@ def _with_empty(rows: Sequence[Row]) -> Broken | None:
     return Broken(EMPTY, len(rows), f"{Path(first.file).name}:{first.number}")
 
 
-def _texts(
-    part: LocalFile, source: ModelSource | None, facts: dict[str, Any], why: str
-) -> DataSurvey:
+def _texts(part: Part, source: ModelSource | None, facts: dict[str, Any], why: str) -> DataSurvey:
     """A file of plain text is one document."""
     documents = read_documents([part], text_key="text", unit="file")
     text = "".join(document.text for document in documents)
@@ -222,7 +220,7 @@ def _texts(
         share = text[: MOST_CHARACTERS // 64]
         length = len(plain_ids(source.tokenizer(), [share])[0]) * len(text) // max(len(share), 1)
     return DataSurvey(
-        name=part.name.name, form="plain text", rows=1, lengths=[length + END], running=True,
+        name=Path(part.name).name, form="plain text", rows=1, lengths=[length + END], running=True,
         guessed=why, **facts,
     )  # fmt: skip
 

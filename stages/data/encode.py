@@ -54,18 +54,13 @@ class Encoded:
     """Things to report of the row. Each continues a sentence that begins with "rows"."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dropped:
-    """A row that is left out. `why` continues a sentence that begins with "rows"."""
+class Dropped(Exception):
+    """Leaves a row out. `why` continues a sentence that begins with "rows"; the others as in
+    Encoded."""
 
-    why: str
-    long: bool = False
-    kept_more: bool = False
-    """As in Encoded."""
-
-
-class _Drop(Exception):
-    """Leaves a row out; its argument says why."""
+    def __init__(self, why: str, long: bool = False, kept_more: bool = False) -> None:
+        super().__init__(why, long, kept_more)
+        self.why, self.long, self.kept_more = why, long, kept_more
 
 
 @dataclass(frozen=True)
@@ -81,13 +76,13 @@ R = TypeVar("R")
 
 
 def _tried(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | Dropped | Mistake:
-    """Call a function, and return why it drops a row, or the mistake of a row that it finds."""
+    """Call a function, and return what it raises for a row."""
     try:
         return function(*args, **kwargs)
-    except _Drop as drop:
-        return Dropped(why=str(drop))
+    except Dropped as dropped:
+        return dropped
     except DataError as error:
-        return Mistake(message=error.message, hint=error.hint)
+        return Mistake(error.message, error.hint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,18 +105,22 @@ class RowEncoder:
         examples = [self._examples(row) for row in rows]
         flat = [*itertools.chain.from_iterable(examples)]
         self._chats.ahead([each for each in flat if isinstance(each, Conversation)])
-        laid_out = [_tried(self._laid_out, each) for each in flat]
+        laid_out = [
+            each if isinstance(each, Dropped | Mistake) else _tried(self._laid_out, each)
+            for each in flat
+        ]
         texts = [each.text for each in laid_out if isinstance(each, _Text)]
         found = iter(self.tokens(texts))
-        encoded = iter(
-            [
-                _tried(each.encode, next(found)) if isinstance(each, _Text) else each
-                for each in laid_out
-            ]
+        encoded = (
+            _tried(each.encode, next(found)) if isinstance(each, _Text) else each
+            for each in laid_out
         )
         results = list[list[Encoded | Dropped] | Mistake]()
         for row, own in zip(rows, examples, strict=True):
-            samples = [_tried(self._cut, row, next(encoded)) for _ in own]
+            made = [next(encoded) for _ in own]
+            samples = [
+                _tried(self._cut, row, each) if isinstance(each, Encoded) else each for each in made
+            ]
             mistakes = [each for each in samples if isinstance(each, Mistake)]
             kept = [each for each in samples if not isinstance(each, Mistake)]
             results.append(mistakes[0] if mistakes else kept)
@@ -145,7 +144,7 @@ class RowEncoder:
             turns = self._chats.trained_turns(example)
             empty = [index for index in turns if says_nothing(example.messages[index])]
             if empty and self.fields.empty == "drop":
-                raise _Drop(EMPTY_ANSWER)
+                raise Dropped(EMPTY_ANSWER)
             if empty:
                 raise row.error(
                     f"messages[{empty[0]}] is an answer that says nothing",
@@ -155,7 +154,7 @@ class RowEncoder:
         treatment = self.fields.special_tokens
         spelled = None if treatment == "allow" else self.tokens.spelled_in(example.texts())
         if spelled is not None and treatment == "drop":
-            raise _Drop("whose text spells a special token")
+            raise Dropped("whose text spells a special token")
         if spelled is not None:
             raise row.error(
                 f"its text spells the special token {spelled!r}",
@@ -168,15 +167,14 @@ class RowEncoder:
     def _chats(self) -> _ConversationEncoder:
         return _ConversationEncoder(self.tokens, self.fields)
 
-    def _laid_out(self, given: Example | Dropped | Mistake) -> _Text | Encoded | Dropped | Mistake:
+    def _laid_out(self, given: Example) -> _Text | Encoded:
         if isinstance(given, Conversation):
             return self._chats.lay_out(given)
         if isinstance(given, Completion):
-            return _Text(given.prompt + given.completion, functools.partial(self._completed, given))
-        if isinstance(given, forms.Tokens):
-            trained = np.array(given.trained, bool)
-            return Encoded(ids=np.array(given.ids, np.int64), trained=trained)
-        return given
+            encode = functools.partial(self._completed, given)
+            return _Text(given.prompt + given.completion, encode)
+        trained = np.array(given.trained, bool)
+        return Encoded(ids=np.array(given.ids, np.int64), trained=trained)
 
     def _completed(self, example: Completion, text: TextTokens) -> Encoded:
         """Return a text with its start and end token, which it may have already."""
@@ -195,26 +193,24 @@ class RowEncoder:
             notes=(tokenize.FORMATTED,) if ended or begun else (),
         )
 
-    def _cut(self, row: Row, encoded: Encoded | Dropped | Mistake) -> Encoded | Dropped | Mistake:
-        """Return at most `sequence_length` tokens, in the dtype of the cache; Dropped if none of
-        them is trained on."""
+    def _cut(self, row: Row, encoded: Encoded) -> Encoded:
+        """Return at most `sequence_length` tokens, in the dtype of the cache. Raises Dropped if
+        none of them is trained on."""
         room, treatment = self.fields.sequence_length, self.fields.too_long
-        if not isinstance(encoded, Encoded):
-            return encoded
         ids, trained = encoded.ids, encoded.trained
         if not trained[1:].any():  # nothing predicts the first token
-            return Dropped(why="without a token to train on")
+            raise Dropped("without a token to train on")
         if len(ids) <= room:
             return dataclasses.replace(encoded, ids=ids.astype(self.dtype))
         if treatment == "error":
             raise row.error(f"{len(ids)} tokens, but `sequence_length` is {room}")
         one_more = len(ids) == room + 1
         if treatment == "drop":
-            return Dropped(why="longer than `sequence_length`", long=True, kept_more=one_more)
+            raise Dropped("longer than `sequence_length`", long=True, kept_more=one_more)
         one_more |= bool(trained[1 : room + 1].any())
         if not trained[1:room].any():
             why = "whose trained tokens all come after `sequence_length`"
-            return Dropped(why=why, long=True, kept_more=one_more)
+            raise Dropped(why, long=True, kept_more=one_more)
         ids, trained = ids[:room].astype(self.dtype), trained[:room]
         return dataclasses.replace(encoded, ids=ids, trained=trained, long=True, kept_more=one_more)
 
@@ -290,7 +286,7 @@ class _ConversationEncoder:
 
     def _leave_out(self, chat: Conversation, lost: Sequence[tuple[int, str]]) -> None:
         if self.fields.unrendered == "drop":
-            raise _Drop(UNRENDERED)
+            raise Dropped(UNRENDERED)
         index, said = lost[0]
         where = f" of messages[{index}]" if index >= 0 else ""
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -346,7 +342,7 @@ class _ConversationEncoder:
                     spans.append(span)
                 trained = tokens.inside(spans)
         if not chat.assistant_turns() and not trained.any():
-            raise _Drop("without a message of the assistant")
+            raise Dropped("without a message of the assistant")
         return Encoded(
             ids=np.concatenate([tokens.ids, np.array(end, np.int64)]),
             trained=np.concatenate([trained, np.ones(len(end), bool)]),

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipeline import BadRows, DataError
 from pipeline.utils import counted
@@ -65,8 +65,7 @@ def read_notes(entry: Entry) -> list[Note]:
     return [Note(**each) for each in json.loads(entry.array(_NOTES, "u1")[:].tobytes())]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mistake:
+class Mistake(NamedTuple):
     """A mistake in a row, found by another process."""
 
     message: str

@@ -40,7 +40,7 @@ from stages.data.documents import Document, DocumentEntries
 from stages.data.fields import DocumentSettings
 from stages.data.samples import Indices, JoinedSamples, TokenBlocks, block_count
 from stages.data.sources import (
-    LocalFile,
+    Part,
     Patterns,
     Source,
     content_digest,
@@ -281,7 +281,7 @@ class ShardStore:
         log = self.documents.ctx.log
         with fetched(shard, self.folder) as path:
             (folder / _DIGEST).write_text(content_digest(path), "ascii")
-            parts = [LocalFile(path)]
+            parts = [Part(path)]
             counts, notes = self.documents.tokenise(parts, folder, blank=True, watch=until_closed)
         for note in notes:
             log.warning("stream: %s", note.told([shard.address]))

@@ -184,34 +184,23 @@ def content_digest(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class LocalFile:
-    """One file of a source."""
+class Part:
+    """One file of a source, or one split of a hub data set at one commit."""
 
-    name: Path
+    name: str | Path
+    table: Any = None
+    """A `datasets.Dataset` in the hub cache of this machine; None for a file."""
 
     def rows(self, columns: list[str] | None = None, report: Report = raised) -> Iterator[Row]:
         """Yield every row, or its `columns`; `report` gets the DataError of each that cannot be
-        read. Raises DataError for a file that cannot be read."""
-        return rows(self.name, columns, report)
-
-
-@dataclass(frozen=True)
-class HubSplit:
-    """One split of a hub data set at one commit, in the hub cache of this machine."""
-
-    name: str
-    table: Any
-    """A `datasets.Dataset`."""
-
-    def rows(self, columns: list[str] | None = None, report: Report = raised) -> Iterator[Row]:
-        """Yield every row, or its `columns`. Raises DataError if a column is missing."""
+        read. Raises DataError for a file that cannot be read, or if a column is missing."""
+        if self.table is None:
+            yield from rows(Path(self.name), columns, report)
+            return
         require_columns(self.name, self.table.column_names, columns)
         table = self.table.select_columns(columns) if columns else self.table
         for number, value in enumerate(table, 1):
             yield Row(file=self.name, number=number, value=value)
-
-
-Part = LocalFile | HubSplit
 
 
 @dataclass(frozen=True)
@@ -225,10 +214,9 @@ class OpenedSource:
     def digest(self) -> str:
         """Equal for equal contents: over the contents and kinds (not the names) of files, in order;
         the commit and split of a hub data set."""
-        paths = [part.name for part in self.parts if isinstance(part, LocalFile)]
-        if not paths:
-            return "/".join(str(part.name) for part in self.parts)
-        total = hashlib.sha256()
+        if self.source.dataset is not None:
+            return str(self.parts[0].name)
+        paths, total = [Path(part.name) for part in self.parts], hashlib.sha256()
         for path, content in zip(paths, file_digests(paths), strict=True):
             total.update(f"{''.join(path.suffixes[-2:])}:{content}\n".encode())
         return total.hexdigest()
@@ -240,7 +228,7 @@ def open_source(source: Source) -> OpenedSource:
     if source.dataset is None:
         for problem in file_problems("files", source.files):
             raise StageError(problem.message, hint=problem.hint)
-        return OpenedSource(source, tuple(map(LocalFile, find_files(source.files))))
+        return OpenedSource(source, tuple(map(Part, find_files(source.files))))
     needed = f"{source}: a hub data set needs the datasets library"
     with optional(needed, hint="pip install 'pipetrain[data]'"):
         import datasets
@@ -254,4 +242,4 @@ def open_source(source: Source) -> OpenedSource:
     except Exception as error:  # from the network, the hub's parsing, or an unknown split
         words = " ".join(str(error).split()) or type(error).__name__
         raise StageError(f"cannot get {source} from the hub: {words}") from error
-    return OpenedSource(source, (HubSplit(f"{source}@{commit}", table),))
+    return OpenedSource(source, (Part(f"{source}@{commit}", table),))

@@ -1,8 +1,8 @@
 """Chat templates rendered within bounds of time and memory.
 
 A template is a program that comes with a model. transformers runs it in Jinja's sandbox, which lets
-it touch nothing, but go on for ever and ask for any amount of memory. So it runs in a process of
-its own, forked at the first use, whose limits the system enforces; one that breaks them is killed,
+it touch nothing, but go on for ever and ask for any amount of memory. So it runs in another
+process, forked at the first use, whose limits the system enforces; one that breaks them is killed,
 and the next call starts another.
 """
 
@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
-import pickle
 import resource
-import select
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jinja2
 
@@ -40,10 +40,10 @@ class TemplateLimitError(Exception):
 
 
 class Limited:
-    """A function of plain values that runs in a process of its own; calls are as its own. What it
-    returns comes as JSON has it; an error of it is raised as one of Jinja's or a RuntimeError.
+    """A function of plain values that runs in another process. What it returns comes as JSON has
+    it; an error of it is raised as one of Jinja's or a RuntimeError.
 
-    Copies in forked processes start processes of their own.
+    Copies in forked processes start processes for themselves.
     """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
@@ -51,13 +51,12 @@ class Limited:
         self._function, self._name = function, name
         self._guard = threading.Lock()
         self._owner = self._child = 0
-        self._pipes: tuple[int, int] | None = None
-        """Descriptors, not files: those might be finalized first where both are garbage at once."""
+        self._pipe: Connection[Any, Any] | None = None
 
     def start(self) -> None:
         """Start the process now instead of at the first call."""
         with self._guard:
-            self._pipes = self._pipes or self._start()
+            self._pipe = self._pipe or self._start()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. Raises TemplateLimitError, and what the function raises."""
@@ -65,75 +64,52 @@ class Limited:
             self._end()
             self._guard = threading.Lock()
         with self._guard:
-            requests, answers = self._pipes or self._start()
-            try:
-                with os.fdopen(requests, "wb", closefd=False) as outgoing:
-                    _send(outgoing, pickle.dumps((args, kwargs)))
-                with os.fdopen(answers, "rb", closefd=False) as incoming:
-                    ready, _, _ = select.select([incoming], [], [], WAIT)
-                    content = _receive(incoming) if ready else b""
-            except OSError:
-                content = b""
+            pipe, content = self._pipe or self._start(), b""
+            with contextlib.suppress(OSError, EOFError):
+                pipe.send((args, kwargs))
+                content = pipe.recv_bytes() if pipe.poll(WAIT) else b""
             if not content:
                 self._end()
-                raise self._broken(f"{SECONDS} s of a processor or {MEMORY >> 30} GiB of memory")
-        answer = json.loads(content)
+        limit = f"{SECONDS} s of a processor or {MEMORY >> 30} GiB of memory"
+        answer: dict[str, Any] = json.loads(content) if content else {"limit": limit}
         if "failed" in answer:
             name, text = answer["failed"]
             kind = getattr(jinja2, name, RuntimeError)
             known = isinstance(kind, type) and issubclass(kind, jinja2.TemplateError)
             raise (jinja2.TemplateError if known else RuntimeError)(text)
         if "limit" in answer:
-            raise self._broken(answer["limit"])
+            message = f"rendering by the template of {self._name} takes over {answer['limit']}"
+            raise TemplateLimitError(message)
         return answer["returned"]
-
-    def _broken(self, limit: str) -> TemplateLimitError:
-        return TemplateLimitError(f"rendering by the template of {self._name} takes over {limit}")
 
     def __del__(self) -> None:
         self._end()
 
-    def _start(self) -> tuple[int, int]:
-        requests, answers = os.pipe(), os.pipe()
+    def _start(self) -> Connection[Any, Any]:
+        self._pipe, other = multiprocessing.Pipe()
         parent = os.getpid()
         child = os.fork()
         if child == 0:
             try:
                 die_with(parent)
-                _serve(self._function, requests[0], answers[1])
+                _serve(self._function, other)
             finally:
                 os._exit(0)
-        os.close(requests[0])
-        os.close(answers[1])
-        self._pipes = requests[1], answers[0]
+        other.close()
         self._owner, self._child = parent, child
-        return self._pipes
+        return self._pipe
 
     def _end(self) -> None:
-        """End the process, if it is ours."""
-        for pipe in self._pipes or ():
-            with contextlib.suppress(OSError):
-                os.close(pipe)
+        """End the process, if it is ours. The pipe closes itself: it may be finalized first where
+        both are garbage at once."""
         if self._owner == os.getpid():
             with contextlib.suppress(OSError):
                 os.kill(self._child, signal.SIGKILL)
                 os.waitpid(self._child, 0)
-        self._owner, self._pipes = 0, None
+        self._owner, self._pipe = 0, None
 
 
-def _send(stream: BinaryIO, content: bytes) -> None:
-    stream.write(len(content).to_bytes(8, "little") + content)
-    stream.flush()
-
-
-def _receive(stream: BinaryIO) -> bytes:
-    """A message; empty where there is none, or not all of one."""
-    size = int.from_bytes(stream.read(8), "little")
-    content = stream.read(size)
-    return content if len(content) == size else b""
-
-
-def _serve(function: Callable[..., Any], requests: int, answers: int) -> None:
+def _serve(function: Callable[..., Any], pipe: Connection[Any, Any]) -> None:
     """Answer until the other end is closed, in the child."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU):
@@ -141,20 +117,19 @@ def _serve(function: Callable[..., Any], requests: int, answers: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are the parent's
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - locks, sockets, GPUs
-        if int(name) not in (0, 1, 2, requests, answers):
+        if int(name) not in (0, 1, 2, pipe.fileno()):
             with contextlib.suppress(OSError):
                 os.close(int(name))
-    with os.fdopen(requests, "rb") as incoming, os.fdopen(answers, "wb") as outgoing:
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
-        most = pages * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        while request := _receive(incoming):
-            _send(outgoing, _answer(function, request))
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+    most = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send_bytes(_answer(function, *pipe.recv()))
 
 
-def _answer(function: Callable[..., Any], request: bytes) -> bytes:
-    args, kwargs = pickle.loads(request)  # noqa: S301 - the parent's own
+def _answer(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + 1 + SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.data.encode import Dropped, Encoded, RowEncoder
+from stages.data.encode import Dropped, Encoded, RowEncoder, _tried
 from stages.data.fields import ChatFields
 from stages.data.messages import Names
 from stages.data.mistakes import Mistake
@@ -25,7 +25,7 @@ def truncated(row: Encoded, length: int) -> Encoded | Dropped:
         fields=ChatFields(files="unused", sequence_length=length), names=Names(), tokens=nothing,
         vocab_size=99, start=[], dtype="<u2",
     )  # fmt: skip
-    found = encoder._cut(nothing, row)
+    found = _tried(encoder._cut, nothing, row)
     assert not isinstance(found, Mistake)
     return found
 
