@@ -273,8 +273,7 @@ class ChatEntries(Entries):
         )  # fmt: skip
         if samples == count > 1:
             self.ctx.log.warning(
-                "packing joined no rows: raise `sequence_length` (%d), or leave packing out",
-                length,
+                "packing joined no rows: raise `sequence_length` (%d), or leave packing out", length
             )
         return PackedSamples(rows, packs)
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
+import pickle
 import resource
+import select
 import signal
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jinja2
 
@@ -51,12 +51,13 @@ class Limited:
         self._function, self._name = function, name
         self._guard = threading.Lock()
         self._owner = self._child = 0
-        self._pipe: Connection[Any, Any] | None = None
+        self._pipes: tuple[int, int] | None = None
+        """Descriptors, not files: those might be finalized first where both are garbage at once."""
 
     def start(self) -> None:
         """Start the process now instead of at the first call."""
         with self._guard:
-            self._pipe = self._pipe or self._start()
+            self._pipes = self._pipes or self._start()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. Raises TemplateLimitError, and what the function raises."""
@@ -64,10 +65,13 @@ class Limited:
             self._end()
             self._guard = threading.Lock()
         with self._guard:
-            pipe, content = self._pipe or self._start(), b""
-            with contextlib.suppress(OSError, EOFError):
-                pipe.send((args, kwargs))
-                content = pipe.recv_bytes() if pipe.poll(WAIT) else b""
+            (requests, answers), content = self._pipes or self._start(), b""
+            with contextlib.suppress(OSError):
+                with os.fdopen(requests, "wb", closefd=False) as outgoing:
+                    _send(outgoing, pickle.dumps((args, kwargs)))
+                with os.fdopen(answers, "rb", closefd=False) as incoming:
+                    ready, _, _ = select.select([incoming], [], [], WAIT)
+                    content = _receive(incoming) if ready else b""
             if not content:
                 self._end()
         limit = f"{SECONDS} s of a processor or {MEMORY >> 30} GiB of memory"
@@ -85,31 +89,47 @@ class Limited:
     def __del__(self) -> None:
         self._end()
 
-    def _start(self) -> Connection[Any, Any]:
-        self._pipe, other = multiprocessing.Pipe()
+    def _start(self) -> tuple[int, int]:
+        requests, answers = os.pipe(), os.pipe()
         parent = os.getpid()
         child = os.fork()
         if child == 0:
             try:
                 die_with(parent)
-                _serve(self._function, other)
+                _serve(self._function, requests[0], answers[1])
             finally:
                 os._exit(0)
-        other.close()
+        os.close(requests[0])
+        os.close(answers[1])
+        self._pipes = requests[1], answers[0]
         self._owner, self._child = parent, child
-        return self._pipe
+        return self._pipes
 
     def _end(self) -> None:
-        """End the process, if it is ours. The pipe closes itself: it may be finalized first where
-        both are garbage at once."""
+        """End the process, if it is ours."""
+        for pipe in self._pipes or ():
+            with contextlib.suppress(OSError):
+                os.close(pipe)
         if self._owner == os.getpid():
             with contextlib.suppress(OSError):
                 os.kill(self._child, signal.SIGKILL)
                 os.waitpid(self._child, 0)
-        self._owner, self._pipe = 0, None
+        self._owner, self._pipes = 0, None
 
 
-def _serve(function: Callable[..., Any], pipe: Connection[Any, Any]) -> None:
+def _send(stream: BinaryIO, content: bytes) -> None:
+    stream.write(len(content).to_bytes(8, "little") + content)
+    stream.flush()
+
+
+def _receive(stream: BinaryIO) -> bytes:
+    """Return a message; empty where there is none, or not all of one."""
+    size = int.from_bytes(stream.read(8), "little")
+    content = stream.read(size)
+    return content if len(content) == size else b""
+
+
+def _serve(function: Callable[..., Any], requests: int, answers: int) -> None:
     """Answer until the other end is closed, in the child."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU):
@@ -117,19 +137,20 @@ def _serve(function: Callable[..., Any], pipe: Connection[Any, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are the parent's
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - locks, sockets, GPUs
-        if int(name) not in (0, 1, 2, pipe.fileno()):
+        if int(name) not in (0, 1, 2, requests, answers):
             with contextlib.suppress(OSError):
                 os.close(int(name))
-    pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
-    most = pages * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(EOFError):
-        while True:
-            pipe.send_bytes(_answer(function, *pipe.recv()))
+    with os.fdopen(requests, "rb") as incoming, os.fdopen(answers, "wb") as outgoing:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+        most = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        while request := _receive(incoming):
+            _send(outgoing, _answer(function, request))
 
 
-def _answer(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+def _answer(function: Callable[..., Any], request: bytes) -> bytes:
+    args, kwargs = pickle.loads(request)  # noqa: S301 - the parent's own
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + 1 + SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))

@@ -45,10 +45,7 @@ HUB = {"dataset": "owner/name", "revision": "0" * 40}
             {"sources": (Source(files="a.txt", revision="main"),)},
             [("sources.0.revision", "`revision` is only for a hub `dataset`")],
         ),
-        (
-            {"sources": (Source(files="a.txt", **HUB),)},
-            [("sources.0.files", "excludes `dataset`")],
-        ),
+        ({"sources": (Source(files="a.txt", **HUB),)}, [("sources.0.files", "excludes `dataset`")]),
         (
             {"sources": (Source(dataset="./here", revision="0" * 40),)},
             [("sources.0.dataset", "'./here' is not a hub id (owner/name)")],

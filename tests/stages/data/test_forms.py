@@ -145,11 +145,7 @@ BOT_TURN = [START, *ids("assistant\nb"), STOP, *ids("\n")]
         (UNTRAINED, "assistant", [*ids("c"), STOP]),
         (WEIGHTS, "completion", [*ids("b"), STOP]),
         ({"messages": [{**USER, "train": False}, BOT]}, "all", BOT_TURN),
-        (
-            {"messages": [{**BOT, "train": False}, USER, BOT]},
-            "all",
-            [START, *USER_TURN, *BOT_TURN],
-        ),
+        ({"messages": [{**BOT, "train": False}, USER, BOT]}, "all", [START, *USER_TURN, *BOT_TURN]),
         (
             {"messages": [{**BOT, "train": False}, USER, {**BOT, "content": "c"}]},
             "completion",

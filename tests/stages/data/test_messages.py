@@ -64,10 +64,7 @@ def test_columns_and_roles(chats: Chats, row: Any, fields: Any) -> None:
 def test_a_source_has_names_of_its_own(chats: Chats) -> None:
     dialog = chats.stage(DIALOG, name="b.jsonl").files
     other = chats.stage({"chat": [USER, {**BOT, "role": "bot"}]}).files
-    sources = (
-        ChatSource(files=dialog, columns=CALLED["columns"]),
-        ChatSource(files=other),
-    )
+    sources = (ChatSource(files=dialog, columns=CALLED["columns"]), ChatSource(files=other))
     names = {"columns": {"messages": "chat"}, "role_names": CALLED["role_names"]}
     assert chats.texts(files=(), sources=sources, **names) == [HELLO, HELLO]
 

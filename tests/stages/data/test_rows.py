@@ -95,10 +95,7 @@ def failed(chats: Chats) -> Any:
             "`messages[1].tool_calls[0].arguments` is a list, not an object",
         ),
         ({**GOOD, "tools": '{"name": "f"}'}, "`tools` is an object, not a list"),
-        (
-            {**GOOD, "chat_template_kwargs": 3},
-            "`chat_template_kwargs` is a number, not an object",
-        ),
+        ({**GOOD, "chat_template_kwargs": 3}, "`chat_template_kwargs` is a number, not an object"),
         (
             {**GOOD, "chat_template_kwargs": {"mood": 1, "tokenize": True, "return_dict": True}},
             "`chat_template_kwargs` has 'return_dict', which is not a variable of the template (",
@@ -146,27 +143,18 @@ def test_a_row_after_a_good_one(failed: Any, row: Any, error: str) -> None:
         ({"prompt": "x", "completion": [ASSISTANT]}, "`completion` is a list, not text"),
         ({"instruction": "x", "output": ["y"]}, "`output` is a list, not text"),
         ({"text": "a<|end|>b"}, "its text spells the special token '<|end|>'"),
-        (
-            {"input_ids": [1, 259]},
-            "`input_ids[1]` is 259, but the model embeds 259 tokens",
-        ),
+        ({"input_ids": [1, 259]}, "`input_ids[1]` is 259, but the model embeds 259 tokens"),
         ({"input_ids": [-1, 2]}, "`input_ids[0]` is -1, but the model embeds 259 tokens"),
         ({"input_ids": [1, 2.0]}, "`input_ids[1]` is a number with a fraction, not an"),
         ({"input_ids": "12"}, "`input_ids` is text, not a list of integers"),
         ({"input_ids": []}, "`input_ids` is empty"),
-        (
-            {"input_ids": [1, 2, 3], "labels": [1, 2]},
-            "`labels` has 2 entries, `input_ids` has 3",
-        ),
+        ({"input_ids": [1, 2, 3], "labels": [1, 2]}, "`labels` has 2 entries, `input_ids` has 3"),
         (
             {"input_ids": [1, 2, 3], "labels": [2, 3, -100]},
             "`labels[0]` is 2, but `input_ids[0]` is 1 (a label is the id at the same position, "
             "not of the next, or -100)",
         ),
-        (
-            {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 2]},
-            "`loss_mask[2]` is 2, neither 0 nor 1",
-        ),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 2]}, "`loss_mask[2]` is 2, neither 0 nor 1"),
         (
             {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "loss_mask": [0, 1, 1]},
             "has both `labels` and `loss_mask`",

@@ -203,13 +203,7 @@ def test_each_turn_as_a_sample(trained: Any) -> None:
 
 @pytest.mark.parametrize(
     ("fraction", "answers", "held"),
-    [
-        (0.1, "bcccdd", 2),
-        (0.5, "bcccdd", 2),
-        (0.5, "bbbc", 1),
-        (0.25, "bbcccc", 4),
-        (0.5, "bc", 1),
-    ],
+    [(0.1, "bcccdd", 2), (0.5, "bcccdd", 2), (0.5, "bbbc", 1), (0.25, "bbcccc", 4), (0.5, "bc", 1)],
 )
 @pytest.mark.parametrize("packing", [False, True])
 def test_turns_of_a_conversation_are_held_out_together(
