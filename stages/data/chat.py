@@ -27,8 +27,7 @@ class ChatData(ChatFields):
     """
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        """Yield mistakes in the date, the files, the sources and the tokenizer that show without
-        reading more than first rows."""
+        """Yield mistakes in fields, files and the tokenizer; reads no more than first rows."""
         try:
             datetime.datetime.strptime(self.today, "%Y-%m-%d")
         except ValueError:
@@ -48,8 +47,7 @@ class ChatData(ChatFields):
         yield from tokenizer_problems(self, plan, no_template=plain)
 
     def _needs_template(self) -> bool:
-        """Whether rows are certain to need the chat template: by `form`, or by the first row of
-        each source's first file, since there may be thousands of files."""
+        """Whether rows need the template, by `form` or by the first row of each source."""
         found: set[str | None] = {self.form}
         if self.form is None:
             firsts = ((find_files(one.files)[:1], self.names(one)) for one in self.trained_on())
@@ -58,8 +56,7 @@ class ChatData(ChatFields):
         return bool(found & (always | {"prompt/completion", "alpaca"} if self.template else always))
 
     def run(self, ctx: Context, model: ModelSource) -> Data:
-        """Render and tokenise once, then map the samples. Raises DataError for an unusable row, and
-        StageError if a source has no token to train on."""
+        """Render and tokenise once. Raises DataError, or StageError if there is no target."""
         from stages.data.chat_entries import ChatEntries
 
         return ChatEntries(self, ctx, model).data(self, packed=self.packing)

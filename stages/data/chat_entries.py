@@ -13,39 +13,24 @@ import numpy as np
 
 from pipeline import Context, ModelSource, Samples, StageError
 from pipeline.utils import activity, counted
-from stages.data import tokenize
+from stages.data import encode, tokenize
+from stages.data import samples as disk
 from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
-from stages.data.encode import (
-    EMPTY_ANSWER,
-    ENDED,
-    LAID_OUT,
-    UNRENDERED,
-    Dropped,
-    Encoded,
-    RowEncoder,
-)
 from stages.data.fields import ChatFields
 from stages.data.forms import rows_with_forms
 from stages.data.mistakes import Mistake, Mistakes, Note, write_notes
 from stages.data.prepare import BAD, CHANGED, Entries
 from stages.data.rows import JSON, JSON_LINES, Row
-from stages.data.samples import (
-    OFFSETS,
-    ROWS,
-    TARGETS,
-    TOKENS,
-    TRAINED,
-    MaskedSamples,
-    PackedSamples,
-)
 from stages.data.sources import OpenedSource
 
+Made = Sequence[encode.Encoded | encode.Dropped]
+"""What a row became."""
 FORM = "form "
 """Prefix of the counts of an entry's rows by form."""
 NULLS, CUT = "nulls", "cut shorter"
 """Further counts of rows: of JSON files, of which nulls were removed; and of which earlier versions
 kept a token more."""
-DROPPED = {UNRENDERED: "dropped as unrendered", EMPTY_ANSWER: "dropped as empty"}
+DROPPED = {encode.UNRENDERED: "dropped as unrendered", encode.EMPTY_ANSWER: "dropped as empty"}
 """Reasons why `data.chat` drops turns that it may train on, and the counts of the rows."""
 _BATCH = 64
 """Rows that a process encodes at a time."""
@@ -146,11 +131,10 @@ class ChatEntries(Entries):
             yield dropped + (of_them if long and self.fields.too_long == "drop" else "")
 
     def build(self, opened: OpenedSource, folder: Path) -> Counts:
-        """Tokenise a source into a folder. Raises the error of its mistakes, and StageError if
-        every row is dropped."""
+        """Tokenise a source. Raises the error of its mistakes, and StageError if all is dropped."""
         names = self.fields.names(opened.source)
         mistakes = Mistakes(opened.parts, self.fields.bad_rows)
-        encoder = RowEncoder(
+        encoder = encode.RowEncoder(
             fields=self.fields,
             names=names,
             tokens=tokenize.TextTokenizer(self.tokenizer),
@@ -166,7 +150,7 @@ class ChatEntries(Entries):
     def _write(
         self,
         folder: Path,
-        batches: Iterable[tuple[Sequence[Row], Sequence[Sequence[Encoded | Dropped] | Mistake]]],
+        batches: Iterable[tuple[Sequence[Row], Sequence[Made | Mistake]]],
         mistakes: Mistakes,
     ) -> Counts:
         """Write batches of rows with their samples as the files of MaskedSamples, the index of each
@@ -181,8 +165,8 @@ class ChatEntries(Entries):
         offsets, targets, starts = array("q", [0]), array("i"), array("q")
         times, first = Counter[str](), dict[str, tuple[Row, str]]()
         with (
-            (folder / TOKENS).open("wb") as tokens,
-            (folder / TRAINED).open("wb") as trained,
+            (folder / disk.TOKENS).open("wb") as tokens,
+            (folder / disk.TRAINED).open("wb") as trained,
             activity(tokenize.TOKENISING, unit="rows") as doing,
         ):
             for rows, results in batches:
@@ -194,7 +178,7 @@ class ChatEntries(Entries):
                     counts["long"] += any(each.long for each in found)
                     counts[CUT] += any(each.kept_more for each in found)
                     counts[FORM + row.form] = counts.get(FORM + row.form, 0) + 1
-                    kept = [each for each in found if isinstance(each, Encoded)]
+                    kept = [each for each in found if isinstance(each, encode.Encoded)]
                     if kept:
                         starts.append(len(targets))
                     for sample in kept:
@@ -210,10 +194,10 @@ class ChatEntries(Entries):
                         first.setdefault(what, (row, place))
                 self.ctx.dist.heartbeat.beat()
                 doing.advance(len(rows))
-        np.array(offsets, "<i8").tofile(folder / OFFSETS)
-        np.array(targets, "<i4").tofile(folder / TARGETS)
+        np.array(offsets, "<i8").tofile(folder / disk.OFFSETS)
+        np.array(targets, "<i4").tofile(folder / disk.TARGETS)
         if len(starts) < len(targets):
-            np.array(starts, "<i8").tofile(folder / ROWS)
+            np.array(starts, "<i8").tofile(folder / disk.ROWS)
         counts["rows"] += mistakes.count
         mistakes.check(counts["rows"])
         counts |= {"samples": len(targets), "targets": sum(targets), BAD: mistakes.count}
@@ -244,9 +228,9 @@ class ChatEntries(Entries):
     def cut(self, entry: Entry, count: int) -> int:
         """Return the number of first samples nearest to `count` after which a row ends: of a
         conversation whose turns are samples, none is held out while others are trained on."""
-        if count == self.size(entry) or not (entry.folder / ROWS).exists():
+        if count == self.size(entry) or not (entry.folder / disk.ROWS).exists():
             return count
-        starts = entry.array(ROWS, "<i8")[:]
+        starts = entry.array(disk.ROWS, "<i8")[:]
         if len(starts) == 1:
             raise StageError(
                 "holding out a part of one conversation leaves none to train on",
@@ -255,7 +239,7 @@ class ChatEntries(Entries):
         return int(starts[1:][np.abs(starts[1:] - count).argmin()])
 
     def samples(self, entry: Entry, first: int, count: int) -> Samples:
-        rows = MaskedSamples(entry, self.dtype, first, count)
+        rows = disk.MaskedSamples(entry, self.dtype, first, count)
         if not self.fields.packing:
             return rows
         length = self.fields.sequence_length
@@ -275,22 +259,21 @@ class ChatEntries(Entries):
             self.ctx.log.warning(
                 "packing joined no rows: raise `sequence_length` (%d), or leave packing out", length
             )
-        return PackedSamples(rows, packs)
+        return disk.PackedSamples(rows, packs)
 
 
-def _changes(
-    row: Row, found: Sequence[Encoded | Dropped], counts: Counts
-) -> Iterator[tuple[str, str]]:
+def _changes(row: Row, found: Made, counts: Counts) -> Iterator[tuple[str, str]]:
     """Yield what was done with a row, which became some samples or none, with `{}` for the number
     of such rows, and a place in the row, if one matters. Counts DROPPED, CHANGED and NULLS."""
-    kept = [each for each in found if isinstance(each, Encoded)]
-    for why in dict.fromkeys(each.why for each in found if isinstance(each, Dropped)):
+    kept = [each for each in found if isinstance(each, encode.Encoded)]
+    for why in dict.fromkeys(each.why for each in found if isinstance(each, encode.Dropped)):
         yield f"dropped {'turns of ' if kept else ''}{{}} {why}", ""
         if why in DROPPED:
             counts[DROPPED[why]] += 1
     notes = dict.fromkeys(note for each in kept for note in each.notes)
     yield from ((f"{{}} {note}", "") for note in notes)
-    counts[CHANGED] += any(note in notes for note in (ENDED, LAID_OUT, tokenize.FORMATTED))
+    changed = (encode.ENDED, encode.LAID_OUT, tokenize.FORMATTED)
+    counts[CHANGED] += any(note in notes for note in changed)
     if kept and kept[0].nulls:
         yield "removed nulls from objects in {}", kept[0].nulls
         counts[NULLS] += str(row.file).endswith((*JSON, *JSON_LINES))

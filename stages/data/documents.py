@@ -170,8 +170,7 @@ class DocumentEntries(Entries):
         return TokenBlocks(tokens, self.settings.sequence_length, first, count, starts=starts)
 
     def build(self, opened: OpenedSource, folder: Path) -> Counts:
-        """Tokenise a source into a folder. Raises the error of its mistakes, and DataError if it
-        has no target."""
+        """Tokenise a source. Raises the error of its mistakes, and DataError without a target."""
         counts, notes = self.tokenise(opened.parts, folder)
         if counts["tokens"] < 2:
             raise DataError("fewer than two tokens of text", file=str(opened.source))

@@ -194,8 +194,7 @@ class RowEncoder:
         )
 
     def _cut(self, row: Row, encoded: Encoded) -> Encoded:
-        """Return at most `sequence_length` tokens, in the dtype of the cache. Raises Dropped if
-        none of them is trained on."""
+        """Return at most `sequence_length` tokens. Raises Dropped if none is trained on."""
         room, treatment = self.fields.sequence_length, self.fields.too_long
         ids, trained = encoded.ids, encoded.trained
         if not trained[1:].any():  # nothing predicts the first token
@@ -235,8 +234,7 @@ class _ConversationEncoder:
         return Renderer(self.tokens.tokenizer, self.fields.today)
 
     def ahead(self, chats: Sequence[Conversation]) -> None:
-        """Render what `lay_out` and its result will need of the conversations, as far as it is not
-        too much at once."""
+        """Render what will be needed of the conversations, as far as it is not too much at once."""
         left, parts = AHEAD, list[tuple[Conversation, int, bool]]()
         for chat in chats if self.tokens.tokenizer.chat_template else ():
             whole = len(chat.messages)

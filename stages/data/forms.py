@@ -11,15 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import NO_TARGET, DataError, StageError
-from stages.data.messages import (
-    Conversation,
-    Names,
-    checked,
-    conversation,
-    listed,
-    read_sharegpt,
-    system_message,
-)
+from stages.data import messages
+from stages.data.messages import Conversation, Names, conversation
 from stages.data.mistakes import Enough, Mistakes
 from stages.data.rows import JSON_LINES, Row, kind, require, require_text, rows
 from stages.data.sources import Part
@@ -111,8 +104,7 @@ def rows_with_forms(
 
 
 def first_form(path: Path, names: Names) -> str | None:
-    """Return the form of the first row of a file of JSON lines; None for other files, and if the
-    row cannot be read or fits no form."""
+    """Return the form of the first row of a file of JSON lines, if it is found."""
     if not path.name.endswith(JSON_LINES):
         return None
     try:
@@ -165,9 +157,10 @@ def read(row: Row, *, template: bool, names: Names, vocab_size: int) -> Example:
     row = names.row(row)
     match row.form:
         case "messages":
-            return conversation(row, checked(row, row.value["messages"], "messages", names))
+            turns = messages.checked(row, row.value["messages"], "messages", names)
+            return conversation(row, turns)
         case "sharegpt":
-            return read_sharegpt(row, names)
+            return messages.read_sharegpt(row, names)
         case "prompt/completion":
             return _prompt_completion(row, names, template=template)
         case "alpaca":
@@ -189,12 +182,12 @@ def _prompt_completion(row: Row, names: Names, *, template: bool) -> Conversatio
                 "text is read",
             )
     prompt, completion = (
-        listed(row, row.value[key], key) if isinstance(row.value[key], dict) else row.value[key]
+        messages.listed(row, given, key) if isinstance(given := row.value[key], dict) else given
         for key in ("prompt", "completion")
     )
     if isinstance(prompt, list) and isinstance(completion, list):
-        before = checked(row, prompt, "prompt", names)
-        after = checked(row, completion, "completion", names)
+        before = messages.checked(row, prompt, "prompt", names)
+        after = messages.checked(row, completion, "completion", names)
         return conversation(row, [*before, *after], first=len(before))
     require_text(row, prompt, "`prompt`")
     require_text(row, completion, "`completion`")
@@ -209,7 +202,7 @@ def _alpaca(row: Row, *, template: bool) -> Conversation | Completion:
     instruction = require_text(row, row.value["instruction"], "`instruction`")
     context = require_text(row, row.value.get("input") or "", "`input`")
     output = require_text(row, row.value["output"], "`output`")
-    before = system_message(row)
+    before = messages.system_message(row)
     history = row.value.get("history") or []
     require(row, history, list, "`history`", "a list of pairs of texts")
     for index, pair in enumerate(history):

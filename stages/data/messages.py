@@ -318,8 +318,7 @@ def _content(row: Row, content: Any, where: str) -> str:
 
 
 def _call(row: Row, call: Any, where: str) -> dict[str, Any]:
-    """Return a call whose arguments are an object, as chat templates expect; OpenAI writes them as
-    JSON text."""
+    """Return a call whose arguments are an object; OpenAI writes them as JSON text."""
     require(row, call, dict, f"`{where}`")
     if isinstance(call.get("function"), dict):
         return {**call, "function": _call(row, call["function"], f"{where}.function")}
@@ -331,12 +330,10 @@ def _call(row: Row, call: Any, where: str) -> dict[str, Any]:
 
 
 def _parsed(row: Row, value: Any, where: str) -> Any:
-    """Return a value, parsed if it is JSON text, which is how tables hold objects without fixed
-    keys."""
+    """Return a value, parsed if it is JSON text, as in tables."""
     return parsed_json(row, value, where) if isinstance(value, str) else value
 
 
 def _none_or_list(row: Row, value: Any, where: str) -> Any:
-    """Return a list as `listed` does; None for an empty text, and for the text of a null, with
-    which tables say that there is nothing."""
+    """Return a list as `listed` does; None for an empty text, which says so in tables."""
     return None if isinstance(value, str) and not value.strip() else listed(row, value, where)

@@ -125,8 +125,7 @@ class Mistakes:
             self._errors.append(error)
 
     def add_file(self, error: DataError) -> None:
-        """Count the mistake of a file that cannot be read to its end. Raises it where rows are
-        dropped: a file is not a row."""
+        """Count a file that cannot be read; raise where rows are dropped: a file is no row."""
         if self._treatment == "drop":
             raise error
         self.add(error)

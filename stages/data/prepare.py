@@ -92,8 +92,7 @@ class Entries(ABC):
         return entry
 
     def data(self, fields: Selection, *, packed: bool) -> Data:
-        """Return the samples of a stage's sources (collective). Raises StageError if
-        `heldout_fraction` leaves none to train on."""
+        """Return the samples of a stage's sources (collective)."""
         sources, fraction = fields.trained_on(), fields.heldout_fraction
         entries = self.open((*sources, *fields.held_out()), fields.cache)
         trained = entries[: len(sources)]

@@ -150,8 +150,7 @@ class Renderer:
                     chat.rendered[count, prompt] = str(text)
 
     def text(self, chat: Conversation, count: int, *, prompt: bool = False) -> str:
-        """Return the text of the first `count` messages, followed by a generation prompt if
-        `prompt`. Raises Refused if the template does not lay them out."""
+        """Return the text of the first messages, and of a generation prompt if `prompt`."""
         known = chat.rendered.get((count, prompt))
         return self.of(chat, chat.messages[:count], prompt=prompt) if known is None else known
 

@@ -81,8 +81,7 @@ def read_text(path: Path) -> str:
 
 @contextlib.contextmanager
 def _opened(path: Path, row: Callable[[], int | None]) -> Iterator[IO[bytes]]:
-    """Open a file, decompressed. Raises DataError, which names the current row, for a failing disk
-    or a damaged .gz file."""
+    """Open a file, decompressed. Raises DataError for the current row where that fails."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield file  # type: ignore[misc]
@@ -239,8 +238,7 @@ def _is_array(path: Path) -> bool:
 
 
 def _parquet_rows(path: Path, columns: list[str] | None) -> Iterator[Row]:
-    """Yield the rows of a Parquet file. Raises DataError if it cannot be read, lacks a column, or
-    holds a value that Python cannot represent."""
+    """Yield the rows of a Parquet file. Raises DataError if it cannot be read."""
     with optional(f"{path}: reading Parquet needs pyarrow", hint="pip install 'pipetrain[data]'"):
         import pyarrow
         import pyarrow.parquet as parquet

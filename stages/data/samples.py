@@ -73,8 +73,7 @@ class MaskedSamples(CountedSamples):
         return Sample(input_ids=ids[:-1], labels=labels)
 
     def write_packs(self, folder: Path, length: int) -> Counts:
-        """Write the files of PackedSamples of at most `length` positions. Returns `samples`, and
-        `positions` that hold a token."""
+        """Write the files of PackedSamples; return `samples` and filled `positions`."""
         lengths = np.asarray(np.diff(self._offsets) - 1, np.int64)
         packs = best_fit_decreasing(lengths, length)
         offsets = np.cumsum([0, *map(len, packs)])

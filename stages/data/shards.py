@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,20 +34,12 @@ from pipeline import (
     in_words,
 )
 from pipeline.utils import append_line, counted, open_address, read_lines, wait_for_lock
-from stages.data import tokenize
+from stages.data import sources, tokenize
 from stages.data.cache import Counts, cache_errors, cache_folder, digest, prepare_locally
 from stages.data.documents import Document, DocumentEntries
 from stages.data.fields import DocumentSettings
 from stages.data.samples import Indices, JoinedSamples, TokenBlocks, block_count
-from stages.data.sources import (
-    Part,
-    Patterns,
-    Source,
-    content_digest,
-    each_pattern,
-    find_files,
-    kind_problems,
-)
+from stages.data.sources import Part, Patterns, Source
 
 INDEX = "stream.jsonl"
 """Shard index in the run's folder."""
@@ -68,11 +60,6 @@ class Shard:
     size: int
     stamp: str
 
-    @property
-    def name(self) -> str:
-        """The file's own name."""
-        return PurePosixPath(self.address).name
-
 
 @contextlib.contextmanager
 def _access_errors(message: str) -> Iterator[None]:
@@ -91,23 +78,22 @@ def _file_system(address: str) -> tuple[Any, str]:
 
 
 def list_shards(patterns: Patterns) -> list[Shard]:
-    """Return the shards in the order given; the matches of a pattern are sorted. Raises StageError
-    if a pattern matches nothing, or a file of a kind that cannot be read."""
+    """Return the shards in order. Raises StageError if there are none, or of unknown kind."""
     found: dict[str, Shard] = {}
-    for pattern in each_pattern(patterns):
+    for pattern in sources.each_pattern(patterns):
         matches = list(_matches(pattern))
         if not matches:
             raise StageError(f"no such file: {pattern}")
         found.update((shard.address, shard) for shard in matches)
     for address in found:
-        for problem in kind_problems("shards", address):
+        for problem in sources.kind_problems("shards", address):
             raise StageError(problem.message, hint=problem.hint)
     return list(found.values())
 
 
 def _matches(pattern: str) -> Iterator[Shard]:
     if "://" not in pattern:
-        for path in find_files(pattern):
+        for path in sources.find_files(pattern):
             stat = path.stat()
             yield Shard(address=str(path), size=stat.st_size, stamp=str(stat.st_mtime_ns))
         return
@@ -138,7 +124,7 @@ def fetched(shard: Shard, scratch: Path) -> Iterator[Path]:
         yield Path(shard.address)
         return
     with tempfile.TemporaryDirectory(prefix="shard-", dir=scratch) as folder:
-        path = Path(folder) / shard.name
+        path = Path(folder) / PurePosixPath(shard.address).name
         system, place = _file_system(shard.address)
         with _access_errors(f"cannot read {shard.address}"):
             system.get_file(place, str(path))
@@ -148,34 +134,73 @@ def fetched(shard: Shard, scratch: Path) -> Iterator[Path]:
             raise StageError(str(error).replace(str(path), shard.address)) from error
 
 
-class ShardIndex:
-    """Digest and number of tokens of each shard that has been read, one line a shard in `file`.
+class ShardStore:
+    """Blocks of shards by number; the `capacity` shards that were used last are kept.
 
-    A resumed run learns from it in which window its position is, without reading earlier shards.
-    Only lines with the same `settings` (`DocumentEntries.settings_digest`) count.
+    The digest and number of tokens of each shard that has been read are one line of INDEX in the
+    run's folder, which rank 0 writes. A resumed run learns from it in which window its position is,
+    without reading earlier shards. Only lines with the same settings count.
+
+    Processes of a node share `folder`: a lock for each shard lets one of them tokenise it. The
+    first of them removes shards that are no longer kept; a process that still has one open goes on
+    reading it.
     """
 
-    def __init__(self, ctx: Context, settings: str) -> None:
-        """Read the file on rank 0, the only one that writes it (collective)."""
-        main, self._settings = ctx.dist.is_main, settings
-        self._file = ctx.run_dir / INDEX if main else None
-        lines = (
-            [e for e in read_lines(ctx.run_dir / INDEX) if e.get("making") == settings]
-            if main
-            else []
-        )
-        known = {line["address"]: [line["sha256"], line["tokens"]] for line in lines}
-        text = ctx.dist.broadcast_str(json.dumps(known) if main else None)
+    def __init__(
+        self, shards: Sequence[Shard], folder: Path, documents: DocumentEntries, capacity: int
+    ) -> None:
+        """Open the node's store (collective)."""
+        self.shards, self.folder, self.documents = shards, folder, documents
+        self._capacity, self._closed = capacity, False
+        self._open = OrderedDict[int, TokenBlocks]()
+        self._guard = threading.Lock()
+        self._ahead = ThreadPoolExecutor(1, "pipe-shards")
+        self._cleans = documents.ctx.dist.local_rank == 0
+        ctx = documents.ctx
+        known = {
+            line["address"]: [line["sha256"], line["tokens"]]
+            for line in (read_lines(ctx.run_dir / INDEX) if ctx.dist.is_main else ())
+            if line.get("making") == documents.settings_digest
+        }
+        text = ctx.dist.broadcast_str(json.dumps(known) if ctx.dist.is_main else None)
         self._known: dict[str, list[Any]] = json.loads(text)
+        with cache_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
 
-    def tokens(self, shard: Shard) -> int | None:
-        """Return the shard's number of tokens, if it has been read."""
-        known = self._known.get(shard.address)
-        return known[1] if known else None
+    def count(self, number: int) -> int:
+        """Return a shard's number of blocks. Reads the shard if it has never been read."""
+        known = self._known.get(self.shards[number].address)
+        if known is None:
+            return len(self.blocks(number))
+        return block_count(known[1], self.documents.settings.sequence_length)
 
-    def record(self, shard: Shard, sha256: str, tokens: int) -> None:
-        """Record a shard. Raises StageError if an earlier reading found another content, or made
-        another number of tokens of it."""
+    def blocks(self, number: int) -> TokenBlocks:
+        """Return a shard's blocks. Raises StageError if it cannot be read."""
+        with self._guard:
+            if number in self._open:
+                self._open.move_to_end(number)
+                return self._open[number]
+        shard, key = self.shards[number], self._key(number)
+        with self._locked(key):
+            entry = prepare_locally(self.folder, key, lambda folder: self._build(shard, folder))
+            sha256 = (entry.folder / _DIGEST).read_text("ascii")
+            with self._guard:
+                self._record(shard, sha256, entry.counts["tokens"])
+            tokenize.check_ids(self.documents.model, entry.counts["largest"])
+            blocks = self.documents.samples(entry)
+        with self._guard:
+            self._open[number] = blocks
+            old = list(self._open)[: -self._capacity]
+            for each in old:
+                del self._open[each]
+        for key in map(self._key, old if self._cleans else ()):
+            with self._locked(key):
+                shutil.rmtree(self.folder / key, ignore_errors=True)
+        return blocks
+
+    def _record(self, shard: Shard, sha256: str, tokens: int) -> None:
+        """Record a shard. Raises StageError if an earlier reading found another content or number
+        of tokens."""
         known = [sha256, tokens]
         before = self._known.setdefault(shard.address, known)
         if before[0] != sha256:
@@ -190,67 +215,13 @@ class ShardIndex:
                 "that have their own",
                 hint="continue with the version that began this run, or start a new one",
             )
-        if before is known and self._file is not None:
-            line = {"making": self._settings, "address": shard.address, "sha256": sha256}
-            append_line(self._file, {**line, "tokens": tokens}, sync=True)
-
-
-class ShardStore:
-    """Blocks of shards by number; the `capacity` shards that were used last are kept.
-
-    Processes of a node share `folder`: a lock for each shard lets one of them tokenise it. The
-    first of them removes shards that are no longer kept; a process that still has one open goes on
-    reading it.
-    """
-
-    def __init__(
-        self, shards: Sequence[Shard], folder: Path, documents: DocumentEntries, capacity: int
-    ) -> None:
-        """Open the node's store (collective)."""
-        self.shards, self.folder, self.documents = shards, folder, documents
-        self._index = ShardIndex(documents.ctx, documents.settings_digest)
-        self._capacity, self._closed = capacity, False
-        self._open = OrderedDict[int, TokenBlocks]()
-        self._guard = threading.Lock()
-        self._ahead = ThreadPoolExecutor(1, "pipe-shards")
-        self._cleans = documents.ctx.dist.local_rank == 0
-        with cache_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-
-    def count(self, number: int) -> int:
-        """Return a shard's number of blocks. Reads the shard if it has never been read."""
-        tokens = self._index.tokens(self.shards[number])
-        if tokens is None:
-            return len(self.blocks(number))
-        return block_count(tokens, self.documents.settings.sequence_length)
-
-    def blocks(self, number: int) -> TokenBlocks:
-        """Return a shard's blocks. Raises StageError if it cannot be read."""
-        with self._guard:
-            if number in self._open:
-                self._open.move_to_end(number)
-                return self._open[number]
-        shard, key = self.shards[number], self._key(number)
-        with self._locked(key):
-            entry = prepare_locally(self.folder, key, lambda folder: self._build(shard, folder))
-            sha256 = (entry.folder / _DIGEST).read_text("ascii")
-            with self._guard:
-                self._index.record(shard, sha256, entry.counts["tokens"])
-            tokenize.check_ids(self.documents.model, entry.counts["largest"])
-            blocks = self.documents.samples(entry)
-        with self._guard:
-            self._open[number] = blocks
-            old = list(self._open)[: -self._capacity]
-            for each in old:
-                del self._open[each]
-        for key in map(self._key, old if self._cleans else ()):
-            with self._locked(key):
-                shutil.rmtree(self.folder / key, ignore_errors=True)
-        return blocks
+        ctx, making = self.documents.ctx, self.documents.settings_digest
+        if before is known and ctx.dist.is_main:
+            line = {"making": making, "address": shard.address, "sha256": sha256, "tokens": tokens}
+            append_line(ctx.run_dir / INDEX, line, sync=True)
 
     def prepare(self, numbers: Sequence[int]) -> None:
-        """Tokenise these shards in a thread. Each process of a node begins at another one, so that
-        processes with the same list share the work."""
+        """Tokenise shards in a thread; processes of a node begin at others, to share the work."""
 
         def tokenise(number: int) -> None:
             with contextlib.suppress(StageError):  # it is raised where the shard is needed
@@ -280,7 +251,7 @@ class ShardStore:
 
         log = self.documents.ctx.log
         with fetched(shard, self.folder) as path:
-            (folder / _DIGEST).write_text(content_digest(path), "ascii")
+            (folder / _DIGEST).write_text(sources.content_digest(path), "ascii")
             parts = [Part(path)]
             counts, notes = self.documents.tokenise(parts, folder, blank=True, watch=until_closed)
         for note in notes:
@@ -304,18 +275,10 @@ class ShardStore:
             yield
 
 
-class Place(NamedTuple):
-    """Shard and number of a block, and the window that it is read for."""
-
-    window: int
-    shard: int
-    block: int
-
-
-def located(index: int) -> Place:
-    """Return the place that an index encodes."""
+def located(index: int) -> tuple[int, int, int]:
+    """Return what an index encodes: the window that a block is read for, its shard, its number."""
     rest, block = divmod(index, 1 << BLOCK_BITS)
-    return Place(*divmod(rest, 1 << SHARD_BITS), block)
+    return *divmod(rest, 1 << SHARD_BITS), block
 
 
 class StreamOrder:
@@ -383,7 +346,7 @@ def _require(count: int, bits: int, what: str) -> None:
 
 
 class StreamSamples(JoinedSamples):
-    """Blocks of all shards, by the `Place` in an index. Reading a block of a window prepares the
+    """Blocks of all shards, by what an index encodes. Reading a block of a window prepares the
     `ahead` windows after it."""
 
     def __init__(self, store: ShardStore, window: int, ahead: int) -> None:
@@ -399,16 +362,16 @@ class StreamSamples(JoinedSamples):
         )
 
     def __getitem__(self, index: int) -> Sample:
-        return self._blocks(index)[located(index).block]
+        return self._blocks(index)[located(index)[2]]
 
     def _blocks(self, index: int) -> TokenBlocks:
-        place = located(index)
-        after = place.window + 1 + self._ahead
+        window, shard, _ = located(index)
+        after = window + 1 + self._ahead
         if self._order is not None:
-            for window in range(max(self._prepared, place.window + 1), after):
-                self._store.prepare(self._order.members(window))
+            for each in range(max(self._prepared, window + 1), after):
+                self._store.prepare(self._order.members(each))
         self._prepared = max(self._prepared, after)
-        return self._store.blocks(place.shard)
+        return self._store.blocks(shard)
 
     def _divided(self, indices: Indices) -> Iterator[tuple[Samples, Indices]]:
         # one by the index of the first block of its shard and window
@@ -454,7 +417,7 @@ def stream_data(
     held = None
     identity: dict[str, str | int | float | None] = {
         "stage": "data.stream",
-        "contents": digest([[each.name, each.size] for each in listed]),
+        "contents": digest([[PurePosixPath(each.address).name, each.size] for each in listed]),
         "window": window,
         "text_key": settings.text_key,
         **documents.settings_identity,

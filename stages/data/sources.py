@@ -223,8 +223,7 @@ class OpenedSource:
 
 
 def open_source(source: Source) -> OpenedSource:
-    """Find the files of a source, or download its split. Raises StageError if there is nothing that
-    can be read."""
+    """Find the files of a source, or download its split. Raises StageError."""
     if source.dataset is None:
         for problem in file_problems("files", source.files):
             raise StageError(problem.message, hint=problem.hint)

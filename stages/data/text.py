@@ -97,8 +97,7 @@ class StreamData(DocumentSettings):
                 )
 
     def run(self, ctx: Context, model: ModelSource) -> Data:
-        """List the shards; they are read when they are needed. Raises StageError if there are
-        none."""
+        """List the shards; they are read when they are needed. Raises StageError."""
         from stages.data.shards import stream_data
 
         return stream_data(

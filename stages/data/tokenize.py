@@ -51,8 +51,7 @@ def tokenizer_identity(tokenizer: Any) -> str:
 
 
 def id_dtype(tokenizer: Any, vocab_size: int = 0) -> str:
-    """Return the little-endian dtype that holds every id of the tokenizer, and those below
-    `vocab_size`."""
+    """Return the little-endian dtype of a tokenizer's ids and those below `vocab_size`."""
     largest = max(max(tokenizer.get_vocab().values()), vocab_size - 1)
     return "<u2" if largest < 1 << 16 else "<u4"
 
@@ -64,8 +63,7 @@ def pad_id(tokenizer: Any) -> int:
 
 
 def required_id(tokenizer: Any, name: str, field: str) -> int:
-    """Return the id of `bos_token` or `eos_token`. Raises StageError, which names the recipe field
-    to change, if the tokenizer has none."""
+    """Return the id of `bos_token` or `eos_token`. Raises StageError, which names the field."""
     token = getattr(tokenizer, f"{name}_id")
     if token is None:
         raise StageError(f"the tokenizer has no {name}", hint=f"set `{field}: false`")

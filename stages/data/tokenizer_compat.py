@@ -71,8 +71,7 @@ def backend(tokenizer: Any) -> Any | None:
 
 
 def _steps(part: Any) -> list[Mapping[str, Any]]:
-    """Return the settings of each step of a part of the library's tokenizer, such as its
-    normalizer, which may be a sequence; none of None."""
+    """Return the settings of each step of a part, which may be a sequence or None."""
 
     def flat(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if state["type"] != "Sequence":
@@ -118,8 +117,7 @@ def token_sizes(tokenizer: Any) -> tuple[NDArray[np.int64], str] | None:
 
 
 def cutter(tokenizer: Any) -> Callable[[str], list[str]]:
-    """Return a function that cuts a text into pieces whose tokens, joined, are those of the text;
-    a single one for a tokenizer that is not known to allow it."""
+    """Return a function that cuts texts where their tokens allow it, perhaps nowhere."""
 
     def pieces(text: str) -> list[str]:
         found, start = list[str](), 0

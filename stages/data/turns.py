@@ -236,8 +236,7 @@ class Turns:
         return True
 
     def _opening(self, end: int) -> int:
-        """Return the end of the generation prompt of an assistant's message that opens the
-        conversation, as it follows a user's. Raises DataError if it cannot be found."""
+        """Return the end of the generation prompt of an assistant's message that comes first."""
         user = [{"role": "user", "content": "x"}]
         with contextlib.suppress(Refused):
             asked = self.rendered.of(self.chat, user)

@@ -123,7 +123,7 @@ def built(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
 
     def counted(self: Any, shard: Any, entry: Path) -> Any:
         if Path(shard.address).parent == folder:
-            names.append(shard.name)
+            names.append(Path(shard.address).name)
         return build(self, shard, entry)
 
     monkeypatch.setattr(shards.ShardStore, "_build", counted)
@@ -240,7 +240,7 @@ def rank_of_two(dist: Any, folder: str, run_dir: str) -> Any:
     build = shards.ShardStore._build
 
     def counted(self: Any, shard: Any, place: Path) -> Any:
-        names.append(shard.name)
+        names.append(Path(shard.address).name)
         return build(self, shard, place)
 
     shards.ShardStore._build = counted  # type: ignore[method-assign]
