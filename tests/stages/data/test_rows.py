@@ -284,6 +284,7 @@ def test_files(failed: Any, tmp_path: Path, content: bytes, error: str) -> None:
         (b"x", "a.txt: fewer than two tokens of text"),
         (gzip.compress(b'{"text": "x"}\n')[:-9], "a.jsonl.gz:2: cannot be read: "),
     ],
+    ids=range(10),
 )
 def test_documents(
     ctx: Context, source: FakeSource, tmp_path: Path, content: bytes, error: str
