@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -134,21 +135,6 @@ def test_what_a_template_leaves_out_is_an_error(
     assert "1 row whose chat template leaves out part of what is said" in caplog.text
 
 
-def test_a_call_of_several_that_is_left_out(trained: Any) -> None:
-    """GPT-OSS's template renders the first alone."""
-    template = CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
-    both = said("assistant", "", tool_calls=[call(), call()])
-    with pytest.raises(DataError, match=r"leaves out call 2 \('f'\) of messages\[1\] and 1 more"):
-        trained(template, [CHAT[0], both])
-
-
-def test_a_result_of_a_tool_that_is_left_out(trained: Any) -> None:
-    template = CALLS.replace("m.content or ''", "(m.content or '') if m.role != 'tool'")
-    called = said("assistant", "", tool_calls=[call()])
-    with pytest.raises(DataError, match=r"leaves out content of messages\[2\] \("):
-        trained(template, [CHAT[0], called, said("tool", "d"), CHAT[3]])
-
-
 def test_arguments_in_the_form_that_the_template_takes(
     trained: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,20 +150,6 @@ def test_arguments_in_the_form_that_the_template_takes(
     assert trained(prints, *rows) == wanted  # not Python's {'town': 'Oslo'}
 
 
-def test_arguments_that_the_template_asks_for_by_name(trained: Any) -> None:
-    template = CALLS.replace("(c.function.arguments | tojson) +", "c.function.arguments.x ~")
-    chat = [CHAT[0], said("assistant", "", tool_calls=[call(arguments={"x": 7})])]
-    assert trained(template, chat) == [["[f7]<|e|>"]]
-    with pytest.raises(DataError, match="leaves out arguments of call 1"):
-        trained(template, [CHAT[0], said("assistant", "", tool_calls=[call(arguments={"y": 7})])])
-
-
-def test_thoughts_under_the_key_that_the_template_reads(trained: Any) -> None:
-    template = THINKS.replace("m.reasoning_content", "m.thinking")
-    chat = [CHAT[0], said("assistant", "b", reasoning_content="why")]
-    assert trained(template, chat) == [["[why]b<|e|>"]]
-
-
 @pytest.mark.parametrize("keys", [("reasoning_content", "thinking"), ("reasoning", "thinking")])
 def test_thoughts_under_two_keys(trained: Any, keys: tuple[str, str]) -> None:
     template = THINKS.replace("m.reasoning_content", "m.thinking")
@@ -188,17 +160,6 @@ def test_thoughts_under_two_keys(trained: Any, keys: tuple[str, str]) -> None:
     with pytest.raises(DataError, match=rf"`messages\[1\]` has different thoughts under {named}"):
         trained(template, [CHAT[0], other])
     assert trained(template, CHAT, [CHAT[0], other], bad_rows="drop") == [["b<|e|>", "d<|e|>"]]
-
-
-def test_each_turn_as_a_sample(trained: Any) -> None:
-    with pytest.raises(DataError, match=r"leaves out thoughts of messages\[1\] .*`turns: each`"):
-        trained(THINKS, THOUGHTS)
-    assert trained(THINKS, THOUGHTS, loss="last") == [["d<|e|>"]]
-    assert trained(THINKS, THOUGHTS, turns="each") == [["[why]b<|e|>"], ["d<|e|>"]]
-    assert trained(THINKS, THOUGHTS, unrendered="allow") == [["b<|e|>", "d<|e|>"]]
-    silent = [THOUGHTS[0], {**THOUGHTS[1], "train": False}, *THOUGHTS[2:]]
-    assert trained(THINKS, silent, turns="each") == [["d<|e|>"]]
-    assert trained(THINKS, silent) == [["d<|e|>"]]
 
 
 @pytest.mark.parametrize(
@@ -223,11 +184,6 @@ def test_turns_of_a_conversation_are_held_out_together(
     assert (found(data.train), found(data.heldout)) == (answers[:-held], answers[-held:])
 
 
-def test_one_conversation_has_nothing_to_hold_out(trained: Any) -> None:
-    with pytest.raises(StageError, match="leaves none to train on"):
-        trained(PLAIN, CHAT, turns="each", heldout_fraction=0.5)
-
-
 def test_a_turn_that_nothing_ends(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -247,12 +203,6 @@ def test_empty_answers(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
         trained(PLAIN, empty, CHAT, empty="error")
     unseen = [CHAT[0], said("assistant", "", train=False), *CHAT[2:]]
     assert trained(PLAIN, unseen, empty="error") == [["d<|e|>"]]
-
-
-def test_empty_answers_in_parts(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """As SmolVLM's template takes them."""
-    assert trained(PARTS, [*CHAT[:3], said("assistant", "")]) == [["b<|e|>", "<|e|>"]]
-    assert "1 row with an empty answer, which is trained as the end of a turn" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -278,52 +228,98 @@ def test_a_turn_that_ends_otherwise_where_it_is_the_last(
     assert "no special token ends" not in caplog.text
 
 
-def test_tools_that_are_not_shown(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
+EMPTY_TOO = PLAIN.replace("m.content", "m.content or ''")
+BY_NAME = CALLS.replace("(c.function.arguments | tojson) +", "c.function.arguments.x ~")
+THINKING = THINKS.replace("m.reasoning_content", "m.thinking")
+UPPER = "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}<|e|> {% endfor %}"
+UPPER += "{% if add_generation_prompt %}ASSISTANT: <think>\n{% endif %}"
+ICONS = said("user", "".join(map(chr, range(0xF0000, 0xF0009))))
+"""Fonts with icons use the private planes of Unicode, as marks do."""
+OLDER = {"name": "f", "arguments": "{}"}
+
+
+def calling(*calls: Any, user: Any = CHAT[0]) -> list[Any]:
+    return [user, {"role": "assistant", "content": None, "tool_calls": list(calls)}]
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "error"),
+    [
+        (  # GPT-OSS's template renders the first only
+            CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
+            calling(call(), call()),
+            "leaves out call 2 ('f') of messages[1] and 1 more",
+        ),
+        (
+            CALLS.replace("m.content or ''", "(m.content or '') if m.role != 'tool'"),
+            [*calling(call()), said("tool", "d"), CHAT[3]],
+            "leaves out content of messages[2] (",
+        ),
+        (BY_NAME, calling(call(arguments={"y": 7})), "leaves out arguments of call 1"),
+        (MARKED, THOUGHTS[:2], "leaves out thoughts"),
+        (EMPTY_TOO, calling(call(), user=ICONS), "leaves out call 1"),
+        (
+            EMPTY_TOO,
+            [CHAT[0], {"role": "assistant", "content": None, "function_call": OLDER}],
+            "leaves out call ('f')",
+        ),
+        (THINKS, THOUGHTS, "leaves out thoughts of messages[1] (set `turns: each`"),
+    ],
+)
+def test_what_is_left_out(trained: Any, template: str, row: Any, error: str) -> None:
+    with pytest.raises(DataError, match=re.escape(error)):
+        trained(template, row)
+
+
+BOTH = ["b<|e|>", "d<|e|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "fields", "samples"),
+    [
+        (BY_NAME, calling(call(arguments={"x": 7})), {}, [["[f7]<|e|>"]]),
+        (CALLS, calling(call(arguments="")), {}, [["[f{}]<|e|>"]]),
+        (
+            THINKING,
+            [CHAT[0], said("assistant", "b", reasoning_content="why")],
+            {},
+            [["[why]b<|e|>"]],
+        ),
+        (LAST_BLOCK, [ICONS, CHAT[1], ICONS, CHAT[3]], {}, [["b<|e|>", "[]d<|e|>"]]),
+        (UPPER, CHAT, {}, [BOTH]),
+        (UPPER, CHAT[1:], {}, [BOTH]),
+        (PLAIN, CHAT[1:], {}, [BOTH]),
+        (OPENS, CHAT[1:], {}, [BOTH]),
+        (CLOSES, CHAT[1:], {}, [["b<|e|>", "d<|e|>\n<|end|>"]]),
+        (THINKS, THOUGHTS, {"loss": "last"}, [["d<|e|>"]]),
+        (THINKS, THOUGHTS, {"turns": "each"}, [["[why]b<|e|>"], ["d<|e|>"]]),
+        (THINKS, THOUGHTS, {"unrendered": "allow"}, [BOTH]),
+        (
+            THINKS,
+            [THOUGHTS[0], {**THOUGHTS[1], "train": False}, *THOUGHTS[2:]],
+            {"turns": "each"},
+            [["d<|e|>"]],
+        ),
+        (
+            THINKS,
+            [THOUGHTS[0], {**THOUGHTS[1], "train": False}, *THOUGHTS[2:]],
+            {},
+            [["d<|e|>"]],
+        ),
+    ],
+)
+def test_what_is_trained_on(
+    trained: Any, template: str, row: Any, fields: Any, samples: list[list[str]]
+) -> None:
+    assert trained(template, row, **fields) == samples
+
+
+def test_notes(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
     row = {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}
-    assert trained(PLAIN, row) == [["b<|e|>", "d<|e|>"]]
+    assert trained(PLAIN, row) == [BOTH]
     assert "1 row with `tools` or `documents` that the chat template does not show" in caplog.text
-
-
-def test_markers_are_checked_for_what_is_said_too(trained: Any) -> None:
-    with pytest.raises(DataError, match="leaves out thoughts"):
-        trained(MARKED, THOUGHTS[:2])
-
-
-def test_characters_that_marks_are_made_of(trained: Any) -> None:
-    """Fonts with icons use the private planes of Unicode."""
-    icons = "".join(map(chr, range(0xF0000, 0xF0009)))
-    lost = [said("user", icons), said("assistant", "", tool_calls=[call()])]
-    with pytest.raises(DataError, match="leaves out call 1"):
-        trained(PLAIN.replace("m.content", "m.content or ''"), lost)
-    kept = [
-        said("user", icons),
-        said("assistant", "b"),
-        said("user", icons),
-        said("assistant", "d"),
-    ]
-    assert trained(LAST_BLOCK, kept) == [["b<|e|>", "[]d<|e|>"]]
-
-
-def test_a_header_without_a_special_token(trained: Any) -> None:
-    template = "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}<|e|> {% endfor %}"
-    template += "{% if add_generation_prompt %}ASSISTANT: <think>\n{% endif %}"
-    assert trained(template, CHAT) == [["b<|e|>", "d<|e|>"]]
-    assert trained(template, CHAT[1:]) == [["b<|e|>", "d<|e|>"]]
-
-
-@pytest.mark.parametrize("template", [PLAIN, OPENS, CLOSES])
-def test_an_assistant_that_begins(trained: Any, template: str) -> None:
-    (runs,) = trained(template, CHAT[1:])
-    assert [run.removesuffix("\n<|end|>") for run in runs] == ["b<|e|>", "d<|e|>"]
-
-
-def test_calls_as_openai_writes_them(trained: Any) -> None:
-    alone = {"role": "assistant", "content": None, "tool_calls": [call(arguments="")]}
-    assert trained(CALLS, [CHAT[0], alone]) == [["[f{}]<|e|>"]]
-    older = {
-        "role": "assistant",
-        "content": None,
-        "function_call": {"name": "f", "arguments": "{}"},
-    }
-    with pytest.raises(DataError, match=r"leaves out call \('f'\)"):
-        trained(PLAIN.replace("m.content", "m.content or ''"), [CHAT[0], older])
+    # in parts, as SmolVLM's template takes them
+    assert trained(PARTS, [*CHAT[:3], said("assistant", "")]) == [["b<|e|>", "<|e|>"]]
+    assert "1 row with an empty answer, which is trained as the end of a turn" in caplog.text
+    with pytest.raises(StageError, match="leaves none to train on"):
+        trained(PLAIN, CHAT, turns="each", heldout_fraction=0.5)
