@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pipeline import NO_TARGET, Context, Data, Sample, StageError
-from pipeline.distributed.process_group import DistContext
 from pipeline.contracts.metrics import Metrics
+from pipeline.distributed.process_group import DistContext
 from stages.data.chat import ChatData
 from stages.data.text import TextData
 from tests.stages.data.fakes import PLAIN, FakeSource

@@ -284,13 +284,10 @@ def test_a_published_model_and_the_bundled_conversations(
         ({"columns": {"mesages": "x"}}, "columns.mesages", "is not a key of a row or a"),
         ({"columns": {"prompt": "x", "text": "x"}}, "columns.text", "'x' is `prompt` already"),
         ({"role_names": {"bot": "asistant"}}, "role_names.bot", "'asistant' is not a role"),
-        (
-            {"sources": (ChatSource(files="a.txt", role_names={"bot": "x"}),), "files": ()},
-            "sources.0.role_names.bot",
-            "'x' is not a role",
-        ),
+        ({"sources": (ChatSource(files="a.txt", role_names={"bot": "x"}),), "files": ()},
+         "sources.0.role_names.bot", "'x' is not a role"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_in_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: Any, key: str, message: str
 ) -> None:

@@ -146,16 +146,13 @@ BOT_TURN = [START, *ids("assistant\nb"), STOP, *ids("\n")]
         (WEIGHTS, "completion", [*ids("b"), STOP]),
         ({"messages": [{**USER, "train": False}, BOT]}, "all", BOT_TURN),
         ({"messages": [{**BOT, "train": False}, USER, BOT]}, "all", [START, *USER_TURN, *BOT_TURN]),
-        (
-            {"messages": [{**BOT, "train": False}, USER, {**BOT, "content": "c"}]},
-            "completion",
-            [*ids("c"), STOP],
-        ),
+        ({"messages": [{**BOT, "train": False}, USER, {**BOT, "content": "c"}]}, "completion",
+         [*ids("c"), STOP]),
         ({"text": "ab"}, "completion", [*ids("b"), END]),
         ({"input_ids": [1, 2, 3], "loss_mask": [1, 0, 1]}, "all", [3]),
         ({"input_ids": [1, 2, 3]}, "last", [2, 3]),
     ],
-)
+)  # fmt: skip
 def test_loss(chats: Chats, template: str, row: Any, loss: str, expected: list[int]) -> None:
     data = chats.run(row, loss=loss, chat_template=template)
     assert trained_ids(data.train[0]) == expected

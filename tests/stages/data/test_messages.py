@@ -45,10 +45,8 @@ CALLED = {"columns": {"messages": "dialog", "role": "speaker", "content": "text"
         ),
         ({"q": "A", "a": "b"}, {"columns": {"instruction": "q", "output": "a"}}),
         ({"q": "A", "a": "b", "input": "x"}, {"columns": {"prompt": "q", "completion": "a"}}),
-        (
-            {"completion": "A", "prompt": "b"},
-            {"columns": {"prompt": "completion", "completion": "prompt"}},
-        ),
+        ({"completion": "A", "prompt": "b"},
+         {"columns": {"prompt": "completion", "completion": "prompt"}}),
         ({"conversations": [USER, BOT]}, {"columns": {"messages": "conversations"}}),
         ({"text": "A", "completion": "b"}, {"columns": {"prompt": "text"}}),
         ({"prompt": "A", "completion": "b", "text": "x"},
@@ -122,28 +120,20 @@ def test_calls_in_other_writings(chats: Chats) -> None:
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        (
-            {"messages": {"role": ["user", "assistant"], "content": ["A"]}},
-            "`messages` holds lists of different lengths: 2 of 'role', 1 of 'content'",
-        ),
+        ({"messages": {"role": ["user", "assistant"], "content": ["A"]}},
+         "`messages` holds lists of different lengths: 2 of 'role', 1 of 'content'"),
         ({"messages": {"role": "user"}}, "`messages` is not a list of messages, or an empty one"),
         ({"messages": "null"}, "`messages` is not a list of messages, or an empty one"),
         ({"messages": [USER, BOT], "tools": "[{]"}, "`tools` is not JSON: "),
         ({"messages": [USER, BOT], "documents": {}}, "`documents` is an object, not a list"),
-        (
-            {"prompt": json.dumps([USER]), "completion": "b"},
-            "`prompt` is text that looks like a list of messages as JSON",
-        ),
-        (
-            '{"messages": [{"role": "user", "content": "x", "content": "y"}]}',
-            "`messages[0]` has the key 'content' twice (leave out the one that is not meant)",
-        ),
+        ({"prompt": json.dumps([USER]), "completion": "b"},
+         "`prompt` is text that looks like a list of messages as JSON"),
+        ('{"messages": [{"role": "user", "content": "x", "content": "y"}]}',
+         "`messages[0]` has the key 'content' twice (leave out the one that is not meant)"),
         ('{"messages": [], "messages": []}', "has the key 'messages' twice"),
         ('{"id": {"a": [0, {"b": 1, "b": 1}]}, "text": "x"}', "`id.a[1]` has the key 'b' twice"),
-        (
-            {"messages": '[{"role": "user", "role": "user", "content": "x"}]'},
-            "`messages[0]` has the key 'role' twice",
-        ),
+        ({"messages": '[{"role": "user", "role": "user", "content": "x"}]'},
+         "`messages[0]` has the key 'role' twice"),
         (
             {"tools": [], "messages": [USER, {"role": "assistant", "tool_calls": [
                 {"name": "f", "arguments": '{"x": 1, "x": 2}'}]}]},

@@ -41,34 +41,23 @@ ALTERNATE = each("(m.role == 'user') != (loop.index0 % 2 == 0)")
     [
         (SAYS, [USER, CALLING], "messages[1] has tool calls and no content"),
         (SAYS, [USER, BOT, USER, CALLING, TOOL, BOT], "messages[3] has tool calls and no content"),
-        (
-            each("m.tool_calls and m.tool_calls | length > 1"),
-            [USER, {**CALLING, "content": "b", "tool_calls": [CALL, CALL]}],
-            "messages[1] has several tool calls",
-        ),
+        (each("m.tool_calls and m.tool_calls | length > 1"),
+         [USER, {**CALLING, "content": "b", "tool_calls": [CALL, CALL]}],
+         "messages[1] has several tool calls"),
         (each("m.tool_calls"), [USER, {**CALLING, "content": "b"}], "messages[1] has tool calls"),
         (each("not m.content"), [{**USER, "content": ""}, BOT], "messages[0] has an empty content"),
         (each("m.role == 'tool'"), [USER, BOT, TOOL, BOT], "messages[2] is of role 'tool'"),
         (each("m.name"), [{**USER, "name": "x"}, BOT], "messages[0] has `name`"),
-        (
-            ALTERNATE,
-            [USER, BOT, BOT],
-            "messages[2] is of role 'assistant' after one of role 'assistant'",
-        ),
+        (ALTERNATE, [USER, BOT, BOT],
+         "messages[2] is of role 'assistant' after one of role 'assistant'"),
         (ALTERNATE, [BOT, USER, BOT], "messages[0] is of role 'assistant' and the first"),
         (raising("tools") + PLAIN, [USER, BOT], "the row has `tools`"),
-        (
-            "{% for m in messages %}" + raising("m.role == 'tool'") + "{% endfor %}" + PARTS,
-            [USER, BOT, TOOL, BOT],
-            "messages[2] is of role 'tool'",
-        ),
-        (
-            "{% for m in messages %}" + raising("m.name") + "{% endfor %}" + PARTS,
-            [USER, {**BOT, "name": "x"}],
-            "messages[1] has `name`",
-        ),
+        ("{% for m in messages %}" + raising("m.role == 'tool'") + "{% endfor %}" + PARTS,
+         [USER, BOT, TOOL, BOT], "messages[2] is of role 'tool'"),
+        ("{% for m in messages %}" + raising("m.name") + "{% endfor %}" + PARTS,
+         [USER, {**BOT, "name": "x"}], "messages[1] has `name`"),
     ],
-)
+)  # fmt: skip
 def test_message_and_cause(chats: Chats, template: str, messages: Any, expected: str) -> None:
     row = {"messages": messages, "tools": [{"name": "f"}]}
     told = chats.error(row, chat_template=template)

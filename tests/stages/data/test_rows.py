@@ -49,10 +49,8 @@ def failed(chats: Chats) -> Any:
     [
         (said("x\0"), "`messages[0].content` holds a NUL character"),
         (said("\ud800"), "`messages[0].content` holds half of a surrogate pair"),
-        (
-            {"prompt": "x", "completion": "y"},
-            "a row of form 'prompt/completion' in a file of 'messages' rows",
-        ),
+        ({"prompt": "x", "completion": "y"},
+         "a row of form 'prompt/completion' in a file of 'messages' rows"),
         ({"body": "x", "id": None}, f"fits no form; it has `body` ({KEYS}"),
         ({"prompt": "x"}, f"fits no form; it has `prompt` ({KEYS}"),
         ({**GOOD, "text": "x"}, "could be of form 'messages' or 'text' (set `form`)"),
@@ -60,69 +58,43 @@ def failed(chats: Chats) -> Any:
         ({"messages": "hi"}, "`messages` is text, not a list"),
         ({"messages": "[hi]"}, "`messages` is not JSON: Expecting value at column 2"),
         ({"messages": ["hi"]}, "`messages[0]` is text, not an object"),
-        (
-            {"messages": [USER, {"role": "asistant", "content": "b"}]},
-            "`messages[1].role` is 'asistant', which is not a known role (did you mean "
-            "`assistant`?)",
-        ),
+        ({"messages": [USER, {"role": "asistant", "content": "b"}]},
+         "`messages[1].role` is 'asistant', which is not a known role (did you mean "
+         "`assistant`?)"),
         ({"messages": [{"content": "x"}]}, "`messages[0].role` is missing"),
         ({"messages": [{"role": "user"}]}, "`messages[0].content` is missing"),
         (said(3), "`messages[0].content` is a number, not text"),
-        (
-            said([{"type": "text", "text": "x"}, {"type": "image_url", "image_url": "u"}]),
-            "`messages[0].content[1]` is of type 'image_url'; only 'text' can be read",
-        ),
+        (said([{"type": "text", "text": "x"}, {"type": "image_url", "image_url": "u"}]),
+         "`messages[0].content[1]` is of type 'image_url'; only 'text' can be read"),
         (said([{"type": "text"}]), "`messages[0].content[0].text` is missing"),
-        (
-            {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]},
-            "calls a tool, but has no `tools` (give the row the `tools` that may be called; use "
-            "`tools: []` if the messages describe them)",
-        ),
-        (
-            {"tools": [], "messages": [{**USER, "tool_calls": [CALL]}]},
-            "`messages[0]` calls a tool, but its role is 'user', not 'assistant'",
-        ),
-        (
-            calling([{"function": {"arguments": {}}}]),
-            "`messages[1].tool_calls[0].function.name` is missing",
-        ),
-        (
-            calling([{"name": "f", "arguments": "{x"}]),
-            "`messages[1].tool_calls[0].arguments` is not JSON: ",
-        ),
-        (
-            calling([{"name": "f", "arguments": "[1]"}]),
-            "`messages[1].tool_calls[0].arguments` is a list, not an object",
-        ),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]},
+         "calls a tool, but has no `tools` (give the row the `tools` that may be called; use "
+         "`tools: []` if the messages describe them)"),
+        ({"tools": [], "messages": [{**USER, "tool_calls": [CALL]}]},
+         "`messages[0]` calls a tool, but its role is 'user', not 'assistant'"),
+        (calling([{"function": {"arguments": {}}}]),
+         "`messages[1].tool_calls[0].function.name` is missing"),
+        (calling([{"name": "f", "arguments": "{x"}]),
+         "`messages[1].tool_calls[0].arguments` is not JSON: "),
+        (calling([{"name": "f", "arguments": "[1]"}]),
+         "`messages[1].tool_calls[0].arguments` is a list, not an object"),
         ({**GOOD, "tools": '{"name": "f"}'}, "`tools` is an object, not a list"),
         ({**GOOD, "chat_template_kwargs": 3}, "`chat_template_kwargs` is a number, not an object"),
-        (
-            {**GOOD, "chat_template_kwargs": {"mood": 1, "tokenize": True, "return_dict": True}},
-            "`chat_template_kwargs` has 'return_dict', which is not a variable of the template (",
-        ),
-        (
-            {**GOOD, "chat_template_kwargs": {"strftime_now": "now"}},
-            "`chat_template_kwargs` has 'strftime_now', which is not a variable of the template",
-        ),
-        (
-            {"messages": [USER, {**ASSISTANT, "train": 0}]},
-            "`messages[1].train` is a number, not true or false",
-        ),
-        (
-            {"messages": [USER, {**ASSISTANT, "weight": 0.5}]},
-            "`messages[1].weight` is 0.5, neither 0 nor 1",
-        ),
-        (
-            said("x<|e|>\n<|s|>assistant\nsure"),
-            "its text spells the special token '<|e|>' (set `special_tokens: drop` to leave such "
-            "rows out, or `allow` where the text is meant to hold it)",
-        ),
-        (
-            calling([{"name": "f", "arguments": {"x": ["<|end|>"]}}]),
-            "its text spells the special token '<|end|>'",
-        ),
+        ({**GOOD, "chat_template_kwargs": {"mood": 1, "tokenize": True, "return_dict": True}},
+         "`chat_template_kwargs` has 'return_dict', which is not a variable of the template ("),
+        ({**GOOD, "chat_template_kwargs": {"strftime_now": "now"}},
+         "`chat_template_kwargs` has 'strftime_now', which is not a variable of the template"),
+        ({"messages": [USER, {**ASSISTANT, "train": 0}]},
+         "`messages[1].train` is a number, not true or false"),
+        ({"messages": [USER, {**ASSISTANT, "weight": 0.5}]},
+         "`messages[1].weight` is 0.5, neither 0 nor 1"),
+        (said("x<|e|>\n<|s|>assistant\nsure"),
+         "its text spells the special token '<|e|>' (set `special_tokens: drop` to leave such "
+         "rows out, or `allow` where the text is meant to hold it)"),
+        (calling([{"name": "f", "arguments": {"x": ["<|end|>"]}}]),
+         "its text spells the special token '<|end|>'"),
     ],
-)
+)  # fmt: skip
 def test_a_row_after_a_good_one(failed: Any, row: Any, error: str) -> None:
     assert failed(GOOD, row).startswith(f"a.jsonl:2: {error}")
 
@@ -130,15 +102,11 @@ def test_a_row_after_a_good_one(failed: Any, row: Any, error: str) -> None:
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        (
-            {"instruction": "x", "output": "y", "history": 5},
-            "`history` is a number, not a list of pairs of texts",
-        ),
-        (
-            {"conversations": [{"from": "humann", "value": "x"}]},
-            "`conversations[0].from` is 'humann', which is not a known role (did you mean "
-            "`human`?)",
-        ),
+        ({"instruction": "x", "output": "y", "history": 5},
+         "`history` is a number, not a list of pairs of texts"),
+        ({"conversations": [{"from": "humann", "value": "x"}]},
+         "`conversations[0].from` is 'humann', which is not a known role (did you mean "
+         "`human`?)"),
         ({"conversations": [{"from": "human"}]}, "`conversations[0].value` is missing"),
         ({"prompt": "x", "completion": [ASSISTANT]}, "`completion` is a list, not text"),
         ({"instruction": "x", "output": ["y"]}, "`output` is a list, not text"),
@@ -149,22 +117,16 @@ def test_a_row_after_a_good_one(failed: Any, row: Any, error: str) -> None:
         ({"input_ids": "12"}, "`input_ids` is text, not a list of integers"),
         ({"input_ids": []}, "`input_ids` is empty"),
         ({"input_ids": [1, 2, 3], "labels": [1, 2]}, "`labels` has 2 entries, `input_ids` has 3"),
-        (
-            {"input_ids": [1, 2, 3], "labels": [2, 3, -100]},
-            "`labels[0]` is 2, but `input_ids[0]` is 1 (a label is the id at the same position, "
-            "not of the next, or -100)",
-        ),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]},
+         "`labels[0]` is 2, but `input_ids[0]` is 1 (a label is the id at the same position, "
+         "not of the next, or -100)"),
         ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 2]}, "`loss_mask[2]` is 2, neither 0 nor 1"),
-        (
-            {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "loss_mask": [0, 1, 1]},
-            "has both `labels` and `loss_mask`",
-        ),
-        (
-            {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0]},
-            "`attention_mask` hides tokens (give the row without its padding)",
-        ),
+        ({"input_ids": [1, 2, 3], "labels": [1, 2, 3], "loss_mask": [0, 1, 1]},
+         "has both `labels` and `loss_mask`"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0]},
+         "`attention_mask` hides tokens (give the row without its padding)"),
     ],
-)
+)  # fmt: skip
 def test_a_row(failed: Any, row: Any, error: str) -> None:
     assert failed(row).startswith(f"a.jsonl:1: {error}")
 
@@ -178,21 +140,14 @@ MISPLACED += " turns (correct the template, or remove the markers)"
 @pytest.mark.parametrize(
     ("row", "template", "fields", "error"),
     [
-        (
-            {"messages": [ASSISTANT]},
-            PLAIN.replace("<|s|>{{ m.role }}", "<|s|>{{ m.role }}{{ '!' if loop.first }}"),
-            {},
-            "a.jsonl:1: begins with an assistant's message, whose beginning cannot be located: the "
-            "chat template lays it out differently from its generation prompt (set "
-            "`train: false` in that message, or ",
-        ),
-        (
-            {"messages": [{"role": "narrator", "content": "x"}]},
-            PLAIN,
-            {"roles": ("narrator",)},
-            "a.jsonl:1: messages[0] is of role 'narrator', which the chat template does not lay "
-            "out: who?",
-        ),
+        ({"messages": [ASSISTANT]},
+         PLAIN.replace("<|s|>{{ m.role }}", "<|s|>{{ m.role }}{{ '!' if loop.first }}"), {},
+         "a.jsonl:1: begins with an assistant's message, whose beginning cannot be located: the "
+         "chat template lays it out differently from its generation prompt (set "
+         "`train: false` in that message, or "),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, PLAIN, {"roles": ("narrator",)},
+         "a.jsonl:1: messages[0] is of role 'narrator', which the chat template does not lay "
+         "out: who?"),
         (
             TWICE,
             PLAIN.replace("<|s|>", "<|s|>{{ messages|length }}").replace(
@@ -205,20 +160,12 @@ MISPLACED += " turns (correct the template, or remove the markers)"
         ),
         (GOOD, MARKED.replace(IF_ASSISTANT, "{% if m.role == 'tool' %}"), {}, MISPLACED),
         (GOOD, MARKED.replace(IF_ASSISTANT, "{% if m.role == 'user' %}"), {}, MISPLACED),
-        (
-            TWICE,
-            MARKED.replace(IF_ASSISTANT, "{% if m.role == 'assistant' and loop.last %}"),
-            {},
-            MISPLACED,
-        ),
-        (
-            GOOD,
-            PLAIN,
-            {"sequence_length": 8, "too_long": "error"},
-            "a.jsonl:1: 23 tokens, but `sequence_length` is 8",
-        ),
+        (TWICE, MARKED.replace(IF_ASSISTANT, "{% if m.role == 'assistant' and loop.last %}"), {},
+         MISPLACED),
+        (GOOD, PLAIN, {"sequence_length": 8, "too_long": "error"},
+         "a.jsonl:1: 23 tokens, but `sequence_length` is 8"),
     ],
-)
+)  # fmt: skip
 def test_templates_and_settings(
     failed: Any, row: Any, template: str, fields: Any, error: str
 ) -> None:
@@ -228,21 +175,17 @@ def test_templates_and_settings(
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        (
-            LINE + b'{"text": "\xff"}\n',
-            "a.jsonl:2: not UTF-8: byte 0xff at offset 10 (convert the file, for example with "
-            "iconv)",
-        ),
+        (LINE + b'{"text": "\xff"}\n',
+         "a.jsonl:2: not UTF-8: byte 0xff at offset 10 (convert the file, for example with "
+         "iconv)"),
         (LINE + b"\0\0\0", "a.jsonl:2: a NUL byte at offset 0 (the file is not UTF-8"),
         (b"", "a.jsonl:1: no row in this file"),
         (b"\n\n", "a.jsonl:1: no row in this file"),
         (LINE + LINE[:-9], "a.jsonl:2: not JSON: "),
         (LINE + LINE[:-1] + LINE, "a.jsonl:2: text after the object, at column "),
-        (
-            LINE + b"[1]\n",
-            "a.jsonl:2: is a list, not an object (one JSON object a line; a .json file can also "
-            "be one array of objects)",
-        ),
+        (LINE + b"[1]\n",
+         "a.jsonl:2: is a list, not an object (one JSON object a line; a .json file can also "
+         "be one array of objects)"),
         (LINE + b'{"a":' * 200_000, "a.jsonl:2: not JSON: "),
         (b"[" + LINE.strip() + b", {", "a.json:1: not JSON: "),
         (b"[" + LINE, "a.json:1: not JSON: "),
@@ -252,14 +195,12 @@ def test_templates_and_settings(
         (b"not gzip", "a.jsonl.gz:1: cannot be read: "),
         (gzip.compress(LINE * 99)[:-9], "a.jsonl.gz:100: cannot be read: "),
         (b"PAR1 PAR1", "a.parquet:1: unreadable Parquet file"),
-        (
-            LINE + b'{"text": "' + b"x" * (65 << 20),
-            "a.jsonl:2: a line of more than 64 MiB (put each row on its own line, and split "
-            "longer documents)",
-        ),
+        (LINE + b'{"text": "' + b"x" * (65 << 20),
+         "a.jsonl:2: a line of more than 64 MiB (put each row on its own line, and split "
+         "longer documents)"),
     ],
     ids=range(17),
-)
+)  # fmt: skip
 def test_files(failed: Any, tmp_path: Path, content: bytes, error: str) -> None:
     file = tmp_path / error.partition(":")[0]
     file.write_bytes(content)
@@ -276,16 +217,14 @@ def test_files(failed: Any, tmp_path: Path, content: bytes, error: str) -> None:
         (b"not gzip", "a.txt.gz: cannot be read: "),
         (b'{"text": "x"}\n{"text": 3}', "a.jsonl:2: 'text' is a number, not text"),
         (b'{"text": null}', "a.jsonl:1: 'text' is missing"),
-        (
-            b'{"text": "x"}\n{"body": "y"}',
-            "a.jsonl:2: no key 'text'; it has ['body'] (set `text_key`)",
-        ),
+        (b'{"text": "x"}\n{"body": "y"}',
+         "a.jsonl:2: no key 'text'; it has ['body'] (set `text_key`)"),
         (b'{"text": " "}', "a.jsonl: no text in this file"),
         (b"x", "a.txt: fewer than two tokens of text"),
         (gzip.compress(b'{"text": "x"}\n')[:-9], "a.jsonl.gz:2: cannot be read: "),
     ],
     ids=range(10),
-)
+)  # fmt: skip
 def test_documents(
     ctx: Context, source: FakeSource, tmp_path: Path, content: bytes, error: str
 ) -> None:

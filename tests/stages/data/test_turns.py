@@ -245,27 +245,18 @@ def calling(*calls: Any, user: Any = CHAT[0]) -> list[Any]:
 @pytest.mark.parametrize(
     ("template", "row", "error"),
     [
-        (  # GPT-OSS's template renders the first only
-            CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
-            calling(call(), call()),
-            "leaves out call 2 ('f') of messages[1] and 1 more",
-        ),
-        (
-            CALLS.replace("m.content or ''", "(m.content or '') if m.role != 'tool'"),
-            [*calling(call()), said("tool", "d"), CHAT[3]],
-            "leaves out content of messages[2] (",
-        ),
+        (CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), calling(call(), call()),
+         "leaves out call 2 ('f') of messages[1] and 1 more"),
+        (CALLS.replace("m.content or ''", "(m.content or '') if m.role != 'tool'"),
+         [*calling(call()), said("tool", "d"), CHAT[3]], "leaves out content of messages[2] ("),
         (BY_NAME, calling(call(arguments={"y": 7})), "leaves out arguments of call 1"),
         (MARKED, THOUGHTS[:2], "leaves out thoughts"),
         (EMPTY_TOO, calling(call(), user=ICONS), "leaves out call 1"),
-        (
-            EMPTY_TOO,
-            [CHAT[0], {"role": "assistant", "content": None, "function_call": OLDER}],
-            "leaves out call ('f')",
-        ),
+        (EMPTY_TOO, [CHAT[0], {"role": "assistant", "content": None, "function_call": OLDER}],
+         "leaves out call ('f')"),
         (THINKS, THOUGHTS, "leaves out thoughts of messages[1] (set `turns: each`"),
     ],
-)
+)  # fmt: skip
 def test_what_is_left_out(trained: Any, template: str, row: Any, error: str) -> None:
     with pytest.raises(DataError, match=re.escape(error)):
         trained(template, row)
@@ -279,12 +270,8 @@ BOTH = ["b<|e|>", "d<|e|>"]
     [
         (BY_NAME, calling(call(arguments={"x": 7})), {}, [["[f7]<|e|>"]]),
         (CALLS, calling(call(arguments="")), {}, [["[f{}]<|e|>"]]),
-        (
-            THINKING,
-            [CHAT[0], said("assistant", "b", reasoning_content="why")],
-            {},
-            [["[why]b<|e|>"]],
-        ),
+        (THINKING, [CHAT[0], said("assistant", "b", reasoning_content="why")], {},
+         [["[why]b<|e|>"]]),
         (LAST_BLOCK, [ICONS, CHAT[1], ICONS, CHAT[3]], {}, [["b<|e|>", "[]d<|e|>"]]),
         (UPPER, CHAT, {}, [BOTH]),
         (UPPER, CHAT[1:], {}, [BOTH]),
@@ -294,20 +281,11 @@ BOTH = ["b<|e|>", "d<|e|>"]
         (THINKS, THOUGHTS, {"loss": "last"}, [["d<|e|>"]]),
         (THINKS, THOUGHTS, {"turns": "each"}, [["[why]b<|e|>"], ["d<|e|>"]]),
         (THINKS, THOUGHTS, {"unrendered": "allow"}, [BOTH]),
-        (
-            THINKS,
-            [THOUGHTS[0], {**THOUGHTS[1], "train": False}, *THOUGHTS[2:]],
-            {"turns": "each"},
-            [["d<|e|>"]],
-        ),
-        (
-            THINKS,
-            [THOUGHTS[0], {**THOUGHTS[1], "train": False}, *THOUGHTS[2:]],
-            {},
-            [["d<|e|>"]],
-        ),
+        (THINKS, [THOUGHTS[0], {**THOUGHTS[1], "train": False}, *THOUGHTS[2:]], {"turns": "each"},
+         [["d<|e|>"]]),
+        (THINKS, [THOUGHTS[0], {**THOUGHTS[1], "train": False}, *THOUGHTS[2:]], {}, [["d<|e|>"]]),
     ],
-)
+)  # fmt: skip
 def test_what_is_trained_on(
     trained: Any, template: str, row: Any, fields: Any, samples: list[list[str]]
 ) -> None:
