@@ -13,8 +13,7 @@ import numpy as np
 
 from pipeline import Context, ModelSource, Samples, StageError
 from pipeline.utils import activity, counted
-from stages.data import encode, tokenize
-from stages.data import samples as disk
+from stages.data import encode, samples, tokenize
 from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
 from stages.data.fields import ChatFields
 from stages.data.forms import rows_with_forms
@@ -165,8 +164,8 @@ class ChatEntries(Entries):
         offsets, targets, starts = array("q", [0]), array("i"), array("q")
         times, first = Counter[str](), dict[str, tuple[Row, str]]()
         with (
-            (folder / disk.TOKENS).open("wb") as tokens,
-            (folder / disk.TRAINED).open("wb") as trained,
+            (folder / samples.TOKENS).open("wb") as tokens,
+            (folder / samples.TRAINED).open("wb") as trained,
             activity(tokenize.TOKENISING, unit="rows") as doing,
         ):
             for rows, results in batches:
@@ -194,10 +193,10 @@ class ChatEntries(Entries):
                         first.setdefault(what, (row, place))
                 self.ctx.dist.heartbeat.beat()
                 doing.advance(len(rows))
-        np.array(offsets, "<i8").tofile(folder / disk.OFFSETS)
-        np.array(targets, "<i4").tofile(folder / disk.TARGETS)
+        np.array(offsets, "<i8").tofile(folder / samples.OFFSETS)
+        np.array(targets, "<i4").tofile(folder / samples.TARGETS)
         if len(starts) < len(targets):
-            np.array(starts, "<i8").tofile(folder / disk.ROWS)
+            np.array(starts, "<i8").tofile(folder / samples.ROWS)
         counts["rows"] += mistakes.count
         mistakes.check(counts["rows"])
         counts |= {"samples": len(targets), "targets": sum(targets), BAD: mistakes.count}
@@ -228,9 +227,9 @@ class ChatEntries(Entries):
     def cut(self, entry: Entry, count: int) -> int:
         """Return the number of first samples nearest to `count` after which a row ends: of a
         conversation whose turns are samples, none is held out while others are trained on."""
-        if count == self.size(entry) or not (entry.folder / disk.ROWS).exists():
+        if count == self.size(entry) or not (entry.folder / samples.ROWS).exists():
             return count
-        starts = entry.array(disk.ROWS, "<i8")[:]
+        starts = entry.array(samples.ROWS, "<i8")[:]
         if len(starts) == 1:
             raise StageError(
                 "holding out a part of one conversation leaves none to train on",
@@ -239,7 +238,7 @@ class ChatEntries(Entries):
         return int(starts[1:][np.abs(starts[1:] - count).argmin()])
 
     def samples(self, entry: Entry, first: int, count: int) -> Samples:
-        rows = disk.MaskedSamples(entry, self.dtype, first, count)
+        rows = samples.MaskedSamples(entry, self.dtype, first, count)
         if not self.fields.packing:
             return rows
         length = self.fields.sequence_length
@@ -249,17 +248,17 @@ class ChatEntries(Entries):
             lambda: digest(["packing", KEYS, entry.key, first, count, length]),
             lambda folder: rows.write_packs(folder, length),
         )
-        samples = packs.counts["samples"]
-        filled = packs.counts["positions"] / (samples * length)
+        made = packs.counts["samples"]
+        filled = packs.counts["positions"] / (made * length)
         self.ctx.log.info(
-            "packing: %s in %s, %.1f%% full", counted(count, "rows"), counted(samples, "samples"),
+            "packing: %s in %s, %.1f%% full", counted(count, "rows"), counted(made, "samples"),
             100 * filled,
         )  # fmt: skip
-        if samples == count > 1:
+        if made == count > 1:
             self.ctx.log.warning(
                 "packing joined no rows: raise `sequence_length` (%d), or leave packing out", length
             )
-        return disk.PackedSamples(rows, packs)
+        return samples.PackedSamples(rows, packs)
 
 
 def _changes(row: Row, found: Made, counts: Counts) -> Iterator[tuple[str, str]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +24,6 @@ from stages.data.tokenize import Span, TextTokenizer, TextTokens
 from stages.data.turns import THOUGHTS, Turns
 from stages.model.chat_template import MARKERS
 
-AHEAD = 1 << 24
-"""Characters of messages that are rendered ahead at most, each in as many parts as it is in."""
 ENDED = "whose turns end with the token that begins the next message, since no other ends them"
 LAID_OUT = "whose messages were given to the chat template in another form that says the same"
 ENDLESS = "with turns that no special token ends, so that the model is not trained to stop"
@@ -71,14 +68,13 @@ class _Text:
     encode: Callable[[TextTokens], Encoded]
 
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _tried(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | Dropped | Mistake:
+def _tried(function: Callable[..., R], *args: Any) -> R | Dropped | Mistake:
     """Call a function, and return what it raises for a row."""
     try:
-        return function(*args, **kwargs)
+        return function(*args)
     except Dropped as dropped:
         return dropped
     except DataError as error:
@@ -151,8 +147,13 @@ class RowEncoder:
                     hint="set `empty: drop` to leave such rows out, or `train` to train on the end "
                     "of the turn",
                 )
+        own: list[Any] = (
+            [*example.messages, example.extra]
+            if isinstance(example, Conversation)
+            else [example.prompt, example.completion]
+        )
         treatment = self.fields.special_tokens
-        spelled = None if treatment == "allow" else self.tokens.spelled_in(example.texts())
+        spelled = None if treatment == "allow" else self.tokens.spelled_in(own)
         if spelled is not None and treatment == "drop":
             raise Dropped("whose text spells a special token")
         if spelled is not None:
@@ -235,19 +236,8 @@ class _ConversationEncoder:
 
     def ahead(self, chats: Sequence[Conversation]) -> None:
         """Render what will be needed of the conversations, as far as it is not too much at once."""
-        left, parts = AHEAD, list[tuple[Conversation, int, bool]]()
-        for chat in chats if self.tokens.tokenizer.chat_template else ():
-            whole = len(chat.messages)
-            own = [(chat, whole, False)]
-            with contextlib.suppress(Exception):  # there may be no template for these tools
-                for index, prompt in self._located(chat):
-                    own += [(chat, index, prompt)] if index else []
-                    own += [(chat, index + 1, False)] if index + 1 < whole else []
-            left -= len(own) * sum(len(str(each.get("content"))) for each in chat.messages)
-            if left < 0:
-                break
-            parts += own
-        self._renderer.ahead(parts)
+        if self.tokens.tokenizer.chat_template:
+            self._renderer.ahead(chats, self._located)
 
     def lay_out(self, chat: Conversation) -> _Text:
         """Return a conversation in the first form that the template renders without leaving out

@@ -52,10 +52,6 @@ class Completion:
     prompt: str
     completion: str
 
-    def texts(self) -> list[Any]:
-        """Return the row's own texts, which should not spell a special token."""
-        return [self.prompt, self.completion]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
@@ -135,7 +131,7 @@ def _form(row: Row, given: str | None, names: Names) -> str:
 
 
 def _meant(there: Sequence[str], names: Names) -> str:
-    """Return the hint for a row of no form whose keys are like those of one."""
+    """Return the hint for a row of no form, if its keys resemble a form's."""
     if {"chosen", "rejected"} <= {*there}:
         return "rows of preferences are trained on by TRL's DPOTrainer, not by this program"
     for pair in PAIRS if not names.columns else ():

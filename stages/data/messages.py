@@ -141,10 +141,6 @@ class Conversation:
     rendered: dict[tuple[int, bool], str] = field(init=False, default_factory=dict, compare=False)
     """Known texts of its first messages, by number and whether a generation prompt follows."""
 
-    def texts(self) -> list[Any]:
-        """Return the row's own texts, which should not spell a special token."""
-        return [*self.messages, self.extra]
-
     def until(self, index: int) -> Conversation:
         """Return the conversation up to a message, the only one that is trained on."""
         messages, first = self.messages[: index + 1], min(self.first, index)

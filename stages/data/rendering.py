@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline import DataError, StageError
@@ -21,6 +21,8 @@ from stages.data.template_limits import Limited, TemplateLimitError
 _DIRECTIVES = "aAbBcCdDeFgGhHIjmMnpRStTuUVwWxXyYzZ"
 _UNPADDED = "deHIjmMSUWy"
 """Directives with a form without leading zeros, written `%-d`."""
+_AHEAD = 1 << 24
+"""Characters of messages that are rendered ahead at most, each in as many parts as it is in."""
 _WORDS = 300
 """Characters of the template's own words that are shown."""
 
@@ -133,13 +135,28 @@ class Renderer:
         template = with_date(self.template(chat), self._today)
         return self._apply(list(messages), chat_template=template, **arguments, **chat.extra)
 
-    def ahead(self, parts: Iterable[tuple[Conversation, int, bool]]) -> None:
-        """Render parts of conversations, as `text` is asked for them, in few calls: that saves much
-        of the time. Where the template refuses one, all of its kind are left to `text`: whole
-        conversations, beginnings, or those with a generation prompt, with the same arguments."""
-        kinds = defaultdict(list)
-        for chat, count, prompt in parts:
-            kinds[prompt, count == len(chat.messages), repr(chat.extra)].append((chat, count))
+    def ahead(
+        self,
+        chats: Iterable[Conversation],
+        located: Callable[[Conversation], list[tuple[int, bool]]],
+    ) -> None:
+        """Render conversations whole, up to each of the messages that are `located` (after a
+        generation prompt or not), and with it: in few calls, which saves much of the time. Where
+        the template refuses one, all of its kind are left to `text`: whole conversations,
+        beginnings, or those with a generation prompt, with the same arguments."""
+        left, kinds = _AHEAD, defaultdict[Any, list[tuple[Conversation, int]]](list)
+        for chat in chats:
+            whole = len(chat.messages)
+            parts = [(whole, False)]
+            with contextlib.suppress(Exception):  # there may be no template for these tools
+                for index, prompt in located(chat):
+                    parts += [(index, prompt)] if index else []
+                    parts += [(index + 1, False)] if index + 1 < whole else []
+            left -= len(parts) * sum(len(str(each.get("content"))) for each in chat.messages)
+            if left < 0:
+                break
+            for count, prompt in parts:
+                kinds[prompt, count == whole, repr(chat.extra)].append((chat, count))
         for (prompt, *_), these in kinds.items():
             messages = [chat.messages[:count] for chat, count in these]
             with contextlib.suppress(Exception):  # which `text` explains

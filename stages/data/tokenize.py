@@ -254,7 +254,7 @@ def map_batches(
 
 
 def _forked(function: Callable[[T], R], batches: Iterator[T], count: int) -> Iterator[tuple[T, R]]:
-    # Forked, so that a tokenizer with code of its own needs no import there. The children compute
+    # Forked, so that a tokenizer's own code needs no import there. The children compute
     # on the CPU and touch neither threads nor devices of this process.
     fork = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(count, fork, _begin, (function, os.getpid()))
@@ -279,7 +279,7 @@ def _begin(function: Callable[[Any], Any], parent: int) -> None:
     die_with(parent)
     # Its threads did not survive the fork; without this it warns about that.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # A thread has memory of its own to allocate from, which is not fragmented by all that has been
+    # A thread has its own memory to allocate from, which is not fragmented by all that has been
     # imported; a tokenizer allocates for every word, and takes a fifth less time with it.
     _function, _thread = function, ThreadPoolExecutor(1)
     gc.freeze()  # nothing of what was forked is looked at for garbage

@@ -85,7 +85,7 @@ def _steps(part: Any) -> list[Mapping[str, Any]]:
 
 def token_sizes(tokenizer: Any) -> tuple[NDArray[np.int64], str] | None:
     """Return the bytes that each id spells, shape (ids,), and the form of Unicode (NFC or NFD) that
-    the tokenizer brings texts to, if any; None unless its tokens are those of byte-level BPE, which
+    the tokenizer brings texts to, if any; None unless its tokens come from byte-level BPE, which
     spell every byte of a text in order."""
     fast, added = backend(tokenizer), tokenizer.added_tokens_decoder
     if fast is None or any(token.lstrip or token.rstrip for token in added.values()):

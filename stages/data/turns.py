@@ -1,7 +1,7 @@
 """The turns of a conversation, found in its text, and what the text lacks of them.
 
 A chat template may lay a call out as JSON, as XML or as code, cut thoughts out of a content, or
-leave out what it does not know. So a rendering is compared with that of marked messages: a mark is
+leave out what it does not know. So a rendering is compared with one of marked messages: a mark is
 one character of a private plane of Unicode, put after each thing that is said. Where a rendering
 has the mark, it has what was said, in whatever form.
 """
@@ -195,7 +195,7 @@ class Turns:
 
     def lost(self, trained: Collection[int]) -> list[tuple[int, str]]:
         """Return what messages say and the text lacks, each with the index of its message. Thoughts
-        count in the messages that are `trained` on: templates drop those of others."""
+        count in the messages that are `trained` on: templates drop them elsewhere."""
         whole = None if self._has_every_content() else self._whole
         missing = whole.missing() if whole else []
         if any(what.startswith(_ARGUMENTS) for _, what in missing):

@@ -1,4 +1,4 @@
-"""Each mistake in data, a template or a setting gives one clear error with its place."""
+"""Each mistake in data, a template or a setting is one clear error with its place."""
 
 from __future__ import annotations
 

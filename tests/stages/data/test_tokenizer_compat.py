@@ -170,7 +170,7 @@ def test_characters_of_tokens_are_those_that_the_tokenizer_reports(
 
 def reported(tokenizer: Any, text: str) -> tuple[list[int], list[list[int]]]:
     """Return the ids of a text, and for each the start and end of its characters, where white space
-    that is left out of these belongs to the token behind it."""
+    that is left out of these belongs to the next token."""
     called = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     bounds, reached = [], 0
     for start, end in called["offset_mapping"]:
@@ -205,7 +205,7 @@ def test_a_token_that_is_left_out_is_noticed() -> None:
 
 
 class Louder(transformers.PreTrainedTokenizerFast):
-    """A tokenizer with code of its own."""
+    """A tokenizer whose own code changes texts."""
 
     def _encode_plus(self, text: Any, *arguments: Any, **more: Any) -> Any:
         louder = text.upper() if isinstance(text, str) else [each.upper() for each in text]

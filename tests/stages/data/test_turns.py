@@ -21,7 +21,7 @@ LAST_BLOCK = HEAD + "{{ '[]' if m.role == 'assistant' and loop.last }}{{ m.conte
 OPENS = PLAIN.replace("<|s|>assistant\n{% endif", "<|s|>assistant\n<t>\n{% endif")
 """Its generation prompt opens a thought that a finished answer does not have, as R1 Distill's."""
 CLOSES = PLAIN + "{% if not add_generation_prompt %}<|end|>{% endif %}"
-"""Ends with a token of its own unless more is to come, as Phi-3's."""
+"""Ends with another token unless more is to come, as Phi-3's."""
 THINKS = HEAD + "{% if loop.last and m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
 THINKS += "{{ m.content }}" + TAIL
 """Leaves out the thoughts of earlier turns."""
@@ -53,7 +53,7 @@ THOUGHTS = [CHAT[0], said("assistant", "b", reasoning_content="why"), *CHAT[2:]]
 
 @pytest.fixture
 def trained(chats: Chats) -> Any:
-    """Return a call that gives the trained runs of each sample of some rows, as text."""
+    """Return a call that returns the trained runs of each sample of some rows, as text."""
 
     def run(template: str, *rows: Any, **fields: Any) -> list[list[str]]:
         given = [{"tools": [], **(r if isinstance(r, dict) else {"messages": r})} for r in rows]
@@ -71,7 +71,7 @@ def trained(chats: Chats) -> Any:
         (ENDLESS, ["b<|s|>", "d<|s|>"]),
         (PARTS, ["b<|e|>", "d<|e|>"]),
     ],
-    ids=["last block", "opens a thought", "end of its own", "next token", "parts"],
+    ids=["last block", "opens a thought", "another end", "next token", "parts"],
 )
 def test_turns_of_templates_that_render_a_turn_by_its_place(
     trained: Any, template: str, turns: list[str]
@@ -118,7 +118,7 @@ def test_every_turn_is_trained_from_its_first_to_its_last_character(
         (said("assistant", "b", thinking="why"), "thoughts of messages[1]"),
         (said("assistant", "b", tool_calls=[call(arguments={"x": 1})]), "call 1 ('f')"),
     ],
-    ids=["call", "call alone", "function_call", "reasoning", "thinking", "content and call"],
+    ids=["call", "only a call", "function_call", "reasoning", "thinking", "content and call"],
 )
 def test_what_a_template_leaves_out_is_an_error(
     trained: Any, caplog: pytest.LogCaptureFixture, message: Any, lost: str
