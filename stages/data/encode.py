@@ -323,7 +323,11 @@ class _ConversationEncoder:
                 spans = list[Span]()
                 special = tokens.bounds[self.tokens.are_special(tokens.ids)]
                 for index, prompt in located:
-                    span = _without_tail(turns.text, special, turns.span(index, prompt=prompt))
+                    start, stop = turns.span(index, prompt=prompt)
+                    within = special[(special[:, 0] < stop) & (special[:, 1] > start)]
+                    after = int(within[-1, 1]) if len(within) else stop
+                    # White space after the last special token is not trained on.
+                    span = (start, stop if turns.text[after:stop].strip() else after)
                     if not (special[:, 1] == span[1]).any():
                         span, end, note = self._ended(turns, span)
                         notes += (note,)
@@ -377,12 +381,3 @@ class _ConversationEncoder:
                     hint="correct the template, or remove the markers",
                 )
         return marked if everything else marked & tokens.inside(spans)
-
-
-def _without_tail(text: str, special: NDArray[np.int64], span: Span) -> Span:
-    """Return `span` up to its last special token if only white space follows that. `special`:
-    start and end of each special token; shape (special tokens, 2)."""
-    start, end = span
-    within = special[(special[:, 0] < end) & (special[:, 1] > start)]
-    after = int(within[-1, 1]) if len(within) else end
-    return (start, after) if not text[after:end].strip() else span

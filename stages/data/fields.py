@@ -91,6 +91,30 @@ class DocumentSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamFields(DocumentSettings):
+    """Fields of `data.stream`."""
+
+    shards: str | tuple[str, ...]
+    """Files, as in `data.text`: paths or glob patterns, or addresses of files in object stores
+    or on web servers, such as `s3://bucket/corpus/*.jsonl.gz`."""
+    window: Annotated[int, Field(ge=1)] = 8
+    """Shards whose blocks are mixed. Each node needs room for the tokens of (`ahead` + 2) windows,
+    and for one shard itself if shards are not local files."""
+    ahead: Annotated[int, Field(ge=0)] = 1
+    """Windows that are prepared, in a thread, before they are needed."""
+    heldout_files: str | tuple[str, ...] = ()
+    """Local files to evaluate on."""
+    cache: str | None = None
+    """Folder on each node for the tokens of windows, removed when the run ends, and of
+    `heldout_files`. Default: `pipetrain` in $XDG_CACHE_HOME or ~/.cache."""
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is something to evaluate on."""
+        return bool(self.heldout_files)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChatSource(Source):
     """A source whose rows may use other names."""
 

@@ -37,7 +37,7 @@ from pipeline.utils import append_line, counted, open_address, read_lines, wait_
 from stages.data import sources, tokenize
 from stages.data.cache import Counts, cache_errors, cache_folder, digest, prepare_locally
 from stages.data.documents import Document, DocumentEntries
-from stages.data.fields import DocumentSettings
+from stages.data.fields import StreamFields
 from stages.data.samples import Indices, JoinedSamples, TokenBlocks, block_count
 from stages.data.sources import Part, Patterns, Source
 
@@ -391,45 +391,35 @@ class StreamSamples(JoinedSamples):
         return self._order
 
 
-def stream_data(
-    settings: DocumentSettings,
-    ctx: Context,
-    model: ModelSource,
-    *,
-    shards: Patterns,
-    heldout_files: Patterns,
-    window: int,
-    ahead: int,
-    cache: str | None,
-) -> Data:
+def stream_data(fields: StreamFields, ctx: Context, model: ModelSource) -> Data:
     """Return the data of `data.stream` (collective)."""
     # one worker, this thread: processes must not be forked in the middle of training
-    documents = DocumentEntries(settings, 1, ctx, model)
+    documents = DocumentEntries(fields, 1, ctx, model)
     main = ctx.dist.is_main
-    text = json.dumps([asdict(shard) for shard in list_shards(shards)]) if main else None
+    text = json.dumps([asdict(shard) for shard in list_shards(fields.shards)]) if main else None
     listed = [Shard(**each) for each in json.loads(ctx.dist.broadcast_str(text))]
     ctx.dist.require_same("shards", {"their sizes, beginnings and ends": edges(listed)})
     place = digest([str(ctx.run_dir.resolve()), ctx.slot])
-    folder = cache_folder(cache) / f"stream-{place[:16]}"
-    store = ShardStore(listed, folder, documents, capacity=(ahead + 2) * window)
+    folder = cache_folder(fields.cache) / f"stream-{place[:16]}"
+    store = ShardStore(listed, folder, documents, capacity=(fields.ahead + 2) * fields.window)
     ctx.on_exit(store.close)
     ctx.log.info("stream: %d shards, %d bytes", len(listed), sum(each.size for each in listed))
     held = None
     identity: dict[str, str | int | float | None] = {
         "stage": "data.stream",
         "contents": digest([[PurePosixPath(each.address).name, each.size] for each in listed]),
-        "window": window,
-        "text_key": settings.text_key,
+        "window": fields.window,
+        "text_key": fields.text_key,
         **documents.settings_identity,
     }
-    if heldout_files:
-        (entry,) = documents.open([Source(files=heldout_files)], cache)
+    if fields.heldout_files:
+        (entry,) = documents.open([Source(files=fields.heldout_files)], fields.cache)
         held = documents.samples(entry)
         identity["heldout"] = documents.content(entry)
     return Data(
-        train=StreamSamples(store, window, ahead),
+        train=StreamSamples(store, fields.window, fields.ahead),
         heldout=held,
         pad_id=tokenize.pad_id(documents.tokenizer),
-        packed=settings.documents_apart,
+        packed=fields.documents_apart,
         identity=identity,
     )

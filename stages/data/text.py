@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
-
-from pydantic import Field
+from typing import ClassVar
 
 from pipeline import Context, Data, ModelSource, PlanView, Problem, traits
 from pipeline.utils import address_problems, path_problems
-from stages.data.fields import DocumentSettings, Selection, problems
+from stages.data.fields import DocumentSettings, Selection, StreamFields, problems
 from stages.data.sources import each_pattern, file_problems, find_files
 from stages.model.config_checks import tokenizer_problems
 
@@ -40,7 +38,7 @@ class TextData(DocumentSettings, Selection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamData(DocumentSettings):
+class StreamData(StreamFields):
     """Train on running text that is read a few shards at a time, from disks or object stores.
 
     Every shard is cut into blocks as `data.text` cuts its stream. Each epoch visits the shards in
@@ -52,25 +50,6 @@ class StreamData(DocumentSettings):
 
     has_epochs: ClassVar[bool] = False
     """Whether it is known how many samples an epoch has."""
-
-    shards: str | tuple[str, ...]
-    """Files, as in `data.text`: paths or glob patterns, or addresses of files in object stores
-    or on web servers, such as `s3://bucket/corpus/*.jsonl.gz`."""
-    window: Annotated[int, Field(ge=1)] = 8
-    """Shards whose blocks are mixed. Each node needs room for the tokens of (`ahead` + 2) windows,
-    and for one shard itself if shards are not local files."""
-    ahead: Annotated[int, Field(ge=0)] = 1
-    """Windows that are prepared, in a thread, before they are needed."""
-    heldout_files: str | tuple[str, ...] = ()
-    """Local files to evaluate on."""
-    cache: str | None = None
-    """Folder on each node for the tokens of windows, removed when the run ends, and of
-    `heldout_files`. Default: `pipetrain` in $XDG_CACHE_HOME or ~/.cache."""
-
-    @property
-    def holds_out(self) -> bool:
-        """Whether there is something to evaluate on."""
-        return bool(self.heldout_files)
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         """Yield mistakes in the files and the tokenizer, and a train slot that takes `epochs`."""
@@ -100,7 +79,4 @@ class StreamData(DocumentSettings):
         """List the shards; they are read when they are needed. Raises StageError."""
         from stages.data.shards import stream_data
 
-        return stream_data(
-            self, ctx, model, shards=self.shards, heldout_files=self.heldout_files,
-            window=self.window, ahead=self.ahead, cache=self.cache,
-        )  # fmt: skip
+        return stream_data(self, ctx, model)

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +45,9 @@ class Mark:
     """The thing, in words: "content", "thoughts", "call 1 ('f')", "arguments of call 1 ('f')"."""
 
 
-class _Marking:
-    """Puts marks into messages with an index in `which`, none of which the messages have already.
+class _Marked:
+    """Messages with marks in those with an index in `which`, and their rendering. The messages have
+    none of the marks already.
 
     Several marks of one message may stand after the same thing: it is rendered if one of them is.
     Without `keys` the arguments of calls keep theirs, for templates that ask for one by name, and
@@ -54,7 +55,9 @@ class _Marking:
     """
 
     def __init__(self, messages: Messages, which: Collection[int], keys: bool) -> None:
-        self._keys = keys
+        self._keys, self.which = keys, which
+        self.text = ""
+        """The rendering, which is set later."""
         own = set(_MARK.findall(json.dumps(messages, ensure_ascii=False, default=str)))
         self._free = (each for each in map(chr, range(_FIRST, _LAST)) if each not in own)
         self.marks: list[Mark] = []
@@ -124,15 +127,6 @@ class _Marking:
         if type(value) in (int, float) and not self._keys:
             return int(self._mark(said, number=True))
         return self._after(value, said)
-
-
-@dataclass(frozen=True)
-class _MarkedText:
-    """A rendering of messages some of which, at the indices `which`, have marks."""
-
-    text: str
-    marks: Sequence[Mark]
-    which: Collection[int]
 
     @functools.cached_property
     def ends(self) -> Mapping[Mark, int]:
@@ -281,7 +275,7 @@ class Turns:
         return start - sum(m <= start for m in marks), end - sum(m <= end for m in marks)
 
     def _parting(
-        self, whole: _MarkedText, part: _MarkedText | None, before: int, *, other_end: bool = False
+        self, whole: _Marked, part: _Marked | None, before: int, *, other_end: bool = False
     ) -> int:
         """Return the place in `whole` where it parts from `part`, from the last mark that `part`
         has of the messages before an index; at the end of a token or line, unless it is the end of
@@ -310,7 +304,7 @@ class Turns:
         return start + len(_CUT.sub("", text[start:end]))
 
     @functools.cached_property
-    def _whole(self) -> _MarkedText | None:
+    def _whole(self) -> _Marked | None:
         """The whole text with marks: in all messages, or in the assistant's where the template
         looks at the others' contents; None if it refuses those."""
         count, first = len(self.chat.messages), None
@@ -329,14 +323,14 @@ class Turns:
         *,
         messages: Messages | None = None,
         keys: bool = True,
-    ) -> _MarkedText | None:
+    ) -> _Marked | None:
         """Return the rendering of the first `count` messages with marks; None if it is refused."""
-        marking = _Marking(messages or self.chat.messages, which, keys)
+        found = _Marked(messages or self.chat.messages, which, keys)
         try:
-            text = self.rendered.of(self.chat, marking.messages[:count], prompt=prompt)
+            found.text = self.rendered.of(self.chat, found.messages[:count], prompt=prompt)
         except Refused:
             return None
-        return _MarkedText(text, marking.marks, which)
+        return found
 
 
 def _common(one: str, other: str) -> int:
