@@ -18,8 +18,7 @@ from pipeline.utils import optional
 from stages.batches.layout import collate
 from stages.data import tokenize
 from stages.data.documents import read_documents
-from stages.data.fields import Source
-from stages.data.sources import open_source
+from stages.data.sources import Source, open_source
 from stages.evaluate.settings import FILE, WINDOW, EvaluatedModel, EvaluationFields
 from stages.export.proof import loading
 from stages.model import compat

@@ -1,26 +1,22 @@
-"""Tokens of pieces and sizes of tokens, beside what the tokenizer itself says of whole texts."""
+"""Tokens of pieces and sizes of tokens, compared with what the tokenizer reports of whole texts."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from pipeline.contracts.stage import Context
-from stages.data import documents, pieces
-from stages.data.encodings import TextTokenizer, plain_ids, token_sizes
-from stages.data.samples import STARTS, TOKENS
-from stages.data.text import TextData
+from stages.data import tokenizer_compat
+from stages.data.tokenize import TextTokenizer, plain_ids
+from stages.data.tokenizer_compat import cutter, token_sizes
 from tests.stages.data.fakes import FakeSource, ids
-from tests.support.tier import examples, times
+from tests.support.tier import examples
 
 NOVEL = Path(__file__).parents[3] / "recipes" / "data" / "persuasion.txt"
 ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -105,8 +101,8 @@ TEXTS = st.lists(
 @given(text=TEXTS, size=st.integers(1, 6))
 def test_pieces_have_the_tokens_of_the_whole(tokenizer: Any, text: str, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE", size)
-        cut = pieces.cutter(tokenizer)(text)
+        patch.setattr(tokenizer_compat, "PIECE", size)
+        cut = cutter(tokenizer)(text)
     assert "".join(cut) == text
     inside = [token for each in plain_ids(tokenizer, cut) for token in each]
     assert inside == tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -115,9 +111,9 @@ def test_pieces_have_the_tokens_of_the_whole(tokenizer: Any, text: str, size: in
 def test_every_line_and_space_of_a_novel_can_be_cut_at(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 1)
+    monkeypatch.setattr(tokenizer_compat, "PIECE", 1)
     text = NOVEL.read_text("utf-8")[60_000:80_000]
-    cut = pieces.cutter(tokenizer)(text)
+    cut = cutter(tokenizer)(text)
     assert len(cut) > 0.5 * text.count(" ")
     inside = [token for each in plain_ids(tokenizer, cut) for token in each]
     assert inside == tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -139,11 +135,11 @@ WHOLE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("parts", WHOLE.values(), ids=WHOLE)
 def test_other_tokenizers_take_whole_texts(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 1)
+    monkeypatch.setattr(tokenizer_compat, "PIECE", 1)
     tokenizer = trained(pre_tokenizer=gpt2())
     for name, part in {"pre_tokenizer": None, **parts}.items():
         setattr(tokenizer.backend_tokenizer, name, part)
-    assert pieces.cutter(tokenizer)("two words here") == ["two words here"]
+    assert cutter(tokenizer)("two words here") == ["two words here"]
 
 
 @pytest.mark.parametrize(
@@ -155,11 +151,11 @@ def test_other_tokenizers_take_whole_texts(parts: Any, monkeypatch: pytest.Monke
     ],
 )
 def test_added_tokens_may_forbid_cuts(added: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 1)
+    monkeypatch.setattr(tokenizer_compat, "PIECE", 1)
     tokenizer = trained(pre_tokenizer=gpt2())
-    assert len(pieces.cutter(tokenizer)("two words here")) == 3
+    assert len(cutter(tokenizer)("two words here")) == 3
     tokenizer.add_tokens([added])
-    assert pieces.cutter(tokenizer)("two words here") == ["two words here"]
+    assert cutter(tokenizer)("two words here") == ["two words here"]
 
 
 @examples(60)
@@ -174,7 +170,7 @@ def test_characters_of_tokens_are_those_that_the_tokenizer_reports(
 
 def reported(tokenizer: Any, text: str) -> tuple[list[int], list[list[int]]]:
     """Return the ids of a text, and for each the start and end of its characters, where white space
-    that is left out of these belongs to the token behind it."""
+    that is left out of these belongs to the next token."""
     called = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     bounds, reached = [], 0
     for start, end in called["offset_mapping"]:
@@ -184,18 +180,16 @@ def reported(tokenizer: Any, text: str) -> tuple[list[int], list[list[int]]]:
 
 
 def test_sizes_are_used_where_they_tell(tokenizer: Any) -> None:
-    sizes = token_sizes(tokenizer)
-    backend = tokenizer.backend_tokenizer
+    backend, counting = tokenizer.backend_tokenizer, TextTokenizer(tokenizer)
     if isinstance(backend.post_processor, processors.ByteLevel):
-        assert sizes is None
+        assert token_sizes(tokenizer) is None
         return
-    assert sizes is not None
     text = "Anne’s café,\n\n  and 12 more<|e|>\n"
-    counted = sizes.tokens(text, np.array(plain_ids(tokenizer, [text])[0]))
+    counted = counting._counted(text, plain_ids(tokenizer, [text])[0])
     assert counted is not None
     assert counted.bounds.tolist() == reported(tokenizer, text)[1]
     decomposed = "cafe\u0301"
-    counted = sizes.tokens(decomposed, np.array(plain_ids(tokenizer, [decomposed])[0]))
+    counted = counting._counted(decomposed, plain_ids(tokenizer, [decomposed])[0])
     assert (counted is None) == (backend.normalizer is not None)
 
 
@@ -203,16 +197,15 @@ def test_a_token_that_is_left_out_is_noticed() -> None:
     backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     backend.pre_tokenizer = gpt2()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
-    sizes = token_sizes(tokenizer)
-    assert sizes is not None
-    assert sizes.tokens("ab", np.array([0, 1])) is not None
-    assert sizes.tokens("acb", np.array([0, 1])) is None
-    (found,) = TextTokenizer(tokenizer)(["acb"])
+    counting = TextTokenizer(tokenizer)
+    assert counting._counted("ab", [0, 1]) is not None
+    assert counting._counted("acb", [0, 1]) is None
+    (found,) = counting(["acb"])
     assert (found.ids.tolist(), found.bounds.tolist()) == reported(tokenizer, "acb")
 
 
 class Louder(transformers.PreTrainedTokenizerFast):
-    """A tokenizer with code of its own."""
+    """A tokenizer whose own code changes texts."""
 
     def _encode_plus(self, text: Any, *arguments: Any, **more: Any) -> Any:
         louder = text.upper() if isinstance(text, str) else [each.upper() for each in text]
@@ -233,67 +226,3 @@ def test_truncation_and_padding_of_an_earlier_call_do_not_last() -> None:
     tokenizer.pad_token = "<|end|>"
     tokenizer(["abc"], truncation=True, max_length=2, padding="max_length")
     assert plain_ids(tokenizer, ["abcd", "a"]) == [ids("abcd"), ids("a")]
-
-
-@settings(
-    max_examples=times(quick=15, full=150),
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    texts=st.lists(st.text("ab .\n", min_size=1).filter(str.strip), min_size=1, max_size=6),
-    end=st.booleans(),
-    batch=st.integers(1, 5),
-)
-def test_documents_are_the_same_in_pieces(
-    ctx: Context, tmp_path: Path, texts: list[str], end: bool, batch: int
-) -> None:
-    """Here the tokenizer leaves out spaces and line ends, so that documents may have no token."""
-    letters = "ab.e"
-    model = models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[])
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = gpt2()
-    source = FakeSource()
-    source.fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="e")
-    kept = [[letters.index(each) for each in text if each in letters] for text in texts]
-    streams = [[*tokens, *([3] if end else [])] for tokens in kept]
-    begins = np.cumsum([0, *map(len, streams)])[:-1]
-    folder = tmp_path / "entry"
-    folder.mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE", 1)
-        patch.setattr(documents, "_BATCH", batch)
-        stage = TextData(files="unused", append_eos=end)
-        given = [documents.Document(text, "unused", 0) for text in texts]
-        counts, _ = documents.Documents(stage, 1, ctx, source).write(folder, given)
-    assert np.fromfile(folder / TOKENS, "<u2").tolist() == [each for s in streams for each in s]
-    wanted = [int(b) for b, stream in zip(begins, streams, strict=True) if stream]
-    assert np.fromfile(folder / STARTS, "<i8").tolist() == wanted
-    assert counts["documents"] == len(texts)
-    assert counts["tokens"] == sum(map(len, streams))
-
-
-def test_one_long_document_is_tokenised_by_several_processes(
-    ctx: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(documents, "_LARGEST_CALL", 20_000)
-    file = tmp_path / "novel.txt"
-    file.write_text(NOVEL.read_text("utf-8")[:100_000], "utf-8")
-    source = FakeSource()
-    calls: list[int] = []
-    forked = documents.tokenize.map_batches
-
-    def counted(function: Any, batches: Any, workers: Any) -> Any:
-        for batch, result in forked(function, batches, workers):
-            calls.append(len(batch))
-            yield batch, result
-
-    monkeypatch.setattr("stages.data.tokenize.map_batches", counted)
-    found = []
-    for workers in (1, 3):
-        stage = TextData(files=str(file), cache=str(tmp_path / str(workers)), workers=workers)
-        stage.run(ctx, source)
-        (entry,) = (tmp_path / str(workers)).iterdir()
-        found.append({path.name: path.read_bytes() for path in entry.iterdir()})
-    assert len(calls) >= 10
-    assert found[0] == found[1]
-    assert json.loads(found[0]["meta.json"])["counts"]["documents"] == 1

@@ -1,9 +1,7 @@
-"""Tokenising in several processes."""
+"""Tokenising in several processes, and what a tokenizer puts before a text."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import signal
 import time
@@ -13,12 +11,27 @@ from typing import Any
 
 import pytest
 
-from pipeline.contracts.stage import Context
-from pipeline.errors import DataError, StageError
+from pipeline import DataError, StageError
 from stages.data import documents, tokenize
-from stages.data.chat import ChatData
-from stages.data.text import TextData
-from tests.stages.data.fakes import FakeSource
+from stages.data.tokenize import start_ids
+from tests.stages.data.conftest import Chats
+
+
+class Spare:
+    """A tokenizer with few ids, which puts 1 before a text and 2 after it."""
+
+    def __init__(self, known: str) -> None:
+        self.known = known
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        plain = [10 + self.known.index(letter) for letter in text if letter in self.known]
+        return {"input_ids": [1, *plain, 2] if add_special_tokens else plain}
+
+
+def test_what_is_put_after_a_text_is_never_put_before_it() -> None:
+    assert start_ids(Spare("01"), None) == [1]
+    with pytest.raises(StageError, match="cannot be found"):
+        start_ids(Spare("xyz"), None)
 
 
 def test_results_come_in_order_from_other_processes() -> None:
@@ -87,30 +100,22 @@ def test_a_process_that_ends_while_a_slow_source_is_read() -> None:
         list(tokenize.map_batches(leave, slow(), 2))
 
 
-def files_of(cache: Path) -> dict[str, bytes]:
-    (entry,) = cache.iterdir()
-    return {path.name: path.read_bytes() for path in entry.iterdir()}
-
-
 def test_the_bytes_are_those_of_one_process(
-    ctx: Context, source: FakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chats: Chats, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [
+    monkeypatch.setattr(documents, "_BATCH", 7)
+    chat = [
         {"messages": [{"role": "user", "content": "x" * (i % 17)},
                       {"role": "assistant", "content": f"{i}", "train": i % 5 != 0}]}
         for i in range(500)
     ]  # fmt: skip
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"text": f"{i} and {i + 1}"}) + "\n" for i in range(500)))
-    monkeypatch.setattr(documents, "_BATCH", 7)
-    for stage in (ChatData(files=str(file)), TextData(files=str(texts))):
+    texts = [f"{i} and {i + 1}" for i in range(500)]
+    for run, rows in ((chats.run, chat), (chats.text, texts)):
         found, prints = [], []
         for workers in (1, 3):
-            cache = tmp_path / f"{type(stage).__name__}-{workers}"
-            made = dataclasses.replace(stage, cache=str(cache), workers=workers)
-            prints.append(made.run(ctx, source).fingerprint)
-            found.append(files_of(cache))
+            cache = tmp_path / f"{run.__name__}-{workers}"
+            prints.append(run(*rows, cache=str(cache), workers=workers).fingerprint)
+            (entry,) = cache.iterdir()
+            found.append({path.name: path.read_bytes() for path in entry.iterdir()})
         assert found[0] == found[1]
         assert prints[0] == prints[1]

@@ -3,18 +3,19 @@ for keys that a row does not have."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
-from pipeline.contracts.stage import Context
-from pipeline.errors import StageError
-from pipeline.testing import plan_view
+from stages.data.cache import digest
 from stages.data.chat import ChatData, ChatSource
+from stages.data.chat_entries import ChatEntries
+from stages.data.messages import RESERVED
+from stages.data.sources import open_source
+from tests.stages.data.conftest import Chats
 from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
 
 USER, BOT = {"role": "user", "content": "A"}, {"role": "assistant", "content": "b"}
@@ -25,42 +26,6 @@ TOOLS = (
     "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}<|e|>{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-
-
-class Rows:
-    """Runs `data.chat` on rows, in a folder."""
-
-    def __init__(self, folder: Path, ctx: Context) -> None:
-        self.folder, self.ctx = folder, ctx
-
-    def stage(self, rows: list[Any], name: str = "a.jsonl", **fields: Any) -> ChatData:
-        file = self.folder / name
-        if name.endswith(".parquet"):
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-        elif name.endswith(".json"):
-            file.write_text(json.dumps(rows))
-        else:
-            lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
-            file.write_text("".join(f"{line}\n" for line in lines))
-        cache = str(self.folder / "cache")
-        return ChatData(**{"files": str(file), "cache": cache, "sequence_length": 4096, **fields})
-
-    def texts(self, rows: list[Any], template: str = PLAIN, **fields: Any) -> list[str]:
-        source = FakeSource(template)
-        samples = self.stage(rows, **fields).run(self.ctx, source).train
-        return [source.fast.decode(samples[index].input_ids) for index in range(len(samples))]
-
-    def error(self, rows: list[Any], template: str = PLAIN, **fields: Any) -> str:
-        with pytest.raises(StageError) as caught:
-            self.texts(rows, template, **fields)
-        return str(caught.value).replace(f"{self.folder}/", "")
-
-
-@pytest.fixture
-def rows(tmp_path: Path, ctx: Context) -> Rows:
-    return Rows(tmp_path, ctx)
-
-
 DIALOG = {"dialog": [{"speaker": "human", "text": "A"}, {"speaker": "bot", "text": "b"}]}
 CALLED = {"columns": {"messages": "dialog", "role": "speaker", "content": "text"},
           "role_names": {"bot": "assistant", "human": "user"}}  # fmt: skip
@@ -80,10 +45,8 @@ CALLED = {"columns": {"messages": "dialog", "role": "speaker", "content": "text"
         ),
         ({"q": "A", "a": "b"}, {"columns": {"instruction": "q", "output": "a"}}),
         ({"q": "A", "a": "b", "input": "x"}, {"columns": {"prompt": "q", "completion": "a"}}),
-        (
-            {"completion": "A", "prompt": "b"},
-            {"columns": {"prompt": "completion", "completion": "prompt"}},
-        ),
+        ({"completion": "A", "prompt": "b"},
+         {"columns": {"prompt": "completion", "completion": "prompt"}}),
         ({"conversations": [USER, BOT]}, {"columns": {"messages": "conversations"}}),
         ({"text": "A", "completion": "b"}, {"columns": {"prompt": "text"}}),
         ({"prompt": "A", "completion": "b", "text": "x"},
@@ -92,66 +55,31 @@ CALLED = {"columns": {"messages": "dialog", "role": "speaker", "content": "text"
          {"role_names": {"bot": "assistant"}}),
     ],
 )  # fmt: skip
-def test_columns_and_roles(rows: Rows, row: Any, fields: Any) -> None:
-    assert rows.texts([row], **fields) == [HELLO]
+def test_columns_and_roles(chats: Chats, row: Any, fields: Any) -> None:
+    assert chats.texts(row, **fields) == [HELLO]
 
 
-def test_a_source_has_names_of_its_own(rows: Rows) -> None:
-    dialog = rows.stage([DIALOG], "b.jsonl").files
-    other = rows.stage([{"chat": [USER, {**BOT, "role": "bot"}]}]).files
-    sources = (
-        ChatSource(files=dialog, columns=CALLED["columns"]),
-        ChatSource(files=other),
-    )
+def test_a_source_has_names_of_its_own(chats: Chats) -> None:
+    dialog = chats.stage(DIALOG, name="b.jsonl").files
+    other = chats.stage({"chat": [USER, {**BOT, "role": "bot"}]}).files
+    sources = (ChatSource(files=dialog, columns=CALLED["columns"]), ChatSource(files=other))
     names = {"columns": {"messages": "chat"}, "role_names": CALLED["role_names"]}
-    assert rows.texts([], files=(), sources=sources, name="c.jsonl", **names) == [HELLO, HELLO]
+    assert chats.texts(files=(), sources=sources, **names) == [HELLO, HELLO]
 
 
-def test_names_are_part_of_what_the_tokens_are(rows: Rows) -> None:
+def test_names_are_part_of_what_the_tokens_are(chats: Chats) -> None:
     row = {"messages": [USER, {**BOT, "other": "c"}, {**USER, "other": "C"}][:2]}
     row["messages"][0] = {**USER, "other": "A"}
-    plain = rows.texts([row])
-    renamed = rows.texts([row], columns={"content": "other"})
+    plain = chats.texts(row)
+    renamed = chats.texts(row, columns={"content": "other"})
     assert (plain, renamed) == ([HELLO], [HELLO.replace("\nb", "\nc")])
 
 
-def test_a_column_that_a_row_does_not_have(rows: Rows) -> None:
-    assert rows.error([{"messages": [USER, BOT]}], columns={"messages": "dialog"}) == (
+def test_a_column_that_a_row_does_not_have(chats: Chats) -> None:
+    assert chats.error({"messages": [USER, BOT]}, columns={"messages": "dialog"}) == (
         "a.jsonl:1: fits no form; it has `messages` (a row has one of: `dialog`; `conversations`; "
         "`prompt` and `completion`; `instruction` and `output`; `text`; `input_ids`)"
     )
-
-
-@pytest.mark.parametrize(
-    ("fields", "key", "message"),
-    [
-        ({"columns": {"mesages": "x"}}, "columns.mesages", "is not a key of a row or a"),
-        ({"columns": {"prompt": "x", "text": "x"}}, "columns.text", "'x' is `prompt` already"),
-        ({"role_names": {"bot": "asistant"}}, "role_names.bot", "'asistant' is not a role"),
-        (
-            {"sources": (ChatSource(files="a.txt", role_names={"bot": "x"}),), "files": ()},
-            "sources.0.role_names.bot",
-            "'x' is not a role",
-        ),
-    ],
-)
-def test_mistakes_in_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: Any, key: str, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("x")
-    (problem,) = ChatData(**{"files": "a.txt", **fields}).check(plan_view())
-    assert problem.key == key
-    assert problem.message.startswith(message)
-
-
-def test_the_recipe_s_check_knows_the_fields() -> None:
-    from pipeline.testing import problems
-
-    fields = {"columns": {"messages": "dialog"}, "role_names": {"bot": "user"}}
-    assert [problem.key for problem in problems(ChatData, fields)] == ["files"]
-    found = problems(ChatData, {**fields, "columns": {"messages": 3}})
-    assert [problem.key for problem in found] == ["columns.messages"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.json"])
@@ -171,11 +99,11 @@ def test_the_recipe_s_check_knows_the_fields() -> None:
          "content": {"type": ["text"], "text": ["b"]}}]},
     ],
 )  # fmt: skip
-def test_lists_in_other_writings(rows: Rows, row: Any, name: str) -> None:
-    assert rows.texts([row], name=name) == [HELLO]
+def test_lists_in_other_writings(chats: Chats, row: Any, name: str) -> None:
+    assert chats.texts(row, name=name) == [HELLO]
 
 
-def test_calls_in_other_writings(rows: Rows) -> None:
+def test_calls_in_other_writings(chats: Chats) -> None:
     calls = [{"name": name, "arguments": {}} for name in "fg"]
     listed = {"name": ["f", "g"], "arguments": ["{}", "{}"]}
     plain = {
@@ -184,7 +112,7 @@ def test_calls_in_other_writings(rows: Rows) -> None:
     }
     lists = {"tools": {"name": ["f", "g"]}, "messages": [USER, {**BOT, "tool_calls": listed}]}
     text = {"tools": json.dumps(plain["tools"]), "messages": json.dumps(plain["messages"])}
-    found = rows.texts([plain, lists, text], TOOLS)
+    found = chats.texts(plain, lists, text, chat_template=TOOLS)
     assert found[0] == found[1] == found[2]
     assert found[0].startswith('[{"name": "f"}, {"name": "g"}]user:A<|e|>assistant:b{"name": "f"')
 
@@ -192,28 +120,20 @@ def test_calls_in_other_writings(rows: Rows) -> None:
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        (
-            {"messages": {"role": ["user", "assistant"], "content": ["A"]}},
-            "`messages` holds lists of different lengths: 2 of 'role', 1 of 'content'",
-        ),
+        ({"messages": {"role": ["user", "assistant"], "content": ["A"]}},
+         "`messages` holds lists of different lengths: 2 of 'role', 1 of 'content'"),
         ({"messages": {"role": "user"}}, "`messages` is not a list of messages, or an empty one"),
         ({"messages": "null"}, "`messages` is not a list of messages, or an empty one"),
         ({"messages": [USER, BOT], "tools": "[{]"}, "`tools` is not JSON: "),
         ({"messages": [USER, BOT], "documents": {}}, "`documents` is an object, not a list"),
-        (
-            {"prompt": json.dumps([USER]), "completion": "b"},
-            "`prompt` is text that looks like a list of messages as JSON",
-        ),
-        (
-            '{"messages": [{"role": "user", "content": "x", "content": "y"}]}',
-            "`messages[0]` has the key 'content' twice (leave out the one that is not meant)",
-        ),
+        ({"prompt": json.dumps([USER]), "completion": "b"},
+         "`prompt` is text that looks like a list of messages as JSON"),
+        ('{"messages": [{"role": "user", "content": "x", "content": "y"}]}',
+         "`messages[0]` has the key 'content' twice (leave out the one that is not meant)"),
         ('{"messages": [], "messages": []}', "has the key 'messages' twice"),
         ('{"id": {"a": [0, {"b": 1, "b": 1}]}, "text": "x"}', "`id.a[1]` has the key 'b' twice"),
-        (
-            {"messages": '[{"role": "user", "role": "user", "content": "x"}]'},
-            "`messages[0]` has the key 'role' twice",
-        ),
+        ({"messages": '[{"role": "user", "role": "user", "content": "x"}]'},
+         "`messages[0]` has the key 'role' twice"),
         (
             {"tools": [], "messages": [USER, {"role": "assistant", "tool_calls": [
                 {"name": "f", "arguments": '{"x": 1, "x": 2}'}]}]},
@@ -221,17 +141,16 @@ def test_calls_in_other_writings(rows: Rows) -> None:
         ),
     ],
 )  # fmt: skip
-def test_mistakes(rows: Rows, row: Any, error: str) -> None:
-    assert rows.error([row]).startswith(f"a.jsonl:1: {error}")
+def test_mistakes(chats: Chats, row: Any, error: str) -> None:
+    assert chats.error(row).startswith(f"a.jsonl:1: {error}")
 
 
-def test_a_key_twice_in_an_array(rows: Rows, tmp_path: Path) -> None:
+def test_a_key_twice_in_an_array(chats: Chats, tmp_path: Path) -> None:
     good = json.dumps({"text": "x"})
     (tmp_path / "a.json").write_text(f'[{good}, {{"text": "y", "text": "z"}}, {good}]')
     stage = ChatData(files=str(tmp_path / "a.json"), cache=str(tmp_path / "c"), bad_rows="drop")
-    assert len(stage.run(rows.ctx, FakeSource()).train) == 2
-    with pytest.raises(StageError, match=r"a\.json:2: has the key 'text' twice"):
-        ChatData(files=stage.files, cache=stage.cache).run(rows.ctx, FakeSource())
+    assert len(stage.run(chats.ctx, FakeSource()).train) == 2
+    assert chats.error(files=stage.files).startswith("a.json:2: has the key 'text' twice")
 
 
 def spec(name: str, **properties: Any) -> dict[str, Any]:
@@ -253,19 +172,19 @@ CLEAN = {
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
 def test_nulls_that_stand_for_no_key(
-    rows: Rows, name: str, caplog: pytest.LogCaptureFixture
+    chats: Chats, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They are removed whatever the kind of file, and each start says so."""
     for _ in range(2):
         caplog.clear()
-        found = rows.texts([FILLED], TOOLS, name=name)
+        found = chats.texts(FILLED, chat_template=TOOLS, name=name)
         assert (
             "removed nulls from objects in 1 row, the first: "
-            f"{rows.folder}/{name}:1, `tools[0].function.parameters.properties.y` (they stand for "
+            f"{chats.folder}/{name}:1, `tools[0].function.parameters.properties.y` (they stand for "
         ) in caplog.text
     caplog.clear()
     assert "null" not in found[0]
-    assert found == rows.texts([CLEAN], TOOLS)
+    assert found == chats.texts(CLEAN, chat_template=TOOLS)
     assert "removed nulls" not in caplog.text
 
 
@@ -281,47 +200,41 @@ def test_nulls_that_stand_for_no_key(
         },
     ],
 )  # fmt: skip
-def test_nulls_that_need_no_word(rows: Rows, row: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_nulls_that_need_no_word(chats: Chats, row: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A message without a key, and nulls in JSON text, which are meant."""
-    (text,) = rows.texts([row], TOOLS)
+    (text,) = chats.texts(row, chat_template=TOOLS)
     assert "removed nulls" not in caplog.text
     assert text.count("null") == (2 if row.get("tools") else 0)
 
 
-def test_only_data_whose_tokens_have_changed_are_other_data(rows: Rows) -> None:
+def test_only_data_whose_tokens_have_changed_are_other_data(chats: Chats) -> None:
     """So runs of earlier versions can be resumed, unless they were trained on such nulls."""
-
-    def contents(name: str, row: Any) -> Any:
-        return rows.stage([row], name).run(rows.ctx, FakeSource(TOOLS)).identity["contents"]
-
-    stage = rows.stage([FILLED], "a.parquet")
-    keys = {name: contents(name, FILLED) for name in ("a.parquet", "a.jsonl")}
-    from stages.data.cache import digest
-    from stages.data.prepare import Rows as Work
-    from stages.data.sources import open_source
-
     for name, more in (("a.parquet", ""), ("a.jsonl", "-nulls:1")):
-        work = Work(stage, rows.ctx, FakeSource(TOOLS))
-        (source,) = rows.stage([FILLED], name).trained_on()
-        earlier = work.key(open_source(source)).partition("-")[0]
-        assert keys[name] == digest([earlier + more])
+        stage = chats.stage(FILLED, name=name)
+        work = ChatEntries(stage, chats.ctx, FakeSource(TOOLS))
+        earlier = work.key(open_source(*stage.trained_on())).partition("-")[0]
+        data = stage.run(chats.ctx, FakeSource(TOOLS))
+        assert data.identity["contents"] == digest([earlier + more])
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 @pytest.mark.parametrize(
-    ("loss", "said"), [("assistant", "b<|e|>c<|e|>"), ("completion", "b<|e|>c<|e|>"),
-                       ("last", "c<|e|>")],
-)  # fmt: skip
+    ("loss", "said"), [("assistant", ["b", "c"]), ("completion", ["b", "c"]), ("last", ["c"])]
+)
 def test_an_assistant_may_open_a_conversation(
-    rows: Rows, template: str, loss: str, said: str
+    chats: Chats, template: str, loss: str, said: list[str]
 ) -> None:
-    source = FakeSource(template)
     row = {"messages": [BOT, USER, {**BOT, "content": "c"}]}
-    sample = rows.stage([row], loss=loss).run(rows.ctx, source).train[0]
-    assert source.fast.decode([label for label in sample.labels if label >= 0]) == said
+    found = chats.trained(row, chat_template=template, loss=loss)
+    assert found == [[f"{each}<|e|>" for each in said]]
 
 
-def test_an_opening_behind_a_system_text_of_the_template(rows: Rows) -> None:
-    source = FakeSource("<|s|>system\nbe kind<|e|>\n" + PLAIN)
-    sample = rows.stage([{"messages": [BOT, USER, BOT]}]).run(rows.ctx, source).train[0]
-    assert source.fast.decode([label for label in sample.labels if label >= 0]) == "b<|e|>b<|e|>"
+def test_an_opening_after_a_system_text_of_the_template(chats: Chats) -> None:
+    template = "<|s|>system\nbe kind<|e|>\n" + PLAIN
+    found = chats.trained({"messages": [BOT, USER, BOT]}, chat_template=template)
+    assert found == [["b<|e|>", "b<|e|>"]]
+
+
+def test_every_argument_of_transformers_is_reserved() -> None:
+    arguments = inspect.signature(FakeSource().fast.apply_chat_template).parameters
+    assert set(arguments) - {"tools", "documents", "kwargs"} <= RESERVED

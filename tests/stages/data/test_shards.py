@@ -26,10 +26,9 @@ from pipeline.errors import StageError
 from pipeline.testing import plan_view
 from stages.batches.feed import Feed
 from stages.checkpoint.sharded import ShardedCheckpoint
-from stages.data.stream import StreamData
-from stages.data.streaming import shards
-from stages.data.streaming.data import StreamOrder, located
-from stages.data.text import TextData
+from stages.data import shards
+from stages.data.shards import StreamOrder, located
+from stages.data.text import StreamData, TextData
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
@@ -66,11 +65,12 @@ def stream(folder: Path, **fields: Any) -> StreamData:
     )  # fmt: skip
 
 
-def opened(stage: StreamData, ctx: Context, source: FakeSource | None = None) -> Any:
-    """Return the data; the calls for the end of the run are in `closes`."""
+def opened(stage: StreamData, ctx: Context) -> tuple[Data, Any]:
+    """Return the data, and the call for the end of the run."""
     closes: list[Any] = []
-    data = stage.run(dataclasses.replace(ctx, on_exit=closes.append), source or FakeSource())
-    return data, closes
+    data = stage.run(dataclasses.replace(ctx, on_exit=closes.append), FakeSource())
+    (close,) = closes
+    return data, close
 
 
 def taken(data: Data, start: int, count: int, *, shuffle: bool = True) -> list[list[int]]:
@@ -123,7 +123,7 @@ def built(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
 
     def counted(self: Any, shard: Any, entry: Path) -> Any:
         if Path(shard.address).parent == folder:
-            names.append(shard.name)
+            names.append(Path(shard.address).name)
         return build(self, shard, entry)
 
     monkeypatch.setattr(shards.ShardStore, "_build", counted)
@@ -132,12 +132,11 @@ def built(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
 
 def test_a_resumed_run_reads_its_window_alone(ctx: Context, folder: Path, built: list[str]) -> None:
     stage = stream(folder, ahead=0)
-    data, closes = opened(stage, ctx)
+    data, close = opened(stage, ctx)
     wanted = list(expected(5))
     first = len(list(expected(4)))
     assert taken(data, 0, first + 2) == wanted[: first + 2]
-    for close in closes:
-        close()
+    close()
     assert not list((folder.parent / "cache").iterdir())  # no tokens are left
     built.clear()
     resumed, _ = opened(stage, ctx)
@@ -147,17 +146,16 @@ def test_a_resumed_run_reads_its_window_alone(ctx: Context, folder: Path, built:
 
 
 def test_without_what_was_noted_it_comes_to_the_same(ctx: Context, folder: Path) -> None:
-    data, closes = opened(stream(folder), ctx)
+    data, close = opened(stream(folder), ctx)
     taken(data, 0, 60)
-    for close in closes:
-        close()
+    close()
     (ctx.run_dir / "stream.jsonl").unlink()
     again, _ = opened(stream(folder), ctx)
     assert taken(again, 50, 20) == list(expected(9))[50:70]
 
 
 def test_what_is_kept_is_bounded(ctx: Context, folder: Path, built: list[str]) -> None:
-    data, closes = opened(stream(folder, window=2, ahead=1), ctx)
+    data, close = opened(stream(folder, window=2, ahead=1), ctx)
     most = 0
     order = data.train.order(SEED, shuffle=True)
     for position in range(120):
@@ -165,18 +163,16 @@ def test_what_is_kept_is_bounded(ctx: Context, folder: Path, built: list[str]) -
         assert data.train.targets(int(index)) == len(data.train[int(index)].labels)
         entries = [path for path in (folder.parent / "cache").glob("stream-*/*") if path.is_dir()]
         most = max(most, len([path for path in entries if not path.name.endswith(".partial")]))
-    for close in closes:
-        close()
+    close()
     # three windows of two, and the one that the thread has just made
     assert 4 <= most <= 7
     assert len(built) > 8  # so the removed one was read again
 
 
 def test_windows_are_prepared_ahead(ctx: Context, folder: Path, built: list[str]) -> None:
-    data, closes = opened(stream(folder, ahead=1), ctx)
+    data, close = opened(stream(folder, ahead=1), ctx)
     taken(data, 0, 1)
-    (store,) = [close.__self__ for close in closes]
-    store._ahead.shutdown()
+    close.__self__._ahead.shutdown()
     second = SampleOrder(SEED, 8).indices(0, 8)[WINDOW : 2 * WINDOW]
     assert built[WINDOW:] == [f"{shard}.jsonl.gz" for shard in second]
 
@@ -195,26 +191,23 @@ def test_documents_apart(ctx: Context, folder: Path) -> None:
         assert data.train.targets(index) == int((sample.labels >= 0).sum())
 
 
-def train(dist: DistContext, run: str, corpus: str, apart: bool, chunk: int | None) -> list[float]:
-    """Train two steps of a tiny model on a stream; return the losses."""
+def train(dist: DistContext, run: str, corpus: str) -> list[float]:
+    """Train two steps of a tiny model on a stream, its loss in chunks; return the losses."""
     ctx = context(dist, run)
     setting = Setting(wrap="ddp", model={"vocab_size": 259})
     plan = AdamW().run(ctx)
     engine = make_engine(ctx, setting, plan)
     checkpoints = ShardedCheckpoint().run(ctx, engine)
-    data, closes = opened(stream(Path(corpus), documents_apart=apart), ctx)
-    loop = TrainCausalLm(global_batch_size=2, steps=2, log_every=1, loss_chunk_size=chunk)
+    data, close = opened(stream(Path(corpus), documents_apart=True), ctx)
+    loop = TrainCausalLm(global_batch_size=2, steps=2, log_every=1, loss_chunk_size=3)
     loop.run(ctx, engine, data, plan, checkpoints, source(ctx, setting))
-    for close in [checkpoints.close, engine.close, *closes]:
-        close()
+    for each in (checkpoints.close, engine.close, close):
+        each()
     return [line["loss"] for line in records(ctx.run_dir / "metrics.jsonl") if "loss" in line]
 
 
-@pytest.mark.parametrize(("apart", "chunk"), [(True, None), (False, 3)])
-def test_a_stream_is_trained_on(
-    apart: bool, chunk: int | None, folder: Path, tmp_path: Path
-) -> None:
-    losses = run_ranks(train, 1, str(tmp_path / "run"), str(folder), apart, chunk)[0]
+def test_a_stream_is_trained_on(folder: Path, tmp_path: Path) -> None:
+    losses = run_ranks(train, 1, str(tmp_path / "run"), str(folder))[0]
     assert losses == pytest.approx([math.log(259)] * 2, rel=0.1)
 
 
@@ -247,7 +240,7 @@ def rank_of_two(dist: Any, folder: str, run_dir: str) -> Any:
     build = shards.ShardStore._build
 
     def counted(self: Any, shard: Any, place: Path) -> Any:
-        names.append(shard.name)
+        names.append(Path(shard.address).name)
         return build(self, shard, place)
 
     shards.ShardStore._build = counted  # type: ignore[method-assign]
@@ -273,12 +266,11 @@ def test_an_object_store(ctx: Context, folder: Path) -> None:
     for path in folder.iterdir():
         memory.pipe_file(f"/corpus/{path.name}", path.read_bytes())
     stage = stream(folder, shards="memory://corpus/*.jsonl.gz")
-    data, closes = opened(stage, ctx)
+    data, close = opened(stage, ctx)
     assert taken(data, 0, 70) == list(expected(9))[:70]
     assert not list((folder.parent / "cache").glob("stream-*/shard-*"))
     memory.pipe_file("/corpus/9.jsonl.gz", gzip.compress(b'{"text": "x"}\n{"body": 3}\n'))
-    for close in closes:
-        close()
+    close()
     bad, _ = opened(dataclasses.replace(stage, shards="memory://corpus/9.jsonl.gz"), ctx)
     with pytest.raises(StageError, match=r"^memory:/+corpus/9\.jsonl\.gz:2: no key 'text'"):
         taken(bad, 0, 1)
@@ -307,10 +299,9 @@ def test_heldout_files(ctx: Context, folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_shard_that_has_changed(ctx: Context, folder: Path) -> None:
-    data, closes = opened(stream(folder), ctx)
+    data, close = opened(stream(folder), ctx)
     taken(data, 0, 70)
-    for close in closes:
-        close()
+    close()
     changed = folder / "3.jsonl.gz"
     size = changed.stat().st_size
     row = b'{"text": "other"}\n'
@@ -323,23 +314,21 @@ def test_a_shard_that_has_changed(ctx: Context, folder: Path) -> None:
 def test_a_shard_that_an_earlier_version_read(ctx: Context, folder: Path) -> None:
     """It gave a text that ends with the end token another one."""
     (folder / "3.jsonl.gz").write_bytes(gzip.compress(b'{"text": "ab<|end|>"}\n'))
-    data, closes = opened(stream(folder), ctx)
+    data, close = opened(stream(folder), ctx)
     wanted = taken(data, 0, 70)
-    for close in closes:
-        close()
+    close()
     index = ctx.run_dir / "stream.jsonl"
     lines = [json.loads(line) for line in index.read_text().splitlines()]
     for line in lines:
         line["tokens"] += line["address"].endswith("/3.jsonl.gz")
     index.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    again, closes = opened(stream(folder), ctx)
+    again, close = opened(stream(folder), ctx)
     with pytest.raises(StageError) as caught:
         taken(again, 0, 70)
     assert str(caught.value).startswith(
         f"{folder}/3.jsonl.gz has 3 tokens now, and had 4 when this run read it first: earlier "
     )
-    for close in closes:
-        close()
+    close()
     index.unlink()
     assert taken(opened(stream(folder), ctx)[0], 0, 70) == wanted
 
