@@ -28,6 +28,8 @@ from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from stages.data.text import StreamData, TextData
     from stages.export.adapter import ExportAdapter
     from stages.optimizer.lion import Lion
