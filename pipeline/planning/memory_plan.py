@@ -17,7 +17,7 @@ from pipeline.planning import hardware as machinery
 from pipeline.planning.estimate import Estimate, ask_planners, combine
 from pipeline.planning.hardware import Hardware, HardwareOptions, Margins
 from pipeline.planning.planner import Job, Planners, no_planner
-from pipeline.planning.profile import profile_of
+from pipeline.planning.profile_cache import profile_of
 from pipeline.planning.shapes import ModelShape, Topology
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
 
