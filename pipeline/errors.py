@@ -244,7 +244,7 @@ def kind_of(error: OSError) -> type[PipeError]:
     return StageError if error.errno in _LATER_IT_MAY_GO else UsageError
 
 
-def is_expected(error: BaseException) -> bool:
+def is_user_error(error: BaseException) -> bool:
     """Whether a person can act on the error and needs no traceback: an error of this package, or
     one that only the machine can cause (a full disk), wherever it is raised."""
     machine = isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
@@ -274,7 +274,7 @@ def _owner(error: OSError) -> str:
     return ""
 
 
-def first_mistake(error: ValidationError) -> str:
+def first_validation_error(error: ValidationError) -> str:
     """The first problem of a file that pydantic has refused, after its dotted key."""
     first = error.errors(include_url=False)[0]
     return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))

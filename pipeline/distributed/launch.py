@@ -130,7 +130,7 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started:
+class LaunchInfo:
     """Processes that a launcher has started, or is about to start, as far as that is known."""
 
     procs: int | None = None

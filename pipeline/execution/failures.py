@@ -28,7 +28,7 @@ from pipeline.errors import (
     RunFailed,
     UsageError,
     in_words,
-    is_expected,
+    is_user_error,
 )
 from pipeline.utils.files import private_folder, read_all, remove_folder, replace_text
 from pipeline.utils.foreign import parse_json, read_whole
@@ -81,7 +81,7 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
             "rank": rank,
             "slot": slot,
             "message": shown(describe(error)),
-            "expected": is_expected(error),
+            "expected": is_user_error(error),
             "refused": isinstance(error, ResumeRefused),
             "mistake": isinstance(error, MISTAKES),
             "memory": _memory(error),
@@ -101,8 +101,8 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
         if own is not None:
             with Path(f"/proc/self/fd/{own.failures}").open("a", encoding="utf-8") as memory:
                 memory.write(facts + "\n")
-        if own is None or not is_expected(error):
-            print(describe(error) if is_expected(error) else trace, file=sys.stderr)
+        if own is None or not is_user_error(error):
+            print(describe(error) if is_user_error(error) else trace, file=sys.stderr)
 
 
 def _restart(error: BaseException) -> Restart:
@@ -110,7 +110,7 @@ def _restart(error: BaseException) -> Restart:
     an accident."""
     if isinstance(error, PipeError):
         return error.restart
-    return "never" if is_expected(error) else "after progress"
+    return "never" if is_user_error(error) else "after progress"
 
 
 def _memory(error: BaseException) -> str:
@@ -137,7 +137,7 @@ def _snapshot(run_dir: Path, rank: int) -> str | None:
 
 def describe(error: BaseException) -> str:
     """The error in one paragraph; a PipeError's message stands for itself."""
-    if is_expected(error):
+    if is_user_error(error):
         return in_words(error)
     name = type(error).__name__
     lines = str(error).strip().splitlines()

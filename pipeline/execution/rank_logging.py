@@ -121,7 +121,7 @@ ASIDES = ("py.warnings", "torchao", "torch.utils._pytree")
 write to the screen."""
 
 
-def hush_asides() -> None:
+def quiet_loggers() -> None:
     """Keep the loggers of ASIDES off the screen of a command without a log. With a handler of their
     own, logging does not fall back to printing them."""
     for aside in map(logging.getLogger, ASIDES):

@@ -252,7 +252,7 @@ def ends_early(plan: Plan) -> str | None:
     return None if last == list(plan.recipe.stages)[-1] else last
 
 
-def rehearsal(plan: Plan, folder: Path | None, selection: Selection) -> Iterator[str]:
+def preview_lines(plan: Plan, folder: Path | None, selection: Selection) -> Iterator[str]:
     """Yield lines for people: each slot, whether it would run, and why not. `folder` is the run's,
     if it has one already. Raises UsageError for a slot that the plan does not have."""
     journal = Journal((folder or Path("a run that is not there")) / rundir.JOURNAL)

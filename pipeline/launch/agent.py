@@ -26,7 +26,7 @@ from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.stalls import landmarks
 from pipeline.recipe import load_recipe
-from pipeline.utils.processes import none_left
+from pipeline.utils.processes import kill_descendants
 from pipeline.view.screen import Screen
 
 SILENCE = 1.2
@@ -138,7 +138,7 @@ class Agent:
         per_node = self._plan.per_node
         ranks = LocalRanks([common | _place(place, n, per_node) for n in range(per_node)])
         try:
-            with none_left(self._screen.refresh), ranks:
+            with kill_descendants(self._screen.refresh), ranks:
                 ranks.start(spec, output=self._screen.output)
 
                 def obey(interrupted: Interrupted | None) -> None:

@@ -26,7 +26,7 @@ LAST_CALL_SECONDS = 5.0
 GATHER_SECONDS = 2.0
 """Seconds to wait for further reports after the first, and for a beat of the nodes that have sent
 none: a lost peer makes others fail first."""
-GRAVITY = ("raised", "stalled", "died", "lost")
+FAILURE_PRIORITY = ("raised", "stalled", "died", "lost")
 """Kinds of failures: of several in a round, the last of these is the cause."""
 
 
@@ -197,7 +197,7 @@ class Coordinator:
         others = set(self._alive()) - set(self._members)
         if any(self._nodes[n].beat.stopping for n in self._members) or "stopped" in kinds:
             self._stop = self._stop or "for good"
-        if kinds & set(GRAVITY):
+        if kinds & set(FAILURE_PRIORITY):
             self._failed_at = now if self._failed_at is None else self._failed_at
             heard = self._failed_at + GATHER_SECONDS
             if all(report or self._beats_after(n, heard) for n, report in reports.items()):
@@ -235,8 +235,8 @@ class Coordinator:
 
     def _decide(self, reports: list[Report], now: float) -> None:
         """Go on after a failure, or give up."""
-        failed = [report for report in reports if report.kind in GRAVITY]
-        cause = max(failed, key=lambda report: (GRAVITY.index(report.kind), -report.time))
+        failed = [report for report in reports if report.kind in FAILURE_PRIORITY]
+        cause = max(failed, key=lambda report: (FAILURE_PRIORITY.index(report.kind), -report.time))
         if self._stop == "for good":
             if _by_stop(failed):
                 self._end_by_stop()
