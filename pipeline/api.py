@@ -124,7 +124,7 @@ def resume(
     accept: Sequence[str] = (),
     on_event: Listener | None = None,
 ) -> RunOutcome:
-    """Go on with a run, under another `recipe` if one is given, and wait until it has ended.
+    """Continue with a run, under another `recipe` if one is given, and wait until it has ended.
 
     `accept` names changes that are intended, as `pipe resume --accept`. Raises as `run` does.
     """

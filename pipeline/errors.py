@@ -29,7 +29,7 @@ class Location:
 
     @property
     def on_command_line(self) -> bool:
-        """Whether this is no file."""
+        """Whether this is not a file."""
         return self.file.startswith(COMMAND_LINE)
 
     def __str__(self) -> str:
@@ -192,7 +192,7 @@ class RunFailed(PipeError):
 
 
 class RunStopped(PipeError):
-    """A signal asked the run to end, and all that was done is kept: the same command goes on. The
+    """A signal asked the run to end, and all that was done is kept: the same command continues. The
     exit code is EX_TEMPFAIL of sysexits.h."""
 
     folder: Path
@@ -283,7 +283,7 @@ def first_validation_error(error: ValidationError) -> str:
 @contextlib.contextmanager
 def system_errors_as(kind: type[PipeError]) -> Iterator[None]:
     """Raise an OSError of the body as an error of this kind; one of the machine, such as a full
-    disk, is no UsageError."""
+    disk, is not a UsageError."""
     try:
         yield
     except OSError as error:

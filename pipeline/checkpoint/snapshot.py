@@ -60,7 +60,7 @@ class SnapshotBuffer:
 
     def take(self, device: torch.device) -> None:
         """Allocate the memory, so that no page fault stops the training loop, and lock the pages
-        for copies from a GPU. Seconds for tens of GB, in which other threads go on. Raises
+        for copies from a GPU. Seconds for tens of GB, in which other threads continue. Raises
         CheckpointError for memory that the system does not give."""
         for start in range(0, len(self.memory), TAKEN_AT_ONCE):
             if self.closing:

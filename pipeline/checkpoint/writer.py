@@ -49,7 +49,7 @@ class WriterSetup(BaseModel):
     files: Sequence[tuple[str, int]]
     """Names and sizes."""
     shared: bool
-    """Whether ranks write parts of the same files, of which the header is rank 0's."""
+    """Whether ranks write parts of the same files; rank 0 writes the header."""
     rounds: Sequence[Sequence[Write]]
     """File by file, each from its start to its end."""
     template: ManifestTemplate | None

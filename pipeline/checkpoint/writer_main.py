@@ -1,4 +1,4 @@
-"""Write checkpoints: the process that writes one rank's part of each while training goes on, and
+"""Write checkpoints: the process that writes one rank's part of each while training continues, and
 the stream that writes a whole one from a state of any format. Imports no torch.
 
 `python -m pipeline.checkpoint.writer_main SETUP BUFFER PARENT`: descriptors of a file that holds

@@ -95,7 +95,7 @@ class Draft:
     data: Path | None
     lora: bool
     reason: str = ""
-    """Why low-rank updates, or all weights, if nobody has asked for them."""
+    """Why low-rank updates, or all weights, if no one has asked for them."""
     sequence: int | None
     global_batch: int | None = None
     micro_batch: int | None = None

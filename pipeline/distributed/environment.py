@@ -26,7 +26,7 @@ LOOPBACK = "lo"
 @dataclass(frozen=True, kw_only=True)
 class Shared:
     """What a rank that `pipe` has started shares with its launcher: descriptors of files in memory
-    that nobody else can open and that end with the two."""
+    that no one else can open and that end with the two."""
 
     launcher: int
     """The launcher's process."""

@@ -125,7 +125,7 @@ def _beat(numbers: memoryview[float]) -> Beat:
 
 
 def own_heartbeat() -> Heartbeat:
-    """This rank's place in its launcher's memory; private memory where nobody looks."""
+    """This rank's place in its launcher's memory; private memory where no one looks."""
     own = shared()
     if own is None:
         return Heartbeat()

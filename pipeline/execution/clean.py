@@ -1,4 +1,4 @@
-"""The files in a run's folder that nobody needs any more, and their removal.
+"""The files in a run's folder that no one needs any more, and their removal.
 
 Nothing outside the folder is looked at, and no link is followed. A checkpoint gets another name
 before its files go, so a removal that is cut short leaves a run as it is before or after it, and
@@ -62,7 +62,7 @@ class CleanResult:
 
 
 def find(folder: Path, *, all_checkpoints: bool = False) -> CleanResult:
-    """Look at a run that nobody works on. With `all_checkpoints`, the last one goes too, if the
+    """Look at a run that no one works on. With `all_checkpoints`, the last one goes too, if the
     run's model is exported. Raises JournalDamaged."""
     if _is_exported_from(folder):
         return CleanResult(notes=("is being exported: all of it stays",))
@@ -144,7 +144,7 @@ def _checkpoints(
 
 
 def _retention(plan: Plan, training: str) -> Retention:
-    """Return the rules of a training's checkpoint stage, with one newest in place of several."""
+    """Return the rules of a training's checkpoint stage, with one newest instead of several."""
     given = (
         one.stage.retention for one in plan.slots if isinstance(one.stage, RetainsCheckpoints)
         and training_of(plan.view.wiring, one.slot) == training

@@ -190,7 +190,7 @@ def first_rank(run_dir: Path) -> int | None:
 
 
 def refused(run_dir: Path) -> bool:
-    """Whether a rank refused to go on under the recipe that it was given."""
+    """Whether a rank refused to continue under the recipe that it was given."""
     return any(report["refused"] for report in _reports(run_dir))
 
 
@@ -263,7 +263,7 @@ ON_EVERY_NODE = "  to continue, start the same command again on every node"
 
 
 def continuation(run_dir: Path, *, mistake: bool = False) -> str:
-    """The line that says how to continue, perhaps after a `mistake` was corrected."""
+    """The line that says how to continue, possibly after a `mistake` was corrected."""
     when = "after the change" if mistake else "continue with"
     return f"  {when}: pipe resume {shlex.quote(str(run_dir))}"
 

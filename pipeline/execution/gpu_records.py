@@ -51,7 +51,7 @@ class HardwareRecord:
 
     def look(self) -> None:
         """Write a record, if it is time for one. Without GPUs, or where it cannot be written, do
-        nothing from now on: the run has to go on."""
+        nothing from now on: the run has to continue."""
         now = time.monotonic()
         if now < self._next:
             return

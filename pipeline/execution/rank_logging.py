@@ -90,7 +90,7 @@ def compilers_aside(log: logging.Logger) -> Iterator[None]:
 
 
 class _LineHandler(logging.StreamHandler[Any]):
-    """Writes records to a stream. When that takes no more, it says so once, and goes on trying:
+    """Writes records to a stream. When that takes no more, it says so once, and continues trying:
     `logging` would print two stacks for each record."""
 
     def __init__(self, stream: Any, name: str, screen: int) -> None:

@@ -75,7 +75,7 @@ def identity(plan: Plan, per_node: int | None) -> Identity:
 
 
 def require_planned(plan: Plan, per_node: int | None, file: Path) -> None:
-    """Raise PlanDrift, listing everything that differs, and UsageError for a file that is no
+    """Raise PlanDrift, listing everything that differs, and UsageError for a file that is not a
     plan."""
     try:
         planned = SavedPlan.model_validate_json(read_whole(file)).identity

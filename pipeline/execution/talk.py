@@ -44,7 +44,7 @@ MOST = 1 << 28
 """Most bytes of an export's manifest."""
 PARTIAL = ".partial"
 NO_CHECKPOINT = "."
-"""In place of a checkpoint, where only the model that it started from is read."""
+"""Instead of a checkpoint, where only the model that it started from is read."""
 
 
 @dataclass(frozen=True, kw_only=True)

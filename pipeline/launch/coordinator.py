@@ -1,4 +1,4 @@
-"""The decisions of a run of several nodes: who takes part, when it ends, whether it goes on.
+"""The decisions of a run of several nodes: who takes part, when it ends, whether it continues.
 
 Each node has an agent, which beats about once a second: it reports its state to the coordinator,
 which answers what to do. The coordinator runs on node 0 and is the only one that decides, so nodes
@@ -31,7 +31,7 @@ FAILURE_PRIORITY = ("raised", "stalled", "died", "lost")
 
 
 class Restarted(NamedTuple):
-    """A failure after which the run goes on."""
+    """A failure after which the run continues."""
 
     text: str
     number: int
@@ -59,7 +59,7 @@ class Coordinator:
     rendezvous_seconds: float
     lost_seconds: float = LOST_SECONDS
     notes: list[Restarted] = field(default_factory=list)
-    """Restarts that nobody has recorded yet."""
+    """Restarts that no one has recorded yet."""
     run: str = ""
     """Name of the run, and of the scheduler's job if there is one: two may have come by one
     port."""
@@ -213,7 +213,7 @@ class Coordinator:
             self._stop = "to regroup"
 
     def _report(self, agent: str, now: float) -> Report | None:
-        """How a member's part in this round has ended; None while it goes on."""
+        """How a member's part in this round has ended; None while it continues."""
         node = self._nodes[agent]
         if self._is_lost(agent, now):
             text = f"{self._name(agent)} was lost: no sign of life for {self.lost_seconds:g} s"
@@ -234,7 +234,7 @@ class Coordinator:
         self.over = Over(kind="stopped", text=text)
 
     def _decide(self, reports: list[Report], now: float) -> None:
-        """Go on after a failure, or give up."""
+        """Continue after a failure, or give up."""
         failed = [report for report in reports if report.kind in FAILURE_PRIORITY]
         cause = max(failed, key=lambda report: (FAILURE_PRIORITY.index(report.kind), -report.time))
         if self._stop == "for good":

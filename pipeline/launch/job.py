@@ -21,7 +21,7 @@ Beside = Callable[[Plan, Path], AbstractContextManager[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run to start, or to go on with."""
+    """A run to start, or to continue with."""
 
     plan: Callable[[LaunchInfo], Plan]
     """Makes the plan for what a launcher has started."""

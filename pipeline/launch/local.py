@@ -106,7 +106,7 @@ def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float)
 
 
 def run_ranks(ranks: LocalRanks, settings: Launch, spec: RunSpec, screen: Screen) -> None:
-    """Run the ranks to their end. They meet in a file in memory, which nobody else can open and
+    """Run the ranks to their end. They meet in a file in memory, which no one else can open and
     which ends with them."""
     store = memory_file("store")
     try:

@@ -34,7 +34,7 @@ KINDNESS = 19
 
 @contextlib.contextmanager
 def planned_beside(plan: Plan, folder: Path) -> Iterator[None]:
-    """Plan the run in `folder` in a process of its own while the body runs it. Without a plan of
+    """Plan the run in `folder` in a separate process while the body runs it. Without a plan of
     memory, whatever the reason, the run is shown without it."""
     process = None
     with contextlib.suppress(OSError):

@@ -256,7 +256,7 @@ def _as_slot(slot: str, value: Any, *, command_line: bool) -> str:
 
 
 def reserved(slot: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a slot that are no fields of its stage."""
+    """The keys of a slot that are not fields of its stage."""
     return {key: slot[key] for key in RESERVED if slot.get(key)}
 
 

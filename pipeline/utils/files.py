@@ -134,7 +134,7 @@ def overwrite(path: Path, text: str) -> None:
 
 def wait_for_lock(file: IO[Any]) -> None:
     """Hold the lock of an open file until it is closed; the system frees the lock of a killed
-    process. Where the file system has no locks, nobody waits for anybody."""
+    process. Where the file system has no locks, no one waits for anybody."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
