@@ -36,8 +36,8 @@ def chunked_cross_entropy(
     products in the dtype of `hidden`, softmax in fp32 (torch's own `linear_cross_entropy` rounds
     the sum to the dtype of `hidden`).
 
-    Gradients are computed with the loss (Hsu et al. 2024, Liger Kernel, section 3.2), the gradient of the
-    weight summed over chunks in fp32.
+    Gradients are computed with the loss (Hsu et al. 2024, Liger Kernel, section 3.2), the weight's
+    summed over chunks in fp32.
 
     `weight` and `bias` may be parts, by the vocabulary, on a mesh of one axis (`VocabularyShard`);
     `hidden` and `labels` are then equal on all of them, and so are the loss and the gradient of
