@@ -46,8 +46,7 @@ from stages.wrap.mesh import parameter_mesh, warn_of_slow_groups
 from stages.wrap.optimizer_groups import groups_of
 from stages.wrap.optimizer_state import require_zeros
 from stages.wrap.passes import ModulePasses
-from stages.wrap.tensor.divide import divide_layers
-from stages.wrap.tensor.placements import replace_parameters
+from stages.wrap.tensor.divide import divide_layers, replace_parameters
 from stages.wrap.zero import compat
 from stages.wrap.zero.config import generate, rule_problems
 from stages.wrap.zero.engine import ZeroEngine, ZeroModel
