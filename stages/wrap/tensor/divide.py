@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pipeline.utils import local_part, own_chunk
-from stages.collectives import SEQUENCE, gather, split, sum_gradients
+from stages.collectives import (
+    SEQUENCE,
+    all_reduce,
+    gather,
+    reduce_scatter,
+    split,
+    sum_gradients,
+)
 from stages.wrap.axes import TensorParallel
 from stages.wrap.tensor.layers import COLUMNS, ROWS, innermost, layer_sizes
 from stages.wrap.tensor.plan import Region, TensorPlan, region_of, resolve
@@ -23,13 +30,11 @@ from stages.wrap.tensor.styles import (
     change_output,
     draw_within,
     has_dropout,
-    install_columns,
     install_embedding,
     install_experts,
-    install_head,
-    install_latent,
-    install_rows,
+    latent_states,
     use_local_values,
+    whole_logits,
 )
 from stages.wrap.torch_compat import split_of
 from stages.wrap.types_compat import refuse_type
@@ -159,34 +164,52 @@ class _Installer:
         use_local_values(module, {one: self.values[one] for one in module.modules()})
 
     def _install_style(self, name: str, module: nn.Module, style: str) -> None:
-        region, group = region_of(name, self.plan.regions), self.group
-        plain = region is not None and region.plain
+        group, config = self.group, cast("Any", self.model.config)
         if name == self.plan.head:
             sizes = layer_sizes(module)
             assert sizes is not None
-            install_head(module, self.mesh, sizes[1])
+            whole = functools.partial(whole_logits, mesh=self.mesh, vocabulary=sizes[1])
+            change_output(module, whole)
+            change_input(module, lambda value: sum_gradients(value, group))
         elif style in COLUMNS:
-            gathers = style.endswith(("gather_output", "rep"))
-            install_columns(module, group, sums=not plain, gathers=gathers)
-            if has_dropout(module) and self._draws_own(region):
-                # Dropout of an update's inputs, which are complete.
-                place = functools.partial(self.streams.shared, self.places[name])
-                draw_within(module, place)
+            self._install_columns(name, module, region_of(name, self.plan.regions))
         elif style in ROWS:
-            splits, scatters = style.endswith(("split_input", "rep")), plain and self.plan.sequence
-            install_rows(module, group, splits=splits, scatters=scatters)
-            if splits and has_dropout(module) and not (region and region.divides):
-                # Dropout of an update's inputs, of which each rank has a slice.
-                draw_within(module, self.streams.own)
-            if self._draws_own(region):
-                self._switch_after(module, self.places[name], shared=not scatters)
+            self._install_rows(name, module, region_of(name, self.plan.regions))
         elif style == "embedding_rowwise":
             install_embedding(module, self.mesh)
         elif style == "moe_tp_experts":
             install_experts(module, group)
         elif style == "mla_kv_a_proj":
-            config: Any = self.model.config
-            install_latent(module, group, config.get_text_config().qk_rope_head_dim)
+            rope = config.get_text_config().qk_rope_head_dim
+            change_output(module, functools.partial(latent_states, group=group, rope=rope))
+
+    def _install_columns(self, name: str, module: nn.Module, region: Region | None) -> None:
+        """A linear layer computes this rank's part of the outputs, from complete inputs."""
+        one: Any
+        for one in module.modules():
+            if hasattr(one, "nf"):  # GPT-2's layers give their output this width
+                one.nf //= self.plan.size
+        if self.plan.styles[name].endswith(("gather_output", "rep")):
+            change_output(module, lambda value: gather(value, self.group, -1, summands=False))
+        if region is None or not region.plain:
+            change_input(module, lambda value: sum_gradients(value, self.group))
+        if has_dropout(module) and self._draws_own(region):
+            # Dropout of an update's inputs, which are complete.
+            draw_within(module, functools.partial(self.streams.shared, self.places[name]))
+
+    def _install_rows(self, name: str, module: nn.Module, region: Region | None) -> None:
+        """A linear layer takes this rank's part of the inputs; its outputs are summed over ranks,
+        to be complete or sharded along the sequence."""
+        scatters = self.plan.sequence and region is not None and region.plain
+        reduce = functools.partial(reduce_scatter, dim=SEQUENCE) if scatters else all_reduce
+        change_output(module, functools.partial(reduce, group=self.group))
+        if self.plan.styles[name].endswith(("split_input", "rep")):
+            change_input(module, lambda value: split(value, self.group, -1))
+            if has_dropout(module) and not (region and region.divides):
+                # Dropout of an update's inputs, of which each rank has a slice.
+                draw_within(module, self.streams.own)
+        if self._draws_own(region):
+            self._switch_after(module, self.places[name], shared=not scatters)
 
     def _draws_own(self, region: Region | None) -> bool:
         """Whether the region is run inside of a stream that only this rank draws from."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -20,34 +20,17 @@ SUMMED = "replicated_with_grad_allreduce"
 STYLES = (*get_args(Style), "colwise_rep", "rowwise_rep")
 
 
-class Owner(NamedTuple):
-    """The entry of a plan that says how a parameter is placed."""
-
-    entry: str
-    style: str
-
-
-def owners_of(model: nn.Module, styles: Mapping[str, str]) -> dict[str, Owner]:
-    """Name of each parameter in the plan -> its entry, the innermost if there are several."""
-    found = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        entry = innermost(name, styles)
-        if entry:
-            found[name] = Owner(entry, styles[entry])
-    return found
-
-
 def innermost(name: str, styles: Mapping[str, str]) -> str:
-    """The entry of the plan that `name` is, or is in; empty if there is none."""
+    """The entry of the plan that a module or parameter is, or is in; empty if there is none."""
     while name and name not in styles:
         name = name.rpartition(".")[0]
     return name
 
 
-def placement_of(name: str, parameter: nn.Parameter, owner: Owner, module: nn.Module) -> Any:
+def placement_of(name: str, parameter: nn.Parameter, style: str, module: nn.Module) -> Any:
     """Placement of a parameter of `module`. In a layer with an update W + B A, the rows of W and B
     are outputs, the columns of W and A inputs."""
-    down, up, style = ".lora_A." in name, ".lora_B." in name, owner.style
+    down, up = ".lora_A." in name, ".lora_B." in name
     outputs, inputs = max(parameter.ndim - 2, 0), parameter.ndim - 1
     if parameter.ndim > 1 and is_transposed(module):
         outputs, inputs = inputs, outputs

@@ -23,11 +23,10 @@ from stages.wrap.tensor.layers import (
     ROWS,
     STYLES,
     SUMMED,
-    Owner,
     check_layers,
     check_ties,
+    innermost,
     layer_sizes,
-    owners_of,
     placement_of,
     shared_heads,
 )
@@ -88,22 +87,31 @@ def resolve(
     head = names.get(getattr(model, "get_output_embeddings", lambda: None)())
     if sequence and not block_names:
         raise StageError("sequence: the model does not say which modules are its blocks")
-    owners, shared = owners_of(model, styles), shared_heads(model, styles, size)
+    shared = shared_heads(model, styles, size)
     check_layers(model, styles, size, shared)
-    placements: dict[str, Any] = {}
+    entries, placements = dict[str, str](), dict[str, Any]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner, placements[name] = owners.get(name), Replicate()
-        if owner is not None and owner.entry not in shared:
+        entry, placements[name] = innermost(name, styles), Replicate()
+        entries[name] = entry
+        if entry and entry not in shared:
             module = model.get_submodule(name.rpartition(".")[0])
-            placements[name] = placement_of(name, parameter, owner, module)
+            placements[name] = placement_of(name, parameter, styles[entry], module)
     check_ties(model, placements)
-    regions = [*_regions(model, block_names, styles, owners)]
+    regions = [*_regions(model, block_names, styles, entries)]
+    summed = []
+    for name in (name for name, placement in placements.items() if placement.is_replicate()):
+        used_in_parts = styles.get(entries[name]) in (*COLUMNS, *ROWS, SUMMED)
+        if not entries[name] and sequence and region_of(name, regions) is None:
+            # A norm on this rank's part of the sequence.
+            used_in_parts = any(name.startswith(f"{block}.") for block in block_names)
+        if used_in_parts:
+            summed.append(name)
     return TensorPlan(
         size=size,
         sequence=sequence,
         styles=styles,
         placements=placements,
-        summed=frozenset(_summed(placements, owners, block_names, regions, sequence)),
+        summed=frozenset(summed),
         blocks=block_names,
         regions=regions,
         head=head if styles.get(head or "") in COLUMNS else None,
@@ -128,7 +136,12 @@ def _styles(
             raise StageError(f"{pattern}: unknown style {style!r}; known are {', '.join(STYLES)}")
         matched = [name for name in names if matches(pattern, name)]
         if not matched and pattern in patterns and not absent:
-            raise StageError(f"{pattern!r} matches no module or parameter {_ends(names, pattern)}")
+            last = pattern.rpartition(".")[2]
+            like = [name for name in names if name.rpartition(".")[2] == last] or names[1:]
+            raise StageError(
+                f"{pattern!r} matches no module or parameter of the model, which has "
+                f"{', '.join(like[:3])}, ..."
+            )
         found.update(dict.fromkeys(matched, style))
     if not any(style not in ("replicate", SUMMED) for style in found.values()):
         raise StageError(
@@ -138,14 +151,8 @@ def _styles(
     return {name: found[name] for name in names if name in found}
 
 
-def _ends(names: Sequence[str], pattern: str) -> str:
-    last = pattern.rpartition(".")[2]
-    like = [name for name in names if name.rpartition(".")[2] == last] or names[1:]
-    return f"of the model, which has {', '.join(like[:3])}, ..."
-
-
 def _regions(
-    model: nn.Module, blocks: Sequence[str], styles: Mapping[str, str], owners: Mapping[str, Owner]
+    model: nn.Module, blocks: Sequence[str], styles: Mapping[str, str], entries: Mapping[str, str]
 ) -> Iterator[Region]:
     for block in blocks:
         for child, module in model.get_submodule(block).named_children():
@@ -164,7 +171,7 @@ def _regions(
                 raise StageError(f"{one} is {inside[one]}, but nothing in {name} is {lacking}")
             names = [f"{name}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
             layers = all(style in (*COLUMNS, *ROWS, SUMMED) for style in inside.values())
-            whole = all(n in owners and owners[n].entry != n for n in names)
+            whole = all(entries[n] not in ("", n) for n in names)
             yield Region(
                 name=name,
                 block=block,
@@ -182,17 +189,3 @@ def _paired(model: nn.Module, inside: Mapping[str, str]) -> bool:
     sizes = [layer_sizes(model.get_submodule(n)) for n in columns]
     widths = {None if one is None else one[0] for one in sizes}
     return len(widths) == 1 and any(style in ROWS for style in inside.values())
-
-
-def _summed(
-    placements: Mapping[str, Any], owners: Mapping[str, Owner], blocks: Sequence[str],
-    regions: Sequence[Region], sequence: bool,
-) -> Iterator[str]:  # fmt: skip
-    for name in (name for name, placement in placements.items() if placement.is_replicate()):
-        if name in owners:
-            used_in_parts = owners[name].style in (*COLUMNS, *ROWS, SUMMED)
-        else:  # a norm on this rank's part of the sequence
-            inside = any(name.startswith(f"{block}.") for block in blocks)
-            used_in_parts = sequence and inside and region_of(name, regions) is None
-        if used_in_parts:
-            yield name

@@ -13,21 +13,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.utils import own_chunk
-from stages.collectives import (
-    SEQUENCE,
-    all_reduce,
-    gather,
-    reduce_scatter,
-    split,
-    sum_gradients,
-)
+from stages.collectives import all_reduce, sum_gradients
 
 Forward = Callable[..., Any]
 Values = Mapping[nn.Module, Mapping[str, Callable[[], Tensor]]]
@@ -85,30 +77,6 @@ def change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None
     replace_forward(module, around)
 
 
-def install_columns(module: nn.Module, group: ProcessGroup, *, sums: bool, gathers: bool) -> None:
-    """A linear layer that computes this rank's part of the outputs, from complete inputs."""
-    one: Any
-    for one in module.modules():
-        if hasattr(one, "nf"):  # GPT-2's layers give their output this width
-            one.nf = one.nf // dist.get_world_size(group)
-    if gathers:
-        change_output(module, lambda value: gather(value, group, -1, summands=False))
-    if sums:
-        change_input(module, lambda value: sum_gradients(value, group))
-
-
-def install_rows(module: nn.Module, group: ProcessGroup, *, splits: bool, scatters: bool) -> None:
-    """A linear layer that takes this rank's part of the inputs; its outputs are summed over ranks,
-    to be complete or, with `scatters`, sharded along the sequence."""
-
-    def reduced(value: Tensor) -> Tensor:
-        return reduce_scatter(value, group, SEQUENCE) if scatters else all_reduce(value, group)
-
-    change_output(module, reduced)
-    if splits:
-        change_input(module, lambda value: split(value, group, -1))
-
-
 def install_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
     """An embedding of which each rank has rows; tokens of others come as zeros, and are added."""
     assert isinstance(module, nn.Embedding)
@@ -124,40 +92,33 @@ def install_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
     replace_forward(module, around)
 
 
-def install_head(module: nn.Module, mesh: DeviceMesh, vocabulary: int) -> None:
-    """An output layer whose logits stay sharded by the vocabulary, as a DTensor that says so."""
-
-    def sharded(value: Tensor) -> Tensor:
-        whole = torch.empty(*value.shape[:-1], vocabulary, device="meta")
-        return DTensor.from_local(
-            value, mesh, [Shard(-1)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-
-    change_output(module, sharded)
-    change_input(module, lambda value: sum_gradients(value, mesh.get_group()))
-
-
 def install_experts(module: nn.Module, group: ProcessGroup) -> None:
     """Experts each of which is divided: called with complete states, indices and weights."""
 
-    def summed(one: Any) -> Any:
-        floating = isinstance(one, Tensor) and one.is_floating_point()
-        return sum_gradients(one, group) if floating else one
-
     def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        return all_reduce(forward(*map(summed, args), **kwargs), group)
+        summed = (
+            sum_gradients(one, group)
+            if isinstance(one, Tensor) and one.is_floating_point()
+            else one
+            for one in args
+        )
+        return all_reduce(forward(*summed, **kwargs), group)
 
     replace_forward(module, around)
 
 
-def install_latent(module: nn.Module, group: ProcessGroup, rope: int) -> None:
-    """The layer of latent attention whose last `rope` outputs all of a rank's heads use."""
+def whole_logits(value: Tensor, *, mesh: DeviceMesh, vocabulary: int) -> Tensor:
+    """Logits of this rank's part of the vocabulary, as a DTensor that says so."""
+    whole = torch.empty(*value.shape[:-1], vocabulary, device="meta")
+    return DTensor.from_local(
+        value, mesh, [Shard(-1)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
-    def around(value: Tensor) -> Tensor:
-        latent, rotary = torch.split(value, [value.shape[-1] - rope, rope], dim=-1)
-        return torch.cat([latent, sum_gradients(rotary, group)], dim=-1)
 
-    change_output(module, around)
+def latent_states(value: Tensor, *, group: ProcessGroup, rope: int) -> Tensor:
+    """Outputs of latent attention's first layer; all ranks' heads use the last `rope` of them."""
+    latent, rotary = torch.split(value, [value.shape[-1] - rope, rope], dim=-1)
+    return torch.cat([latent, sum_gradients(rotary, group)], dim=-1)
 
 
 SEEDS = 1 << 40
