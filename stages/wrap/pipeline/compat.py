@@ -92,7 +92,7 @@ def orders(
         )
         for number in range(per_rank)
     ]  # fmt: skip
-    made: Any = get_schedule_class(schedule)(stages, count)  # type: ignore[arg-type]
+    made: Any = get_schedule_class(schedule)(stages, count)
     # The first stage has no gradients of inputs: torch skips that half there, and runs all of
     # backward as the half for weights.
     of_first = {**KINDS, "I": "", "W": "backward"}
