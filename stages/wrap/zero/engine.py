@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from pipeline import (
     WEIGHT,
@@ -123,7 +122,6 @@ class ZeroEngine(ZeroModel):
         (self._rule,) = plan.parts
         # Groups are renewed when a checkpoint is loaded, base rates are not.
         self._base_rates = [group["lr"] for group in self.zero.optimizer.param_groups]
-        self._veto = StepVeto(self.zero.optimizer)
         self._set_loss_scale()
 
     def _set_loss_scale(self) -> None:
@@ -141,21 +139,30 @@ class ZeroEngine(ZeroModel):
         self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
     ) -> StepReport:
         self.announce_change()
-        live, optimizer, veto = self.deepspeed, self.zero.optimizer, self._veto
+        live, optimizer = self.deepspeed, self.zero.optimizer
         for group, base in zip(optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * lr_scales[0]
         scale = 1.0 if self.scaler is None else self.scaler.scale
-        veto.refused, veto.ask = False, None
-        if should_step is not None:
-            veto.ask = lambda: should_step(compat.running_grad_norm(live))
-        # The first update here shows what the rule keeps.
-        with nullcontext() if self._applied else declared_state(optimizer, self._rule):
-            live.step()
+        update, asked = optimizer.step, list[bool]()
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            # DeepSpeed updates in several parts, and asks for none where gradients overflowed.
+            if should_step is not None and not asked:
+                asked.append(should_step(compat.running_grad_norm(live)))
+            return update(*args, **kwargs) if all(asked) else None
+
+        optimizer.step = guarded
+        try:
+            # The first update here shows what the rule keeps.
+            with nullcontext() if self._applied else declared_state(optimizer, self._rule):
+                live.step()
+        finally:
+            del optimizer.step
         finite = bool(live.was_step_applied())
         if self.scaler is not None:
             self.scaler.update(overflowed=not finite)
             self._set_loss_scale()
-        applied = finite and not veto.refused
+        applied = finite and all(asked)
         self._applied += applied
         norm = float(live.get_global_grad_norm())
         return StepReport(grad_norm=norm, applied=applied, loss_scale=scale)
@@ -165,30 +172,24 @@ class ZeroEngine(ZeroModel):
         return "nvme" not in compat.offload_devices(self.zero)
 
     def state(self) -> EngineState:
-        counts: dict[str, int] = {}
+        counts, names = dict[str, int](), dict[int, list[str]]()
         for flat in self._flats:
             kept = self._optimizer_state(flat)
             for name in flat.names:
                 counts[name] = updates(kept, self._restored.get(name, 0) + self._applied)
-        scale = None if self.scaler is None else self.scaler.state
-        return dataclasses.replace(self._fixed, updates=counts, loss_scale=scale)
-
-    @functools.cached_property
-    def _flats(self) -> list[FlatMaster]:
-        return list(flat_masters(self.zero, self.parts[0]))
-
-    @functools.cached_property
-    def _fixed(self) -> EngineState:
-        """The part of the state that never changes."""
-        names: dict[int, list[str]] = {}
-        for flat in self._flats:
             names.setdefault(flat.group, []).extend(flat.names)
         given = self.zero.optimizer.param_groups
         groups = [
             group_state(self._rule, {**given[at], "lr": self._base_rates[at]}, names[at])
             for at in sorted(names)
         ]
-        return fixed_state(self.parts[0], groups, compat.full_shape)
+        fixed = fixed_state(self.parts[0], groups, compat.full_shape)
+        scale = None if self.scaler is None else self.scaler.state
+        return dataclasses.replace(fixed, updates=counts, loss_scale=scale)
+
+    @functools.cached_property
+    def _flats(self) -> list[FlatMaster]:
+        return list(flat_masters(self.zero, self.parts[0]))
 
     def fragments(self) -> Iterator[Fragment]:
         yield from self._trained(write=False)
@@ -258,33 +259,3 @@ class ZeroEngine(ZeroModel):
     def close(self) -> None:
         super().close()
         vars(self).pop("_flats", None)
-
-
-class StepVeto:
-    """Lets a guard veto a step, which the optimizer may do in several parts: gradients are hidden
-    from each."""
-
-    refused = False
-    """Whether the guard has refused the latest step."""
-    ask: Callable[[], bool] | None = None
-    """Whether to update, asked once as the optimizer is about to; None updates."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
-
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.ask is not None:
-            ask, self.ask = self.ask, None
-            self.refused = not ask()
-        if self.refused:
-            own = [one for group in optimizer.param_groups for one in group["params"]]
-            self._hidden = [(one, one.grad) for one in own if one.grad is not None]
-            for one, _ in self._hidden:
-                one.grad = None
-
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden = []
