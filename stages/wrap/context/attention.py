@@ -71,7 +71,6 @@ class ContextParallel:
         self._base = compat.implementation(model)
         self._mask = compat.mask_function(self._base)
         self._positions: Tensor | None = None
-        self._documents: Tensor | None = None
         name = f"ulysses_{group.group_name}_{self._base}"
         compat.install(model, name, self._attend, self._whole_mask)
         for angles in document_angles(model):
@@ -88,7 +87,7 @@ class ContextParallel:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Note the whole sequence, and pass on what the model needs of it."""
         whole: Tensor = kwargs["position_ids"]
-        self._positions, self._documents = whole, compat.documents(whole)
+        self._positions = whole
         # A mask of two dimensions states the length of keys, and that masks are only for padding:
         # otherwise a slice's positions would decide on packed documents.
         seen = torch.ones_like(whole, dtype=torch.bool)
@@ -100,22 +99,14 @@ class ContextParallel:
         assert self._positions is not None
         return self._own(document_lengths(self._positions))
 
-    def _whole_mask(
-        self, *, kv_length: int, mask_function: Callable[..., Any],
-        allow_is_causal_skip: bool = True, **rest: Any,
-    ) -> Any:  # fmt: skip
+    def _whole_mask(self, *, kv_length: int, mask_function: Callable[..., Any], **rest: Any) -> Any:
         """Called by the model for a mask of its slice: return that of the whole sequence."""
         assert self._mask is not None
-        if self._documents is not None and self._positions is not None:
-            mask_function = compat.within_documents(mask_function, self._positions, self._documents)
-            allow_is_causal_skip = False
-        changed = {"q_length": kv_length, "attention_mask": None}
-        return self._mask(
-            kv_length=kv_length,
-            mask_function=mask_function,
-            allow_is_causal_skip=allow_is_causal_skip,
-            **rest | changed,
-        )
+        assert self._positions is not None
+        changed = {"q_length": kv_length, "attention_mask": None, "mask_function": mask_function}
+        if (within := compat.within_documents(mask_function, self._positions)) is not None:
+            changed |= {"mask_function": within, "allow_is_causal_skip": False}
+        return self._mask(**rest | changed, kv_length=kv_length)
 
     def _attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,

@@ -142,7 +142,7 @@ class _Installer:
     def _values(self, name: str, module: nn.Module) -> dict[str, Callable[[], Tensor]]:
         """What returns this rank's part of each of a module's own parameters."""
         entry, found = innermost(name, self.plan.styles), dict[str, Callable[[], Tensor]]()
-        heads = self.plan.shared_heads.get(entry)
+        rank, heads = self.mesh.get_local_rank(), self.plan.shared_heads.get(entry)
         if heads is not None:
             attention: Any = self.modules[entry.rpartition(".")[0]]
             if not getattr(attention, "keys_are_shared", False):
@@ -152,10 +152,11 @@ class _Installer:
         for leaf in (leaf for leaf, one in module._parameters.items() if one is not None):
             summed, part = f"{name}.{leaf}".removeprefix(".") in self.plan.summed, None
             if heads is not None and ".lora_A." not in f"{name}.":
-                part = functools.partial(_own_head, mesh=self.mesh, heads=heads)
+                # Rows of the one head that this rank's queries attend to.
+                part = functools.partial(_chunk, heads, rank * heads // self.plan.size)
             elif leaf == "bias" and self.plan.styles.get(entry) in ROWS:
                 # Outputs are summed over ranks, so one adds it.
-                part = functools.partial(torch.mul, other=float(self.mesh.get_local_rank() == 0))
+                part = functools.partial(torch.mul, other=float(rank == 0))
             group = self.group if summed else None
             found[leaf] = functools.partial(_local_value, module, leaf, group, part)
         return found
@@ -258,6 +259,5 @@ def _local_value(
     return value if part is None else part(value)
 
 
-def _own_head(whole: Tensor, *, mesh: DeviceMesh, heads: int) -> Tensor:
-    """Rows of the one key or value head that this rank's queries attend to."""
-    return whole.chunk(heads)[mesh.get_local_rank() * heads // mesh.size()]
+def _chunk(count: int, number: int, whole: Tensor) -> Tensor:
+    return whole.chunk(count)[number]
