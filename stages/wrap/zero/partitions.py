@@ -2,7 +2,7 @@
 optimizer state, and of what is not trained.
 
 Masters are flat tensors, one per group (stages 1 and 2) or per sub-group (stage 3).
-`tests/stages/wrap/test_deepspeed_contract.py` guards the private names.
+`tests/stages/wrap/zero/test_compat.py` guards the private names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The blocks of a stage of a pipeline, and the arguments that it passes to the model."""
+"""Schedules of a pipeline, and the arguments that a stage passes to the model."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from types import SimpleNamespace
@@ -11,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.errors import StageError
 from pipeline.planning.trace.torch_compat import silent_group
 from stages.wrap.gradients import total_norm
 from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
-from stages.wrap.pipeline.split import keep_layers, layer_list
 from tests.support.batches import micro_batch
 from tests.support.processes import run_ranks
 
@@ -52,38 +48,6 @@ def test_flash_attention_is_told_of_documents_on_every_stage() -> None:
     assert model.seen["cu_seq_lens_q"].tolist() == [0, 2, 4, 7, 8]
     assert model.seen["position_ids"] is positions
     assert beats == [1]
-
-
-TINY = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "falcon", "bloom", "gpt2"])
-def test_what_stands_for_other_stages_returns_what_they_would(kind: str) -> None:
-    """A block of Falcon and Bloom returns a tuple; GPT-2 looks positions up on each stage."""
-    torch.manual_seed(0)
-    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY)).eval()
-    first, last = copy.deepcopy(whole), copy.deepcopy(whole)
-    keep_layers(first, range(1))
-    keep_layers(last, range(1, 2))
-    ids = torch.tensor([[3, 1, 4, 1, 5]])
-    parts = [
-        Stage(one, first=one is first, last=False, dtype=torch.float32, beat=lambda: None)
-        for one in (first, last)
-    ]
-    batch = micro_batch(ids, ids)
-    for part in parts:
-        part.batches = [(batch, batch)]
-    with torch.no_grad():
-        expected = whole.base_model(ids, use_cache=False).last_hidden_state
-        hidden = parts[1]._forward(parts[0]._forward(ids))
-    torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
-
-
-def test_a_model_without_one_list_of_blocks_is_refused() -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **TINY))
-    with pytest.raises(StageError, match="a opt has no one list of blocks"):
-        layer_list(model)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
