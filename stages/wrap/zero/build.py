@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pipeline import (
+    WEIGHT,
     Context,
     Engine,
     ModelSource,
@@ -41,7 +42,7 @@ from stages.wrap.build import (
     verify_engine,
 )
 from stages.wrap.context.attention import divide_sequence
-from stages.wrap.load_weights import load_weights
+from stages.wrap.load_weights import LocalShard, load_weights
 from stages.wrap.mesh import parameter_mesh, warn_of_slow_groups
 from stages.wrap.optimizer_groups import groups_of
 from stages.wrap.optimizer_state import require_zeros
@@ -49,7 +50,7 @@ from stages.wrap.passes import ModulePasses
 from stages.wrap.tensor.divide import divide_layers, replace_parameters
 from stages.wrap.zero import compat
 from stages.wrap.zero.config import generate, rule_problems
-from stages.wrap.zero.engine import ZeroEngine, ZeroModel
+from stages.wrap.zero.engine import ZeroEngine
 from stages.wrap.zero.fields import ZeroFields, uses_cpu_adam
 
 BEYOND_BUCKET = (
@@ -94,13 +95,17 @@ def build(
                     mpu=groups,
                 )
         passes = ModulePasses(module, model.scorer(live, group=group), ctx.dist, axes)
-        engine = (ZeroEngine if plan.parts else ZeroModel)(live, passes, precision, plan)
+        engine = ZeroEngine(live, passes, precision, plan)
         # Held weakly, so that its memory can be freed before the run ends.
         close = weakref.WeakMethod(engine.close)
         ctx.on_exit(lambda: (alive := close()) and alive())
         # Load masters and make parameters from them: masters that DeepSpeed makes from
         # parameters have lost what the compute dtype rounds off.
-        load_weights(engine.master_shards(), reader, ctx)
+        shards = (
+            LocalShard(one.name, one.start, one.state[WEIGHT], one.stride, one.count)
+            for one in engine.weights()
+        )
+        load_weights(shards, reader, ctx)
         engine.sync_compute_weights()
     verify_engine(ctx, engine, _expected(stage, ctx, precision, plan))
     return engine

@@ -139,6 +139,7 @@ def facts(live: Any) -> dict[str, Any]:
         "world_size": torch.distributed.get_world_size(zero.dp_process_group) * apart,
         "tensor_parallel": apart,
         "device": str(live.device).partition(":")[0],
+        "master": sorted({dtype_name(one.dtype) for one in master_partitions(zero)}),
         "reduce": dtype_name(reduce),
         "offload_optimizer": on_optimizer,
         "offload_param": on_parameters,
