@@ -21,8 +21,7 @@ def implementation(model: Any) -> str:
 
 
 def install(model: Any, name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Have the model's language part use functions for attention and masks, as implementation
-    `name`."""
+    """Register functions for attention and masks, and let the model's language part use them."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention)

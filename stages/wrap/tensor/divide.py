@@ -44,17 +44,14 @@ def divide_layers(
     config: TensorParallel, model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh,
     compiled: Sequence[nn.Module] = (), *, late: bool = False,
 ) -> None:  # fmt: skip
-    """Divide `model`, whose parameters are on the meta device, over the one axis `mesh`, in place,
-    as a recipe asks for it; `compiled` modules have compiled forward methods, and `late` parameters
-    are there no earlier than the modules that have them run. Raises StageError for a model that
-    does not divide so.
+    """Divide a model on the meta device over the one axis of `mesh`, in place. `compiled` modules
+    have compiled forward methods; `late` parameters are there only while their own modules run.
+    Raises StageError for a model that does not divide so.
 
-    Every parameter becomes a DTensor on `mesh`, tied ones stay one object; its elements are not
-    communicated. The forward takes the same tokens on every rank, and returns logits that are a
-    DTensor sharded by the vocabulary if the plan divides the output layer, else complete. With
-    `sequence` the length has to divide among the ranks.
-
-    Gradients are those of a loss that every rank computes alike: parts where weights are divided,
+    Every parameter becomes a DTensor on `mesh`, tied ones stay one object. The forward takes the
+    same tokens on every rank, and returns logits that are a DTensor sharded by the vocabulary if
+    the plan divides the output layer, else complete. With `sequence` the length has to divide among
+    the ranks. Every rank computes the same loss; gradients are parts where weights are divided,
     complete and equal on all ranks where they are not.
     """
     plan = resolve_plan(config, model, blocks)

@@ -114,6 +114,6 @@ def _check_linear(name: str, module: nn.Module, style: str, parts: int, *, uneve
     if any(".lora_magnitude_vector." in f".{key}." for key, _ in module.named_parameters()):
         raise StageError(f"{name}: DoRA needs whole rows of the weight; set dora: false")
     divided, what = (sizes[1], "outputs") if style in COLUMNS else (sizes[0], "inputs")
-    # Where a divided layer takes up what another gives, parts may differ in size.
+    # Parts of these may differ in size, as a divided layer consumes what another returns.
     if divided % parts and not (style in ("colwise", "rowwise") or uneven):
         raise StageError(f"{name}: {divided} {what} do not divide into {parts} parts")

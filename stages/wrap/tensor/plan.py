@@ -39,8 +39,8 @@ class Region:
     name: str
     block: str
     plain: bool
-    """Whether all that reads its input is sharded by columns, so that the gradient of the input is
-    a summand; otherwise each such layer sums the gradient of its own input."""
+    """Whether all readers of its input are sharded by columns, so that the gradient of the input is
+    a summand; otherwise each of them all-reduces its own input gradient."""
     divides: bool
     """Whether activations inside are sharded by features."""
 

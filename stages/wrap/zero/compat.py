@@ -128,7 +128,7 @@ def offload_devices(optimizer: Any) -> tuple[str | None, str | None]:
 
 
 def facts(live: Any) -> dict[str, Any]:
-    """The part of an engine's description that DeepSpeed has names of its own for."""
+    """The part of an engine's description that is read under DeepSpeed's names."""
     zero, apart = live.optimizer, int(live.mp_world_size)
     on_optimizer, on_parameters = offload_devices(zero)
     reduce = getattr(zero, "communication_data_type", None) or live.communication_data_type
@@ -151,7 +151,7 @@ def facts(live: Any) -> dict[str, Any]:
 
 def running_grad_norm(live: Any) -> float:
     """Norm of the gradients that the running step is about to apply; the engine's own norm is still
-    that of the step before."""
+    of the step before."""
     return float(live.optimizer._global_grad_norm)
 
 

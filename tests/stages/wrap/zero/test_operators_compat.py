@@ -141,7 +141,7 @@ def test_another_ninja_first_on_the_path_builds_nothing_anew(
 def test_compilers_end_with_the_process_that_compiles(
     tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """They are in process groups of their own; Ctrl-C raises in the process that waits. A killed
+    """Each is in a process group by itself; Ctrl-C raises in the process that waits. A killed
     compilation leaves nothing to wait for."""
     monkeypatch.setenv("CXX", compiler(tmp_path, first="touch $0.started; sleep 600"))
     command = [sys.executable, "-c", LOAD, str(tmp_path / "one")]
@@ -169,7 +169,7 @@ load("number", [sys.argv[1]], extra_cflags=["-O0", "-DNUMBER=8"], build_director
 def test_another_program_that_compiles_is_waited_for(
     tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has torch's lock alone; two that build in one folder spoil each other's files."""
+    """It has only torch's lock; two that build in one folder spoil each other's files."""
     builder, folder = Number(tmp_path / "one"), kept / "number"
     folder.mkdir(parents=True)
     waits = "touch $0.started; while [ ! -e $0.go ]; do sleep 0.1; done"
