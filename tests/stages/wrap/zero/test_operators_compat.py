@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -156,40 +155,6 @@ def test_compilers_end_with_the_process_that_compiles(
     assert (kept / "number" / "lock").exists() or number != signal.SIGKILL
     compiler(tmp_path)
     assert Number(tmp_path / "one").jit_load().number == 7
-
-
-OTHER = """
-import sys
-from torch.utils.cpp_extension import load
-load("number", [sys.argv[1]], extra_cflags=["-O0", "-DNUMBER=8"], build_directory=sys.argv[2])
-"""
-
-
-@pytest.mark.full
-def test_another_program_that_compiles_is_waited_for(
-    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has only torch's lock; two that build in one folder spoil each other's files."""
-    builder, folder = Number(tmp_path / "one"), kept / "number"
-    folder.mkdir(parents=True)
-    waits = "touch $0.started; while [ ! -e $0.go ]; do sleep 0.1; done"
-    monkeypatch.setenv("CXX", compiler(tmp_path, first=waits))
-    monkeypatch.setenv("PATH", str(Path(operators_compat.ninja()).parent), prepend=os.pathsep)
-    command = [sys.executable, "-c", OTHER, *builder.sources(), str(folder)]
-    load = [sys.executable, "-c", LOAD, str(tmp_path / "one")]
-    with subprocess.Popen(command) as other:
-        try:
-            assert becomes((tmp_path / "g++.started").exists)
-            ours = subprocess.Popen(load, stdout=subprocess.PIPE)
-            assert becomes((folder / "number.lock").exists)
-            time.sleep(1)
-            assert (folder / "lock").exists()
-            assert ours.poll() is None
-        finally:
-            (tmp_path / "g++.go").touch()
-    assert other.returncode == 0
-    said, _ = ours.communicate(timeout=120)
-    assert said.split()[-1] == b"8"
 
 
 def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
