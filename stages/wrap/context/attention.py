@@ -69,11 +69,12 @@ class ContextParallel:
         require_divisible(model, self._count, tensor)
         self._base = compat.implementation(model)
         self._mask = compat.mask_function(self._base)
-        self._positions: Tensor | None = None
+        self._positions: Tensor
+        """Positions of the whole sequence in the running forward, shape (samples, length)."""
         name = f"ulysses_{group.group_name}_{self._base}"
         compat.install(model, name, self._attend, self._whole_mask)
         for angles in document_angles(model):
-            angles.lengths = self._lengths
+            angles.lengths = lambda _: self._own(document_lengths(self._positions))
         # Stages of a pipeline call this one, not the model around it.
         model.base_model.register_forward_pre_hook(self._give_slice, with_kwargs=True)
 
@@ -93,15 +94,9 @@ class ContextParallel:
         passed = {**kwargs, "position_ids": self._own(whole), "attention_mask": seen}
         return args, passed | flash_documents(model, whole)
 
-    def _lengths(self, own: Tensor) -> Tensor:
-        """Length of each token's document, for this rank's slice of the positions."""
-        assert self._positions is not None
-        return self._own(document_lengths(self._positions))
-
     def _whole_mask(self, *, kv_length: int, mask_function: Callable[..., Any], **rest: Any) -> Any:
         """Called by the model for the mask of its slice; returns the whole sequence's mask."""
         assert self._mask is not None
-        assert self._positions is not None
         changed = {"q_length": kv_length, "attention_mask": None, "mask_function": mask_function}
         if (within := compat.within_documents(mask_function, self._positions)) is not None:
             changed |= {"mask_function": within, "allow_is_causal_skip": False}

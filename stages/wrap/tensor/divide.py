@@ -139,23 +139,21 @@ class _Installer:
     def _values(self, name: str, module: nn.Module) -> dict[str, Callable[[], Tensor]]:
         """What returns this rank's part of each of a module's own parameters."""
         entry, found = innermost(name, self.plan.styles), dict[str, Callable[[], Tensor]]()
-        rank, heads = self.mesh.get_local_rank(), self.plan.shared_heads.get(entry)
-        if heads is not None:
+        rank, size = self.mesh.get_local_rank(), self.plan.size
+        heads = self.plan.shared_heads.get(entry, 1)
+        if entry in self.plan.shared_heads:
             attention: Any = self.modules[entry.rpartition(".")[0]]
             if not getattr(attention, "keys_are_shared", False):
-                attention.num_key_value_groups *= heads
-                attention.num_key_value_groups //= self.plan.size
+                attention.num_key_value_groups = attention.num_key_value_groups * heads // size
                 attention.keys_are_shared = True
+        # Rows of the one head that this rank's queries attend to.
+        head = (1, 0) if ".lora_A." in f"{name}." else (heads, rank * heads // size)
         for leaf in (leaf for leaf, one in module._parameters.items() if one is not None):
-            summed, part = f"{name}.{leaf}".removeprefix(".") in self.plan.summed, None
-            if heads is not None and ".lora_A." not in f"{name}.":
-                # Rows of the one head that this rank's queries attend to.
-                part = functools.partial(_chunk, heads, rank * heads // self.plan.size)
-            elif leaf == "bias" and self.plan.styles.get(entry) in ROWS:
-                # Outputs are summed over ranks, so one adds it.
-                part = functools.partial(torch.mul, other=float(rank == 0))
-            group = self.group if summed else None
-            found[leaf] = functools.partial(_local_value, module, leaf, group, part)
+            group = self.group if f"{name}.{leaf}".removeprefix(".") in self.plan.summed else None
+            # Outputs of row layers are summed over ranks, so one adds the bias.
+            once = leaf == "bias" and self.plan.styles.get(entry) in ROWS
+            factor = 0.0 if once and rank > 0 else 1.0
+            found[leaf] = functools.partial(_local_value, module, leaf, group, head, factor)
         return found
 
     def _use_values_within(self, module: nn.Module) -> None:
@@ -244,17 +242,14 @@ class _Installer:
 
 
 def _local_value(
-    module: nn.Module, name: str, group: ProcessGroup | None,
-    part: Callable[[Tensor], Tensor] | None,
-) -> Tensor:  # fmt: skip
-    """This rank's part of a parameter, differentiable; its gradients are summed over `group`, in
-    fp32."""
+    module: nn.Module, name: str, group: ProcessGroup | None, chunk: tuple[int, int], factor: float
+) -> Tensor:
+    """This rank's part of a parameter, differentiable: one of several equal chunks of it, times a
+    factor. Its gradients are summed over `group`, in fp32."""
     parameter: Any = module._parameters[name]
     value = local_part(parameter)
     if group is not None:
         value = sum_gradients(value.float(), group).to(value.dtype)
-    return value if part is None else part(value)
-
-
-def _chunk(count: int, number: int, whole: Tensor) -> Tensor:
-    return whole.chunk(count)[number]
+    count, number = chunk
+    value = value if count == 1 else value.chunk(count)[number]
+    return value if factor == 1.0 else value * factor

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -125,6 +126,7 @@ SEEDS = 1 << 40
 STRIDE = 0x9E3779B1  # odd, so that places in one block have different seeds
 
 
+@dataclass(frozen=True)
 class Streams:
     """Random numbers of dropout on one of `size` ranks: different masks on what ranks divide, equal
     ones on what each has whole.
@@ -135,8 +137,8 @@ class Streams:
     seed, so that it is known in a recomputed part too. No device is waited for.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+    rank: int
+    size: int
 
     @contextlib.contextmanager
     def own(self) -> Iterator[None]:
@@ -155,11 +157,11 @@ class Streams:
 
     def switch(self, place: int, *, shared: bool) -> None:
         """Inside of `own`: go on with a place's numbers, up to the end of `own` or `shared`."""
-        drawn = torch.initial_seed() // (self._size + 1)
+        drawn = torch.initial_seed() // (self.size + 1)
         self._seed((drawn + place * STRIDE) % SEEDS, shared=shared)
 
     def _seed(self, drawn: int, *, shared: bool) -> None:
-        torch.manual_seed(drawn * (self._size + 1) + (0 if shared else 1 + self._rank))
+        torch.manual_seed(drawn * (self.size + 1) + (0 if shared else 1 + self.rank))
 
 
 def _restored() -> AbstractContextManager[None]:

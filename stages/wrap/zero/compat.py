@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline import DistContext, OptimizerPart, dtype_name
+from stages.wrap.gradients import LossScaler
 from stages.wrap.zero.operators_compat import keep_operators
 
 
@@ -85,10 +86,11 @@ def partitioner(config: Mapping[str, Any], groups: Any) -> Callable[[nn.Paramete
     return lambda parameter: init._convert_to_zero_parameters([parameter])
 
 
-def forget_groups() -> None:
-    """Drop the groups that an engine has left to the next one of this process."""
+def destroy(live: Any) -> None:
+    """Free an engine, and drop the groups that it leaves to the next one of this process."""
     from deepspeed.utils import groups
 
+    live.destroy()
     groups.mpu = None
 
 
@@ -155,11 +157,12 @@ def running_grad_norm(live: Any) -> float:
     return float(live.optimizer._global_grad_norm)
 
 
-def set_loss_scale(zero: Any, scale: float) -> None:
-    """Set the scale of the next backward. Left to itself, DeepSpeed grows the scale before it
-    unscales the gradients of the same step, which halves them, and ends the run at its least
-    scale."""
-    zero.loss_scaler.cur_scale, zero.loss_scaler.min_scale = scale, 0.0
+def set_loss_scale(zero: Any, scaler: LossScaler | None) -> None:
+    """Set the scale of the next backward, if there is loss scaling. Left to itself, DeepSpeed grows
+    the scale before it unscales the gradients of the same step, which halves them, and ends the run
+    at its least scale."""
+    if scaler is not None:
+        zero.loss_scaler.cur_scale, zero.loss_scaler.min_scale = scaler.scale, 0.0
 
 
 def start_optimizer_state(

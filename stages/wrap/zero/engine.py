@@ -66,7 +66,7 @@ class ZeroEngine(TorchEngine):
         if plan.parts:
             # Groups are renewed when a checkpoint is loaded, base rates are not.
             self._base_rates = [group["lr"] for group in self.zero.optimizer.param_groups]
-            self._set_loss_scale()
+            compat.set_loss_scale(self.zero, self.scaler)
 
     @property
     def zero(self) -> Any:
@@ -76,10 +76,6 @@ class ZeroEngine(TorchEngine):
     @functools.cached_property
     def _flats(self) -> list[FlatMaster]:
         return list(flat_masters(self.zero, self.parts[0])) if self.plan.parts else []
-
-    def _set_loss_scale(self) -> None:
-        if self.scaler is not None:
-            compat.set_loss_scale(self.zero, self.scaler.scale)
 
     def accumulate(
         self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
@@ -114,7 +110,7 @@ class ZeroEngine(TorchEngine):
         finite = bool(live.was_step_applied())
         if self.scaler is not None:
             self.scaler.update(overflowed=not finite)
-            self._set_loss_scale()
+        compat.set_loss_scale(self.zero, self.scaler)
         applied = finite and all(asked)
         self._applied += applied
         norm = float(live.get_global_grad_norm())
@@ -156,7 +152,7 @@ class ZeroEngine(TorchEngine):
         compat.restore_bias_correction(self.zero.optimizer)
         if self.scaler is not None and state.loss_scale is not None:
             self.scaler.restore(state.loss_scale)
-            self._set_loss_scale()
+        compat.set_loss_scale(self.zero, self.scaler)
 
     def _trained(self, *, write: bool) -> Iterator[Fragment]:
         for flat in self._flats:
@@ -216,8 +212,7 @@ class ZeroEngine(TorchEngine):
         if self.deepspeed is None:
             return
         if self.zero is not None:
-            self.deepspeed.destroy()
-            compat.forget_groups()
+            compat.destroy(self.deepspeed)
         self.deepspeed = None
         del self.passes, self.parts
         vars(self).pop("_flats", None)
