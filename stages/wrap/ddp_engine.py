@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from stages.wrap.ddp import Ddp
 
 
-DDP = "DistributedDataParallel"
-
-
 def build(
     config: "Ddp", ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> TorchEngine:
@@ -54,16 +51,20 @@ def build(
     axes, model = required(config, ctx.dist.world_size), source_of(model, plan)
     module = build_module(ctx, model, precision, replicas=everyone, casts=True)
     group = divide_sequence(module, axes, ctx.dist.device.type)
-    expected = {"engine": "none", "device": ctx.dist.device.type}
-    engine: TorchEngine
-    if plan.parts:
-        replica, expected["engine"] = _replicate(config, module, ctx, precision), DDP
-        passes = ModulePasses(module, model.scorer(replica, group=group), ctx.dist, axes)
-        engine = DdpEngine(replica, passes, make_optimizers(plan, module), precision, plan)
-    else:  # torch's wrapper takes no model without gradients
-        passes = ModulePasses(module, model.scorer(module, group=group), ctx.dist, axes)
-        engine = TorchEngine(passes, [], precision, plan)
-    verify_engine(ctx, engine, {**declared_facts(ctx, precision), **expected})
+    # torch's wrapper takes no model without gradients.
+    live = _replicate(config, module, ctx, precision) if plan.parts else module
+    passes = ModulePasses(module, model.scorer(live, group=group), ctx.dist, axes)
+    engine = (
+        DdpEngine(live, passes, make_optimizers(plan, module), precision, plan)
+        if isinstance(live, DistributedDataParallel)
+        else TorchEngine(passes, [], precision, plan)
+    )
+    expected = {
+        **declared_facts(ctx, precision),
+        "engine": "DistributedDataParallel" if plan.parts else "none",
+        "device": ctx.dist.device.type,
+    }
+    verify_engine(ctx, engine, expected)
     return engine
 
 
@@ -94,10 +95,9 @@ class DdpEngine(TorchEngine):
 
     def __init__(self, replica: DistributedDataParallel, *rest: Any) -> None:
         super().__init__(*rest)
-        self._replica = replica
-        self._records_graph = replica.static_graph
+        self._replica, self._records_graph = replica, replica.static_graph
         self._sums = BucketSums()
-        self._remember_places()
+        self._sums.remember(replica)
         replica.zero_grad()
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
@@ -111,14 +111,8 @@ class DdpEngine(TorchEngine):
         self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
     ) -> StepReport:
         require_reduced(self._replica)
-        self._remember_places()
+        self._sums.remember(self._replica)
         return super().step(lr_scales=lr_scales, should_step=should_step)
-
-    def _remember_places(self) -> None:
-        """Remember where gradients lie in the buckets, if they can add up there."""
-        if sums_in_buckets(self._replica):
-            places = [(one, one.grad) for one in self._replica.parameters()]
-            self._sums.places = [(one, place) for one, place in places if place is not None]
 
     def describe(self) -> Mapping[str, Any]:
         reductions = [state for state in hook_states(self._replica) if isinstance(state, ReduceIn)]
@@ -129,12 +123,17 @@ class DdpEngine(TorchEngine):
 
 class BucketSums:
     """Lets gradients of several micro-batches add up in the buckets, which exist anyway: elsewhere,
-    they would take as much memory again. That of a single one is written there, which is faster."""
+    they would take as much memory again. A single one is written there, which is faster."""
 
     def __init__(self) -> None:
         self.places: list[tuple[nn.Parameter, Tensor]] = []
         """Each parameter's place in a bucket."""
         self._begun = False
+
+    def remember(self, replica: DistributedDataParallel) -> None:
+        """Remember where gradients lie in the buckets, if they can add up there."""
+        if sums_in_buckets(replica):
+            self.places = [(one, one.grad) for one in replica.parameters() if one.grad is not None]
 
     def begin(self, *, last: bool) -> None:
         """Prepare for a micro-batch, the `last` of a step or not."""
@@ -153,10 +152,8 @@ class ReduceIn:
 
 
 def reduce_in(state: ReduceIn, bucket: GradBucket) -> Future[Tensor]:
-    """DDP communication hook: cast a bucket, average it over all ranks, cast it back.
-
-    torch's own hooks do the same for NCCL only.
-    """
+    """DDP communication hook: cast a bucket, average it over all ranks, cast it back. torch's hooks
+    do the same for NCCL only."""
     gradient = bucket.buffer()
     # Dividing first keeps the sum in the range of fp16.
     narrow = gradient.to(state.dtype).div_(state.group.size())

@@ -19,7 +19,9 @@ def divide_experts(model: Any, mesh: DeviceMesh, tensor: DeviceMesh) -> list[nn.
 
     Every rank holds an equal share of the experts. It sends each token to the ranks of its experts
     and gets their results back, so an expert's gradient is of the tokens of all ranks of `mesh`.
-    Raises StageError for a model without such a plan, or whose experts do not divide.
+    Raises StageError for a model without a plan of experts, for experts that do not divide, and for
+    parameters that ranks with different experts would share, as their gradients would count once
+    for each of these ranks.
     """
     refuse_type("expert_parallel", model.config)
     plan = compat.plan_of(model)
@@ -33,18 +35,12 @@ def divide_experts(model: Any, mesh: DeviceMesh, tensor: DeviceMesh) -> list[nn.
     found = [modules[name] for name, style in plan.items() if style == compat.DISPATCHED]
     for experts in found:
         compat.divide_updates(experts, mesh)
-        _require_divided(experts)
+        for name, parameter in experts.named_parameters():
+            places = parameter.placements if isinstance(parameter, DTensor) else ()
+            if not any(place.is_shard() for place in places):
+                raise StageError(
+                    f"expert_parallel: {name} of {type(experts).__name__} is not divided with the "
+                    "experts",
+                    hint="leave out expert_parallel for this model",
+                )
     return found
-
-
-def _require_divided(experts: nn.Module) -> None:
-    """Raise StageError for a parameter that ranks with different experts would all have: its
-    gradient would count once for each of them."""
-    for name, parameter in experts.named_parameters():
-        places = parameter.placements if isinstance(parameter, DTensor) else ()
-        if not any(place.is_shard() for place in places):
-            kind = type(experts).__name__
-            raise StageError(
-                f"expert_parallel: {name} of {kind} is not divided with the experts",
-                hint="leave out expert_parallel for this model",
-            )

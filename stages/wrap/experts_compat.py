@@ -36,36 +36,29 @@ def divide_updates(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the updates of an experts' module, which are in modules inside of it, by experts, and
     let its forward find local tensors there."""
     inside = [one for one in experts.modules() if one is not experts]
-    for module in inside:
-        for name, weight in module.named_parameters(recurse=False):
+    places = [(module, name) for module in inside for name in module._parameters]
+    for module, name in places:
+        if (weight := module._parameters[name]) is not None:
             own = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
             module._parameters[name] = nn.Parameter(own, requires_grad=weight.requires_grad)
     forward = experts.forward
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        with _local(inside):
-            return forward(*args, **kwargs)
-
-    if any(True for module in inside for _ in module.parameters(recurse=False)):
-        experts.forward = replaced
-
-
-@contextlib.contextmanager
-def _local(modules: list[nn.Module]) -> Iterator[None]:
-    whole: list[tuple[nn.Module, str, nn.Parameter | None]] = [
-        (module, name, one)
-        for module in modules
-        for name, one in module._parameters.items()
-        if isinstance(one, DTensor)
-    ]
-    for module, name, one in whole:
-        part: Any = one.to_local()  # type: ignore[union-attr]
-        module._parameters[name] = part
-    try:
-        yield
-    finally:
+        whole: list[tuple[nn.Module, str, Any]] = [
+            (module, name, one)
+            for module, name in places
+            if isinstance(one := module._parameters[name], DTensor)
+        ]
         for module, name, one in whole:
-            module._parameters[name] = one
+            module._parameters[name] = one.to_local()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for module, name, one in whole:
+                module._parameters[name] = one
+
+    if places:
+        experts.forward = replaced
 
 
 @contextlib.contextmanager

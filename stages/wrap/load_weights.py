@@ -8,7 +8,7 @@ faster than sending.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -40,19 +40,14 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     persistent buffers."""
     yield from module.named_parameters()
     persistent = module.state_dict(keep_vars=True)
-    for name, buffer in module.named_buffers():
-        if name in persistent:
-            yield name, buffer
+    yield from (pair for pair in module.named_buffers() if pair[0] in persistent)
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
     """Tied parameter's name -> the name under which `named_parameters` lists it."""
     first = {parameter: name for name, parameter in module.named_parameters()}
-    return {
-        name: first[parameter]
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if first[parameter] != name
-    }
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[one] for name, one in every if first[one] != name}
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -82,21 +77,36 @@ def load_weights(
     same shards, it is collective over them, and all shards must stay valid. Raises StageError for
     files that cannot be read.
     """
+    device, count = ctx.dist.device, 1 if replicas is None else replicas.size()
+    if replicas is None or count == 1:
+        _read(shards, reader, ctx)
+        return
+    # Shares of about as many elements: a shard is in the share that its middle lies in.
+    listed, rank, begin = list(shards), replicas.rank(), 0
+    total = sum(shard.target.numel() for shard in listed)
+    shares: list[list[LocalShard]] = [[] for _ in range(count)]
+    for shard in listed:
+        middle = begin + shard.target.numel() // 2
+        shares[min(middle * count // max(total, 1), count - 1)].append(shard)
+        begin += shard.target.numel()
+    if reader.as_stored and device.type == "cpu":
+        # gloo sends 1 GB/s, the page cache 10. Each rank begins with another share, so that all of
+        # them together read each byte from the disk once.
+        _read(itertools.chain(*shares[rank:], *shares[:rank]), reader, ctx)
+        return
+    _read(shares[rank], reader, ctx)
     with torch.no_grad():
-        if replicas is None or torch.distributed.get_world_size(replicas) == 1:
-            _read(shards, reader, ctx)
-            return
-        shares = _shares(list(shards), torch.distributed.get_world_size(replicas))
-        rank = torch.distributed.get_rank(replicas)
-        if reader.as_stored and ctx.dist.device.type == "cpu":
-            # gloo sends 1 GB/s, the page cache gives 10. Each rank begins with another share, so
-            # that all of them together read each byte from the disk once.
-            _read(itertools.chain(*shares[rank:], *shares[:rank]), reader, ctx)
-        else:
-            _read(shares[rank], reader, ctx)
-            _exchange(shares, replicas, ctx.dist.device)
+        for number, share in enumerate(shares):
+            owner = torch.distributed.get_global_rank(replicas, number)
+            for shard in share:
+                # Offloaded values travel over the device's network too.
+                value = shard.target.to(device)
+                torch.distributed.broadcast(value, src=owner, group=replicas)
+                if value is not shard.target:
+                    shard.target.copy_(value)
 
 
+@torch.no_grad()
 def _read(shards: Iterable[LocalShard], reader: TensorReader, ctx: Context) -> None:
     before = reader.bytes_read
     with activity("loading weights", unit=BYTES) as loading:
@@ -111,29 +121,3 @@ def _read(shards: Iterable[LocalShard], reader: TensorReader, ctx: Context) -> N
             before = reader.bytes_read
     if reader.bytes_read:
         ctx.log.info("weights loaded: this process read %s", loading.summary())
-
-
-def _exchange(
-    shares: Sequence[Sequence[LocalShard]], replicas: ProcessGroup, device: torch.device
-) -> None:
-    for number, share in enumerate(shares):
-        owner = torch.distributed.get_global_rank(replicas, number)
-        for shard in share:
-            # Offloaded values travel over the device's network too.
-            value = shard.target.to(device)
-            torch.distributed.broadcast(value, src=owner, group=replicas)
-            if value is not shard.target:
-                shard.target.copy_(value)
-
-
-def _shares(shards: Sequence[LocalShard], count: int) -> list[list[LocalShard]]:
-    """The shards in order, in `count` shares of about as many elements each, one for each rank: a
-    shard is in the share that its middle lies in."""
-    total = sum(shard.target.numel() for shard in shards)
-    shares: list[list[LocalShard]] = [[] for _ in range(count)]
-    begin = 0
-    for shard in shards:
-        middle = begin + shard.target.numel() // 2
-        shares[min(middle * count // max(total, 1), count - 1)].append(shard)
-        begin += shard.target.numel()
-    return shares

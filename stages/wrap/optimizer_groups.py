@@ -1,17 +1,17 @@
-"""The plan's parts and their groups of parameters: in torch optimizers, and in a training state."""
+"""The plan's parts and their groups of parameters, in torch optimizers and in a training state."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeline import EngineState, NamedParameter, OptimizerPart, OptimizerPlan, StageError
 from pipeline.utils import local_part
-from stages.wrap.build import named_parameters
+from stages.wrap.build import named_parts
 from stages.wrap.optimizer_state import fixed_state, group_state, require_zeros
 from stages.wrap.whole_matrices import MatrixExchange
 
@@ -24,27 +24,30 @@ class LivePart(NamedTuple):
     plan: OptimizerPart
     optimizer: Optimizer
 
+    def state(self, parameter: Tensor) -> dict[str, Any]:
+        """A parameter's state, for which a rule may make a new mapping in each update."""
+        found: dict[str, Any] = self.optimizer.state[parameter]
+        return found
 
-def make_optimizers(plan: OptimizerPlan, module: nn.Module) -> list[LivePart]:
-    """The plan's optimizers of the module; see `build_optimizers`."""
-    return build_optimizers(plan, list(named_parameters(module)))
 
-
-def build_optimizers(
-    plan: OptimizerPlan,
-    named: Iterable[NamedParameter],
-    here: Collection[nn.Parameter] | None = None,
+def make_optimizers(
+    plan: OptimizerPlan, module: nn.Module, parts: Sequence[nn.Module] | None = None
 ) -> list[LivePart]:
-    """The optimizers of the parts that have parameters on this rank, which are those in `here`, or
-    all of `named`. Each group keeps its base rate as `initial_lr`. Raises StageError if nothing is
-    trained."""
+    """The optimizers of the plan's parts that have parameters on this rank, in groups of the whole
+    `module`, of which the rank may have `parts` only. Each group keeps its base rate as
+    `initial_lr`. Raises StageError if nothing is trained."""
+    parts = [module] if parts is None else parts
+    here = {one for part in parts for one in part.parameters()}
     found = []
-    for number, (part, own) in enumerate(zip(plan.parts, plan.divide(named), strict=True)):
-        groups = [
-            {**group, "params": same}
-            for group in (groups_of(part, own) if own else ())
-            for same in _by_mesh(one for one in group["params"] if here is None or one in here)
-        ]
+    divided = plan.divide(named_parts(module, parts))
+    for number, (part, own) in enumerate(zip(plan.parts, divided, strict=True)):
+        groups = []
+        for group in groups_of(part, own) if own else ():
+            by_mesh = defaultdict(list)  # torch updates a group's parameters together
+            for one in group["params"]:
+                if one in here:
+                    by_mesh[getattr(one, "device_mesh", None)].append(one)
+            groups += [{**group, "params": same} for same in by_mesh.values()]
         if groups:
             require_zeros(part, local_part(groups[0]["params"][0]).device)
             whole = () if part.elementwise else (MatrixExchange(),)
@@ -65,9 +68,9 @@ def groups_of(part: OptimizerPart, own: Sequence[NamedParameter]) -> list[dict[s
     groups = part.groups(own)
     taken = Counter(id(one) for group in groups for one in group["params"])
     for one in own:
-        if taken[id(one.parameter)] != 1:
-            times = f"in {taken[id(one.parameter)]} groups"
-            raise StageError(f"{part.name or part.algorithm} has {one.name} {times}, not in one")
+        if (times := taken[id(one.parameter)]) != 1:
+            rule = part.name or part.algorithm
+            raise StageError(f"{rule} has {one.name} in {times} groups, not in one")
     return groups
 
 
@@ -84,11 +87,3 @@ def grouped_state(
         for group in (groups_of(part, own) if own else ())
     ]
     return fixed_state(module, groups, lambda tensor: tuple(tensor.shape))
-
-
-def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters by the mesh on which they lie, as torch updates a group's together."""
-    found: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return list(found.values())

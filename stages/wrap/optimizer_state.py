@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,16 +27,15 @@ def start_state(optimizer: Optimizer, part: OptimizerPart) -> None:
         for parameter in group["params"]:
             if optimizer.state[parameter]:
                 continue
-            if part.packing is None:
-                state = {name: torch.zeros_like(parameter.detach()) for name in part.moments}
-            else:
-                own = flat(parameter)
-                state = part.packing.start(own, own.numel())
-            count: dict[str, Tensor] = {}
+            own, state = flat(parameter), dict[str, Tensor]()
             if part.counts_updates:
                 place = parameter.device if on_device else torch.device("cpu")
-                count[UPDATES] = torch.zeros((), dtype=torch.float32, device=place)
-            optimizer.state[parameter] = count | state
+                state[UPDATES] = torch.zeros((), dtype=torch.float32, device=place)
+            if part.packing is None:
+                state |= {name: torch.zeros_like(parameter.detach()) for name in part.moments}
+            else:
+                state |= part.packing.start(own, own.numel())
+            optimizer.state[parameter] = state
 
 
 def read_moments(
@@ -75,8 +74,8 @@ def require_known(
     state: Mapping[str, Any], part: OptimizerPart, optimizer: str, parameter: Tensor
 ) -> None:
     """Raise StageError for state other than the part's moments, each of the shape of this rank's
-    part of the `parameter`, such as a factored second moment: it cannot be split by parameter.
-    Packed state is the packing's own."""
+    part of the `parameter`: a factored second moment cannot be split by parameter. Packed state is
+    the packing's own."""
     if part.packing is not None:
         return
     if _kept(state, part) != set(part.moments):
@@ -88,112 +87,6 @@ def require_known(
                 f"{optimizer} keeps {name!r} of shape {shape} for a parameter of shape "
                 f"{tuple(parameter.shape)}; such state cannot be saved"
             )
-
-
-@contextlib.contextmanager
-def declared_state(optimizer: Optimizer, part: OptimizerPart) -> Iterator[None]:
-    """Raise StageError if the update in the body looks for something in a parameter's state that
-    the part does not declare, so that `start_state` has not made it; or if it has added state that
-    the part does not declare, to a parameter's, next to these or to a group: no checkpoint would
-    have it, and a resume would go on without. What a rule keeps in attributes of its own is not
-    seen.
-    """
-    groups = [_settings(group) for group in optimizer.param_groups]
-    started = {of: state for of, state in optimizer.state.items() if type(state) is dict}
-    optimizer.state.update((of, _Started(state)) for of, state in started.items())
-    try:
-        yield
-    except _MissingState as error:
-        counts = f"counts_updates={part.counts_updates}"
-        raise StageError(
-            f"{type(optimizer).__name__} looks for {error} in a parameter's state, and its stage "
-            f"declares moments {sorted(part.moments)} and {counts}",
-            hint="declare every key of its state; `step` is the count of updates",
-        ) from error
-    finally:
-        for of, state in optimizer.state.items():
-            if isinstance(state, _Started):
-                optimizer.state[of] = dict(state)
-    name = type(optimizer).__name__
-    for group, before in zip(optimizer.param_groups, groups, strict=True):
-        if changed := [key for key, now in _settings(group).items() if before.get(key) != now]:
-            raise StageError(
-                f"{name} keeps {sorted(changed)} in a group of parameters; such state cannot be "
-                "saved",
-                hint="keep it in the state of each parameter, and declare it",
-            )
-    for of, state in optimizer.state.items():
-        if not isinstance(of, Tensor):
-            raise StageError(
-                f"{name} keeps {of!r} next to the state of parameters; such state cannot be saved",
-                hint="keep it in the state of each parameter, and declare it",
-            )
-        if part.packing is None and not _kept(state, part) <= set(part.moments):
-            raise _not_declared(state, part, name)
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and words of a group, but for its count of updates and its rate, which each step
-    sets."""
-    return {
-        key: value
-        for key, value in group.items()
-        if isinstance(value, int | float | str) and key not in ("lr", UPDATES)
-    }
-
-
-def require_zeros(part: OptimizerPart, device: torch.device) -> None:
-    """Raise StageError for a rule that does not begin with the state that `start_state` makes, by
-    two updates of a small matrix: one from that state, and one from none. A rule that fails here
-    fails in its first update, which reports it."""
-    if part.packing is not None:
-        return
-    same = True
-    # The random numbers of training stay as they are.
-    fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-    with contextlib.suppress(Exception), fork:
-        given, own = (_updated(part, device, started=started) for started in (True, False))
-        same = all(torch.equal(given[name], own[name]) for name in given.keys() & own.keys())
-    if not same:
-        raise StageError(
-            f"{part.algorithm} does not begin with moments of zeros, and its stage says so",
-            hint="describe them by a packing (StateCodec), whose `start` makes them",
-        )
-
-
-def _updated(part: OptimizerPart, device: torch.device, *, started: bool) -> dict[str, Tensor]:
-    """A matrix and its moments after an update."""
-    values = torch.arange(1.0, 65.0, device=device).view(8, 8)
-    parameter = nn.Parameter(values / 64)
-    parameter.grad = values.flip(0) / 64
-    whole = () if part.elementwise else (_undivided,)
-    optimizer = part.build([{"params": [parameter]}], *whole)
-    if started:
-        start_state(optimizer, part)
-    optimizer.step()
-    state = optimizer.state[parameter]
-    moments = {name: state[name] for name in part.moments if isinstance(state.get(name), Tensor)}
-    return {"": parameter.detach(), **moments}
-
-
-def _undivided(
-    parameters: Iterable[nn.Parameter],
-    part: Callable[[nn.Parameter], Tensor],
-    function: Callable[[Tensor], Tensor],
-) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The `WholeMatrices` of matrices that nobody divides."""
-    return ((parameter, function(part(parameter))) for parameter in parameters)
-
-
-class _MissingState(KeyError):
-    """A key that a parameter's state does not have, unlike one that is missing elsewhere."""
-
-
-class _Started(dict[str, Any]):
-    """A parameter's state."""
-
-    def __missing__(self, key: str) -> Any:
-        raise _MissingState(key)
 
 
 def _kept(state: Mapping[str, Any], part: OptimizerPart) -> set[str]:
@@ -209,15 +102,102 @@ def _not_declared(state: Mapping[str, Any], part: OptimizerPart, optimizer: str)
     )
 
 
+class _MissingState(KeyError):
+    """A key that a parameter's state does not have, unlike one that is missing elsewhere."""
+
+
+class _Started(dict[str, Any]):
+    def __missing__(self, key: str) -> Any:
+        raise _MissingState(key)
+
+
+@contextlib.contextmanager
+def declared_state(optimizer: Optimizer, part: OptimizerPart) -> Iterator[None]:
+    """Raise StageError if the update in the body looks for state that the part does not declare, or
+    adds such state to a parameter's, next to these or to a group: no checkpoint would have it, and
+    a resume would go on without. What a rule keeps in its own attributes is not seen."""
+
+    def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+        """A group's numbers and words but its count of updates and its rate, set in each step."""
+        words = {key: one for key, one in group.items() if isinstance(one, int | float | str)}
+        return {key: one for key, one in words.items() if key not in ("lr", UPDATES)}
+
+    name, hint = type(optimizer).__name__, "keep it in the state of each parameter, and declare it"
+    groups = [settings(group) for group in optimizer.param_groups]
+    started = {of: state for of, state in optimizer.state.items() if type(state) is dict}
+    optimizer.state.update((of, _Started(state)) for of, state in started.items())
+    try:
+        yield
+    except _MissingState as error:
+        counts = f"counts_updates={part.counts_updates}"
+        raise StageError(
+            f"{name} looks for {error} in a parameter's state, and its stage declares moments "
+            f"{sorted(part.moments)} and {counts}",
+            hint="declare every key of its state; `step` is the count of updates",
+        ) from error
+    finally:
+        for of, state in optimizer.state.items():
+            if isinstance(state, _Started):
+                optimizer.state[of] = dict(state)
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        if changed := [key for key, now in settings(group).items() if before.get(key) != now]:
+            raise StageError(
+                f"{name} keeps {sorted(changed)} in a group of parameters; such state cannot be "
+                "saved",
+                hint=hint,
+            )
+    for of, state in optimizer.state.items():
+        if not isinstance(of, Tensor):
+            raise StageError(
+                f"{name} keeps {of!r} next to the state of parameters; such state cannot be saved",
+                hint=hint,
+            )
+        if part.packing is None and not _kept(state, part) <= set(part.moments):
+            raise _not_declared(state, part, name)
+
+
+def require_zeros(part: OptimizerPart, device: torch.device) -> None:
+    """Raise StageError for a rule that does not begin with the state that `start_state` makes: it
+    updates a small matrix from that state and from none. A rule that fails here fails in its first
+    update, which reports it."""
+    if part.packing is not None:
+        return
+
+    def updated(*, started: bool) -> dict[str, Tensor]:
+        """The matrix and its moments after an update."""
+        values = torch.arange(1.0, 65.0, device=device).view(8, 8)
+        parameter = nn.Parameter(values / 64)
+        parameter.grad = values.flip(0) / 64
+        undivided = [lambda given, of, function: ((one, function(of(one))) for one in given)]
+        optimizer = part.build([{"params": [parameter]}], *([] if part.elementwise else undivided))
+        if started:
+            start_state(optimizer, part)
+        optimizer.step()
+        state = optimizer.state[parameter]
+        moments = {name: state[name] for name in part.moments if torch.is_tensor(state.get(name))}
+        return {"": parameter.detach(), **moments}
+
+    same = True
+    # The random numbers of training stay as they are.
+    fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with contextlib.suppress(Exception), fork:
+        given, own = updated(started=True), updated(started=False)
+        same = all(torch.equal(given[name], own[name]) for name in given.keys() & own.keys())
+    if not same:
+        raise StageError(
+            f"{part.algorithm} does not begin with moments of zeros, and its stage says so",
+            hint="describe them by a packing (StateCodec), whose `start` makes them",
+        )
+
+
 def group_state(
     part: OptimizerPart, given: Mapping[str, Any], names: Sequence[str]
 ) -> ParameterGroup:
-    """A group of the part as a training state has it, with the settings that are `given`, its base
-    rate among them."""
-    settings = {**part.hyperparameters, **given}
+    """A group of the part in a training state, with the settings that are `given`, its base rate
+    among them."""
+    settings = {key: given.get(key, own) for key, own in part.hyperparameters.items()}
     return ParameterGroup(
-        settings={key: settings[key] for key in part.hyperparameters}
-        | {"lr": float(settings["lr"])},
+        settings=settings | {"lr": float(settings["lr"])},
         parameters=list(names),
         moments=tuple(part.moments),
     )
@@ -232,7 +212,7 @@ def fixed_state(
     return EngineState(
         shapes={name: shape(tensor) for name, tensor in stored_tensors(module)},
         aliases=aliases(module),
-        frozen=[name for name, p in module.named_parameters() if not p.requires_grad],
+        frozen=[name for name, one in module.named_parameters() if not one.requires_grad],
         groups=groups,
         updates={},
         loss_scale=None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -23,13 +22,12 @@ Ranges = Sequence[tuple[int, int]]
 
 def tiles_of(name: str, tensor: Tensor) -> list[Tile]:
     """The tiles that make up this process's elements, in their order here; none without any.
-
-    Raises StageError for partial sums, and for elements that lie in too many tiles.
-    """
+    Raises StageError for partial sums, and for elements that lie in too many tiles."""
     if not isinstance(tensor, DTensor):
         return [Tile(0, tensor.numel())] if tensor.numel() else []
-    ranges, cut = _held(name, tensor, tensor.device_mesh.get_coordinate())
-    found = _tiles(tuple(tensor.shape), ranges, cut)
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None, f"{name}: this process is outside of its mesh"
+    found = _tiles(tuple(tensor.shape), *held_ranges(tensor, place, name))
     listed = list(itertools.islice(found, MOST_TILES + 1))
     if len(listed) > MOST_TILES:
         raise StageError(
@@ -48,83 +46,60 @@ def part_of(own: Iterable[Tile], start: int, stop: int) -> Iterator[Tile]:
     for tile in own:
         low, high = max(start - begin, 0), min(stop - begin, tile.numel)
         begin += tile.numel
-        if low < high:
-            yield from _runs(tile, low, high)
+        if low >= high:
+            continue
+        run = tile.stop - tile.start
+        (first, left), (last, right) = divmod(low, run), divmod(high, run)
+        # Rows: the first without its beginning, those between, the last without its end.
+        spans = [(first, left, right, 1)]
+        if first < last:
+            between = first + (left > 0)
+            spans = [(first, left, run, int(left > 0)), (between, 0, run, last - between)]
+            spans.append((last, 0, right, int(right > 0)))
+        for row, left, right, count in spans:
+            if count:
+                base = tile.start + row * tile.stride
+                yield Tile(base + left, base + right, tile.stride, count)
 
 
-def _runs(tile: Tile, low: int, high: int) -> Iterator[Tile]:
-    """Elements [low, high) of a tile."""
-    run = tile.stop - tile.start
-    (first, left), (last, right) = divmod(low, run), divmod(high, run)
-
-    def found(row: int, begin: int, end: int, count: int = 1) -> Tile:
-        base = tile.start + row * tile.stride
-        return Tile(base + begin, base + end, tile.stride, count)
-
-    if first == last:
-        yield found(first, left, right)
-        return
-    if left:
-        yield found(first, left, run)
-        first += 1
-    if first < last:
-        yield found(first, 0, run, last - first)
-    if right:
-        yield found(last, 0, right)
-
-
-def held_ranges(tensor: DTensor, place: Sequence[int]) -> list[Ranges]:
-    """Ranges of each dimension that the process at a place of the mesh holds, in its order; empty
-    ones where it has no elements. Raises StageError as `tiles_of` does."""
-    return _held("a parameter", tensor, place)[0]
-
-
-def _held(name: str, tensor: DTensor, place: Sequence[int] | None) -> tuple[list[Ranges], set[int]]:
-    """Ranges of each dimension that the process at `place` holds, and the dimensions that are
-    cut."""
-    assert place is not None, f"{name}: this process is outside of its mesh"
-    ranges: list[Ranges] = [[(0, size)] if size else [] for size in tensor.shape]
-    cuts = list(_cuts(name, tensor, place))
-    for dim, split, count, own in cuts:
-        chunks = [_chunk(ranges[dim], split, number) for number in range(split)]
-        ranges[dim] = _joined(part for chunk in chunks for part in _chunk(chunk, count, own))
-    return ranges, {cut.dim for cut in cuts}
-
-
-class _Cut(NamedTuple):
-    """A dimension that is split into `split` chunks, each of which is cut into `count` parts; this
-    process has part number `own` of each."""
-
-    dim: int
-    split: int
-    count: int  # type: ignore[assignment]  # hides tuple.count
-    own: int
-
-
-def _cuts(name: str, tensor: DTensor, place: Sequence[int]) -> Iterator[_Cut]:
-    """The cuts that a mesh makes, in the order in which they are made.
+def held_ranges(
+    tensor: DTensor, place: Sequence[int], name: str = "a parameter"
+) -> tuple[list[Ranges], set[int]]:
+    """Ranges of each dimension that the process at a place of the mesh holds, in its order, empty
+    ones where it has no elements; and the dimensions that are cut. Raises StageError for a
+    placement that is no division.
 
     fully_shard cuts what tensor parallelism has cut before, whatever the order of the mesh's axes:
     of an axis whose placement is strided because a later axis cuts the same dimension, the later
     one cuts first, and then each part is cut by itself.
     """
-    mesh, late = tensor.device_mesh, list[_Cut]()
-    placements = list(enumerate(tensor.placements))
-    for axis, placement in placements:
+    mesh = tensor.device_mesh
+    ranges: list[Ranges] = [[(0, size)] if size else [] for size in tensor.shape]
+    # (dimension, chunks that are each cut, axis) in the order of the cuts.
+    cuts, late = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
+    for axis, placement in enumerate(tensor.placements):
         if placement.is_replicate() or mesh.size(axis) == 1:
             continue
         split = split_of(placement)
         if split is None:
             raise StageError(f"{name} is placed as {placement!r}, which cannot be saved")
         dim = placement.dim % tensor.ndim  # type: ignore[attr-defined]
-        own = place[axis]
-        later = (one for number, one in placements[axis + 1 :] if mesh.size(number) > 1)
-        again = any(getattr(one, "dim", dim + 1) % tensor.ndim == dim for one in later)
-        if split > 1 and again:
-            late.append(_Cut(dim, 1, mesh.size(axis), own))
+        later = (number for number in range(axis + 1, mesh.ndim) if mesh.size(number) > 1)
+        dims = [getattr(tensor.placements[number], "dim", None) for number in later]
+        if split > 1 and any(one is not None and one % tensor.ndim == dim for one in dims):
+            late.insert(0, (dim, 1, axis))
         else:
-            yield _Cut(dim, split, mesh.size(axis), own)
-    yield from reversed(late)
+            cuts.append((dim, split, axis))
+    for dim, split, axis in cuts + late:
+        chunks = (_chunk(ranges[dim], split, number) for number in range(split))
+        parts = (_chunk(chunk, mesh.size(axis), place[axis]) for chunk in chunks)
+        joined: list[tuple[int, int]] = []
+        for low, high in itertools.chain.from_iterable(parts):
+            if joined and joined[-1][1] == low:
+                low = joined.pop()[0]
+            joined.append((low, high))
+        ranges[dim] = joined
+    return ranges, {dim for dim, _, _ in cuts + late}
 
 
 def _chunk(ranges: Ranges, count: int, number: int) -> Ranges:
@@ -140,20 +115,9 @@ def _chunk(ranges: Ranges, count: int, number: int) -> Ranges:
     return found
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The ranges, with those that follow each other as one."""
-    found: list[tuple[int, int]] = []
-    for low, high in ranges:
-        if found and found[-1][1] == low:
-            found[-1] = found[-1][0], high
-        else:
-            found.append((low, high))
-    return found
-
-
 def _tiles(shape: Sequence[int], ranges: Sequence[Ranges], cut: set[int]) -> Iterator[Tile]:
-    """Tiles in local order. Dimensions behind the last that is cut are whole, so that its ranges
-    are columns of rows of the dimensions before it."""
+    """Tiles in local order. Dimensions after the last that is cut are whole, so that its ranges are
+    columns of rows of the dimensions before it."""
     if not all(ranges) or 0 in shape:
         return
     inner = max(cut, default=0)

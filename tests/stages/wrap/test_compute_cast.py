@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stages.model.block_changes import checkpoint_blocks
 from stages.model.hf import ActivationCheckpointing
-from stages.wrap.compute_cast import cast_on_use, installed_casts
+from stages.wrap.build import cast_on_use, installed_casts
 
 
 def model() -> nn.Module:
