@@ -1,4 +1,4 @@
-"""Axes of parallelism beside the data-parallel one: fields of wrap stages, and the layout of ranks.
+"""Axes of parallelism next to the data-parallel one: fields of stages, and the layout of ranks.
 
 Outermost first, the axes are pipeline, data, context, tensor. Ranks of a tensor-parallel group are
 neighbours, since they exchange activations in every layer; then those of a context-parallel group,
@@ -7,6 +7,7 @@ which exchange them in every attention.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -140,6 +141,24 @@ FIELDS = {
 """Axis -> the field that asks for it."""
 
 
+def axis_sizes(stage: Any) -> dict[str, int]:
+    """Sizes of the axes that a stage has fields for."""
+    blocks = {axis: getattr(stage, name, None) for axis, name in FIELDS.items()}
+    return {axis: block.size for axis, block in blocks.items() if block is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinates:
+    """Coordinates of a rank on the axes."""
+
+    pipeline: int
+    data: DataAxis
+    context: int
+    tensor: int
+    stream: int
+    """Number of the rank's stream of random numbers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Axes:
     """Number of ranks on each axis; they multiply to all ranks."""
@@ -171,12 +190,8 @@ class Axes:
         """The axes that a wrap stage asks for, all that is left being data-parallel; None if the
         processes do not divide."""
         sizes = axis_sizes(stage)
-        left = procs
-        for size in sizes.values():
-            if left % size:
-                return None
-            left //= size
-        return cls(data=left, **sizes)
+        data, rest = divmod(procs, math.prod(sizes.values()))
+        return None if rest else cls(data=data, **sizes)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of a rank on the axes."""
@@ -192,24 +207,6 @@ class Axes:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coordinates:
-    """Coordinates of a rank on the axes."""
-
-    pipeline: int
-    data: DataAxis
-    context: int
-    tensor: int
-    stream: int
-    """Number of the rank's stream of random numbers."""
-
-
-def axis_sizes(stage: Any) -> dict[str, int]:
-    """Sizes of the axes that a stage has fields for."""
-    blocks = {axis: getattr(stage, name, None) for axis, name in FIELDS.items()}
-    return {axis: block.size for axis, block in blocks.items() if block is not None}
-
-
 def required(stage: Any, procs: int) -> Axes:
     """The axes that a wrap stage asks for. Raises StageError if the processes do not divide."""
     axes = Axes.of(stage, procs)
@@ -217,6 +214,12 @@ def required(stage: Any, procs: int) -> Axes:
         sizes = ", ".join(f"{FIELDS[axis]} {size}" for axis, size in axis_sizes(stage).items())
         raise StageError(f"{procs} processes do not divide into groups ({sizes})")
     return axes
+
+
+def data_ranks(stage: Any, procs: int) -> int:
+    """See `pipeline.DividesRanks`."""
+    axes = Axes.of(stage, procs)
+    return 0 if axes is None else axes.data
 
 
 def least_microbatches(schedule: str, ranks: int, count: int) -> int:
@@ -227,9 +230,3 @@ def least_microbatches(schedule: str, ranks: int, count: int) -> int:
         while count % max(1, count // ranks):
             count += 1
     return count
-
-
-def data_ranks(stage: Any, procs: int) -> int:
-    """See `pipeline.DividesRanks`."""
-    axes = Axes.of(stage, procs)
-    return 0 if axes is None else axes.data

@@ -85,20 +85,31 @@ class Fsdp:
         """Number of ranks that share one copy of the parameters, given the number on a node."""
         if self.sharding == "no_shard":
             return 1
-        if self.sharding == "hybrid_shard":
-            # A node's ranks may be more than those of an axis, or of a pipeline stage.
-            most = min(max(local_ranks // axes.tensor, 1), axes.data * axes.context)
-            return self.shard_size or most
-        return axes.data * axes.context
+        both = axes.data * axes.context
+        if self.sharding != "hybrid_shard":
+            return both
+        # A node's ranks may be more than those of an axis, or of a pipeline stage.
+        return self.shard_size or min(max(local_ranks // axes.tensor, 1), both)
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from axis_problems(self, plan)
-        yield from self._expert_problems(plan)
-        yield from self._pipeline_problems()
-        if self.shard_size is not None and self.sharding != "hybrid_shard":
-            yield Problem(key="shard_size", message="only applies to hybrid_shard")
         found = axes.Axes.of(self, plan.procs)
         both = 0 if found is None else found.data * found.context
+        if self.expert_parallel is not None and found is not None:
+            yield from self._expert_problems(
+                self.expert_parallel.size, self.shard_size or both, plan
+            )
+        block = self.pipeline_parallel
+        gathers_again = self.sharding in ("full_shard", "hybrid_shard")
+        if block is not None and block.schedule in axes.SPLIT_BACKWARD and gathers_again:
+            message = f"{block.schedule} needs parameters that stay gathered until backward"
+            hint = "use shard_grad_op or no_shard, or choose another schedule"
+            yield Problem(key="sharding", message=message, hint=hint)
+        if block is not None and self.cpu_offload:
+            message = "does not work with pipeline_parallel"
+            yield Problem(key="cpu_offload", message=message, hint="leave out one of them")
+        if self.shard_size is not None and self.sharding != "hybrid_shard":
+            yield Problem(key="shard_size", message="only applies to hybrid_shard")
         if self.shard_size is not None and both % self.shard_size:
             whole = "processes" if both == plan.procs else f"of {plan.procs} processes"
             message = f"{both} {whole} do not divide into groups of {self.shard_size}"
@@ -106,24 +117,8 @@ class Fsdp:
         if self.sharding == "no_shard" and self.cpu_offload:
             yield Problem(key="cpu_offload", message="needs sharding", hint="use full_shard")
 
-    def _pipeline_problems(self) -> Iterator[Problem]:
-        block = self.pipeline_parallel
-        if block is None:
-            return
-        gathers_again = self.sharding in ("full_shard", "hybrid_shard")
-        if block.schedule in axes.SPLIT_BACKWARD and gathers_again:
-            message = f"{block.schedule} needs parameters that stay gathered until backward"
-            hint = "use shard_grad_op or no_shard, or choose another schedule"
-            yield Problem(key="sharding", message=message, hint=hint)
-        if self.cpu_offload:
-            message = "does not work with pipeline_parallel"
-            yield Problem(key="cpu_offload", message=message, hint="leave out one of them")
-
-    def _expert_problems(self, plan: PlanView) -> Iterator[Problem]:
-        asked = axes.Axes.of(self, plan.procs)
-        if self.expert_parallel is None or asked is None:
-            return
-        size = self.expert_parallel.size
+    def _expert_problems(self, size: int, shards: int, plan: PlanView) -> Iterator[Problem]:
+        """Settings under which `shards` ranks cannot divide experts among each `size` of them."""
         if self.tensor_parallel is not None and self.tensor_parallel.size > 1:
             message = "experts are not divided by tensor_parallel and by expert_parallel at once"
             yield Problem(key="expert_parallel", message=message, hint="leave out one of them")
@@ -132,7 +127,7 @@ class Fsdp:
             return
         policy = plan.producer(self, Precision)
         if isinstance(policy, traits.DeclaresDtypes) and policy.reduce == "fp16":
-            # torch divides sums of fp16 by a factor of its own.
+            # torch divides sums of fp16 by another factor.
             message = "gradients of experts cannot be averaged in fp16"
             hint = "set reduce: fp32 in the precision slot"
             yield Problem(key="expert_parallel", message=message, hint=hint)
@@ -140,9 +135,7 @@ class Fsdp:
             message = "is required with expert_parallel"
             hint = "set it to the ranks that share one copy of the model"
             yield Problem(key="shard_size", message=message, hint=hint)
-            return
-        shards = self.shard_size or asked.data * asked.context
-        if shards % size:
+        elif shards % size:
             what = f"{shards} ranks that share the parameters do not divide into groups of {size}"
             yield Problem(key="expert_parallel.size", message=what)
 
