@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed
@@ -25,7 +25,7 @@ from pipeline import (
     dtype_name,
     torch_dtype,
 )
-from stages.wrap.axes import required
+from stages.wrap.axes import Axes
 from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.optimizer_groups import make_optimizers
@@ -39,26 +39,23 @@ from stages.wrap.torch_compat import (
 )
 from stages.wrap.torch_engine import TorchEngine
 
-if TYPE_CHECKING:
-    from stages.wrap.ddp import Ddp
-
 
 def build(
-    config: "Ddp", ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
-) -> TorchEngine:
-    """Replicate the model; the same values are sent to every rank as weights are loaded."""
-    everyone = torch.distributed.group.WORLD
-    axes, model = required(config, ctx.dist.world_size), source_of(model, plan)
+    ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan, axes: Axes,
+    settings: Mapping[str, Any],
+) -> TorchEngine:  # fmt: skip
+    """Replicate the model by `settings` of torch's wrapper; the same values are sent to every rank
+    as weights are loaded."""
+    everyone, model = torch.distributed.group.WORLD, source_of(model, plan)
     module = build_module(ctx, model, precision, replicas=everyone, casts=True)
     group = divide_sequence(module, axes, ctx.dist.device.type)
     # torch's wrapper takes no model without gradients.
-    live = _replicate(config, module, ctx, precision) if plan.parts else module
+    live = _replicate(module, ctx, precision, settings) if plan.parts else module
     passes = ModulePasses(module, model.scorer(live, group=group), ctx.dist, axes)
-    engine = (
-        DdpEngine(live, passes, make_optimizers(plan, module), precision, plan)
-        if isinstance(live, DistributedDataParallel)
-        else TorchEngine(passes, [], precision, plan)
-    )
+    rest = passes, make_optimizers(plan, module), precision, plan
+    engine = TorchEngine(*rest)
+    if isinstance(live, DistributedDataParallel):
+        engine = DdpEngine(live, *rest)
     expected = {
         **declared_facts(ctx, precision),
         "engine": "DistributedDataParallel" if plan.parts else "none",
@@ -69,23 +66,20 @@ def build(
 
 
 def _replicate(
-    config: "Ddp", module: nn.Module, ctx: Context, precision: Precision
+    module: nn.Module, ctx: Context, precision: Precision, settings: Mapping[str, Any]
 ) -> DistributedDataParallel:
     device = ctx.dist.device
     replicated = DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
-        bucket_cap_mb=config.bucket_cap_mb,
-        gradient_as_bucket_view=config.gradient_as_bucket_view,
-        static_graph=config.static_graph,
-        find_unused_parameters=config.find_unused_parameters,
         init_sync=False,  # every rank was loaded with the same values
+        **settings,
         **no_buffer_sync(),
     )
     if precision.reduce != precision.master:
         reduction = ReduceIn(torch_dtype(precision.reduce), replicated.process_group)
         replicated.register_comm_hook(reduction, reduce_in)
-    if not config.static_graph:  # a static graph lays out its buckets in the first real backward
+    if not replicated.static_graph:  # its buckets are laid out in the first real backward
         prime_buckets(replicated)
     return replicated
 

@@ -1,34 +1,43 @@
-"""Engine of wrap.fsdp: meshes, module, optimizer."""
+"""Engine of wrap.fsdp: meshes, module or stages of a pipeline, optimizers."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from pipeline import Context, ModelSource, OptimizerPlan, Precision, StageError
+from pipeline import Context, ModelSource, OptimizerPlan, Precision, StageError, torch_dtype
 from pipeline.utils import local_part, with_values
-from stages.wrap.axes import required
-from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
+from stages.model.declared import outline
+from stages.wrap.axes import FOLDED, Axes, required
+from stages.wrap.build import (
+    build_module,
+    build_modules,
+    declared_facts,
+    source_of,
+    verify_engine,
+)
 from stages.wrap.context.attention import divide_sequence
+from stages.wrap.fsdp_fields import FsdpFields
 from stages.wrap.fsdp_units import DATA_AXES, UnitDivider
 from stages.wrap.gradients import total_norm
 from stages.wrap.mesh import expert_mesh, parameter_mesh, warn_of_slow_groups
 from stages.wrap.optimizer_groups import make_optimizers
 from stages.wrap.passes import ModulePasses, Passes
+from stages.wrap.pipeline.split import is_tied, keep_layers, layer_ranges
 from stages.wrap.pipeline.ties import TiedEmbedding
+from stages.wrap.tensor.divide import resolve_plan
 from stages.wrap.torch_compat import reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine
 
-if TYPE_CHECKING:
-    from stages.wrap.fsdp import Fsdp
-
 
 def build(
-    config: Fsdp, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
+    config: FsdpFields, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> TorchEngine:
     """Shard units then the root on the meta device; each rank materializes and loads its shards.
     Raises StageError for shards that do not divide the ranks, or do not divide among the ranks of
@@ -50,19 +59,14 @@ def build(
     always = DATA_AXES[config.sharding]
     facts = {name: size for name, size in sizes.items() if size > 1 or name in always}
     passes: Passes
-    whole: nn.Module | None = None
     tied: TiedEmbedding | None = None
     if axes.pipeline > 1:
-        from stages.wrap.fsdp_pipeline import build_stages
-
-        passes, optimizers, whole, tied = build_stages(
-            config, ctx, model, precision, plan, divider, mesh, axes
-        )
+        passes, whole, tied = _stages(ctx, model, precision, divider, mesh, axes, plan)
     else:
-        module = build_module(ctx, model, precision, shard=divider, **divider.places)
-        group = divide_sequence(module, axes, device)
-        passes = ModulePasses(module, model.scorer(module, group=group), ctx.dist, axes)
-        optimizers = make_optimizers(plan, module)
+        whole = build_module(ctx, model, precision, shard=divider, **divider.places)
+        group = divide_sequence(whole, axes, device)
+        passes = ModulePasses(whole, model.scorer(whole, group=group), ctx.dist, axes)
+    optimizers = make_optimizers(plan, whole, passes.parts)
     engine = FsdpEngine(config, facts, passes, optimizers, precision, plan, whole, tied=tied)
     expected = {
         **declared_facts(ctx, precision),
@@ -77,11 +81,82 @@ def build(
     return engine
 
 
+def _stages(
+    ctx: Context, model: ModelSource, precision: Precision, divider: UnitDivider,
+    mesh: DeviceMesh, axes: Axes, plan: OptimizerPlan,
+) -> tuple[Passes, nn.Module, TiedEmbedding | None]:  # fmt: skip
+    """Cut this rank's stages out of the model, divide each, and load them (collective); returns
+    them with the whole model on the meta device, and with the copies of a tied embedding.
+
+    Raises StageError for a model that does not divide into stages, for a tied embedding whose two
+    stages would be on one rank, and if nothing is trained on this rank or in the first stage, as
+    backward begins with an output that needs a gradient.
+    """
+    from stages.wrap.pipeline.schedule import Pipeline, PipelinePasses, PipelinePlan, Stage
+
+    asked = divider.config.pipeline_parallel
+    assert asked is not None
+    whole: Any = outline(model)
+    blocks, tied = model.blocks(whole), is_tied(whole)
+    if asked.schedule in FOLDED and tied:
+        raise StageError(
+            f"pipeline_parallel: {asked.schedule} puts the first and the last stage on one rank, "
+            "and this model's head shares the embedding's weight",
+            hint="choose another schedule",
+        )
+    shape = PipelinePlan(
+        schedule=asked.schedule,
+        group=mesh["pipeline"].get_group(),
+        stages_per_rank=asked.per_rank,
+        width=whole.config.get_text_config().hidden_size,
+        dtype=torch_dtype(precision.compute),
+        device=ctx.dist.device,
+    )
+    if divider.config.tensor_parallel is not None:
+        resolve_plan(divider.config.tensor_parallel, whole, blocks)
+    head = whole.get_input_embeddings().weight.numel()
+    block = sum(parameter.numel() for parameter in blocks[0].parameters())
+    ranges = layer_ranges(len(blocks), shape.count, head, block)
+    stages: list[Stage] = []
+
+    def make(module: nn.Module, *, number: int) -> None:
+        keep_layers(module, ranges[number])
+        last, beat = number == shape.count - 1, ctx.dist.heartbeat.beat
+        stages.append(Stage(module, first=number == 0, last=last, dtype=shape.dtype, beat=beat))
+        divider(module)
+
+    cuts = [functools.partial(make, number=number) for number in shape.own()]
+    modules: list[Any] = [*build_modules(ctx, model, precision, cuts, **divider.places)]
+    for stage in stages:
+        group = divide_sequence(stage.module, axes, ctx.dist.device.type)
+        if stage.last:
+            stage.scorer = model.scorer(stage.module, group=group, forward=stage.forward)
+    passes = PipelinePasses(Pipeline(shape, stages), modules, ctx.dist, axes)
+    trains = [any(one.requires_grad for one in module.parameters()) for module in modules]
+    if plan.parts and (not any(trains) or (0 in shape.own() and not trains[0])):
+        raise StageError(
+            "pipeline_parallel: none of the trained weights are in this rank's blocks",
+            hint="train weights in all blocks, or leave pipeline_parallel out",
+        )
+    if not tied:
+        return passes, whole, None
+    held = dict(zip(shape.own(), modules, strict=True))
+    first, last = (
+        held[number].get_input_embeddings().weight if number in held else None
+        for number in (0, shape.count - 1)
+    )
+    return passes, whole, TiedEmbedding(shape.group, first, last)
+
+
 class FsdpEngine(TorchEngine):
     """Shards on every rank; parameters gathered unit by unit, gradients reduce-scattered."""
 
     def __init__(
-        self, config: Fsdp, mesh: Mapping[str, int], *rest: Any, tied: TiedEmbedding | None = None
+        self,
+        config: FsdpFields,
+        mesh: Mapping[str, int],
+        *rest: Any,
+        tied: TiedEmbedding | None = None,
     ) -> None:
         """`mesh` has the sizes of the axes that a recipe asks for, `tied` the embedding's copies on
         the stages of a pipeline."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,11 +19,9 @@ from torch.distributed.fsdp import (
 
 from pipeline import ModelSource, Precision, StageError, torch_dtype
 from stages.wrap.experts import divide_experts
+from stages.wrap.fsdp_fields import FsdpFields
 from stages.wrap.pipeline.split import kept
 from stages.wrap.tensor.divide import divide_layers
-
-if TYPE_CHECKING:
-    from stages.wrap.fsdp import Fsdp
 
 DATA_AXES = {
     "full_shard": ("shard",),
@@ -39,14 +37,14 @@ class UnitDivider:
 
     def __init__(
         self,
-        config: Fsdp,
+        config: FsdpFields,
         model: ModelSource,
         precision: Precision,
         mesh: DeviceMesh,
         experts: DeviceMesh | None,
     ) -> None:
         """`experts` is the mesh of parameters that are divided by experts."""
-        self._config, self._model, self._precision = config, model, precision
+        self.config, self._model, self._precision = config, model, precision
         self._mesh, self._experts = mesh, experts
         self.data_mesh = mesh[DATA_AXES[config.sharding]]
         self.units: list[nn.Module] = []
@@ -61,12 +59,12 @@ class UnitDivider:
         hybrid = self.data_mesh.ndim == 2
         return {
             "replicas": self.data_mesh["replicate"].get_group() if hybrid else None,
-            "home": torch.device("cpu") if self._config.cpu_offload else None,
+            "home": torch.device("cpu") if self.config.cpu_offload else None,
         }
 
     def __call__(self, module: nn.Module) -> None:
         """Divide a model, or a stage of it."""
-        config, blocks = self._config, kept(self._model.blocks(module))
+        config, blocks = self.config, kept(self._model.blocks(module))
         if config.tensor_parallel is not None and config.tensor_parallel.size > 1:
             compiled = kept(self._model.compiled_modules(module))
             divide_layers(config.tensor_parallel, module, blocks, self._mesh["tensor"], compiled)
@@ -99,8 +97,10 @@ class UnitDivider:
         # Text does not pass through towers, so nothing gathers them ahead.
         self._prefetch([one for one in units if one not in towers], experts)
         self.units += [*experts, *units, module]
-        again = config.sharding in RESHARDED
-        self.reshard_after_forward |= {*[again for _ in [*experts, *early]], *[False for _ in late]}
+        if experts or early:
+            self.reshard_after_forward.add(config.gathers_again)
+        if late:
+            self.reshard_after_forward.add(False)
 
     def _shard(self, units: Sequence[nn.Module], mesh: DeviceMesh, *, reshard: bool = True) -> None:
         """Make units of modules. Without `reshard` they stay gathered from forward to backward."""
@@ -108,11 +108,11 @@ class UnitDivider:
         policy = MixedPrecisionPolicy(
             param_dtype=torch_dtype(compute), reduce_dtype=torch_dtype(reduce)
         )
-        offload, config = OffloadPolicy(), self._config
+        offload, config = OffloadPolicy(), self.config
         if config.cpu_offload:
             offload = CPUOffloadPolicy(pin_memory=config.pin_memory and mesh.device_type == "cuda")
         # None reshards every unit but the root, which backward needs at once.
-        again = None if reshard and config.sharding in RESHARDED else False
+        again = None if reshard and config.gathers_again else False
         for unit in units:
             fully_shard(
                 unit,
@@ -129,7 +129,7 @@ class UnitDivider:
         block for numbers of tokens and cannot run ahead, and in backward a block needs its experts
         first; so the next block is gathered with its experts while one computes.
         """
-        forward, backward = self._config.forward_prefetch, self._config.backward_prefetch
+        forward, backward = self.config.forward_prefetch, self.config.backward_prefetch
         inside = {unit: [one for one in experts if one in set(unit.modules())] for unit in units}
 
         def with_experts(some: Sequence[nn.Module]) -> list[FSDPModule]:
@@ -146,12 +146,8 @@ class UnitDivider:
                 unit.set_modules_to_backward_prefetch(with_experts(before))
 
 
-RESHARDED = ("full_shard", "hybrid_shard")
-"""Kinds of sharding whose units are gathered for forward, and again for backward."""
-
-
 def choose_units(
-    config: Fsdp,
+    config: FsdpFields,
     module: nn.Module,
     blocks: Sequence[nn.Module],
     ends: tuple[nn.Module | None, nn.Module | None],
@@ -203,7 +199,7 @@ def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def kept_units(
-    config: Fsdp, units: Sequence[nn.Module], blocks: Sequence[nn.Module]
+    config: FsdpFields, units: Sequence[nn.Module], blocks: Sequence[nn.Module]
 ) -> list[nn.Module]:
     """The units that stay gathered after forward: the last block and the head, since backward
     begins with them; in a pipeline also the embedding, which the next micro-batch needs."""
