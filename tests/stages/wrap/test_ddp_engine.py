@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.contracts.data import MicroBatch
 from pipeline.distributed.process_group import DistContext
 from stages.wrap.ddp_engine import BucketSums, ReduceIn, reduce_in
-from stages.wrap.torch_compat import prime_buckets, sums_in_buckets
+from stages.wrap.torch_compat import prime_buckets
 from tests.support.batches import accumulated
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -95,9 +95,7 @@ def resident(dist: DistContext, views: bool) -> float:
     peaks = []
     sums = BucketSums()
     for last in (False, True):
-        if sums_in_buckets(replica):
-            found = [(one, one.grad) for one in replica.parameters()]
-            sums.places = [(one, place) for one, place in found if place is not None]
+        sums.remember(replica)
         sums.begin(last=last)
         with nullcontext() if last else replica.no_sync():
             replica(torch.ones(1, 1024)).sum().backward()
