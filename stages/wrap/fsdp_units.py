@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 from pipeline import ModelSource, Precision, StageError, torch_dtype
-from stages.wrap.experts import divide_experts
+from stages.wrap.experts_compat import divide_experts
 from stages.wrap.fsdp_fields import FsdpFields
 from stages.wrap.pipeline.split import kept
 from stages.wrap.tensor.divide import divide_layers

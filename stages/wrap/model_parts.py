@@ -39,7 +39,7 @@ class ModelParts(Division):
         self, model: Any, blocks: Sequence[Any]
     ) -> tuple[Mapping[str, str], Mapping[str, int]]:
         from stages.wrap.context.attention import ContextParallel
-        from stages.wrap.experts import divide_experts
+        from stages.wrap.experts_compat import divide_experts
         from stages.wrap.mesh import context_group, expert_mesh, parameter_mesh
         from stages.wrap.tensor.divide import divide_layers
 

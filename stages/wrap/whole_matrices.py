@@ -216,10 +216,20 @@ class _Bucket:
     def run(
         self, part: Callable[[nn.Parameter], Tensor], function: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield the bucket's parameters with their parts of the results (collective)."""
+        """Yield the bucket's parameters with their parts of the results (collective). Raises
+        StageError for parts of several dtypes."""
         parts = [local_part(part(one.parameter)) for one in self._layouts]
         parts = [one.view((1,) * max(2 - one.ndim, 0) + tuple(one.shape)) for one in parts]
-        whole = self._gathered(parts)
+        like = self._memory(parts)
+        whole = {one: like.new_empty(self._layouts[one.of].shape[-2:]) for one in self._owned}
+
+        def send_part(buffer: Tensor, piece: _Piece) -> None:
+            buffer.copy_(parts[piece.matrix.of][piece.at])
+
+        divided = any(len({*one.copies}) < len(one.ranks) for one in self._layouts)
+        for buffer, piece in self._exchanged(self._sent, self._taken, like, send_part, divided):
+            for block, inside in piece.blocks(whole[piece.matrix], buffer):
+                block.copy_(inside)
         for matrix, tensor in whole.items():
             vector = self._layouts[matrix.of].parameter.ndim < 2
             result = function(tensor[0] if vector else tensor)
@@ -229,9 +239,15 @@ class _Bucket:
                     f"shape {tuple(result.shape)}"
                 )
             whole[matrix] = result.reshape(tensor.shape)
-        for (parameter, *_), result in zip(
-            self._layouts, self._returned(whole, parts), strict=True
-        ):
+
+        def send_result(buffer: Tensor, piece: _Piece) -> None:
+            for block, inside in piece.blocks(whole[piece.matrix], buffer):
+                inside.copy_(block)
+
+        results = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in parts]
+        for buffer, piece in self._exchanged(self._results, self._back, like, send_result):
+            results[piece.matrix.of][piece.at].copy_(buffer)
+        for (parameter, *_), result in zip(self._layouts, results, strict=True):
             own = result.view(local_part(parameter).shape)
             if isinstance(parameter, DTensor):
                 own = DTensor.from_local(
@@ -240,57 +256,34 @@ class _Bucket:
                 )  # fmt: skip
             yield parameter, own
 
-    def _gathered(self, parts: Sequence[Tensor]) -> dict[_Matrix, Tensor]:
-        """The matrices that this rank owns, of all ranks' parts."""
-        sent = self._memory(self._sent, parts)
-        whole = {one: sent.new_empty(self._layouts[one.of].shape[-2:]) for one in self._owned}
-        for buffer, piece in _buffers(sent, self._sent):
-            buffer.copy_(parts[piece.matrix.of][piece.at])
-        divided = any(len({*one.copies}) < len(one.ranks) for one in self._layouts)
-        received = self._exchanged(sent, self._sent, self._taken) if divided else sent
-        for buffer, piece in _buffers(received, self._taken):
-            for block, inside in piece.blocks(whole[piece.matrix], buffer):
-                block.copy_(inside)
-        return whole
-
-    def _returned(self, whole: dict[_Matrix, Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's parts of all owners' results, like `parts`."""
-        sent = self._memory(self._results, parts)
-        for buffer, piece in _buffers(sent, self._results):
-            for block, inside in piece.blocks(whole[piece.matrix], buffer):
-                inside.copy_(block)
-        received = sent
-        if self._group is not None:
-            received = self._exchanged(sent, self._results, self._back)
-        results = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in parts]
-        for buffer, piece in _buffers(received, self._back):
-            results[piece.matrix.of][piece.at].copy_(buffer)
-        return results
-
-    def _memory(self, routes: Iterable[Route], parts: Sequence[Tensor]) -> Tensor:
-        """Memory for all pieces, of the parts' dtype and on the device that exchanges them: that of
-        the mesh, for offloaded parameters too. Raises StageError for several dtypes."""
+    def _memory(self, parts: Sequence[Tensor]) -> Tensor:
+        """An empty tensor of the parts' dtype, on the device that exchanges them: that of the mesh,
+        for offloaded parameters too."""
         dtype, *others = {part.dtype for part in parts}
         if others:
             raise StageError(f"parts of whole matrices have dtypes {dtype} and {others[0]}")
         device, mesh = parts[0].device, getattr(self._layouts[0].parameter, "device_mesh", None)
         if mesh is not None and mesh.device_type != device.type:
-            index = torch.accelerator.current_device_index()
-            device = torch.device(mesh.device_type, index)
-        return torch.empty(sum(map(_elements, routes)), dtype=dtype, device=device)
+            device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+        return torch.empty(0, dtype=dtype, device=device)
 
     def _exchanged(
-        self, sent: Tensor, outgoing: Sequence[Route], incoming: Sequence[Route]
-    ) -> Tensor:
-        """The memory of incoming pieces, which other ranks have sent (collective)."""
-        out, into = ([_elements(route) for route in routes] for routes in (outgoing, incoming))
-        received = sent.new_empty(sum(into))
-        dist.all_to_all_single(received, sent, into, out, group=self._group)
-        return received
-
-
-def _elements(route: Route) -> int:
-    return sum(math.prod(piece.shape) for piece in route)
+        self, outgoing: Sequence[Route], incoming: Sequence[Route], like: Tensor,
+        fill: Callable[[Tensor, _Piece], None], several: bool = True,
+    ) -> Iterator[tuple[Tensor, _Piece]]:  # fmt: skip
+        """Fill the memory of outgoing pieces; yield that of each incoming one, which other ranks
+        have sent, if `several` send any (collective)."""
+        out, into = (
+            [sum(math.prod(piece.shape) for piece in route) for route in routes]
+            for routes in (outgoing, incoming)
+        )
+        received = sent = like.new_empty(sum(out))
+        for buffer, piece in _buffers(sent, outgoing):
+            fill(buffer, piece)
+        if several and self._group is not None:
+            received = like.new_empty(sum(into))
+            dist.all_to_all_single(received, sent, into, out, group=self._group)
+        return _buffers(received, incoming)
 
 
 def _buffers(memory: Tensor, routes: Iterable[Route]) -> Iterator[tuple[Tensor, _Piece]]:
