@@ -98,6 +98,12 @@ def split_of(placement: Placement) -> int | None:
     return 1 if type(placement) is Shard else None
 
 
+def packed(dim: int, parts: int) -> Placement:
+    """Placement of a matrix that holds `parts` equal matrices one after the other along `dim`, each
+    of which is sharded."""
+    return _StridedShard(dim, split_factor=parts)
+
+
 def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
     """L2 norm of each of some tensors of one dtype, in few kernels."""
     return torch._foreach_norm(tensors)

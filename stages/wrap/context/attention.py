@@ -41,14 +41,16 @@ def require_divisible(model: Any, ranks: int, tensor: int) -> None:
     """Raise StageError unless attention of `model`, a transformers model, can be divided among
     context-parallel `ranks`, each of which may have the heads of one of `tensor` ranks."""
     refuse_type("context_parallel", model.config)
-    reason = compat.reason_not_divisible(model)
-    implementation = compat.implementation(model)
+    implementation, among = compat.implementation(model), ranks * tensor
     heads = model.config.get_text_config().num_attention_heads
+    # A weight for each head that no token takes (Xiao et al. 2023).
+    sinks = any(isinstance(getattr(one, "sinks", None), Tensor) for one in model.modules())
+    reason = compat.reason_not_divisible(model)
     if not reason and compat.mask_function(implementation) is None:
         reason = f"has no known masks for {implementation}"
-    if not reason and heads % (ranks * tensor):
-        reason = f"has {heads} attention heads, which do not divide among {ranks * tensor} ranks"
-    if not reason and implementation == "eager" and compat.has_sinks(model):
+    if not reason and heads % among:
+        reason = f"has {heads} attention heads, which do not divide among {among} ranks"
+    if not reason and implementation == "eager" and sinks:
         reason = "has attention sinks, which its eager attention does not divide"
     if reason:
         raise StageError(f"context_parallel: {type(model).__name__} {reason}")
@@ -58,87 +60,74 @@ class ContextParallel:
     """Attention of one model over the whole sequence, of which each rank of `group` has a slice.
 
     The model is called with its slice of the tokens, and with `position_ids` of the whole sequence,
-    as `sequence_slice` makes them. `tensor` ranks share its heads besides. Raises StageError for a
+    as `sequence_slice` makes them. `tensor` ranks share its heads too. Raises StageError for a
     model whose attention cannot be divided.
     """
 
     def __init__(self, model: Any, group: ProcessGroup, tensor: int) -> None:
         self._group = group
-        self._index = dist.get_rank(group)
-        self._count = dist.get_world_size(group)
+        self._index, self._count = dist.get_rank(group), dist.get_world_size(group)
         require_divisible(model, self._count, tensor)
         self._base = compat.implementation(model)
         self._mask = compat.mask_function(self._base)
         self._positions: Tensor | None = None
         self._documents: Tensor | None = None
         name = f"ulysses_{group.group_name}_{self._base}"
-        compat.register(name, self._attend, self._whole_mask)
-        compat.choose(model, name)
+        compat.install(model, name, self._attend, self._whole_mask)
         for angles in document_angles(model):
             angles.lengths = self._lengths
         # Stages of a pipeline call this one, not the model around it.
         model.base_model.register_forward_pre_hook(self._give_slice, with_kwargs=True)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This rank's slice of the sequence, which is the last dimension."""
+        return whole.chunk(self._count, dim=-1)[self._index]
 
     def _give_slice(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Note the whole sequence, and pass on what the model needs of it."""
         whole: Tensor = kwargs["position_ids"]
-        size = whole.shape[1] // self._count
-        own = whole[:, self._index * size : (self._index + 1) * size]
         self._positions, self._documents = whole, compat.documents(whole)
-        # A mask of two dimensions states the length of keys, and that masks are for padding alone:
+        # A mask of two dimensions states the length of keys, and that masks are only for padding:
         # otherwise a slice's positions would decide on packed documents.
         seen = torch.ones_like(whole, dtype=torch.bool)
-        passed = {**kwargs, "position_ids": own, "attention_mask": seen}
+        passed = {**kwargs, "position_ids": self._own(whole), "attention_mask": seen}
         return args, passed | flash_documents(model, whole)
 
     def _lengths(self, own: Tensor) -> Tensor:
         """Length of each token's document, for this rank's slice of the positions."""
         assert self._positions is not None
-        size = own.shape[-1]
-        return document_lengths(self._positions)[..., self._index * size : (self._index + 1) * size]
+        return self._own(document_lengths(self._positions))
 
     def _whole_mask(
-        self,
-        *,
-        q_length: int,
-        kv_length: int,
-        mask_function: Callable[..., Any],
-        attention_mask: Tensor | None = None,
-        allow_is_causal_skip: bool = True,
-        **rest: Any,
-    ) -> Any:
-        """Called by the model for a mask of its slice: give that of the whole sequence."""
+        self, *, kv_length: int, mask_function: Callable[..., Any],
+        allow_is_causal_skip: bool = True, **rest: Any,
+    ) -> Any:  # fmt: skip
+        """Called by the model for a mask of its slice: return that of the whole sequence."""
         assert self._mask is not None
         if self._documents is not None and self._positions is not None:
             mask_function = compat.within_documents(mask_function, self._positions, self._documents)
             allow_is_causal_skip = False
+        changed = {"q_length": kv_length, "attention_mask": None}
         return self._mask(
-            q_length=kv_length,
             kv_length=kv_length,
             mask_function=mask_function,
-            attention_mask=None,
             allow_is_causal_skip=allow_is_causal_skip,
-            **rest,
+            **rest | changed,
         )
 
     def _attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """Attention function of transformers: states of shape (samples, heads, length, width);
         output of shape (samples, length, heads, width)."""
-        kwargs.pop("position_ids", None)  # of the slice; flash attention is told of documents
+        kwargs.pop("position_ids", None)  # of the slice; flash attention is given documents
         if "flash" in self._base and kwargs.get("cu_seq_lens_q") is None:
             raise StageError(f"context_parallel: {type(module).__name__} takes no cu_seq_lens_q")
         if kwargs.get("s_aux") is not None:  # a weight for each head
-            kwargs["s_aux"] = kwargs["s_aux"].chunk(self._count)[self._index]
+            kwargs["s_aux"] = self._own(kwargs["s_aux"])
         query, key, value = gather_sequence((query, key, value), self._group)
         attend = compat.attention_function(self._base, module)
         # The module as attention functions see it, with this rank's heads.
@@ -168,8 +157,13 @@ def gather_sequence(states: Sequence[Tensor], group: ProcessGroup) -> list[Tenso
     those of `group`. Heads that do not divide, as of keys and values, are repeated until they do.
     One all-to-all for all of `states`.
     """
-    ranks = dist.get_world_size(group)
-    shares = [_head_shares(state, ranks) for state in states]
+    ranks, shares = dist.get_world_size(group), []
+    for state in states:
+        heads = state.shape[1]
+        if repeats := math.lcm(heads, ranks) // heads - 1:
+            state = state.repeat_interleave(repeats + 1, dim=1)
+        # (ranks, samples, heads / ranks, length, width), a view where no head is repeated.
+        shares.append(torch.unflatten(state, 1, (ranks, -1)).movedim(1, 0))
     received = all_to_all(torch.cat([share.flatten(1) for share in shares], dim=1), group)
     parts = torch.split(received, [share[0].numel() for share in shares], dim=1)
     return [
@@ -186,20 +180,6 @@ def scatter_sequence(output: Tensor, group: ProcessGroup) -> Tensor:
     return all_to_all(slices.contiguous(), group).movedim(0, 2).flatten(2, 3)
 
 
-def copies(heads: int, ranks: int) -> int:
-    """How often each head has to be repeated for all to divide among `ranks`."""
-    return math.lcm(heads, ranks) // heads
-
-
-def _head_shares(state: Tensor, ranks: int) -> Tensor:
-    """From shape (samples, heads, length, width) to (ranks, samples, heads / ranks, length, width),
-    as a view where no head is repeated."""
-    repeats = copies(state.shape[1], ranks)
-    if repeats > 1:
-        state = state.repeat_interleave(repeats, dim=1)
-    return torch.unflatten(state, 1, (ranks, -1)).movedim(1, 0)
-
-
 def all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
     """Send `parts[i]` to rank i of `group`; part i of the result comes from rank i. Differentiable.
     `parts` is contiguous."""
@@ -212,15 +192,10 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchange(parts, group)
+        ctx.group, received = group, torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _exchange(grads[0].contiguous(), ctx.group), None
-
-
-def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return received
+        return all_to_all(grads[0].contiguous(), ctx.group), None

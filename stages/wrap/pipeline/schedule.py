@@ -1,8 +1,8 @@
 """Pipeline parallelism: ranks hold consecutive layers, and pass micro-batches on.
 
 torch's schedules say who computes when, and send what is passed. All micro-batches of a step have
-one shape, which follows from the batches alone, so only activations and their gradients are sent.
-The last stage computes scores and loss in its forward.
+one shape, which ranks know from the batches, so only activations and their gradients are sent. The
+last stage computes scores and loss in its forward.
 """
 
 from __future__ import annotations
@@ -52,12 +52,8 @@ class PipelinePlan:
 
     def own(self) -> list[int]:
         """Numbers of this rank's stages, ascending."""
-        return stages_of(
-            self.group.rank(),
-            self.group.size(),
-            self.stages_per_rank,
-            folded=self.schedule in FOLDED,
-        )
+        rank, ranks, folded = self.group.rank(), self.group.size(), self.schedule in FOLDED
+        return stages_of(rank, ranks, self.stages_per_rank, folded=folded)
 
 
 Passed = tuple[MicroBatch, MicroBatch]
@@ -85,49 +81,37 @@ class Stage:
     def __init__(
         self, module: Any, *, first: bool, last: bool, dtype: torch.dtype, beat: Callable[[], None]
     ) -> None:
-        self.module = module
-        self.last = last
+        self.module, self.last = module, last
         self.forward = module.forward
         """The model's own method."""
-        self._first = first
-        self._dtype = dtype
-        self._beat = beat
+        self._first, self._dtype, self._beat = first, dtype, beat
         self._stage_input = next((m for m in module.modules() if isinstance(m, StageInput)), None)
         module.forward = self._forward
 
     def _forward(self, received: Tensor) -> Tensor:
         self._beat()
+        inputs = {"input_ids" if self._first else "inputs_embeds": received}
+        if self._stage_input is not None:
+            self._stage_input.received = received
         if self.scorer is not None:
-            return self.end(self.scorer, self.number, self._inputs(received))
+            return self.end(self.scorer, self.number, inputs)
         _, own = self.batches[self.number]
         placed: dict[str, Any] = dict(own.free) if self._first else {}
         if own.positions is not None:
             placed |= {"position_ids": own.positions, **flash_documents(self.module, own.positions)}
-        output = self.module.base_model(**self._inputs(received), use_cache=False, **placed)
+        output = self.module.base_model(**inputs, use_cache=False, **placed)
         hidden: Tensor = output.last_hidden_state
         return hidden.to(self._dtype).contiguous()
-
-    def _inputs(self, received: Tensor) -> dict[str, Tensor]:
-        """Arguments of the model for the tensor that this stage receives."""
-        if self._first:
-            return {"input_ids": received}
-        if self._stage_input is not None:
-            self._stage_input.received = received
-        return {"inputs_embeds": received}
 
 
 class Pipeline:
     """Runs the micro-batches of a step through the stages of a group of ranks (collective)."""
 
     def __init__(self, plan: PipelinePlan, stages: Sequence[Stage]) -> None:
-        self._plan = plan
-        self._stages = stages
-        self._made: tuple[tuple[int, int, int], Any] | None = None
-
-    @property
-    def ends_here(self) -> bool:
+        self._plan, self._stages = plan, stages
+        self.ends_here = any(stage.last for stage in stages)
         """Whether the last stage is on this rank."""
-        return any(stage.last for stage in self._stages)
+        self._made: tuple[tuple[int, int, int], Any] | None = None
 
     def run(self, batches: Sequence[Passed], end: End) -> None:
         """Forward of all micro-batches, and backward from what `end` returns, unless gradients are
@@ -136,16 +120,17 @@ class Pipeline:
         Every rank of the group gives the same batches, all of one shape, at least as many as
         `least` says. Ranks know them, so only hidden states are sent.
         """
-        ids = [own.input_ids for _, own in batches]
-        schedule = self._schedule(len(batches), *ids[0].shape)
+        own = [one for _, one in batches]
+        schedule = self._schedule(len(own), *own[0].input_ids.shape)
         for stage in self._stages:
             stage.batches, stage.end = batches, end
-        first = (torch.cat(ids),) if 0 in self._plan.own() else ()
-        passed = {"target": torch.arange(len(batches)), "return_outputs": False}
-        if torch.is_grad_enabled():
-            schedule.step(*first, **passed)
-        else:
-            with compat.forward_alone(schedule):
+        first = (torch.cat([one.input_ids for one in own]),) if 0 in self._plan.own() else ()
+        passed = {"target": torch.arange(len(own)), "return_outputs": False}
+        with known_documents(*own):
+            if torch.is_grad_enabled():
+                schedule.step(*first, **passed)
+                return
+            with compat.forward_only(schedule):
                 schedule.eval(*first, **passed)
 
     def least(self, count: int) -> int:
@@ -153,39 +138,32 @@ class Pipeline:
         return least_microbatches(self._plan.schedule, self._plan.group.size(), count)
 
     def _schedule(self, count: int, samples: int, length: int) -> Any:
-        """The schedule for `count` micro-batches of that shape. The last one is kept: it holds
-        buffers for everything that is received, so others are made anew."""
-        key = (count, samples, length)
-        if self._made is None or self._made[0] != key:
-            self._made = None  # frees its buffers first
-            self._made = key, self._make(count, samples, length)
-        return self._made[1]
-
-    def _make(self, count: int, samples: int, length: int) -> Any:
-        plan = self._plan
+        """The schedule for `count` micro-batches of that shape. Only the last one is kept: it holds
+        buffers for everything that is received."""
+        key, plan = (count, samples, length), self._plan
+        if self._made is not None and self._made[0] == key:
+            return self._made[1]
+        self._made = None  # frees its buffers first
+        # Shapes are stated, so that nobody runs the model for them and sends them as pickles.
         ids = torch.empty(samples, length, dtype=torch.int64, device="meta")
-        hidden = torch.empty(
-            samples, length, plan.width, dtype=plan.dtype, device="meta", requires_grad=True
-        )
+        hidden = torch.empty(samples, length, plan.width, dtype=plan.dtype, device="meta")
+        hidden.requires_grad_()
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = []
         for stage, number in zip(self._stages, plan.own(), strict=True):
             made = PipelineStage(
-                stage.module,
-                number,
-                plan.count,
-                plan.device,
-                # Stated, so that nobody runs the model for its shapes and sends them as pickles.
+                stage.module, number, plan.count, plan.device,
                 input_args=ids if number == 0 else hidden,
                 output_args=loss if number == plan.count - 1 else hidden,
                 group=plan.group,
-            )
-            compat.mend_halves(made)
-            compat.number_passes(made, stage)
+            )  # fmt: skip
+            compat.adapt(made, stage)
             stages.append(made)
         kind = get_schedule_class(plan.schedule)
         given: Any = stages if plan.schedule in SEVERAL_STAGES else stages[0]
-        return kind(given, count, loss_fn=lambda loss, _: loss, scale_grads=False)
+        schedule = kind(given, count, loss_fn=lambda loss, _: loss, scale_grads=False)
+        self._made = key, schedule
+        return schedule
 
 
 class PipelinePasses(Passes):
@@ -206,8 +184,7 @@ class PipelinePasses(Passes):
             whole, own = even[number]
             return sums.judge(scorer, own, whole, **inputs)
 
-        with known_documents(*(own for _, own in even)):
-            self._pipeline.run(even, loss)
+        self._pipeline.run(even, loss)
         return sums.part(counted=self.counts_rows)
 
     @torch.no_grad()
@@ -215,11 +192,11 @@ class PipelinePasses(Passes):
         rest, size = iter(batches), EVALUATED * self.axes.pipeline
         with evaluating(self.parts):
             while some := list(itertools.islice(rest, size)):
-                found = self._measured(self._even(some), measure)
+                found = self._rows(self._even(some), measure)
                 yield from (found.get(number) for number in range(len(some)))
 
-    def _measured(self, even: Sequence[Passed], measure: Measure) -> dict[int, Tensor]:
-        """The rows of each micro-batch that are this rank's to give."""
+    def _rows(self, even: Sequence[Passed], measure: Measure) -> dict[int, Tensor]:
+        """The rows of each micro-batch that this rank has to return."""
         found: dict[int, Tensor] = {}
 
         def rows(scorer: Scorer, number: int, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -227,8 +204,7 @@ class PipelinePasses(Passes):
             found[number] = measured(measure, scorer, own, whole, **inputs)
             return torch.zeros((), device=self.device)
 
-        with known_documents(*(own for _, own in even)):
-            self._pipeline.run(even, rows)
+        self._pipeline.run(even, rows)
         return found if self.counts_rows else {}
 
     @property
@@ -238,5 +214,4 @@ class PipelinePasses(Passes):
     def _even(self, batches: Iterable[MicroBatch]) -> list[Passed]:
         """The micro-batches and this rank's part of each, all of one shape."""
         given = list(batches)
-        even = equal_shapes(given, self._pipeline.least(len(given)))
-        return [self.laid_out(one) for one in even]
+        return [self.laid_out(one) for one in equal_shapes(given, self._pipeline.least(len(given)))]

@@ -103,26 +103,26 @@ def keep_layers(model: Any, layers: range) -> None:
     Raises StageError for a model that does not say how it divides.
     """
     before, name, after = layer_list(model)
-    base = model.base_model
+    base, head = model.base_model, model.get_output_embeddings()
     every = getattr(base, name)
+    try:
+        source = inspect.getsource(type(base).forward)
+    except (OSError, TypeError):  # as for a class that was typed in
+        source = ""
+    several = _TUPLES.search(source) is not None
     first, last = layers.start == 0, layers.stop == len(every)
-    several = _TUPLES.search(_source(type(base).forward)) is not None
     for number, block in enumerate(every):
         if number == layers.start - 1:
             every[number] = StageInput(block, several=several)
         elif number not in layers:
             every[number] = AbsentBlock(block, several=several)
-    if not first:
-        kept = model.get_input_embeddings() if last and is_tied(model) else None
-        for part in before:
-            held = getattr(base, part)
-            if held is not kept:
-                table = isinstance(held, nn.Embedding)
-                setattr(base, part, AbsentTable() if table else Absent())
+    kept = model.get_input_embeddings() if last and is_tied(model) else None
+    for part in before if not first else ():
+        if (held := getattr(base, part)) is not kept:
+            setattr(base, part, AbsentTable() if isinstance(held, nn.Embedding) else Absent())
     if not last:
         for part in after:
             setattr(base, part, Absent())
-        head = model.get_output_embeddings()
         for part in [part for part, child in model.named_children() if child is head]:
             setattr(model, part, Absent())
 
@@ -148,14 +148,6 @@ def layer_list(model: Any) -> tuple[list[str], str, list[str]]:
         )
     place = parts.index(lists[0])
     return parts[:place], lists[0], parts[place + 1 :]
-
-
-def _source(function: Any) -> str:
-    """Source of a function; empty where there is none, as for one that was typed in."""
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
 
 
 def kept(blocks: Iterable[nn.Module]) -> list[nn.Module]:

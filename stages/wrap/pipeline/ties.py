@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from pipeline.utils import local_part
@@ -15,40 +15,28 @@ class TiedEmbedding:
 
     Both start alike. Their gradients are summed before each step, and optimizers are functions of
     gradient and state, so the copies stay the same to the bit. `first` and `last` are the copies on
-    this rank, of which a rank has one or none (`build_pipeline` refuses schedules that
-    put both on one).
+    this rank, which has one or none: schedules that put both on one are refused.
     """
 
     def __init__(
         self, group: ProcessGroup, first: nn.Parameter | None, last: nn.Parameter | None
     ) -> None:
-        self._group = group
-        self._first = first
+        self._group, self._first = group, first
         self.repeated = last
         """The last stage's copy, which the gradient norm leaves out."""
 
     def sum_gradients(self) -> None:
-        """Give both copies the sum of their gradients (collective among their ranks)."""
-        first, last = _gradient(self._first), _gradient(self.repeated)
-        if first is not None:
-            self._add_other(first, self._group.size() - 1)
-        elif last is not None:
-            self._add_other(last, 0)
-
-    def _add_other(self, own: Tensor, peer: int) -> None:
-        """Add the gradient that rank `peer` of the group has. A sum of two is the same in either
-        order, so both ranks get equal bits."""
-        other = torch.empty_like(own)
-        exchange = [
-            dist.P2POp(dist.isend, own, group=self._group, group_peer=peer),
-            dist.P2POp(dist.irecv, other, group=self._group, group_peer=peer),
-        ]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
-        own.add_(other)
-
-
-def _gradient(parameter: nn.Parameter | None) -> Tensor | None:
-    """This rank's part of the parameter's gradient; None if it has none."""
-    grad = None if parameter is None else parameter.grad
-    return None if grad is None else local_part(grad)
+        """Give both copies the sum of their gradients (collective among their ranks). A sum of two
+        is the same in either order, so both ranks get equal bits."""
+        for copy, peer in ((self._first, self._group.size() - 1), (self.repeated, 0)):
+            if copy is None or copy.grad is None:
+                continue
+            own = local_part(copy.grad)
+            other = torch.empty_like(own)
+            exchange = [
+                dist.P2POp(dist.isend, own, group=self._group, group_peer=peer),
+                dist.P2POp(dist.irecv, other, group=self._group, group_peer=peer),
+            ]
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            own.add_(other)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 from pipeline import StageError
 from stages.wrap.pipeline.split import Absent
-from stages.wrap.tensor.compat import own_plan, sharded_dim
 from stages.wrap.tensor.layers import (
     COLUMNS,
     ROWS,
@@ -25,10 +25,11 @@ from stages.wrap.tensor.layers import (
     SUMMED,
     check_layers,
     check_ties,
+    innermost,
     layer_sizes,
+    placement_of,
     shared_heads,
 )
-from stages.wrap.tensor.placements import Owner, owners_of, placements_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ class Region:
     plain: bool
     """Whether all that reads its input is sharded by columns, so that the gradient of the input is
     a summand; otherwise each such layer sums the gradient of its own input."""
+    divides: bool
+    """Whether activations inside are sharded by features."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,46 +58,60 @@ class TensorPlan:
     """Name of every parameter -> placement on the tensor-parallel axis, tied ones by every name."""
     summed: frozenset[str]
     """Parameters that each rank uses for a part of the activations: gradients are summands."""
-    blocks: tuple[str, ...]
-    regions: Mapping[str, Region]
+    blocks: Sequence[str]
+    regions: Sequence[Region]
     head: str | None
     """The output layer, if it is sharded by the vocabulary."""
-    shared_heads: Mapping[str, int] = field(default_factory=dict)
+    shared_heads: Mapping[str, int]
     """Key and value layers with fewer heads than ranks -> number of heads."""
 
 
+def region_of(name: str, regions: Sequence[Region]) -> Region | None:
+    """The region that a module or parameter is, or is in."""
+    return next((one for one in regions if f"{name}.".startswith(f"{one.name}.")), None)
+
+
 def resolve(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    *,
-    size: int,
-    patterns: Mapping[str, str] | None = None,
-    sequence: bool = False,
-) -> TensorPlan:
+    model: nn.Module, blocks: Sequence[nn.Module], *,
+    size: int, patterns: Mapping[str, str] | None = None, sequence: bool = False,
+) -> TensorPlan:  # fmt: skip
     """The architecture's plan with a recipe's `patterns` added, for `size` ranks.
 
     Raises StageError for an unknown style, a pattern of the recipe that matches nothing (in a stage
     of a pipeline, it may), sizes or heads that do not divide, and layers whose parts nothing takes
     up.
     """
-    styles = _styles(model, own_plan(model), patterns or {})
+    styles = _styles(model, getattr(model, "tp_plan", None) or {}, patterns or {})
     names = {module: name for name, module in model.named_modules()}
-    block_names = tuple(names[block] for block in blocks)
+    block_names = [names[block] for block in blocks]
     head = names.get(getattr(model, "get_output_embeddings", lambda: None)())
     if sequence and not block_names:
         raise StageError("sequence: the model does not say which modules are its blocks")
-    owners = owners_of(model, styles)
     shared = shared_heads(model, styles, size)
     check_layers(model, styles, size, shared)
-    placements = placements_of(model, owners, shared)
+    entries, placements = dict[str, str](), dict[str, Any]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        entry, placements[name] = innermost(name, styles), Replicate()
+        entries[name] = entry
+        if entry and entry not in shared:
+            module = model.get_submodule(name.rpartition(".")[0])
+            placements[name] = placement_of(name, parameter, styles[entry], module)
     check_ties(model, placements)
-    regions = {r.name: r for r in _regions(model, block_names, styles, owners)}
+    regions = [*_regions(model, block_names, styles, entries)]
+    summed = []
+    for name in (name for name, placement in placements.items() if placement.is_replicate()):
+        used_in_parts = styles.get(entries[name]) in (*COLUMNS, *ROWS, SUMMED)
+        if not entries[name] and sequence and region_of(name, regions) is None:
+            # A norm on this rank's part of the sequence.
+            used_in_parts = any(name.startswith(f"{block}.") for block in block_names)
+        if used_in_parts:
+            summed.append(name)
     return TensorPlan(
         size=size,
         sequence=sequence,
         styles=styles,
         placements=placements,
-        summed=frozenset(_summed(model, owners, placements, block_names, regions, sequence)),
+        summed=frozenset(summed),
         blocks=block_names,
         regions=regions,
         head=head if styles.get(head or "") in COLUMNS else None,
@@ -119,7 +136,12 @@ def _styles(
             raise StageError(f"{pattern}: unknown style {style!r}; known are {', '.join(STYLES)}")
         matched = [name for name in names if matches(pattern, name)]
         if not matched and pattern in patterns and not absent:
-            raise StageError(f"{pattern!r} matches no module or parameter {_ends(names, pattern)}")
+            last = pattern.rpartition(".")[2]
+            like = [name for name in names if name.rpartition(".")[2] == last] or names[1:]
+            raise StageError(
+                f"{pattern!r} matches no module or parameter of the model, which has "
+                f"{', '.join(like[:3])}, ..."
+            )
         found.update(dict.fromkeys(matched, style))
     if not any(style not in ("replicate", SUMMED) for style in found.values()):
         raise StageError(
@@ -129,77 +151,41 @@ def _styles(
     return {name: found[name] for name in names if name in found}
 
 
-def _ends(names: Sequence[str], pattern: str) -> str:
-    last = pattern.rpartition(".")[2]
-    like = [name for name in names if name.rpartition(".")[2] == last] or names[1:]
-    return f"of the model, which has {', '.join(like[:3])}, ..."
-
-
 def _regions(
-    model: nn.Module,
-    blocks: Sequence[str],
-    styles: Mapping[str, str],
-    owners: Mapping[str, Owner],
+    model: nn.Module, blocks: Sequence[str], styles: Mapping[str, str], entries: Mapping[str, str]
 ) -> Iterator[Region]:
     for block in blocks:
         for child, module in model.get_submodule(block).named_children():
             name = f"{block}.{child}"
-            inside = {n: s for n, s in styles.items() if n == name or n.startswith(f"{name}.")}
-            divides = any(style not in ("replicate", SUMMED) for style in inside.values())
+            inside = {n: s for n, s in styles.items() if f"{n}.".startswith(f"{name}.")}
+            divided = any(style not in ("replicate", SUMMED) for style in inside.values())
             # A norm, a dropout or a linear layer treats each token by itself, so it may be given a
             # part of the sequence.
-            if not divides and not any(True for _ in module.children()):
+            if not divided and not any(True for _ in module.children()):
                 continue
-            _check_region(name, inside)
-            parameters = [f"{name}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
-            layers = (*COLUMNS, *ROWS, SUMMED)
-            special = any(style not in layers for style in inside.values())
-            bare = any(owners[n].entry == n for n in parameters if n in owners)
-            whole = all(n in owners for n in parameters)
-            plain = divides and not special and not bare and whole and _paired(model, inside)
-            yield Region(name=name, block=block, plain=plain)
+            columns = [n for n, s in inside.items() if s in ("colwise", "packed_colwise")]
+            rows = [n for n, s in inside.items() if s in ("rowwise", "packed_rowwise")]
+            # A layer that is the block's own child passes its part to others around it.
+            if name not in inside and bool(columns) != bool(rows):
+                one, lacking = (columns[0], "rowwise") if columns else (rows[0], "colwise")
+                raise StageError(f"{one} is {inside[one]}, but nothing in {name} is {lacking}")
+            names = [f"{name}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
+            layers = all(style in (*COLUMNS, *ROWS, SUMMED) for style in inside.values())
+            whole = all(entries[n] not in ("", n) for n in names)
+            yield Region(
+                name=name,
+                block=block,
+                plain=divided and layers and whole and _paired(model, inside),
+                divides="colwise" in inside.values(),
+            )
 
 
 def _paired(model: nn.Module, inside: Mapping[str, str]) -> bool:
     """Whether every column layer of a region takes the region's own input, and a row layer follows.
-    Otherwise one may take what another gives, and has to sum the gradients of its inputs itself."""
+    Otherwise a layer may consume another's output, and must all-reduce its own input gradient."""
     columns = [n for n, style in inside.items() if style in COLUMNS]
     if not any(inside[n] == "colwise_gather_output" for n in columns):
         return True
     sizes = [layer_sizes(model.get_submodule(n)) for n in columns]
     widths = {None if one is None else one[0] for one in sizes}
     return len(widths) == 1 and any(style in ROWS for style in inside.values())
-
-
-def _check_region(name: str, inside: Mapping[str, str]) -> None:
-    if name in inside:  # the layer is the block's own child, and so are those around it
-        return
-    columns = [n for n, style in inside.items() if style in ("colwise", "packed_colwise")]
-    rows = [n for n, style in inside.items() if style in ("rowwise", "packed_rowwise")]
-    if bool(columns) != bool(rows):
-        one, lacking = (columns[0], "rowwise") if columns else (rows[0], "colwise")
-        raise StageError(f"{one} is {inside[one]}, but nothing in {name} is {lacking}")
-
-
-def _summed(
-    model: nn.Module,
-    owners: Mapping[str, Owner],
-    placements: Mapping[str, Any],
-    blocks: Sequence[str],
-    regions: Mapping[str, Region],
-    sequence: bool,
-) -> Iterator[str]:
-    for name in placements:
-        if sharded_dim(placements[name]) is not None:
-            continue
-        block = next((b for b in blocks if name.startswith(f"{b}.")), None)
-        region = next((r for r in regions.values() if name.startswith(f"{r.name}.")), None)
-        owner = owners.get(name)
-        if owner is None:
-            if sequence and block is not None and region is None:
-                yield name  # a norm on this rank's part of the sequence
-        elif owner.style in ROWS and name.endswith(".bias"):
-            if sequence and region is not None and region.plain:
-                yield name  # added behind the reduce-scatter
-        elif owner.style in COLUMNS or owner.style in ROWS or owner.style == SUMMED:
-            yield name

@@ -37,7 +37,7 @@ def test_an_architecture_is_divided_by_its_own_plan() -> None:
     assert plan.placements["model.norm.weight"].is_replicate()
     assert plan.head == "lm_head"
     assert not plan.summed
-    assert all(region.plain for region in plan.regions.values())
+    assert all(region.plain for region in plan.regions)
 
 
 def test_gradients_of_norms_on_parts_of_the_sequence_are_summed() -> None:
