@@ -10,11 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 
 from pipeline import DataAxis, StageError
+from pipeline.utils import with_values
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from pipeline import Context
 
 Size = Annotated[int, Ge(1)]
 
@@ -230,3 +237,43 @@ def least_microbatches(schedule: str, ranks: int, count: int) -> int:
         while count % max(1, count // ranks):
             count += 1
     return count
+
+
+def _mesh(device: str, **sizes: int) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def parameter_mesh(axes: Axes, device: str, shards: int) -> DeviceMesh:
+    """The mesh over which parameters are cut: `pipeline`, `replicate`, `shard`, `tensor`
+    (collective). Each tensor-parallel part is cut again into `shards`, over the data and context
+    axes together."""
+    copies, pipeline = axes.data * axes.context // shards, axes.pipeline
+    return _mesh(device, pipeline=pipeline, replicate=copies, shard=shards, tensor=axes.tensor)
+
+
+def expert_mesh(axes: Axes, device: str, shards: int, experts: int) -> DeviceMesh:
+    """The mesh over which experts are cut (collective): as `parameter_mesh`, but for an axis
+    `expert` of `experts` ranks, which are neighbours among the `shards`."""
+    sizes = {"pipeline": axes.pipeline, "replicate": axes.data * axes.context // shards}
+    return _mesh(device, **sizes, shard=shards // experts, expert=experts, tensor=axes.tensor)
+
+
+def context_group(axes: Axes, device: str) -> ProcessGroup:
+    """The ranks that share this rank's samples (collective)."""
+    outer = axes.pipeline * axes.data
+    with with_values():
+        mesh = _mesh(device, outer=outer, context=axes.context, tensor=axes.tensor)
+        return mesh["context"].get_group()
+
+
+def warn_of_slow_groups(ctx: Context, axes: Axes) -> None:
+    """Log a warning if tensor-parallel groups reach over nodes."""
+    here = ctx.dist.local_world_size
+    if axes.tensor > 1 and here % axes.tensor and ctx.dist.world_size > here:
+        ctx.log.warning(
+            "tensor_parallel: groups of %d ranks reach over nodes of %d, and exchange activations "
+            "in every layer",
+            axes.tensor, here,
+        )  # fmt: skip

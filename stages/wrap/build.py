@@ -31,7 +31,7 @@ from pipeline.hardware import model_begins
 from pipeline.utils import replace_text, with_values
 from stages.model.declared import FrozenSource, logical_numel, outline
 from stages.model.forward_hooks_compat import around_forward, hooks_before
-from stages.wrap.load_weights import load_weights, local_shards
+from stages.wrap.shards import load_weights, weights_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,15 +43,10 @@ def source_of(model: ModelSource, plan: OptimizerPlan) -> ModelSource:
 
 
 def build_module(
-    ctx: Context,
-    model: ModelSource,
-    precision: Precision,
-    *,
-    shard: Callable[[nn.Module], None] | None = None,
-    replicas: ProcessGroup | None = None,
-    home: torch.device | None = None,
-    casts: bool = False,
-) -> nn.Module:
+    ctx: Context, model: ModelSource, precision: Precision, *,
+    shard: Callable[[nn.Module], None] = lambda module: None, replicas: ProcessGroup | None = None,
+    home: torch.device | None = None, casts: bool = False,
+) -> nn.Module:  # fmt: skip
     """Build the model, shard it, materialize it and load its weights.
 
     `shard` shards the module in place while its parameters are on the meta device. `replicas` are
@@ -60,35 +55,29 @@ def build_module(
     `casts`, modules compute in the compute dtype; a strategy that casts by itself needs none.
     Raises StageError for weights that do not fit the model.
     """
-    shards = [shard or (lambda module: None)]
-    (module,) = build_modules(ctx, model, precision, shards, replicas=replicas, home=home)
+    (module,) = build_modules(ctx, model, precision, [shard], replicas=replicas, home=home)
     if casts:
         cast_on_use(module, torch_dtype(precision.compute))
     return module
 
 
 def build_modules(
-    ctx: Context,
-    model: ModelSource,
-    precision: Precision,
-    shards: Sequence[Callable[[nn.Module], None]],
-    *,
-    replicas: ProcessGroup | None = None,
-    home: torch.device | None = None,
-) -> list[nn.Module]:
-    """Build the model once for each of `shards`, which makes it a part of the model, as
-    `build_module` does."""
-    device = ctx.dist.device
+    ctx: Context, model: ModelSource, precision: Precision,
+    shards: Iterable[Callable[[nn.Module], None]], *,
+    replicas: ProcessGroup | None = None, home: torch.device | None = None,
+) -> list[nn.Module]:  # fmt: skip
+    """Build the model as `build_module` does, once for each of `shards`, which makes it a part of
+    the model."""
+    device, modules = ctx.dist.device, list[nn.Module]()
     # Opened first: this compares the weights with the model.
     with contextlib.closing(model.weights()) as reader:
-        modules = []
         for shard in shards:
             module = build_empty(model, precision)
             with with_values():
                 shard(module)
             materialize(module, home or device, buffer_device=device)
             modules.append(module)
-        own = itertools.chain.from_iterable(map(local_shards, modules))
+        own = itertools.chain.from_iterable(map(weights_of, modules))
         load_weights(own, reader, ctx, replicas)
     for module in modules:
         cast_buffers(module, precision)

@@ -14,7 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 from pipeline import Context, ModelSource, OptimizerPlan, Precision, StageError, torch_dtype
 from pipeline.utils import local_part, with_values
 from stages.model.declared import outline
-from stages.wrap.axes import FOLDED, Axes, required
+from stages.wrap.axes import (
+    FOLDED,
+    Axes,
+    expert_mesh,
+    parameter_mesh,
+    required,
+    warn_of_slow_groups,
+)
 from stages.wrap.build import (
     build_module,
     build_modules,
@@ -25,15 +32,13 @@ from stages.wrap.build import (
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.fsdp_fields import FsdpFields
 from stages.wrap.fsdp_units import DATA_AXES, UnitDivider
-from stages.wrap.gradients import total_norm
-from stages.wrap.mesh import expert_mesh, parameter_mesh, warn_of_slow_groups
-from stages.wrap.optimizer_groups import make_optimizers
+from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.passes import ModulePasses, Passes
 from stages.wrap.pipeline.split import is_tied, keep_layers, layer_ranges
 from stages.wrap.pipeline.ties import TiedEmbedding
 from stages.wrap.tensor.divide import resolve_plan
 from stages.wrap.torch_compat import reshard, sharding_facts
-from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.torch_engine import TorchEngine, total_norm
 
 
 def build(
@@ -67,7 +72,8 @@ def build(
         group = divide_sequence(whole, axes, device)
         passes = ModulePasses(whole, model.scorer(whole, group=group), ctx.dist, axes)
     optimizers = make_optimizers(plan, whole, passes.parts)
-    engine = FsdpEngine(config, facts, passes, optimizers, precision, plan, whole, tied=tied)
+    rest = passes, optimizers, precision, plan, whole
+    engine = FsdpEngine(facts, tied, config.reduce_every_microbatch, *rest)
     expected = {
         **declared_facts(ctx, precision),
         "engine": "fully_shard",
@@ -152,17 +158,12 @@ class FsdpEngine(TorchEngine):
     """Shards on every rank; parameters gathered unit by unit, gradients reduce-scattered."""
 
     def __init__(
-        self,
-        config: FsdpFields,
-        mesh: Mapping[str, int],
-        *rest: Any,
-        tied: TiedEmbedding | None = None,
+        self, mesh: Mapping[str, int], tied: TiedEmbedding | None, reduce_always: bool, *rest: Any
     ) -> None:
         """`mesh` has the sizes of the axes that a recipe asks for, `tied` the embedding's copies on
         the stages of a pipeline."""
         super().__init__(*rest)
-        self._mesh, self._tied = mesh, tied
-        self._reduce_always = config.reduce_every_microbatch
+        self._mesh, self._tied, self._reduce_always = mesh, tied, reduce_always
 
     @contextlib.contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:

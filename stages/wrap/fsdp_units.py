@@ -36,13 +36,9 @@ class UnitDivider:
     """Divides modules in place, and keeps their units."""
 
     def __init__(
-        self,
-        config: FsdpFields,
-        model: ModelSource,
-        precision: Precision,
-        mesh: DeviceMesh,
+        self, config: FsdpFields, model: ModelSource, precision: Precision, mesh: DeviceMesh,
         experts: DeviceMesh | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`experts` is the mesh of parameters that are divided by experts."""
         self.config, self._model, self._precision = config, model, precision
         self._mesh, self._experts = mesh, experts
@@ -115,12 +111,9 @@ class UnitDivider:
         again = None if reshard and config.gathers_again else False
         for unit in units:
             fully_shard(
-                unit,
-                mesh=mesh,
-                reshard_after_forward=again,
-                mp_policy=policy,
+                unit, mesh=mesh, reshard_after_forward=again, mp_policy=policy,
                 offload_policy=offload,
-            )
+            )  # fmt: skip
 
     def _prefetch(self, units: Sequence[nn.Module], experts: Sequence[nn.Module]) -> None:
         """Name the units that are gathered ahead of each, where torch's own order is not enough.
@@ -147,11 +140,9 @@ class UnitDivider:
 
 
 def choose_units(
-    config: FsdpFields,
-    module: nn.Module,
-    blocks: Sequence[nn.Module],
+    config: FsdpFields, module: nn.Module, blocks: Sequence[nn.Module],
     ends: tuple[nn.Module | None, nn.Module | None],
-) -> list[nn.Module]:
+) -> list[nn.Module]:  # fmt: skip
     """The units in forward order, inner before outer, without the root.
 
     With blocks, `ends` (embedding and head) are units too, except those that share a weight: it

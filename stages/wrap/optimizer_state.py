@@ -1,21 +1,90 @@
-"""The state that an optimizer keeps for each parameter: moments, and a count of updates."""
+"""Optimizers of the plan's parts, and the state that they keep for each parameter: moments, and a
+count of updates."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline import EngineState, OptimizerPart, ParameterGroup, StageError
+from pipeline import (
+    EngineState,
+    NamedParameter,
+    OptimizerPart,
+    OptimizerPlan,
+    ParameterGroup,
+    StageError,
+)
 from pipeline.utils import local_part
-from stages.wrap.load_weights import aliases, flat, stored_tensors
+from stages.wrap.build import named_parts
+from stages.wrap.shards import aliases, flat, stored_tensors
+from stages.wrap.whole_matrices import MatrixExchange
 
 UPDATES = "step"
 """Key under which torch counts updates."""
+
+
+class LivePart(NamedTuple):
+    """A part of the plan with the optimizer of its parameters on this rank."""
+
+    number: int
+    """Its place in the plan."""
+    plan: OptimizerPart
+    optimizer: Optimizer
+
+    def state(self, parameter: Tensor) -> dict[str, Any]:
+        """A parameter's state, for which a rule may make a new mapping in each update."""
+        found: dict[str, Any] = self.optimizer.state[parameter]
+        return found
+
+
+def make_optimizers(
+    plan: OptimizerPlan, module: nn.Module, parts: Sequence[nn.Module] | None = None
+) -> list[LivePart]:
+    """The optimizers of the plan's parts that have parameters on this rank, in groups of the whole
+    `module`, of which the rank may have `parts` only. Each group keeps its base rate as
+    `initial_lr`. Raises StageError if nothing is trained."""
+    parts = [module] if parts is None else parts
+    here = {one for part in parts for one in part.parameters()}
+    found = []
+    divided = plan.divide(named_parts(module, parts))
+    for number, (part, own) in enumerate(zip(plan.parts, divided, strict=True)):
+        groups = []
+        for group in groups_of(part, own) if own else ():
+            by_mesh = defaultdict(list)  # torch updates a group's parameters together
+            for one in group["params"]:
+                if one in here:
+                    by_mesh[getattr(one, "device_mesh", None)].append(one)
+            groups += [{**group, "params": same} for same in by_mesh.values()]
+        if groups:
+            require_zeros(part, local_part(groups[0]["params"][0]).device)
+            whole = () if part.elementwise else (MatrixExchange(),)
+            optimizer = part.build(groups, *whole)
+            for group in optimizer.param_groups:
+                group["initial_lr"] = group["lr"]
+            found.append(LivePart(number, part, optimizer))
+    if plan.parts and not found:
+        raise StageError(
+            "the optimizer has nothing to train: every parameter of the model is frozen",
+            hint="look at the model slot and its adapter",
+        )
+    return found
+
+
+def groups_of(part: OptimizerPart, own: Sequence[NamedParameter]) -> list[dict[str, Any]]:
+    """The part's parameters in its groups. Raises StageError unless each is in one of them."""
+    groups = part.groups(own)
+    taken = Counter(id(one) for group in groups for one in group["params"])
+    for one in own:
+        if (times := taken[id(one.parameter)]) != 1:
+            rule = part.name or part.algorithm
+            raise StageError(f"{rule} has {one.name} in {times} groups, not in one")
+    return groups
 
 
 def start_state(optimizer: Optimizer, part: OptimizerPart) -> None:
@@ -78,8 +147,7 @@ def require_known(
     the packing's own."""
     if part.packing is not None:
         return
-    if _kept(state, part) != set(part.moments):
-        raise _not_declared(state, part, optimizer)
+    _require_declared(state, part, optimizer)
     for name in part.moments:
         shape = tuple(local_part(state[name]).shape)
         if shape != parameter.shape:
@@ -89,17 +157,18 @@ def require_known(
             )
 
 
-def _kept(state: Mapping[str, Any], part: OptimizerPart) -> set[str]:
-    """Keys of state other than the declared count of updates."""
+def _require_declared(
+    state: Mapping[str, Any], part: OptimizerPart, optimizer: str, *, least: bool = True
+) -> None:
+    """Raise StageError for keys other than those of the part; some may be missing without `least`,
+    as before a first update."""
     counted = {UPDATES} if part.counts_updates else set[str]()
-    return {key for key, value in state.items() if value is not None} - counted
-
-
-def _not_declared(state: Mapping[str, Any], part: OptimizerPart, optimizer: str) -> StageError:
-    return StageError(
-        f"{optimizer} keeps {sorted(_kept(state, part))} for a parameter, its stage declares "
-        f"{sorted(part.moments)}; such state cannot be saved"
-    )
+    kept = {key for key, value in state.items() if value is not None} - counted
+    if kept - set(part.moments) or (least and kept != set(part.moments)):
+        raise StageError(
+            f"{optimizer} keeps {sorted(kept)} for a parameter, its stage declares "
+            f"{sorted(part.moments)}; such state cannot be saved"
+        )
 
 
 class _MissingState(KeyError):
@@ -152,8 +221,8 @@ def declared_state(optimizer: Optimizer, part: OptimizerPart) -> Iterator[None]:
                 f"{name} keeps {of!r} next to the state of parameters; such state cannot be saved",
                 hint=hint,
             )
-        if part.packing is None and not _kept(state, part) <= set(part.moments):
-            raise _not_declared(state, part, name)
+        if part.packing is None:
+            _require_declared(state, part, name, least=False)
 
 
 def require_zeros(part: OptimizerPart, device: torch.device) -> None:
@@ -204,10 +273,9 @@ def group_state(
 
 
 def fixed_state(
-    module: nn.Module,
-    groups: Sequence[ParameterGroup],
+    module: nn.Module, groups: Sequence[ParameterGroup],
     shape: Callable[[Tensor], tuple[int, ...]],
-) -> EngineState:
+) -> EngineState:  # fmt: skip
     """The part of a training state that never changes."""
     return EngineState(
         shapes={name: shape(tensor) for name, tensor in stored_tensors(module)},
@@ -217,3 +285,18 @@ def fixed_state(
         updates={},
         loss_scale=None,
     )
+
+
+def grouped_state(
+    module: nn.Module, plan: OptimizerPlan, parts: Iterable[nn.Module]
+) -> EngineState:
+    """The part of a training state that never changes, in the plan's groups of parameters of the
+    whole `module`, of which this rank has `parts`."""
+    held = [one for one in named_parts(module, parts) if one.parameter.numel()]
+    names = {one.parameter: one.name for one in held}
+    groups = [
+        group_state(part, group, [names[one] for one in group["params"]])
+        for part, own in zip(plan.parts, plan.divide(held), strict=True)
+        for group in (groups_of(part, own) if own else ())
+    ]
+    return fixed_state(module, groups, lambda tensor: tuple(tensor.shape))

@@ -6,12 +6,15 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeline import (
     WEIGHT,
@@ -19,6 +22,8 @@ from pipeline import (
     EngineState,
     Fragment,
     LossParts,
+    LossScale,
+    LossScaling,
     Measure,
     MicroBatch,
     Objective,
@@ -32,12 +37,11 @@ from pipeline import (
 from pipeline.checkpoint import Tile
 from pipeline.utils import HostCopy, local_part
 from stages.objectives.judge import StepSums
-from stages.wrap.build import dtype_names, installed_casts, named_parts, parameter_count
-from stages.wrap.gradients import LossScaler, multiply, total_norm
-from stages.wrap.load_weights import flat, stored_tensors
-from stages.wrap.optimizer_groups import LivePart, grouped_state
+from stages.wrap.build import dtype_names, installed_casts, parameter_count
 from stages.wrap.optimizer_state import (
+    LivePart,
     declared_state,
+    grouped_state,
     read_moments,
     require_known,
     set_updates,
@@ -46,8 +50,78 @@ from stages.wrap.optimizer_state import (
     write_moments,
 )
 from stages.wrap.passes import Passes
-from stages.wrap.shards import tiles_of
-from stages.wrap.torch_compat import divides_gradients, step_divided
+from stages.wrap.shards import flat, stored_tensors, tile_fragments, tiles_of
+from stages.wrap.torch_compat import divides_gradients, multiply_all, norms_of, step_divided
+
+
+def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
+    """L2 norm over the gradients of all ranks, accumulated in fp32; a scalar (collective, if they
+    are DTensors, or `divided`: ranks have different ones, and one may have none).
+
+    Works across meshes: each shard is counted once, by the first rank on the axes that replicate
+    it. Plain tensors are the same on every rank.
+    """
+    sharded = [one for one in gradients if isinstance(one, DTensor)]
+    repeated = {
+        id(one)
+        for one in sharded
+        for axis, placement in enumerate(one.placements)
+        if placement.is_replicate() and one.device_mesh.get_local_rank(axis)
+    }
+    own = [local_part(one) for one in gradients if id(one) not in repeated]
+    own = [one for one in own if one.numel()]
+    if not own:
+        norm = torch.zeros((), device=local_part(gradients[0]).device if gradients else "cpu")
+    elif all(one.dtype == torch.float32 for one in own):
+        norm = torch.linalg.vector_norm(torch.stack([*norms_of(own)]))
+    else:  # torch's foreach norms accumulate in the gradients' own dtype
+        norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in own]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+    if divided or sharded:
+        total = norm.square()
+        torch.distributed.all_reduce(total)
+        return total.sqrt()
+    return norm
+
+
+def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply the gradients, in place, by a scalar that is the same on every rank."""
+    kinds: dict[Any, list[Tensor]] = defaultdict(list)
+    for part in map(local_part, gradients):
+        kinds[part.device, part.dtype].append(part)
+    for (device, _), same in kinds.items():
+        multiply_all(same, factor.to(device))
+
+
+GROWTH, BACKOFF = 2.0, 0.5
+
+
+class LossScaler:
+    """Dynamic loss scaling (Micikevicius et al. 2018, Mixed Precision Training, section 3.2): the
+    factor by which losses are multiplied, so that gradients stay in the range of fp16. It is halved
+    when a gradient overflows, and doubled after `growth_interval` steps without."""
+
+    def __init__(self, scaling: LossScaling) -> None:
+        self.scale, self._good_steps = scaling.initial_scale, 0
+        self._interval = scaling.growth_interval
+
+    def update(self, *, overflowed: bool) -> None:
+        """Adjust the scale after a step."""
+        self._good_steps = 0 if overflowed else self._good_steps + 1
+        if overflowed:
+            self.scale *= BACKOFF
+        elif self._good_steps == self._interval:
+            self.scale *= GROWTH
+            self._good_steps = 0
+
+    @property
+    def state(self) -> LossScale:
+        """State for a checkpoint."""
+        return LossScale(scale=self.scale, good_steps=self._good_steps)
+
+    def restore(self, saved: LossScale) -> None:
+        """Go on from a checkpoint. The interval stays the recipe's."""
+        self.scale, self._good_steps = saved.scale, saved.good_steps % self._interval
 
 
 class _Stored(NamedTuple):
@@ -71,13 +145,9 @@ class TorchEngine(Engine):
     """Updates since then, for optimizers that keep no count."""
 
     def __init__(
-        self,
-        passes: Passes,
-        optimizers: Sequence[LivePart],
-        precision: Precision,
-        plan: OptimizerPlan,
-        whole: nn.Module | None = None,
-    ) -> None:
+        self, passes: Passes, optimizers: Sequence[LivePart], precision: Precision,
+        plan: OptimizerPlan, whole: nn.Module | None = None,
+    ) -> None:  # fmt: skip
         """`whole` is the whole model on the meta device, where ranks have parts of it."""
         self.passes, self.optimizers, self.plan = passes, optimizers, plan
         self.parts, self.device = passes.parts, passes.device
@@ -232,25 +302,15 @@ class TorchEngine(Engine):
             _Stored(name, one, tiles_of(name, one), owners.get(one))
             for name, one in tensors.items()
         ]
-        whole = self._whole or self.parts[0]
-        return grouped_state(whole, self.plan, named_parts(whole, self.parts)), stored
+        return grouped_state(self._whole or self.parts[0], self.plan, self.parts), stored
 
     def _fragments(self, *, write: bool) -> Iterator[Fragment]:
         self.to_sharded()
         for name, tensor, tiles, live in self._layout[1]:
-            weight, moments, end = flat(tensor), dict[str, Tensor](), 0
+            state, moments = {WEIGHT: flat(tensor)}, dict[str, Tensor]()
             if live is not None and tiles:
-                moments = read_moments(live.state(tensor), live.plan, 0, weight.numel())
-            for tile in tiles:
-                begin, end = end, end + tile.numel
-                kinds = {WEIGHT: weight, **moments}
-                yield Fragment(
-                    name=name,
-                    shape=tuple(tensor.shape),
-                    start=tile.start,
-                    state={kind: values[begin:end] for kind, values in kinds.items()},
-                    stride=tile.stride,
-                    count=tile.count,
-                )
+                own = live.state(tensor)
+                moments = read_moments(own, live.plan, 0, state[WEIGHT].numel())
+            yield from tile_fragments(name, tensor.shape, tiles, state | moments)
             if write and live is not None and tiles:
                 write_moments(live.state(tensor), live.plan, moments)

@@ -26,7 +26,6 @@ from pipeline import (
 )
 from stages.objectives.judge import StepSums
 from stages.wrap.build import dtype_names, parameter_count, trained
-from stages.wrap.load_weights import LocalShard
 from stages.wrap.optimizer_state import (
     declared_state,
     fixed_state,
@@ -74,13 +73,9 @@ class ZeroModel(TorchEngine):
     def fragments(self) -> Iterator[Fragment]:
         return frozen_fragments(self.parts[0], self.zero)
 
-    def master_shards(self) -> Iterator[LocalShard]:
+    def weights_to_load(self) -> Iterator[Fragment]:
         """This rank's part of every parameter and stored buffer, to be overwritten, each before the
         next is taken; trained parameters are masters. Then call `sync_compute_weights`."""
-        for one in self._to_load():
-            yield LocalShard(one.name, one.start, one.state[WEIGHT], one.stride, one.count)
-
-    def _to_load(self) -> Iterator[Fragment]:
         return frozen_fragments(self.parts[0], self.zero)
 
     def describe(self) -> Mapping[str, Any]:
@@ -213,13 +208,13 @@ class ZeroEngine(ZeroModel):
     def sync_compute_weights(self) -> None:
         update_compute_weights(self.zero)
 
-    def _to_load(self) -> Iterator[Fragment]:
+    def weights_to_load(self) -> Iterator[Fragment]:
         for flat in self._flats:
             with flat.present(write=True):
                 for part in flat.parts:
                     weight = {WEIGHT: part.of(flat.tensor)}
                     yield from fragments_of(part.name, part.parameter, part.start, weight)
-        yield from super()._to_load()
+        yield from super().weights_to_load()
 
     def _trained(self, *, write: bool) -> Iterator[Fragment]:
         rule = self._rule

@@ -12,7 +12,7 @@ from torch import nn
 from pipeline import DistContext, OptimizerPart, OptimizerPlan, StageError, testing
 from pipeline.contracts.engine import Engine
 from stages.optimizer.adamw import AdamW
-from stages.wrap.optimizer_groups import make_optimizers
+from stages.wrap.optimizer_state import make_optimizers
 from tests.stages.wrap.test_torch_engine import Plain
 from tests.support.batches import accumulated, micro_batch
 from tests.support.processes import run_ranks

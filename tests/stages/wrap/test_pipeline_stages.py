@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.errors import StageError
 from pipeline.planning.trace.torch_compat import silent_group
-from stages.wrap.gradients import total_norm
 from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
 from stages.wrap.pipeline.split import keep_layers, layer_list
+from stages.wrap.torch_engine import total_norm
 from tests.support.batches import micro_batch
 from tests.support.processes import run_ranks
 
