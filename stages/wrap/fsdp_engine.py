@@ -110,14 +110,11 @@ def _stages(
             "and this model's head shares the embedding's weight",
             hint="choose another schedule",
         )
+    group, width = mesh["pipeline"].get_group(), whole.config.get_text_config().hidden_size
     shape = PipelinePlan(
-        schedule=asked.schedule,
-        group=mesh["pipeline"].get_group(),
-        stages_per_rank=asked.per_rank,
-        width=whole.config.get_text_config().hidden_size,
-        dtype=torch_dtype(precision.compute),
-        device=ctx.dist.device,
-    )
+        schedule=asked.schedule, group=group, stages_per_rank=asked.per_rank, width=width,
+        dtype=torch_dtype(precision.compute), device=ctx.dist.device,
+    )  # fmt: skip
     if divider.config.tensor_parallel is not None:
         resolve_plan(divider.config.tensor_parallel, whole, blocks)
     head = whole.get_input_embeddings().weight.numel()
@@ -134,9 +131,9 @@ def _stages(
     cuts = [functools.partial(make, number=number) for number in shape.own()]
     modules: list[Any] = [*build_modules(ctx, model, precision, cuts, **divider.places)]
     for stage in stages:
-        group = divide_sequence(stage.module, axes, ctx.dist.device.type)
+        among = divide_sequence(stage.module, axes, ctx.dist.device.type)
         if stage.last:
-            stage.scorer = model.scorer(stage.module, group=group, forward=stage.forward)
+            stage.scorer = model.scorer(stage.module, group=among, forward=stage.forward)
     passes = PipelinePasses(Pipeline(shape, stages), modules, ctx.dist, axes)
     trains = [any(one.requires_grad for one in module.parameters()) for module in modules]
     if plan.parts and (not any(trains) or (0 in shape.own() and not trains[0])):

@@ -166,6 +166,7 @@ class _Piece(NamedTuple):
 
 Route = list[_Piece]
 """Pieces that one rank sends another, in order."""
+Visit = Callable[[Tensor, _Piece], None]
 
 
 class _Bucket:
@@ -226,10 +227,19 @@ class _Bucket:
         def send_part(buffer: Tensor, piece: _Piece) -> None:
             buffer.copy_(parts[piece.matrix.of][piece.at])
 
-        divided = any(len({*one.copies}) < len(one.ranks) for one in self._layouts)
-        for buffer, piece in self._exchanged(self._sent, self._taken, like, send_part, divided):
+        def take_part(buffer: Tensor, piece: _Piece) -> None:
             for block, inside in piece.blocks(whole[piece.matrix], buffer):
                 block.copy_(inside)
+
+        def send_result(buffer: Tensor, piece: _Piece) -> None:
+            for block, inside in piece.blocks(whole[piece.matrix], buffer):
+                inside.copy_(block)
+
+        def take_result(buffer: Tensor, piece: _Piece) -> None:
+            results[piece.matrix.of][piece.at].copy_(buffer)
+
+        divided = any(len({*one.copies}) < len(one.ranks) for one in self._layouts)
+        self._exchange(like, self._sent, send_part, self._taken, take_part, several=divided)
         for matrix, tensor in whole.items():
             vector = self._layouts[matrix.of].parameter.ndim < 2
             result = function(tensor[0] if vector else tensor)
@@ -239,14 +249,8 @@ class _Bucket:
                     f"shape {tuple(result.shape)}"
                 )
             whole[matrix] = result.reshape(tensor.shape)
-
-        def send_result(buffer: Tensor, piece: _Piece) -> None:
-            for block, inside in piece.blocks(whole[piece.matrix], buffer):
-                inside.copy_(block)
-
         results = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in parts]
-        for buffer, piece in self._exchanged(self._results, self._back, like, send_result):
-            results[piece.matrix.of][piece.at].copy_(buffer)
+        self._exchange(like, self._results, send_result, self._back, take_result)
         for (parameter, *_), result in zip(self._layouts, results, strict=True):
             own = result.view(local_part(parameter).shape)
             if isinstance(parameter, DTensor):
@@ -267,29 +271,29 @@ class _Bucket:
             device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
         return torch.empty(0, dtype=dtype, device=device)
 
-    def _exchanged(
-        self, outgoing: Sequence[Route], incoming: Sequence[Route], like: Tensor,
-        fill: Callable[[Tensor, _Piece], None], several: bool = True,
-    ) -> Iterator[tuple[Tensor, _Piece]]:  # fmt: skip
-        """Fill the memory of outgoing pieces; yield that of each incoming one, which other ranks
-        have sent, if `several` send any (collective)."""
+    def _exchange(
+        self, like: Tensor, outgoing: Sequence[Route], send: Visit, incoming: Sequence[Route],
+        take: Visit, *, several: bool = True,
+    ) -> None:  # fmt: skip
+        """Call `send` to fill the memory of each outgoing piece, and `take` with that of each
+        incoming one, which other ranks have sent if there are `several` (collective)."""
         out, into = (
             [sum(math.prod(piece.shape) for piece in route) for route in routes]
             for routes in (outgoing, incoming)
         )
         received = sent = like.new_empty(sum(out))
-        for buffer, piece in _buffers(sent, outgoing):
-            fill(buffer, piece)
+        _visit(sent, outgoing, send)
         if several and self._group is not None:
             received = like.new_empty(sum(into))
             dist.all_to_all_single(received, sent, into, out, group=self._group)
-        return _buffers(received, incoming)
+            del sent
+        _visit(received, incoming, take)
 
 
-def _buffers(memory: Tensor, routes: Iterable[Route]) -> Iterator[tuple[Tensor, _Piece]]:
-    """A part of the memory for each piece."""
+def _visit(memory: Tensor, routes: Iterable[Route], visit: Visit) -> None:
+    """Call `visit` with each piece and its part of the memory."""
     begin = 0
     for piece in itertools.chain(*routes):
         end = begin + math.prod(piece.shape)
-        yield memory[begin:end].view(piece.shape), piece
+        visit(memory[begin:end].view(piece.shape), piece)
         begin = end
