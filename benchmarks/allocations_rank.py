@@ -207,7 +207,7 @@ def train(ctx: Context, case: Case, plan: Plan) -> None:
     made: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         ctx.on_exit = stack.callback  # type: ignore[misc]
-        for step in plan.steps:
+        for step in plan.slots:
             if step.slot in ("data", "checkpoint", "train"):
                 continue
             inputs = {name: slot and made[slot] for name, slot in step.inputs.items()}

@@ -107,12 +107,11 @@ def checkpoints(ctx: Any, engine: Any) -> Any:
 
 def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Return what saves cost and the bytes that loading reads, with the rival's beside them."""
-    from pipeline.contracts.training import Progress
 
     ctx, engine = make(dist, job)
     kept = checkpoints(ctx, engine)
-    kept.due(Progress(step=0))  # as behind every step, so that the writer starts
-    size = kept.snapshot.staging.size
+    kept.poll()  # as after every step, so that the writer starts
+    size = kept.staging.size
     copies = Copies(size)
     rounds = [save_beside_steps(dist, job, engine, kept, copies, n) for n in range(job["saves"])]
     grown = growth()
@@ -151,7 +150,7 @@ def save_beside_steps(
         "stall": stall,
         "alone": alone,
         "behind": behind,
-        "cost": [vars(one) for one in kept.written()],
+        "cost": [vars(one) for one in kept.poll()],
     }
 
 
@@ -209,8 +208,8 @@ class Copies:
 
 def loaded(ctx: Any, engine: Any) -> dict[str, Any]:
     """Restore; return the bytes read and the bytes that this rank holds."""
+    from pipeline.checkpoint.location import open_store
     from pipeline.checkpoint.restore import Restoration
-    from pipeline.checkpoint.store import open_store
 
     restoration = Restoration(ctx, engine, open_store(str(ctx.run_dir / "checkpoints")))
     grown = growth()

@@ -1,9 +1,10 @@
 """Measure a rank's plan of a checkpoint by the number of ranks: seconds, memory, manifest.
 
 A 70B-shaped list of parameters with two moments, cut as FSDP, hybrid FSDP and ZeRO do it, and as
-FSDP does it over tensor-parallel groups of 8 ranks. Every rank's message is made as on that rank;
+FSDP does it over tensor-parallel groups of 8 ranks. Every rank's report is made as on that rank;
 then the work of rank 0 and of one other rank is measured in this process: `python
-benchmarks/planning.py [RANKS ...]`. Needs no GPU.
+benchmarks/planning.py [RANKS ...]`, by default 1024 and 4096. The last lines are the strategies
+that take rank 0 longest. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -15,20 +16,11 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from pipeline.checkpoint.division import KeyedTile, Run
-from pipeline.checkpoint.file_layout import SHARDED, Layout
-from pipeline.checkpoint.manifest import Manifest, RankShare, TensorEntry
-from pipeline.checkpoint.places import Places
-from pipeline.checkpoint.staging import plan_staging
-from pipeline.checkpoint.tiles import Tile
-from pipeline.checkpoint.write_plan import (
-    LocalShard,
-    decode_division,
-    divide,
-    encode_shards,
-    random_key,
-    spans_of,
-)
+from pipeline.checkpoint.division import Tile
+from pipeline.checkpoint.file_layout import SHARDED, Layout, plan_staging
+from pipeline.checkpoint.manifest import DataFile, Manifest, ManifestTemplate, RankShare
+from pipeline.checkpoint.reader import Places
+from pipeline.checkpoint.write_plan import LocalShard, divide, random_key, report
 from pipeline.contracts.engine import EngineState, ParameterGroup
 
 T = TypeVar("T")
@@ -137,59 +129,63 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def measured(strategy: str, ranks: int) -> dict[str, Any]:
-    """Return the number of rules, the MB of messages and manifest, and processor time and peak
-    memory of rank 0's plan, of another rank's, and of opening the checkpoint."""
-    told = [_message(strategy, rank, ranks) for rank in range(ranks)]
-    main, text = taken(lambda: divide(told, SHARDED))
-    other, (tensors, runs, mine, layout) = taken(lambda: _another(text, ranks // 2))
-    data = _manifest(ranks, tensors, runs, layout).dump()
-    opened, _ = taken(lambda: _opened(data, mine))
+    """Return the numbers of layouts and pieces, the MB of messages and manifest, and processor time
+    and peak memory of rank 0's plan, of another rank's, and of opening the checkpoint."""
+    reports = [_report(strategy, rank, ranks) for rank in range(ranks)]
+    main, text = taken(lambda: _rank_0(reports))
+    other, (shares, layout) = taken(lambda: _another(text, ranks // 2))
+    data = _manifest(ranks, shares, layout).dump()
+    opened, _ = taken(lambda: _opened(data, ranks // 2))
+    received = sum(len(message) for own in reports for message in own)
     return {
-        "strategy": strategy, "ranks": ranks, "received_mb": round(sum(map(len, told)) / 1e6, 2),
+        "strategy": strategy, "ranks": ranks, "received_mb": round(received / 1e6, 2),
         "shared_mb": round(len(text) / 1e6, 2), "manifest_mb": round(len(data) / 1e6, 2),
-        "rules": sum(map(len, runs)), "rank_0": main, "another": other, "opened": opened,
+        "layouts": len(shares.division.layouts), "pieces": sum(map(len, shares.division.layouts)),
+        "rank_0": main, "another": other, "opened": opened,
     }  # fmt: skip
 
 
-def _another(
-    text: str, rank: int
-) -> tuple[list[TensorEntry], list[list[Run]], list[KeyedTile], Layout]:
+def _rank_0(reports: list[tuple[bytes, bytes]]) -> str:
+    """Do all that rank 0 does to plan; return the division that other ranks get."""
+    text = divide(reports, SHARDED, {}).model_dump_json()
+    _, layout = _another(text, 0)
+    described = json.dumps([file.model_dump() for file in layout.described])
+    assert [DataFile(**file) for _ in reports for file in json.loads(described)]
+    return text
+
+
+def _another(text: str, rank: int) -> tuple[ManifestTemplate, Layout]:
     """Return what a rank makes of rank 0's division."""
-    tensors, runs = decode_division(text)
-    table = {entry.key: entry for entry in tensors}
-    mine = spans_of(rank, tensors, runs)
-    layout = SHARDED.lay_out(rank, mine, table)
-    plan_staging(layout, table.keys())
-    return tensors, runs, mine, layout
+    shares = ManifestTemplate.model_validate_json(text)
+    layout = SHARDED.lay_out(rank, shares.division.of_rank(rank), shares.tensors)
+    plan_staging(layout, {tensor.key for tensor in shares.tensors})
+    return shares, layout
 
 
-def _opened(data: bytes, mine: list[KeyedTile]) -> None:
+def _opened(data: bytes, rank: int) -> None:
     """Open a checkpoint and find a rank's pieces."""
-    places = Places(Manifest.load(data, "here"), "here")
-    for span in mine:
-        next(places.find(span.key, span.tile))
+    manifest = Manifest.load(data, "here")
+    places = Places(manifest, "here")
+    for number, tile in manifest.divided.of_rank(rank):
+        next(places.find(manifest.tensors[number].key, tile))
 
 
-def _message(strategy: str, rank: int, ranks: int) -> bytes:
+def _report(strategy: str, rank: int, ranks: int) -> tuple[bytes, bytes]:
     own = [
-        LocalShard(
-            f"{kind}/{name}", "F32", shape, tile.start, tile.stop, True, tile.stride, tile.count
-        )
+        LocalShard(f"{kind}/{name}", "F32", shape, tile)
         for name, shape, tile in STRATEGIES[strategy](rank, ranks)
         for kind in KINDS
         if tile.numel
     ]
     sizes = {"torch": 5056, "python": 2509, "numpy": 2509, "cuda": 16}
-    own += [
-        LocalShard(random_key(rank, name), "U8", (size,), 0, size, True)
+    random = [
+        LocalShard(random_key(rank, name), "U8", (size,), Tile(0, size))
         for name, size in sizes.items()
     ]
-    return encode_shards(own)
+    return report(own, random)
 
 
-def _manifest(
-    ranks: int, tensors: list[TensorEntry], runs: list[list[Run]], layout: Layout
-) -> Manifest:
+def _manifest(ranks: int, shares: ManifestTemplate, layout: Layout) -> Manifest:
     """Return the manifest of files and checksums that do not exist."""
     (file,) = layout.described
     state = EngineState(
@@ -197,15 +193,15 @@ def _manifest(
         groups=[ParameterGroup(settings={}, parameters=list(SHAPES), moments=KINDS[1:])],
         updates=dict.fromkeys(SHAPES, 1), loss_scale=None,
     )  # fmt: skip
-    items = {entry.key: entry.itemsize for entry in tensors}
+    items = [entry.itemsize for entry in shares.tensors]
     files = []
     for rank in range(ranks):
-        mine = spans_of(rank, tensors, runs)
-        size = file.data_start + sum(items[span.key] * span.tile.numel for span in mine)
+        own = shares.division.of_rank(rank)
+        size = file.data_start + sum(items[number] * tile.numel for number, tile in own)
         files.append(file.model_copy(update={"name": f"rank-{rank:05d}.data", "size": size}))
     return Manifest(
-        version=3, step=1, written="", world_size=ranks, writer={}, progress={}, state=state,
-        tensors=tensors, runs=runs, files=files,
+        step=1, written="", world_size=ranks, writer={}, progress={}, state=state,
+        tensors=shares.tensors, division=shares.division, files=files,
         parts=[RankShare(sums=f"rank-{r:05d}.sums", digest=2**63 + r) for r in range(ranks)],
     )  # fmt: skip
 
@@ -224,10 +220,16 @@ def taken(work: Callable[[], T]) -> tuple[dict[str, float], T]:
 
 
 def main() -> None:
-    """Print one line of JSON for each strategy and number of ranks."""
-    for ranks in map(int, sys.argv[1:] or ("64", "256", "1024")):
+    """Print one line of JSON for each strategy and number of ranks, and the slowest of each."""
+    slowest = []
+    for ranks in map(int, sys.argv[1:] or ("1024", "4096")):
+        found = []
         for strategy in STRATEGIES:
-            print(json.dumps(measured(strategy, ranks)), flush=True)
+            found.append(measured(strategy, ranks))
+            print(json.dumps(found[-1]), flush=True)
+        slowest.append(max(found, key=lambda one: one["rank_0"]["seconds"]))
+    for one in slowest:
+        print(f"{one['ranks']} ranks: {one['rank_0']['seconds']} s on rank 0 ({one['strategy']})")
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from pipeline import DataError
 from stages.data.chat import ChatData
 from stages.data.encode import Encoded, RowEncoder
-from stages.data.encodings import TextTokenizer
+from stages.data.messages import Names
 from stages.data.mistakes import Mistake
-from stages.data.names import Names
 from stages.data.rows import Row
+from stages.data.tokenize import TextTokenizer
 
 PAGE = Path(__file__).parent / "dev/chat-templates.md"
 BEGIN, END = "<!-- chat templates -->\n", "<!-- end of chat templates -->\n"
@@ -126,10 +126,10 @@ def trained(fast: Any, messages: Sequence[dict[str, Any]], **fields: Any) -> lis
         files="unused", loss="assistant", special_tokens="allow", sequence_length=1 << 20, **fields
     )
     encoder = RowEncoder(
-        stage=stage, names=Names(), tokens=TextTokenizer(fast), vocab_size=1 << 20, start=[],
+        fields=stage, names=Names(), tokens=TextTokenizer(fast), vocab_size=1 << 20, start=[],
         dtype="<u4",
     )  # fmt: skip
-    (samples,) = encoder.batch([("messages", Row(file="chat", number=1, value=row))])
+    (samples,) = encoder.batch([Row(file="chat", number=1, value=row, form="messages")])
     if isinstance(samples, Mistake):
         raise DataError(samples.message, file="chat", hint=samples.hint)
     kept = [each for each in samples if isinstance(each, Encoded)]

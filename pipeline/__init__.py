@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from pipeline.contracts.optimizer import WholeMatrices as WholeMatrices
     from pipeline.contracts.plan_view import Checked as Checked
     from pipeline.contracts.plan_view import PlanView as PlanView
+    from pipeline.contracts.plan_view import Wiring as Wiring
     from pipeline.contracts.precision import DtypeName as DtypeName
     from pipeline.contracts.precision import LossScaling as LossScaling
     from pipeline.contracts.precision import Precision as Precision
@@ -86,7 +87,6 @@ if TYPE_CHECKING:
     from pipeline.contracts.training import TrainingLength as TrainingLength
     from pipeline.contracts.training import WrittenCheckpoint as WrittenCheckpoint
     from pipeline.contracts.training import ends_period as ends_period
-    from pipeline.contracts.wiring import Wiring as Wiring
     from pipeline.distributed.environment import worker_rank as worker_rank
     from pipeline.distributed.heartbeat import Heartbeat as Heartbeat
     from pipeline.distributed.heartbeat import Phase as Phase

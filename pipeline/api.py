@@ -67,7 +67,7 @@ class RunOutcome:
         """The exported model's folder, if there is one."""
         from pipeline.contracts.export import ExportedModel
 
-        found, steps = self.results(), self._plan().steps
+        found, steps = self.results(), self._plan().slots
         exports = [one.slot for one in steps if issubclass(one.gives or object, ExportedModel)]
         return next((found[slot] for slot in exports if slot in found), None)
 
@@ -104,7 +104,7 @@ def run(
     Raises RecipeError and UsageError before anything is started, RunFailed, and RunStopped when
     somebody else has stopped it; both have the run's `folder`.
     """
-    from pipeline.execution.selection import Selection
+    from pipeline.execution.resume import Selection
     from pipeline.importing.unknown_keys import plan_recipe
 
     with _file_of(recipe) as file:

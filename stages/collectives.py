@@ -1,9 +1,8 @@
 """Collectives over the ranks of a tensor-parallel or context-parallel group, with gradients.
 
 A value is complete (the same on every rank), a summand (the ranks' values add up to it), or sharded
-along a dimension. Each function says which it takes and gives; its gradient goes the other way. The
-sequence is dimension 1 of (samples, length, width).
-"""
+along a dimension. Each function says which it takes and returns; its gradient goes the other way.
+The sequence is dimension 1 of (samples, length, width)."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ ROOM = 1024
 
 
 class Finetune:
-    """Slots of the recipe, by the request alone or by what its data is like too."""
+    """Slots of the recipe, by the request, or also by what its data is like."""
 
     def __call__(self, request: AdviceRequest) -> Mapping[str, Mapping[str, Any]]:
         """Return the slots, with an empty one for the strategy."""
@@ -133,8 +133,8 @@ def _most_tokens(request: AdviceRequest) -> int:
 
 
 def _rate(request: AdviceRequest) -> tuple[float, str]:
-    """Return the learning rate, and why. For all weights, it and the weight decay are those of
-    Llama 2's fine-tuning (Touvron et al. 2023, section 3.1); LoRA takes about ten times the rate
+    """Return the learning rate, and why. For all weights, it and the weight decay are as in Llama
+    2's fine-tuning (Touvron et al. 2023, section 3.1); LoRA takes about ten times the rate
     (Schulman et al. 2025, LoRA Without Regret)."""
     # A model of which the size is not known counts as a large one.
     size = (request.survey.parameters if request.survey else None) or LARGE

@@ -59,7 +59,7 @@ class DataSurvey:
     """Tokens of each row that can be used, or of some, chosen at random; sorted."""
     broken: tuple[Broken, ...] = ()
     empty: Broken | None = None
-    """Usable rows with an empty answer, among those that were laid out."""
+    """Usable rows with an empty answer, among the rows that were laid out."""
     all_read: bool = True
     """Whether every row has been laid out and tokenised."""
     running: bool = False
@@ -240,6 +240,6 @@ def _batch(samples: int, ranks: int) -> int:
 
 
 def _round(number: float) -> int:
-    """The number in two digits at most, the second of which is 0 or 5."""
+    """The number in two digits at most, the second one 0 or 5."""
     unit = 10 ** max(math.floor(math.log10(max(number, 1))), 0)
     return round(round(2 * number / unit) * unit / 2) or 1

@@ -12,17 +12,15 @@ from pipeline import Context, DataError, ModelSource, StageError, UsageError
 from pipeline.planning import reads_back
 from pipeline.utils import activity
 from stages.data import tokenize
-from stages.data.chat import ChatData
-from stages.data.conversations import EMPTY
 from stages.data.documents import read_documents
-from stages.data.encode import Dropped, Encoded, RowEncoder
-from stages.data.encodings import TextTokenizer, plain_ids
-from stages.data.forms import Form, read, rows_with_forms
-from stages.data.messages import Conversation
+from stages.data.encode import EMPTY, Dropped, Encoded, RowEncoder
+from stages.data.fields import ChatFields
+from stages.data.forms import read, rows_with_forms
+from stages.data.messages import Conversation, Names
 from stages.data.mistakes import Mistake, Mistakes
-from stages.data.names import Names
 from stages.data.rows import TEXT, Row
-from stages.data.sources import LocalFile
+from stages.data.sources import Part
+from stages.data.tokenize import TextTokenizer, plain_ids
 from stages.finetune_choices import Broken, DataSurvey
 from stages.model.declared import outline
 from stages.model.files import is_gguf, is_local, local
@@ -40,7 +38,7 @@ QUESTION = 400
 CHARACTERS_A_TOKEN = 4
 END = 1
 """Tokens after a document."""
-FORMS: Mapping[Form, str] = {
+FORMS: Mapping[str, str] = {
     "messages": "chat messages", "sharegpt": "ShareGPT conversations",
     "prompt/completion": "prompts and completions", "alpaca": "Alpaca instructions",
     "text": "text", "input_ids": "token ids",
@@ -53,19 +51,19 @@ class _Some:
     room for them: rows that alternate would deceive an even choice."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[Form, Row]] = []
+        self.rows: list[Row] = []
         self._share, self._characters, self._random = 1.0, 0, random.Random(0)
 
-    def add(self, form: Form, row: Row) -> None:
+    def add(self, row: Row) -> None:
         """Keep a row, or not."""
         if self._random.random() >= self._share:
             return
-        self.rows.append((form, row))
+        self.rows.append(row)
         self._characters += _characters(row.value)
         if len(self.rows) > 2 * MEASURED or self._characters > MOST_CHARACTERS:
             chosen = [one for one in self.rows if self._random.random() < 0.5]
             self.rows = chosen or self.rows[-1:]  # a row of any size is better than none
-            self._characters = sum(_characters(one.value) for _, one in self.rows)
+            self._characters = sum(_characters(one.value) for one in self.rows)
             self._share /= 2
 
     @property
@@ -77,16 +75,16 @@ class _Some:
 def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
     """Read all rows of a file, and lay out and tokenise all or, of many, some. Raises
     UsageError if none can be used, StageError for a file that cannot be read."""
-    part = LocalFile(file)
+    part = Part(file)
     source, why = _source(ctx, model)
     facts = _facts(ctx, model, source)
     if file.name.endswith(TEXT):
         return _texts(part, source, facts, why)
-    mistakes, kept, forms = Mistakes([part], "drop"), _Some(), dict[Form, int]()
+    mistakes, kept, forms = Mistakes([part], "drop"), _Some(), dict[str, int]()
     with activity("reading rows", unit="rows") as doing:
-        for form, row in rows_with_forms([part], None, Names(), mistakes):
-            forms[form] = forms.get(form, 0) + 1
-            kept.add(form, row)
+        for row in rows_with_forms([part], None, Names(), mistakes):
+            forms[row.form] = forms.get(row.form, 0) + 1
+            kept.add(row)
             doing.advance(1)
     if not forms:
         raise UsageError(f"no row of {file} can be trained on: {_broken(mistakes)[0].what}"
@@ -95,7 +93,7 @@ def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
     rows, found = sum(forms.values()) + mistakes.count, [*kept.rows]
     template, empty = None, list[Row]()
     if source is None:
-        lengths = [_characters(row.value) // CHARACTERS_A_TOKEN + 8 for _, row in found]
+        lengths = [_characters(row.value) // CHARACTERS_A_TOKEN + 8 for row in found]
     else:
         if form in NEED_TEMPLATE and not source.tokenizer().chat_template:
             template = "plain"
@@ -103,7 +101,7 @@ def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
         assert source is not None
         lengths = list(_encoded(source, found, mistakes, empty))
     broken = _broken(mistakes)
-    short = (_prompt(form, row) for form, row in found) if source else iter(())
+    short = (_prompt(row) for row in found) if source else iter(())
     if not lengths:
         why = broken[0].what if broken else "they have no tokens"
         raise UsageError(f"no row of {file} can be trained on: {why}")
@@ -155,13 +153,13 @@ def _quantized(model: HfModel) -> str:
 
 
 def _encoded(
-    source: ModelSource, found: Sequence[tuple[Form, Row]], mistakes: Mistakes, empty: list[Row]
+    source: ModelSource, found: Sequence[Row], mistakes: Mistakes, empty: list[Row]
 ) -> Iterator[int]:
     """Yield the tokens of each row that can be laid out; `mistakes` gets the others, and `empty`
     those with an empty answer."""
     tokenizer = source.tokenizer()
     encoder = RowEncoder(
-        stage=ChatData(sequence_length=UNLIMITED), names=Names(),
+        fields=ChatFields(sequence_length=UNLIMITED), names=Names(),
         tokens=TextTokenizer(tokenizer), vocab_size=source.vocab_size,
         start=tokenize.start_ids(tokenizer, None),
         dtype=tokenize.id_dtype(tokenizer, source.vocab_size),
@@ -169,7 +167,7 @@ def _encoded(
     rest = iter(found)
     with activity("tokenising", total=len(found), unit="rows") as doing:
         while batch := list(itertools.islice(rest, 64)):
-            for (_, row), result in zip(batch, encoder.batch(batch), strict=True):
+            for row, result in zip(batch, encoder.batch(batch), strict=True):
                 if isinstance(result, Mistake):
                     mistakes.add(row.error(result.message, hint=result.hint))
                     continue
@@ -183,12 +181,12 @@ def _encoded(
             doing.advance(len(batch))
 
 
-def _prompt(form: Form, row: Row) -> str | None:
+def _prompt(row: Row) -> str | None:
     """The user's message that a row begins with, if it is short."""
-    if form not in NEED_TEMPLATE:
+    if row.form not in NEED_TEMPLATE:
         return None
     try:
-        chat = read(row, form, template=True, names=Names(), vocab_size=1)
+        chat = read(row, template=True, names=Names(), vocab_size=1)
     except DataError:
         return None
     first = chat.messages[0] if isinstance(chat, Conversation) and chat.messages else {}
@@ -212,9 +210,7 @@ def _with_empty(rows: Sequence[Row]) -> Broken | None:
     return Broken(EMPTY, len(rows), f"{Path(first.file).name}:{first.number}")
 
 
-def _texts(
-    part: LocalFile, source: ModelSource | None, facts: dict[str, Any], why: str
-) -> DataSurvey:
+def _texts(part: Part, source: ModelSource | None, facts: dict[str, Any], why: str) -> DataSurvey:
     """A file of plain text is one document."""
     documents = read_documents([part], text_key="text", unit="file")
     text = "".join(document.text for document in documents)
@@ -224,7 +220,7 @@ def _texts(
         share = text[: MOST_CHARACTERS // 64]
         length = len(plain_ids(source.tokenizer(), [share])[0]) * len(text) // max(len(share), 1)
     return DataSurvey(
-        name=part.name.name, form="plain text", rows=1, lengths=[length + END], running=True,
+        name=Path(part.name).name, form="plain text", rows=1, lengths=[length + END], running=True,
         guessed=why, **facts,
     )  # fmt: skip
 

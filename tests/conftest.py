@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,54 +69,35 @@ def deepspeed_operators() -> None:
     assert process.exitcode == 0
 
 
-LONGEST_FIRST = (
-    "tests/parity/test_combinations.py",
-    # While that one compiles the operators, these go on without them.
-    "tests/recipes/test_quickstart.py",
-    "tests/docs/test_chat_templates.py",
-    "tests/benchmarks/test_gpu.py",
-    "tests/stages/data/test_real_template.py",
-    "tests/pipeline/execution/test_saved_plan.py",
-    "tests/stages/wrap/test_shares.py",
-    "tests/stages/adapter/test_nf4.py",
-    "tests/pipeline/execution/test_run_imports.py",
-    "tests/pipeline/planning/test_plan_command.py",
-    "tests/docs/test_tutorial.py",
-    "tests/plugins/test_tworules.py",
-    "tests/stages/test_two_trainings.py",
-    "tests/benchmarks/test_memories.py",
-    "tests/pipeline/planning/test_profile.py",
-    "tests/pipeline/doctor/test_doctor.py",
-    "tests/pipeline/launch/test_watch.py",
-    "tests/pipeline/commands/test_own_packages.py",
-    # All others use them.
-    "tests/stages/checkpoint/test_continuation.py",
-    "tests/faults/test_every_point.py",
-    "tests/faults/test_stops.py",
-    "tests/plugins/test_third_party_package.py",
-    "tests/faults/test_export_command.py",
-    "tests/parity/test_parity.py",
-    "tests/pipeline/bench/test_runs.py",
-    "tests/stages/checkpoint/test_any_to_any.py",
-    "tests/faults/test_checkpoint_ranks.py",
-    "tests/faults/test_hosts.py",
-    "tests/faults/test_resumed_decisions.py",
-    "tests/benchmarks/test_allocations.py",
-    "tests/benchmarks/test_export.py",
-    "tests/faults/test_killed_training.py",
-    "tests/faults/test_resume_elsewhere.py",
-    "tests/faults/test_random_kills.py",
-    "tests/faults/test_failing_ranks.py",
-    "tests/stages/checkpoint/test_optimizers.py",
-    "tests/stages/train/test_anomalies.py",
-    "tests/stages/average/test_ema.py",
-)
-"""Files whose tests take longest. They run first, so that none is left for a single process at the
-end."""
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds of the files whose tests take longest, in the quick tier on two processes. They run
+first, so that none is left for a single process at the end."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-durations", action="store_true", help=f"write {DURATIONS.name} after the run"
+    )
+
+
+class Durations:
+    """Adds up the seconds of each file's tests."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        longest = {file: round(took) for file, took in self.seconds.most_common() if took >= 3}
+        DURATIONS.write_text(json.dumps(longest, indent=1) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "full: runs in the full tier alone")
+    config.addinivalue_line("markers", "full: runs in the full tier only")
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations())
 
 
 def pytest_collection_finish() -> None:
@@ -129,5 +112,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-    places = {file: place for place, file in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+    seconds: dict[str, int] = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))

@@ -15,22 +15,15 @@ import values
 from apart.child import Job, Place, Work
 
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
-from pipeline.checkpoint.division import Run
-from pipeline.checkpoint.file_layout import SHARDED, Layout
-from pipeline.checkpoint.manifest import ManifestTemplate, TensorEntry
+from pipeline.checkpoint.division import Tile
+from pipeline.checkpoint.file_layout import SHARDED, Layout, Staging, plan_staging
+from pipeline.checkpoint.manifest import ManifestTemplate
 from pipeline.checkpoint.retention import Retention
-from pipeline.checkpoint.staging import Staging, plan_staging
 from pipeline.checkpoint.store import step_name
-from pipeline.checkpoint.write_plan import (
-    LocalShard,
-    decode_division,
-    divide,
-    encode_shards,
-    spans_of,
-)
+from pipeline.checkpoint.write_plan import LocalShard, divide, report
+from pipeline.checkpoint.writer import SaveRequest as Save
+from pipeline.checkpoint.writer import WriterSetup
 from pipeline.checkpoint.writer_main import carry_out
-from pipeline.checkpoint.writer_protocol import SaveRequest as Save
-from pipeline.checkpoint.writer_protocol import WriterSetup
 from pipeline.contracts.engine import EngineState, ParameterGroup
 from pipeline.contracts.training import Progress
 
@@ -43,16 +36,15 @@ def write(job: Job, place: Place) -> Work:
 
     def work() -> Any:
         model, root = trained(job["config"]), Path(job["folder"])
-        tensors, runs, layouts = lay_out(model, job["strategy"], job["ranks"])
-        template = ManifestTemplate(
-            world_size=job["ranks"], writer={}, tensors=tensors, runs=runs,
-            files=[file for layout in layouts for file in layout.described],
-        )  # fmt: skip
+        shares, layouts = lay_out(model, job["strategy"], job["ranks"])
+        files = [file for layout in layouts for file in layout.described]
+        template = shares.model_copy(update={"files": files})
         for rank in reversed(range(job["ranks"])):  # rank 0's writer waits for the others
             staging = plan_staging(layouts[rank], frozenset())
             setup = WriterSetup(
                 store=str(root), rank=rank, world_size=job["ranks"], buffer_size=staging.size,
-                files=layouts[rank].files, rounds=staging.rounds, retention=Retention(),
+                files=layouts[rank].files, shared=layouts[rank].shared,
+                rounds=staging.rounds, retention=Retention(),
                 template=None if rank else template,
             )  # fmt: skip
             snapshot: Any = _Snapshot(staging)
@@ -68,23 +60,20 @@ def write(job: Job, place: Place) -> Work:
     return work
 
 
-def lay_out(
-    model: Trained, strategy: str, ranks: int
-) -> tuple[list[TensorEntry], list[list[Run]], list[Layout]]:
-    """Return all tensors, their runs, and each rank's layout, as `plan_writes` has them."""
-    made = SHARDED
+def lay_out(model: Trained, strategy: str, ranks: int) -> tuple[ManifestTemplate, list[Layout]]:
+    """Return who writes what, and each rank's layout, as `plan_writes` has them."""
     held = [
         [
-            LocalShard(f"{kind}/{name}", "F32", model.shapes[name], start, stop, True)
+            LocalShard(f"{kind}/{name}", "F32", model.shapes[name], Tile(start, stop))
             for name, start, stop in HOLDERS[strategy](model, rank, ranks)
             for kind in KINDS
         ]
         for rank in range(ranks)
     ]
-    tensors, runs = decode_division(divide([encode_shards(own) for own in held], made))
-    table = {entry.key: entry for entry in tensors}
-    spans = (spans_of(rank, tensors, runs) for rank in range(ranks))
-    return tensors, runs, [made.lay_out(rank, mine, table) for rank, mine in enumerate(spans)]
+    shares = divide([report(own, []) for own in held], SHARDED, {})
+    own = map(shares.division.of_rank, range(ranks))
+    layouts = [SHARDED.lay_out(rank, mine, shares.tensors) for rank, mine in enumerate(own)]
+    return shares, layouts
 
 
 def _facts(model: Trained) -> dict[str, Any]:
@@ -105,16 +94,17 @@ def _facts(model: Trained) -> dict[str, Any]:
 def _needed(folder: Path, layouts: list[Layout]) -> Iterator[tuple[str, int, int]]:
     """Yield the file and bytes [begin, end) of all weights."""
     for layout in layouts:
-        for file, (offset, *_), size, span, _ in layout.items:
-            if span is not None and span.key.startswith("weight/"):
-                yield str(folder / layout.files[file].name), offset, offset + size
+        for item in layout.items:
+            if item.key.startswith("weight/"):
+                yield str(folder / layout.files[item.file][0]), *item.place[:2]
 
 
 class _Snapshot:
     """Stands for the staging buffer that a rank's writer copies from."""
 
     def __init__(self, staging: Staging) -> None:
-        content = [*staging.heads, *((copy.place, copy) for copy in staging.whole)]
+        writes = (write for own in staging.rounds for write in own if write.key)
+        content = [*staging.heads, *((write.start, write) for write in writes)]
         content.sort(key=lambda item: item[0])
         self._starts = [start for start, _ in content]
         self._content = [found for _, found in content]
@@ -126,5 +116,5 @@ class _Snapshot:
         content = self._content[number]
         if isinstance(content, bytes):
             return memoryview(content)[begin:end]
-        first = content.start
+        first = content.element
         return values.array(content.key, first + begin // ITEM, first + end // ITEM).data.cast("B")

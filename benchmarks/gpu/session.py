@@ -79,7 +79,7 @@ def _measure(job: Job, result: dict[str, Any], stack: contextlib.ExitStack) -> N
     tokens = _tokens(job)
     artifacts: dict[str, Any] = {}
     seconds = result.setdefault("slots", {})
-    for step in plan.steps:
+    for step in plan.slots:
         gives = step.gives or object
         given = {name: slot and artifacts[slot] for name, slot in step.inputs.items()}
         if issubclass(gives, TrainedRun) and not job.setting.saves:

@@ -37,13 +37,12 @@ from pipeline.planning.forecast import BACKWARD, FORWARD, RESUME, SAVE, UPDATE, 
 from pipeline.planning.planner import Job, TraceScope, planned
 from pipeline.planning.trace.run import context, declare, model_errors_as_ours
 from pipeline.planning.trace.torch_compat import silent_group, storage_key
-from pipeline.planning.trace.tracker import START, MemoryTracker, Position, offloading
-from pipeline.utils.fake_tensors import without_values
+from pipeline.planning.trace.tracker import MemoryTracker, offloading
+from pipeline.utils.tensors import without_values
 from stages.objectives.cross_entropy import CrossEntropy
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.planner import LOW_BIT
-from stages.train.planner import batch_of_zeros
-from stages.train.planner import without_values as runnable
+from stages.planners import LOW_BIT, batch_of_zeros
+from stages.planners import without_values as runnable
 from stages.wrap.ddp import Ddp
 
 MICROBATCHES = 3
@@ -75,7 +74,7 @@ def run(job: Job, *, fake: bool = True, rank: int = 0) -> dict[str, Held]:
     tracker = ResizedTracker(fake=fake)
 
     def phase(name: str) -> None:
-        tracker.enter(Position(name, START))
+        tracker.enter(name)
 
     with contextlib.ExitStack() as stack:
         ctx = stack.enter_context(context(job, rank))
@@ -85,7 +84,7 @@ def run(job: Job, *, fake: bool = True, rank: int = 0) -> dict[str, Held]:
         results = Results.of(job.topology, job.samples, TraceScope())
         source = declare(job, results, ctx)
         results |= Results.of(with_zero_weights(source))
-        for step in job.plan.steps:
+        for step in job.plan.slots:
             if issubclass(step.gives or object, OptimizerPlan):
                 results[step.slot] = _optimizer(step.stage, results.call(step.stage, "run", ctx))
         stack.enter_context(offloading(tracker, job.topology.device))
@@ -93,7 +92,7 @@ def run(job: Job, *, fake: bool = True, rank: int = 0) -> dict[str, Held]:
             stack.enter_context(without_values())
         stack.enter_context(tracker)
         stack.enter_context(model_errors_as_ours())
-        for step in job.plan.steps:
+        for step in job.plan.slots:
             if issubclass(step.gives or object, Engine):
                 replicates = fake and isinstance(step.stage, Ddp)
                 maker = Replicas(step.stage) if replicates else step.stage
@@ -104,7 +103,7 @@ def run(job: Job, *, fake: bool = True, rank: int = 0) -> dict[str, Held]:
     found: dict[str, int] = {}
     for one in tracker.stretches:
         most = max(level.device for level in one.levels)
-        found[one.position.phase] = max(most, found.get(one.position.phase, 0))
+        found[one.phase] = max(most, found.get(one.phase, 0))
     return {phase: Held.of({TENSORS: size}) for phase, size in found.items()}
 
 

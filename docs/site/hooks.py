@@ -47,7 +47,11 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".json": "json"}
 def on_config(config: Any) -> Any:
     """Put the generated pages and those for maintainers into the navigation."""
     stages = [{kind: f"reference/{kind}.md"} for kind in kinds(Registry.installed())]
-    own = sorted((DOCS / "dev").glob("*.md"), key=lambda file: (file.stem != "design", file.stem))
+    first = ["design", "read-the-code"]
+    own = sorted(
+        (DOCS / "dev").glob("*.md"),
+        key=lambda file: ([*first, file.stem].index(file.stem), file.stem),
+    )
     added = {
         "Reference": ["reference/recipe.md", {"Stages": stages}, "reference/commands.md"],
         "Results": [{"Changes": "CHANGELOG.md"}],

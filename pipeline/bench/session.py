@@ -26,7 +26,7 @@ from pipeline.execution.journal import Journal
 from pipeline.planning.forecast import RESUME, SAVE
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import estimate_plan
-from pipeline.utils.process_tree import none_left, own_module
+from pipeline.utils.processes import none_left, own_module
 
 STOP_SECONDS = 60.0
 """Time limit of this process when it is stopped; the run gets half of it."""

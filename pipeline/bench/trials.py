@@ -13,9 +13,9 @@ import click
 from pydantic import ValidationError
 
 from pipeline.bench.results import Row
+from pipeline.chain.artifacts import training_slots
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.chain.registry import Registry
-from pipeline.chain.trainings import training_slots
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import DividesRanks
 from pipeline.contracts.training import TrainedRun
@@ -78,9 +78,9 @@ def require_unchanged(plan: Plan, overrides: Sequence[str]) -> None:
 
 def own_strategy(plan: Plan) -> Strategy:
     """The recipe's wrap slot as a strategy."""
-    step = _wrap_slot(plan)
-    fields = _fields(plan.recipe.public()["stages"][step.slot])
-    return Strategy(name=step.use, use=step.use, fields=fields)
+    wrap = _wrap_slot(plan)
+    fields = _fields(plan.recipe.public()["stages"][wrap.slot])
+    return Strategy(name=wrap.use, use=wrap.use, fields=fields)
 
 
 def write(
@@ -129,7 +129,7 @@ def _shares(slot: Slot, procs: int, registry: Registry) -> int:
 
 
 def _wrap_slot(plan: Plan) -> PlannedSlot:
-    engines = (one for one in plan.steps if issubclass(one.gives or object, Engine))
+    engines = (one for one in plan.slots if issubclass(one.gives or object, Engine))
     wrap = plan.wrap_of(plan.trainings[0]) if plan.trainings else next(engines, None)
     if wrap is not None:
         return wrap
@@ -152,15 +152,15 @@ def shortened_slots(plan: Plan, trial: Trial) -> dict[str, Slot]:
     theirs. Raises UsageError if none trains, or it cannot be shortened."""
     found, written = {}, plan.recipe.public()["stages"]
     planners = Planners.installed()
-    for step in plan.steps:
-        if isinstance(step.stage, TrackerStage):
+    for planned in plan.slots:
+        if isinstance(planned.stage, TrackerStage):
             continue
-        kind = planners.find(step.use) or Planner
-        trains = issubclass(step.gives or object, TrainedRun)
+        kind = planners.find(planned.use) or Planner
+        trains = issubclass(planned.gives or object, TrainedRun)
         if trains and kind.for_benchmark is Planner.for_benchmark:
             why = "its planner has no `for_benchmark`"
-            raise UsageError(f"{step.use} cannot be cut to a few steps: {why}")
-        found[step.slot] = _shortened(written[step.slot], kind(step.stage), trial)
+            raise UsageError(f"{planned.use} cannot be cut to a few steps: {why}")
+        found[planned.slot] = _shortened(written[planned.slot], kind(planned.stage), trial)
         if trains:
             return found
     raise UsageError(f"recipe `{plan.recipe.name}` has no slot that trains")

@@ -50,5 +50,5 @@ def _rebuilt(plan: Plan, recipe: Recipe) -> Plan:
             stages[slot], wrong = build(type(stage), spec.fields, places=recipe.places, path=path)
             if wrong:
                 raise RecipeError(wrong)
-    steps = tuple(replace(step, stage=stages[step.slot]) for step in plan.steps)
-    return replace(plan, recipe=recipe, view=replace(plan.view, slots=stages), steps=steps)
+    steps = tuple(replace(planned, stage=stages[planned.slot]) for planned in plan.slots)
+    return replace(plan, recipe=recipe, view=replace(plan.view, slots=stages), slots=steps)

@@ -19,8 +19,8 @@ from pipeline.recipe.dump import inline
 from pipeline.recipe.field_example import owner_of
 from pipeline.recipe.fields import build
 from pipeline.recipe.load import HEADER_KEYS, Header
+from pipeline.recipe.nodes import MissingKey, NoSlot, UnknownKey
 from pipeline.recipe.shipped import by_use
-from pipeline.recipe.unknown import MissingKey, NoSlot, UnknownKey
 
 LONGEST = 90
 """Most characters of a value in a hint."""

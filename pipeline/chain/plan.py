@@ -7,24 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.chain.artifacts import training_of, training_slots, wrong_artifact
 from pipeline.chain.elsewhere import Foreign, explained
 from pipeline.chain.entry_points import line_in
-from pipeline.chain.kinds import wrong_artifact
 from pipeline.chain.names import unpinned
 from pipeline.chain.registry import Registry
-from pipeline.chain.trainings import training_of, training_slots
 from pipeline.chain.wiring import SlotType, missing_inputs, unread_results, wired, wrong_takes
 from pipeline.contracts.engine import Engine
-from pipeline.contracts.plan_view import Checked, PlanView
+from pipeline.contracts.plan_view import Checked, PlanView, Wiring
 from pipeline.contracts.training import TrainedRun
-from pipeline.contracts.wiring import Wiring
 from pipeline.distributed.launch import Launch, Started
 from pipeline.errors import Location, PluginError, Problem, RecipeError, UsageError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
 from pipeline.recipe.fields import build
-from pipeline.recipe.nodes import SourceMap
-from pipeline.recipe.unknown import MissingKey, UnknownKey
+from pipeline.recipe.nodes import MissingKey, SourceMap, UnknownKey
 from pipeline.utils.hub import pins_asked
 from pipeline.utils.text import did_you_mean, plural
 
@@ -47,7 +44,7 @@ class Plan:
 
     recipe: Recipe
     view: PlanView
-    steps: tuple[PlannedSlot, ...]
+    slots: tuple[PlannedSlot, ...]
     per_node: int
     """Processes on each node."""
     warnings: tuple[Problem, ...] = ()
@@ -58,12 +55,14 @@ class Plan:
     @property
     def trainings(self) -> list[PlannedSlot]:
         """The slots that train, in order."""
-        return [step for step in self.steps if issubclass(step.gives or object, TrainedRun)]
+        return [
+            planned for planned in self.slots if issubclass(planned.gives or object, TrainedRun)
+        ]
 
     def wrap_of(self, train: PlannedSlot) -> PlannedSlot | None:
         """The slot that wraps the model for a slot that trains; None without one."""
         *_, first = None, *self.view.wiring.producers(train.slot, Engine)
-        return next((step for step in self.steps if step.slot == first), None)
+        return next((planned for planned in self.slots if planned.slot == first), None)
 
     def of_training(self, training: str) -> Plan:
         """The part of the plan that is of one slot that trains: what it takes, however indirectly,
@@ -73,13 +72,16 @@ class Plan:
         first = next(iter(taken))
         for_any = set[str]().union(*taken.values())
         kept = [
-            step
-            for step in self.steps
-            if step.slot in taken[training]
-            or (step.slot not in for_any and (training_of(wiring, step.slot) or first) == training)
+            planned
+            for planned in self.slots
+            if planned.slot in taken[training]
+            or (
+                planned.slot not in for_any
+                and (training_of(wiring, planned.slot) or first) == training
+            )
         ]
-        slots = {step.slot: step.stage for step in kept}
-        return replace(self, steps=tuple(kept), view=replace(self.view, slots=slots))
+        slots = {planned.slot: planned.stage for planned in kept}
+        return replace(self, slots=tuple(kept), view=replace(self.view, slots=slots))
 
     def _taken(self, slot: str) -> set[str]:
         """The slot and those whose results reach it, other trainings left out."""
@@ -91,10 +93,10 @@ class Plan:
         """The plan without the slots after `last`. Raises UsageError for a slot that it lacks."""
         if not last:
             return self
-        order = [step.slot for step in self.steps]
+        order = [planned.slot for planned in self.slots]
         if last not in order:
             raise UsageError(f"the recipe has no slot `{last}`", hint=did_you_mean(last, order))
-        return replace(self, steps=self.steps[: order.index(last) + 1])
+        return replace(self, slots=self.slots[: order.index(last) + 1])
 
     def last_reader(self, slot: str) -> str | None:
         """The last slot that reads the result of `slot`, directly or inside of another result; None
@@ -205,7 +207,7 @@ def _draft(
         )
     if here:
         problems += _impossible_here(recipe, started)
-    steps = tuple(
+    slots = tuple(
         PlannedSlot(
             slot=link.slot,
             use=link.use,
@@ -220,7 +222,7 @@ def _draft(
     mistakes = [problem for problem in problems if not problem.warning]
     nodes = started.nodes or recipe.launch.most_nodes or 1
     per_node = recipe.launch.procs or started.per_node or view.procs // nodes
-    plan = Plan(recipe=recipe, view=view, steps=steps, per_node=per_node, warnings=warnings)
+    plan = Plan(recipe=recipe, view=view, slots=slots, per_node=per_node, warnings=warnings)
     return plan, mistakes
 
 
@@ -310,9 +312,11 @@ def require_sound(plan: Plan, kind: type) -> None:
     RecipeError."""
     problems = [
         problem
-        for step in plan.steps
-        if isinstance(step.stage, kind)
-        for problem in _checked(step.slot, step.use, step.stage, plan.view, plan.recipe.places)
+        for planned in plan.slots
+        if isinstance(planned.stage, kind)
+        for problem in _checked(
+            planned.slot, planned.use, planned.stage, plan.view, plan.recipe.places
+        )
         if not problem.warning
     ]
     if problems:

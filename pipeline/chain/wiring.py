@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
+from pipeline.chain.artifacts import KINDS, OF_ONE, prepares, trains
 from pipeline.chain.entry_points import kind_of
-from pipeline.chain.kinds import KINDS
 from pipeline.chain.registry import Registry
-from pipeline.chain.trainings import OF_ONE, prepares, trains
+from pipeline.contracts.plan_view import Wiring
 from pipeline.contracts.signature import Need, gives, needs
 from pipeline.contracts.stage import Durable
-from pipeline.contracts.wiring import Wiring
 from pipeline.errors import PluginError, Problem
 from pipeline.recipe.nodes import SourceMap
 from pipeline.recipe.shipped import by_use

@@ -7,8 +7,7 @@
 
 A logical tensor has a key `KIND/NAME` (`weight/model.norm.weight`, `exp_avg/...`, `random/...`) and
 is stored as pieces: ranges of its row-major flattening, or columns of its rows. Pieces of a tensor
-are disjoint and cover it, whoever wrote them; any range of it can be read and verified alone.
-"""
+are disjoint and cover it, whoever wrote them; any range can be read and verified by itself."""
 
 from __future__ import annotations
 
@@ -17,35 +16,35 @@ from typing import TYPE_CHECKING
 from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.block_sums import CHUNK as CHUNK
+    from pipeline.checkpoint.division import Tile as Tile
+    from pipeline.checkpoint.file_format import CHUNK as CHUNK
+    from pipeline.checkpoint.file_format import Entry as Entry
+    from pipeline.checkpoint.file_format import Placed as Placed
+    from pipeline.checkpoint.file_format import header as header
+    from pipeline.checkpoint.file_format import table as table
     from pipeline.checkpoint.file_layout import FULL as FULL
+    from pipeline.checkpoint.file_layout import PASSAGE as PASSAGE
     from pipeline.checkpoint.file_layout import SHARDED as SHARDED
     from pipeline.checkpoint.file_layout import FileLayout as FileLayout
     from pipeline.checkpoint.formats import Formats as Formats
     from pipeline.checkpoint.formats import Reading as Reading
     from pipeline.checkpoint.formats import StateFormat as StateFormat
     from pipeline.checkpoint.formats import StateSource as StateSource
-    from pipeline.checkpoint.formats import open_state as open_state
-    from pipeline.checkpoint.local_store import LocalStore as LocalStore
     from pipeline.checkpoint.location import address as address
     from pipeline.checkpoint.manager import CheckpointManager as CheckpointManager
     from pipeline.checkpoint.manifest import TensorEntry as TensorEntry
-    from pipeline.checkpoint.offline_writer import appearing as appearing
-    from pipeline.checkpoint.offline_writer import step_target as step_target
-    from pipeline.checkpoint.offline_writer import write_checkpoint as write_checkpoint
     from pipeline.checkpoint.reader import CheckpointReader as CheckpointReader
+    from pipeline.checkpoint.reader import open_state as open_state
     from pipeline.checkpoint.retention import Retention as Retention
     from pipeline.checkpoint.retention import expected_count as expected_count
     from pipeline.checkpoint.rng_state import start_random_streams as start_random_streams
-    from pipeline.checkpoint.safetensors_format import Entry as Entry
-    from pipeline.checkpoint.safetensors_format import Placed as Placed
-    from pipeline.checkpoint.safetensors_format import header as header
-    from pipeline.checkpoint.safetensors_format import table as table
-    from pipeline.checkpoint.staging import PASSAGE as PASSAGE
-    from pipeline.checkpoint.tiles import Tile as Tile
+    from pipeline.checkpoint.store import LocalStore as LocalStore
     from pipeline.checkpoint.write_plan import CODES as CODES
     from pipeline.checkpoint.write_plan import DTYPES as DTYPES
     from pipeline.checkpoint.write_plan import as_bytes as as_bytes
     from pipeline.checkpoint.write_plan import random_key as random_key
+    from pipeline.checkpoint.writer_main import appearing as appearing
+    from pipeline.checkpoint.writer_main import step_target as step_target
+    from pipeline.checkpoint.writer_main import write_checkpoint as write_checkpoint
 else:
     __getattr__, __dir__ = lazily(__name__, __file__)

@@ -1,199 +1,248 @@
-"""The division of tensors among ranks: runs, which state it by rule."""
+"""Tiles, which are elements of a tensor, and the division of a checkpoint's tensors into them."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections import Counter
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 from annotated_types import Ge
-
-from pipeline.checkpoint.tiles import Box, Tile
+from pydantic import BaseModel, ConfigDict, PlainSerializer
 
 Count = Annotated[int, Ge(0)]
 Positive = Annotated[int, Ge(1)]
 
 
 class CoverageError(ValueError):
-    """Parts overlap, leave a gap, or reach beyond the tensor."""
+    """Tiles overlap, leave a gap, or reach beyond the tensor."""
 
 
-class KeyedTile(NamedTuple):
-    """A tile of the logical tensor `key`."""
+class Tile(NamedTuple):
+    """Elements [start, stop) of a flattened tensor, and `count` - 1 runs more of the same length,
+    each `stride` after the one before. A flat range has the stride 0 and the count 1; columns have
+    the length of the tensor's rows as their stride, also in a single row.
 
-    key: str
-    start: int
-    stop: int
-    stride: int = 0
-    count: int = 1  # type: ignore[assignment]  # hides tuple.count
-
-    @property
-    def tile(self) -> Tile:
-        """The tile without the key."""
-        return Tile(*self[1:])
-
-
-class Run(NamedTuple):
-    """Elements [start, stop) of a tensor: parts of `length`, the last perhaps shorter, on ranks
-    `rank`, `rank + step`, ... Each is cut again into `cuts` equal parts, on ranks that are `apart`.
-
-    With a `width` the tensor is seen as rows of so many elements: parts and cuts are whole rows.
-    Each is divided by columns once more, into `bands` of equal width (the last perhaps narrower) on
-    ranks that are `across`. If `start` and `stop` lie within rows, they bound the columns.
+    Bytes of a file are tiles too: [start, stop), or runs that begin `stride` apart.
     """
 
     start: Count
     stop: Count
-    length: Positive
-    rank: Count
-    step: Count = 0
-    cuts: Positive = 1
-    apart: Count = 0
-    width: Count = 0
-    bands: Positive = 1
-    across: Count = 0
+    stride: Count = 0
+    count: Positive = 1  # type: ignore[assignment]  # hides tuple.count
 
     @property
-    def unit(self) -> int:
-        """Elements that stay together in parts and cuts: a row, or one."""
-        return self.width or 1
+    def run(self) -> int:
+        """Number of elements that follow each other."""
+        return self.stop - self.start
 
     @property
-    def rows(self) -> int:
-        """Number of units."""
-        return (self.stop - 1) // self.unit - self.start // self.unit + 1
+    def numel(self) -> int:
+        """Number of elements."""
+        return (self.stop - self.start) * self.count
 
     @property
-    def columns(self) -> tuple[int, int]:
-        """The first column, and the one behind the last."""
-        return self.start % self.unit, (self.stop - 1) % self.unit + 1
+    def end(self) -> int:
+        """Element of the tensor after the last one."""
+        return self.stop + (self.count - 1) * self.stride
 
-    @property
-    def has_whole_rows(self) -> bool:
-        """Whether all columns are in it, so that it is a range of elements."""
-        return self.columns == (0, self.unit)
+    def element(self, at: int) -> int:
+        """Number within the tensor of the tile's element number `at`."""
+        row, column = divmod(at, self.run)
+        return self.start + row * self.stride + column
 
-    @property
-    def stride(self) -> int:
-        """Stride of its pieces; 0 if they are flat."""
-        return 0 if self.bands == 1 and self.has_whole_rows else self.width
-
-    @property
-    def parts(self) -> int:
-        """Number of parts, before each is cut again."""
-        return -(-self.rows // self._part)
-
-    @property
-    def is_unambiguous(self) -> bool:
-        """Whether it has at most one piece for a rank, which the rank's number determines."""
-        left, right = self.columns
-        if self.start >= self.stop or right - left < self.bands or self.length % self.unit:
-            return False
-        if self.length > self.rows * self.unit:
-            return False
-        reach = 0
-        for stride, many in sorted(self._strides):
-            if (stride > 0) != (many > 1) or (many > 1 and stride <= reach):
-                return False
-            reach += stride * (many - 1)
-        return True
-
-    @property
-    def last_rank(self) -> int:
-        """The highest rank that may have a piece."""
-        return self.rank + sum(stride * (many - 1) for stride, many in self._strides)
-
-    @property
-    def ranks(self) -> list[int]:
-        """All ranks that may have a piece."""
-        found = [self.rank]
-        for stride, many in self._strides:
-            found = [rank + stride * number for rank in found for number in range(many)]
-        return found
-
-    def of(self, rank: int) -> Tile | None:
-        """The rank's piece; None if it has none."""
-        rest, strides = rank - self.rank, self._strides
-        place = [0, 0, 0]
-        for number in sorted(range(3), key=lambda number: -strides[number][0]):
-            stride, many = strides[number]
-            if stride:
-                place[number], rest = divmod(rest, stride)
-            if not 0 <= place[number] < many:
-                return None
-        return None if rest else self._piece(*place)
-
-    def find(self, low: int, high: int) -> Iterator[tuple[int, Tile]]:
-        """Rank and tile of the pieces in the rows that have elements [low, high), in order."""
-        first = self.start // self.unit
-        top, bottom = max(low // self.unit - first, 0), -(-high // self.unit) - first
-        for part in range(top // self._part, self.parts):
-            begin = part * self._part
-            if begin >= bottom:
-                return
-            for cut in range(max(top - begin, 0) // self._cut, self.cuts):
-                if begin + cut * self._cut >= bottom:
-                    break
-                rank = self.rank + part * self.step + cut * self.apart
-                for band in range(self.bands):
-                    piece = self._piece(part, cut, band)
-                    if piece is not None:
-                        yield rank + band * self.across, piece
-
-    @property
-    def _strides(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-        """Stride of the rank, and how many there are: of parts, cuts and bands."""
-        return (self.step, self.parts), (self.apart, self.cuts), (self.across, self.bands)
-
-    @property
-    def _part(self) -> int:
-        """Rows of a part."""
-        return max(self.length // self.unit, 1)
-
-    @property
-    def _cut(self) -> int:
-        """Rows of a cut; the last cut may have fewer."""
-        return -(-self._part // self.cuts)
-
-    def _piece(self, part: int, cut: int, band: int) -> Tile | None:
-        top = part * self._part + cut * self._cut
-        bottom = min(top + self._cut, (part + 1) * self._part, self.rows)
-        left, right = self.columns
-        columns = -(-(right - left) // self.bands)
-        left += band * columns
-        right = min(left + columns, right)
-        if top >= bottom or left >= right:
+    def position(self, element: int) -> int | None:
+        """Number within the tile of the tensor's element; None if the tile does not have it."""
+        row, column = divmod(element - self.start, self.stride or self.run)
+        if not 0 <= row < self.count or column >= self.run:
             return None
-        begin = (self.start // self.unit + top) * self.unit
-        if not self.stride:
-            return Tile(begin, begin + (bottom - top) * self.unit)
-        return Tile(begin + left, begin + right, self.width, bottom - top)
+        return row * self.run + column
+
+    def boxes(self, width: int) -> Iterator[Tile]:
+        """The rectangles that make up the tile in rows of `width` elements, in order, each as a
+        tile of that stride: of a flat range the end of a row, whole rows, the start of a row. The
+        stride of the tile must be `width` or 0."""
+        if self.stride:
+            assert self.stride == width, f"rows of {self.stride} and of {width} elements"
+            yield self
+            return
+        start = self.start
+        for edge in (-(-start // width) * width, self.stop // width * width, self.stop):
+            stop = min(edge, self.stop)
+            if start < stop:
+                rows = (stop - start) // width or 1
+                yield Tile(start, start + min(stop - start, width), width, rows)
+                start = stop
+
+    def common(self, other: Tile, width: int) -> Iterator[Tile]:
+        """The elements that two tiles share, as tiles of stride `width`, a row's elements."""
+        for here, there in itertools.product(self.boxes(width), other.boxes(width)):
+            (top, left), (row, column) = divmod(here.start, width), divmod(there.start, width)
+            run = min(left + here.run, column + there.run) - max(left, column)
+            rows = min(top + here.count, row + there.count) - max(top, row)
+            if rows > 0 and run > 0:
+                start = max(top, row) * width + max(left, column)
+                yield Tile(start, start + run, width, rows)
+
+    def segments(self, begin: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """Elements [begin, begin + size) as ranges: (first in the tensor, [low, high) of size)."""
+        low = 0
+        while low < size:
+            row, column = divmod(begin + low, self.run)
+            high = min(low + self.run - column, size)
+            yield self.start + row * self.stride + column, low, high
+            low = high
 
 
-def require_cover(ranges: Iterable[tuple[int, int]], total: int) -> None:
-    """Raise CoverageError unless the ranges are disjoint and together exactly [0, total)."""
+class Piece(NamedTuple):
+    """A tile that rank number `rank` writes."""
+
+    rank: Count
+    start: Count
+    stop: Count
+    stride: Count = 0
+    count: Positive = 1  # type: ignore[assignment]  # hides tuple.count
+
+    @property
+    def tile(self) -> Tile:
+        """The piece without the rank."""
+        return Tile(*self[1:])
+
+
+_Layouts = Annotated[
+    Sequence[Sequence[Piece]],
+    PlainSerializer(lambda all: [[one if one.stride else one[:3] for one in own] for own in all]),
+]
+
+
+class Division(BaseModel):
+    """Which rank writes what. Most tensors share one of a few layouts, which list the pieces of all
+    ranks; so its size grows with the ranks or the tensors, not with both."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tensors: Sequence[Count]
+    """Number of each tensor's layout, in the order of the tensors."""
+    layouts: _Layouts
+
+    @classmethod
+    def of(cls, pieces: Iterable[Sequence[Piece]]) -> Division:
+        """The division with these pieces of each tensor."""
+        layouts: dict[tuple[Piece, ...], int] = {}
+        tensors = [layouts.setdefault(tuple(own), len(layouts)) for own in pieces]
+        return cls.model_construct(tensors=tensors, layouts=[*layouts])
+
+    def pieces(self, tensor: int) -> Sequence[Piece]:
+        """All pieces of tensor number `tensor`."""
+        return self.layouts[self.tensors[tensor]]
+
+    def of_rank(self, rank: int) -> list[tuple[int, Tile]]:
+        """The tiles that a rank writes, each with its tensor's number, in order."""
+        members, ranks = self._index
+        found = [
+            (tensor, tile)
+            for layout, tiles in ranks.get(rank, {}).items()
+            for tensor in members[layout]
+            for tile in tiles
+        ]
+        return sorted(found, key=lambda one: one[0])
+
+    def require_whole(self, tensors: Mapping[str, Sequence[int]], ranks: int) -> None:
+        """Raise CoverageError, naming the tensor, unless every tensor, given by key and shape, is
+        there once, on ranks below `ranks`, in columns of rows that its shape has."""
+        known: set[tuple[int, tuple[int, ...]]] = set()
+        for (key, shape), number in zip(tensors.items(), self.tensors, strict=True):
+            if (number, tuple(shape)) in known:
+                continue
+            try:
+                if number >= len(self.layouts):
+                    raise CoverageError("has an unknown layout")
+                width = require_cover(self.layouts[number], math.prod(shape))
+                if width and width not in [math.prod(shape[dim:]) for dim in range(1, len(shape))]:
+                    raise CoverageError("is divided by columns of other rows")
+                if any(piece.rank >= ranks for piece in self.layouts[number]):
+                    raise CoverageError("divided among ranks that do not exist")
+            except CoverageError as error:
+                raise CoverageError(f"{key}: {error}") from None
+            known.add((number, tuple(shape)))
+
+    @functools.cached_property
+    def _index(self) -> tuple[dict[int, list[int]], dict[int, dict[int, list[Tile]]]]:
+        """Tensors of each layout; each rank's tiles in each layout that it has some of."""
+        members: dict[int, list[int]] = defaultdict(list)
+        for tensor, layout in enumerate(self.tensors):
+            members[layout].append(tensor)
+        ranks: dict[int, dict[int, list[Tile]]] = defaultdict(dict)
+        for number, pieces in enumerate(self.layouts):
+            for piece in pieces:
+                ranks[piece.rank].setdefault(number, []).append(piece.tile)
+        return members, ranks
+
+
+class Searchable:
+    """The pieces of one layout, in the order of their first elements."""
+
+    def __init__(self, layout: Iterable[Piece]) -> None:
+        self._pieces = sorted(layout, key=lambda piece: piece.start)
+        self._starts = [piece.start for piece in self._pieces]
+        self._ends = list(itertools.accumulate((piece.tile.end for piece in self._pieces), max))
+        self.width = max((piece.stride for piece in self._pieces), default=0)
+        """Elements of the rows by whose columns the tensor is divided; 0 if pieces are flat."""
+
+    def find(self, wanted: Tile, width: int) -> Iterator[Piece]:
+        """The pieces that have elements of a tile of a tensor with rows of `width` elements."""
+        first, last = bisect_right(self._ends, wanted.start), bisect_left(self._starts, wanted.end)
+        for piece in self._pieces[first:last]:
+            if any(piece.tile.common(wanted, width)):
+                yield piece
+
+
+def require_cover(tiles: Iterable[Tile | Piece], numel: int) -> int:
+    """The stride of columns, 0 if all are flat. Raises CoverageError unless all is there once."""
+    own = sorted(Tile(*tile[-4:]) for tile in tiles)
+    widths = {tile.stride for tile in own} - {0}
+    if len(widths) > 1:
+        raise CoverageError("is divided by columns of rows of different lengths")
+    width = max(widths, default=0)
+    for start, stop, stride, count in own:
+        if start >= stop or (count > 1 and not stride):
+            raise CoverageError(f"has a part without elements from {start} on")
+        if stride and start % stride + stop - start > stride:
+            raise CoverageError(f"has no columns {start} to {stop} in rows of {stride}")
+    if width:
+        if numel % width:
+            raise CoverageError(
+                f"{numel} elements do not make whole rows of the length that it is divided by"
+            )
+        _require_tiled((box for tile in own for box in tile.boxes(width)), numel // width, width)
+        return width
     end = 0
-    for start, stop in sorted(ranges):
+    for start, stop, *_ in own:
         if start > end:
             raise CoverageError(f"elements {end} to {start} are missing")
         if start < end:
             raise CoverageError(f"elements {start} to {min(end, stop)} are there twice")
         end = stop
-    if end != total:
-        raise CoverageError(f"ends at element {end} of {total}")
+    if end != numel:
+        raise CoverageError(f"ends at element {end} of {numel}")
+    return 0
 
 
-def require_tiled(boxes: Iterable[Box], rows: int, width: int) -> None:
-    """Raise CoverageError unless the boxes are disjoint and together all rows.
+def _require_tiled(boxes: Iterable[Tile], rows: int, width: int) -> None:
+    """Raise CoverageError unless the boxes are disjoint and are together all rows.
 
-    How often an element is there follows from the corners above and to the left of it, two of each
-    box counted as 1 and two as -1. So all is there once if corners add up to those of the whole.
-    """
+    How often an element is there is the sum of the corners above and to the left of it, of which
+    two of each box count as 1 and two as -1. So everything is there once if the corners add up to
+    the whole's."""
     corners: Counter[tuple[int, int]] = Counter()
-    for sign, (top, bottom, left, right, *_) in (
-        (-1, Box(0, rows, 0, width, 0, width)), *((1, box) for box in boxes)
+    for sign, (start, stop, _, count) in (
+        (-1, Tile(0, width, width, rows)), *((1, box) for box in boxes)
     ):  # fmt: skip
+        top, left = divmod(start, width)
+        bottom, right = top + count, left + stop - start
         corners[top, left] += sign
         corners[bottom, right] += sign
         corners[top, right] -= sign
@@ -206,51 +255,3 @@ def require_tiled(boxes: Iterable[Box], rows: int, width: int) -> None:
         raise CoverageError(f"reaches beyond element {rows * width}")
     what = "is there twice" if found > 0 else "is missing"
     raise CoverageError(f"element {row * width + column} {what}")
-
-
-def require_whole(runs: Iterable[Sequence[Run]], numels: Mapping[str, int], ranks: int) -> None:
-    """Raise CoverageError, naming the tensor, unless the runs hold every tensor once, on existing
-    ranks."""
-    for own, (key, numel) in zip(runs, numels.items(), strict=True):
-        try:
-            if any(run.stride and numel % run.stride for run in own):
-                raise CoverageError(
-                    f"{numel} elements do not make whole rows of the length that it is divided by"
-                )
-            width = row_width(own)
-            if all(run.has_whole_rows for run in own):
-                require_cover([(run.start, run.stop) for run in own], numel)
-            else:
-                boxes = (box for run in own for box in _boxes(run, width))
-                require_tiled(boxes, numel // width, width)
-        except CoverageError as error:
-            raise CoverageError(f"{key}: {error}") from None
-        for run in own:
-            if not run.is_unambiguous or run.last_rank >= ranks:
-                raise CoverageError(f"{key}: divided among ranks that do not exist")
-
-
-def row_lengths(shape: Sequence[int]) -> list[int]:
-    """Lengths of the rows that a tensor has by its shape: one for each dimension but the first."""
-    return [math.prod(shape[dim:]) for dim in range(1, len(shape))]
-
-
-def row_width(runs: Iterable[Run]) -> int:
-    """Elements of a row, where pieces are columns of rows; 0 where all are flat. Raises
-    CoverageError for rows of different lengths."""
-    widths = {run.stride for run in runs} - {0}
-    if len(widths) > 1:
-        raise CoverageError("is divided by columns of rows of different lengths")
-    return widths.pop() if widths else 0
-
-
-def _boxes(run: Run, width: int) -> Iterator[Box]:
-    """The boxes that make up a run."""
-    left, right = run.columns
-    if run.has_whole_rows:
-        yield from Tile(run.start, run.stop).boxes(width)
-    elif left < right and run.start < run.stop:
-        top = run.start // width
-        yield Box(top, top + run.rows, left, right, 0, right - left)
-    else:
-        raise CoverageError("has a part without columns")

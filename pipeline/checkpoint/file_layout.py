@@ -1,33 +1,43 @@
-"""Layouts of the files that ranks write: a file a rank, or whole tensors in shared files. No rank
-ever holds a whole tensor that it does not train whole."""
+"""Where pieces of tensors lie: in the files that ranks write, and before that in the snapshot
+buffer, on their way to the writer.
+
+Files are one a rank, or whole tensors in shared files; no rank ever holds a whole tensor that it
+does not train whole. Some pieces are copied to the buffer whole before training goes on. The others
+are streamed in rounds through the two halves of a memory of a given size: one is filled while the
+writer takes the other. Only the last two rounds are still unwritten when training goes on.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from pipeline.checkpoint.division import KeyedTile
+from pipeline.checkpoint.division import Tile
+from pipeline.checkpoint.file_format import BLOCK, Entry, header
 from pipeline.checkpoint.manifest import DataFile, TensorEntry
-from pipeline.checkpoint.safetensors_format import Entry, header
-from pipeline.checkpoint.tiles import Extent
-from pipeline.checkpoint.writer_protocol import NewFile
+from pipeline.checkpoint.writer import Write
 from pipeline.contracts.engine import WEIGHT
+from pipeline.utils.files import PAGE
 
 ALIGN = 4096
 """Data of a file begins at a multiple of this."""
+PASSAGE = 1 << 30
+"""Upper bound, in bytes, of the memory of a rank for streamed pieces, plus two pages for
+alignment."""
 
 
 class Item(NamedTuple):
-    """A piece, or the header (`head`) if there is no `span`: `size` bytes of file number `file`."""
+    """What a rank writes into file number `file`, at the bytes `place`: a tile of tensor `key`, or
+    the header (`head`) if the key is empty."""
 
     file: int
-    extent: Extent
-    size: int
-    span: KeyedTile | None
+    place: Tile
+    key: str = ""
+    tile: Tile = Tile(0, 0)
     head: bytes = b""
 
 
@@ -35,7 +45,9 @@ class Item(NamedTuple):
 class Layout:
     """Files of one rank, and what it writes into each."""
 
-    files: Sequence[NewFile]
+    files: Sequence[tuple[str, int]]
+    """Names and sizes."""
+    shared: bool
     described: Sequence[DataFile]
     """Files whose header this rank writes, the same at every save."""
     items: Sequence[Item]
@@ -51,49 +63,44 @@ class FileLayout:
     """Whether ranks write parts of the same files, whose headers rank 0 writes."""
 
     def in_order(self, tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
-        """The order in which every rank writes its parts of them, each entry with the number of
-        the file that it lies in whole, if ranks share files."""
+        """The order in which ranks write; if they share files, with the number of each file."""
         ordered = sorted(tensors, key=lambda tensor: (self._file(tensor.key), -tensor.itemsize))
         files = sorted({self._file(tensor.key) for tensor in ordered})
-        return [
-            tensor.model_copy(
-                update={"file": files.index(self._file(tensor.key)) if self.shared else None}
-            )
-            for tensor in ordered
-        ]
+        numbers = {name: number if self.shared else None for number, name in enumerate(files)}
+        placed = ((tensor, numbers[self._file(tensor.key)]) for tensor in ordered)
+        return [t if t.file == n else t.model_copy(update={"file": n}) for t, n in placed]
 
     def lay_out(
-        self, rank: int, mine: Sequence[KeyedTile], tensors: Mapping[str, TensorEntry]
+        self, rank: int, own: Sequence[tuple[int, Tile]], tensors: Sequence[TensorEntry]
     ) -> Layout:
-        """The files of `rank`, which writes `mine`; `tensors` are those of all ranks. Both are in
-        order."""
+        """The files of `rank`, which writes the tiles `own`, each with the number of its tensor.
+        `tensors` are all ranks'; both are in order."""
         files, described, items = [], [], []
         # Names of the files, and all that will be in each, whoever writes it.
-        contents = {} if self.shared else {f"rank-{rank:05d}.safetensors": [*mine]}
-        for tensor in tensors.values() if self.shared else ():
-            whole = KeyedTile(tensor.key, 0, tensor.numel)
-            contents.setdefault(self._file(tensor.key), []).append(whole)
-        for number, (name, spans) in enumerate(contents.items()):
-            entries = [self._entry(span, tensors[span.key]) for span in spans]
+        contents = {} if self.shared else {f"rank-{rank:05d}.safetensors": list(own)}
+        for number, tensor in enumerate(tensors) if self.shared else ():
+            contents.setdefault(self._file(tensor.key), []).append((number, Tile(0, tensor.numel)))
+        for file, (name, stored) in enumerate(contents.items()):
+            entries = [self._entry(tensors[number], tile) for number, tile in stored]
             head = header(entries, metadata={"format": "pt"}, align=ALIGN)
             edges = list(itertools.accumulate((e.size for e in entries), initial=len(head)))
-            size, begins = edges[-1], dict(zip(spans, edges, strict=False))
-            files.append(NewFile(name=name, size=size, shared=self.shared))
+            files.append((name, edges[-1]))
             if rank == 0 or not self.shared:
-                items.append(Item(number, Extent(0), len(head), None, head))
+                items.append(Item(file, Tile(0, len(head)), head=head))
                 digest = xxh3_64_intdigest(head)
                 described.append(
-                    DataFile(name=name, size=size, data_start=len(head), header=digest)
+                    DataFile(name=name, size=edges[-1], data_start=len(head), header=digest)
                 )
-            for span in mine:
-                tensor = tensors[span.key]
-                stored = KeyedTile(span.key, 0, tensor.numel) if self.shared else span
-                if stored in begins:
-                    tile, size = span.tile, tensor.itemsize
-                    offset = begins[stored] + (span.start - stored.start) * size
-                    extent = Extent.of(tile, offset, size, whole=self.shared)
-                    items.append(Item(number, extent, tile.numel * size, span))
-        return Layout(files=files, described=described, items=items)
+            begins = dict(zip(stored, edges, strict=False))
+            for number, tile in own:
+                tensor = tensors[number]
+                begin = begins.get((number, Tile(0, tensor.numel) if self.shared else tile))
+                if begin is not None:
+                    place = Tile(begin, begin + tile.numel * tensor.itemsize)
+                    if self.shared:
+                        place = tile_in_file(tile, begin, tensor.itemsize)
+                    items.append(Item(file, place, tensor.key, tile))
+        return Layout(files=files, shared=self.shared, described=described, items=items)
 
     def _file(self, key: str) -> str:
         """Name of the file that holds the whole tensor, if ranks share files."""
@@ -102,25 +109,83 @@ class FileLayout:
         names = {WEIGHT: "model.safetensors", "random": "random.safetensors"}
         return names.get(key.partition("/")[0], "optimizer.safetensors")
 
-    def _entry(self, span: KeyedTile, tensor: TensorEntry) -> Entry:
-        tile, name = span.tile, f"{span.key}@{span.start}"
+    def _entry(self, tensor: TensorEntry, tile: Tile) -> Entry:
+        name = f"{tensor.key}@{tile.start}"
         shape: tuple[int, ...] = (tile.numel,)
         if tile.numel == tensor.numel:
-            name, shape = span.key, tensor.shape
+            name, shape = tensor.key, tensor.shape
         elif tile.stride:
             name, shape = f"{name}x{tile.run}/{tile.stride}", (tile.count, tile.run)
-        return Entry(
-            name=span.key.removeprefix(f"{WEIGHT}/") if self.shared else name,
-            dtype=tensor.dtype,
-            shape=shape,
-            size=tile.numel * tensor.itemsize,
-        )
+        name = name.removeprefix(f"{WEIGHT}/") if self.shared else name
+        return Entry(name, tensor.dtype, shape, tile.numel * tensor.itemsize)
 
 
 SHARDED = FileLayout("sharded", shared=False)
 """One file a rank. A whole tensor has its shape and its key for a name; a part of one is flat and
-named `KEY@START`, columns of it are rows of their own and named `KEY@STARTxRUN/STRIDE`."""
+named `KEY@START`, columns of it are separate rows and named `KEY@STARTxRUN/STRIDE`."""
 
 FULL = FileLayout("full", shared=True)
 """Whole tensors, each once: `model.safetensors` with the names of the source model,
 `optimizer.safetensors` and `random.safetensors` with keys."""
+
+
+def tile_in_file(tile: Tile, begin: int, itemsize: int) -> Tile:
+    """The bytes of a tile in a file that has the whole tensor from byte `begin` on."""
+    start, stop, stride, count = (number * itemsize for number in tile)
+    return Tile(begin + start, begin + stop, stride, count // itemsize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staging:
+    """The place of each piece in the snapshot buffer, and its round."""
+
+    size: int
+    """Bytes of the snapshot buffer."""
+    heads: Sequence[tuple[int, bytes]]
+    """Places in the buffer, and bytes there that are the same at every save."""
+    rounds: Sequence[Sequence[Write]]
+    """Writes of each round: file by file, each from its start to its end."""
+    streamed: Set[str]
+    """Keys of the tensors that are copied round by round; the others before anything is
+    written."""
+
+
+def plan_staging(layout: Layout, streamed: Set[str], passage: int = PASSAGE) -> Staging:
+    """The staging of a layout. Tensors whose keys are `streamed` take at most `passage` bytes."""
+    heads, rounds, end = [], list[list[Write]]([[]]), 0
+    places = dict[Item, int]()
+    for item in layout.items:
+        if item.key not in streamed:
+            places[item] = _aligned(end, item.place.start)
+            end = places[item] + item.place.numel
+            heads += [] if item.key else [(places[item], item.head)]
+    # Double buffer from `base` on. Each half has a spare page for alignment.
+    base, half, used = _aligned(end, 0), passage // 2 // BLOCK * BLOCK + PAGE, 0
+    end = base
+    for item in layout.items:
+        size, done = item.place.numel, 0
+        if item in places:
+            rounds[-1].append(
+                Write(item.file, item.place, 0, places[item], size, item.key, item.tile.start)
+            )
+            continue
+        while done < size:
+            start = base + half * ((len(rounds) - 1) % 2)
+            place = _aligned(start + used, item.place.start + done)
+            cut = min(size - done, start + half - place)
+            if done + cut < size:
+                cut -= cut % BLOCK  # so that the checksums of blocks stay the same
+            if cut <= 0:
+                rounds.append([])
+                used = 0
+                continue
+            first = item.tile.element(done // (size // item.tile.numel))
+            rounds[-1].append(Write(item.file, item.place, done, place, cut, item.key, first))
+            used, end, done = place + cut - start, max(end, place + cut), done + cut
+    return Staging(size=end, heads=heads, rounds=rounds, streamed=streamed)
+
+
+def _aligned(edge: int, offset: int) -> int:
+    """Round `edge` up to a place as far after the start of a page as `offset` is in its file:
+    O_DIRECT needs that, and elements lie as their dtype demands."""
+    return edge + (offset - edge) % PAGE

@@ -40,8 +40,7 @@ class StateSource(ABC):
         bytes), each valid until the next is taken. Raises CheckpointError."""
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from element `start` of the flattened tensor on. Raises
-        CheckpointError."""
+        """Fill `out` from element `start` of the flattened tensor on. Raises CheckpointError."""
         done = 0
         for _, data in self.read(key, start, start + len(out) // self.entry(key).itemsize):
             out[done : done + len(data)] = data
@@ -71,7 +70,7 @@ class StateSource(ABC):
 
 
 class StateView(StateSource):
-    """Another state, or its weights alone, without training state. Closing it closes the other.
+    """Another state, or its weights only, without training state. Closing it closes the other.
     `report` is called with the number of bytes each time some were read."""
 
     def __init__(
@@ -103,7 +102,7 @@ class StateView(StateSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Facts that a person gives about a state which it may lack itself."""
+    """Facts about a state that a person supplies and it may lack."""
 
     samples: int = 0
     """Samples trained on, where the format does not keep it."""
@@ -129,26 +128,13 @@ class StateFormat(ABC):
         """The state in the folder, to be read range by range."""
 
     def target(self, folder: Path, step: int) -> Path:
-        """The folder for `write` of the state after `step` steps, given the person's `folder`.
-        Raises UsageError for a folder that cannot hold it."""
+        """The folder for `write`, given a person's. Raises UsageError if it cannot be used."""
         return folder
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
         """Write the state as the folder `target`, which does not exist; it appears whole or not at
         all. Returns notes for its reader."""
         raise UsageError(f"{self.name} can be read, but not written")
-
-
-def open_state(address: str, reading: Reading) -> StateSource:
-    """The state at a path, in any format, or at an address, in the canonical one. Raises
-    CheckpointError, and UsageError for a folder of no known format."""
-    if "://" in address:
-        from pipeline.checkpoint.reader import CheckpointReader
-        from pipeline.checkpoint.store import locate
-
-        return CheckpointReader(*locate(address))
-    folder = Path(address)
-    return Formats.installed().detect(folder).open(folder, reading)
 
 
 class Formats(Plugins[type[StateFormat]]):
@@ -163,10 +149,10 @@ class Formats(Plugins[type[StateFormat]]):
         return "" if is_format else "is not a StateFormat"
 
     def get(self, name: str) -> StateFormat:
-        """Return the format called `name`. Raises UsageError for an unknown name, PluginError for a
-        format that cannot be loaded."""
+        """The format called `name`. Raises UsageError if unknown, PluginError if broken."""
         if name not in self:
-            raise UsageError(f"there is no format `{name}`", hint=f"there are {self._listed()}")
+            hint = f"there are {', '.join(self.names())}"
+            raise UsageError(f"there is no format `{name}`", hint=hint)
         return self.load(name)()
 
     def detect(self, folder: Path) -> StateFormat:
@@ -179,10 +165,7 @@ class Formats(Plugins[type[StateFormat]]):
             raise UsageError(f"{folder}: could be {matching}", hint="say which with --from")
         if not found:
             raise UsageError(
-                f"{folder}: no checkpoint of a known format ({self._listed()})",
+                f"{folder}: no checkpoint of a known format ({', '.join(self.names())})",
                 hint="give the folder of one checkpoint, as in checkpoints/step-00000020",
             )
         return found[0]
-
-    def _listed(self) -> str:
-        return ", ".join(self.names())

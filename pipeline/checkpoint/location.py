@@ -1,5 +1,5 @@
-"""Places of checkpoints: a run's own, which its folder remembers in `checkpoints.at`, and those
-that a person names.
+"""Places of checkpoints, and their stores: a run's own place, which its folder remembers in
+`checkpoints.at`, and those that a person names.
 
 The first line of that file is the place of the first training's checkpoints; a further training has
 a line with its slot and its place, in the order of their first checkpoints.
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.manifest import MANIFEST
-from pipeline.checkpoint.store import Store, locate, open_store, step_name, step_number
+from pipeline.checkpoint.object_store import ObjectStore
+from pipeline.checkpoint.store import LocalStore, Store, step_name, step_number
 from pipeline.errors import (
     CheckpointError,
     PipeError,
@@ -46,8 +47,7 @@ def _name(training: str) -> str:
 
 
 def default(run_dir: Path, training: str = "") -> str:
-    """Place of the checkpoints of a training (empty: the recipe's first) if its recipe does not
-    name one."""
+    """Place of a training's checkpoints (empty: the first) if its recipe names none."""
     return str(run_dir / _name(training))
 
 
@@ -81,15 +81,13 @@ def places(run_dir: Path) -> dict[str, str]:
 
 
 def known(run_dir: Path, training: str | None = None) -> str | None:
-    """Place of a training's checkpoints, by default of the newest training that has saved some;
-    None if there are none. Raises CheckpointError."""
+    """Place of a training's (None: the newest one's) checkpoints; None if there are none."""
     found = places(run_dir)
     return found.get(next(reversed(found), "") if training is None else training)
 
 
 def remember(run_dir: Path, address: str, training: str = "") -> None:
-    """Record that a checkpoint of a training has been saved at `address`. Raises
-    CheckpointError."""
+    """Record that a training saved a checkpoint at `address`. Raises CheckpointError."""
     found = dict[str, str]()
     try:
         found = places(run_dir)
@@ -98,37 +96,44 @@ def remember(run_dir: Path, address: str, training: str = "") -> None:
             raise  # what is garbage is replaced
     if found.get(training) == address:
         return
-    found |= {training: address}
     lines = {
         slot: _name(slot) if place == default(run_dir, slot) else place
-        for slot, place in found.items()
+        for slot, place in (found | {training: address}).items()
     }
-    others = [f"{slot} {place}" for slot, place in lines.items() if slot]
-    file = run_dir / ADDRESS_FILE
+    first, file = lines.pop("", ""), run_dir / ADDRESS_FILE
     try:
-        replace_text(file, "\n".join([lines.get("", ""), *others]))
+        replace_text(file, "\n".join([first, *map(" ".join, lines.items())]))
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from error
 
 
 def require_none(run_dir: Path, address: str, training: str = "") -> None:
-    """Raise ResumeRefused if the training has saved a checkpoint, as none was found at
-    `address`."""
-    place, file = known(run_dir, training), run_dir / ADDRESS_FILE
-    if place is not None:
+    """Raise ResumeRefused if the training saved a checkpoint, as `address` has none."""
+    found, file = places(run_dir), run_dir / ADDRESS_FILE
+    if training in found:
         over = f"delete the line of `{training}` in {file}" if training else f"delete {file}"
-        if not training and len(places(run_dir)) > 1:  # others' lines stay
+        if not training and len(found) > 1:  # others' lines stay
             over = f"leave the first line of {file} empty"
         raise ResumeRefused(
-            f"this run saved checkpoints in {place}, and now there are none in {address}",
+            f"this run saved checkpoints in {found[training]}, and now there are none in {address}",
             hint="bring them back (is it mounted?), or set the checkpoint slot's folder as it was; "
             f"to start over, {over}",
         )
 
 
+def open_store(address: str) -> Store:
+    """The store at a path, or at an address that fsspec knows (`s3://bucket/folder`)."""
+    return ObjectStore(address) if "://" in address else LocalStore(address)
+
+
+def locate(checkpoint: str) -> tuple[Store, str]:
+    """The store that holds the checkpoint at an address, and its name there."""
+    root, _, name = checkpoint.rstrip("/").rpartition("/")
+    return open_store(root or ("/" if checkpoint.startswith("/") else ".")), name
+
+
 def require_shared(store: Store, dist: DistContext, identity: str) -> None:
-    """Raise CheckpointError on every rank unless all see what rank 0 writes (collective), and on
-    ranks that cannot write."""
+    """Raise CheckpointError on all ranks unless all see what rank 0 writes (collective)."""
     with system_errors_as(CheckpointError):
         trial = store.begin(step_name(0), identity)
         if dist.is_main:
@@ -172,16 +177,14 @@ def find(named: str) -> tuple[Store, str]:
 
 
 def earlier(named: str) -> list[str]:
-    """Places of the checkpoints of a run's earlier trainings, if a run's folder is named, which
-    means its newest training's."""
+    """Places of the checkpoints of earlier trainings, if a run's folder is named."""
     if "://" in named or not (Path(named) / RECIPE).is_file():
         return []
     return [*places(Path(named)).values()][:-1]
 
 
 def newest_step(run_dir: Path, training: str | None = None) -> int | None:
-    """Return the step of a training's newest checkpoint, by default of the newest training's; None
-    if it has none on this machine."""
+    """Step of a training's (None: the newest one's) newest checkpoint on this machine, if any."""
     with contextlib.suppress(PipeError, OSError):
         place = known(run_dir, training)
         if place is not None and "://" not in place:
@@ -191,8 +194,7 @@ def newest_step(run_dir: Path, training: str | None = None) -> int | None:
 
 
 def agreed_start(start_from: str, dist: DistContext) -> str:
-    """Address of the checkpoint that `start_from` means, as rank 0 finds it. Raises
-    CheckpointError where there is none."""
+    """Address that `start_from` means, as rank 0 finds it. Raises CheckpointError."""
     found = None
     if dist.is_main:
         try:

@@ -1,4 +1,4 @@
-"""The canonical checkpoint as a stage's artifact: snapshot, hand over to the writer, restore."""
+"""The canonical checkpoint as a stage's artifact: snapshots, the writer, restores."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Self
 
 from pipeline.checkpoint import location
-from pipeline.checkpoint.file_layout import FileLayout
-from pipeline.checkpoint.manifest import MANIFEST, Manifest
-from pipeline.checkpoint.restore import Restoration, best_run
+from pipeline.checkpoint.file_layout import FileLayout, plan_staging
+from pipeline.checkpoint.manifest import MANIFEST
+from pipeline.checkpoint.restore import Restoration, best_run, update_progress
 from pipeline.checkpoint.retention import Retention, expected_count
-from pipeline.checkpoint.snapshot import Snapshot
-from pipeline.checkpoint.snapshot_buffer import memory_to_take
-from pipeline.checkpoint.staging import plan_staging
-from pipeline.checkpoint.store import locate, open_store, step_name, step_number
+from pipeline.checkpoint.snapshot import Snapshot, memory_need
+from pipeline.checkpoint.store import step_name, step_number
 from pipeline.checkpoint.write_plan import plan_writes, without_frozen_base
-from pipeline.checkpoint.writer_client import WriterProcess
-from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
+from pipeline.checkpoint.writer import SaveRequest, SaveResult, WriterProcess, WriterSetup
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.resources import ResourceNeed, require_resources
 from pipeline.contracts.stage import Context
@@ -47,9 +45,9 @@ COST = {"seconds", "ended", "size", "user_seconds", "system_seconds"}
 
 @dataclass(kw_only=True, eq=False)
 class CheckpointManager(Checkpoints):
-    """Checkpoints of an engine in a store, written by a process of each rank. The engine waits
-    before its state changes, or a save until it may, or, unless `asynchronous`, until all is on
-    disk."""
+    """Checkpoints of an engine in a store, written by a process of each rank; `open` comes before
+    anything else. The engine waits before its state changes, or a save until it may, or, unless
+    `asynchronous`, until everything is on disk."""
 
     ctx: Context
     engine: Engine
@@ -64,55 +62,52 @@ class CheckpointManager(Checkpoints):
     start_from: str | None
     _period: Fraction | None = field(default=None, init=False)
     """Steps between checkpoints; None: not known, or at the end only."""
+    _writer: WriterProcess | None = field(default=None, init=False)
     _attempts: int = field(default=0, init=False)
     _last: str | None = field(default=None, init=False)
     """Name of the newest checkpoint of this process's training."""
     _pending: str | None = field(default=None, init=False)
     """Name of the checkpoint that is being written."""
-    _copies: bool = field(default=False, init=False)
+    _copying: bool = field(default=False, init=False)
     """Whether copies of the newest save may be being made."""
     _written: list[WrittenCheckpoint] = field(default_factory=list, init=False)
-    """Checkpoints that came on disk since `written` was asked, on rank 0."""
+    """Checkpoints that came on disk since the last `poll`, on rank 0."""
 
-    def __post_init__(self) -> None:
-        """Clean the store, agree with all ranks who writes what, and begin to take memory
+    def open(self) -> Self:
+        """Clean the store, agree with all ranks who writes what, and begin to allocate memory
         (collective). Raises CheckpointError, and StageError for too little memory."""
         dist = self.ctx.dist
         self.begin(TrainingLength())
         with system_errors_as(CheckpointError), dist.rank0_first() as main:
-            self.store = open_store(self.address)
+            self.store = location.open_store(self.address)
             if main:
                 self.store.clean()
         # Prefix of this run's transactions, the same on all ranks.
         self._identity = dist.broadcast_str(uuid.uuid4().hex[:12] if dist.is_main else None)
         location.require_shared(self.store, dist, self._identity)
-        plan = plan_writes(self.engine, dist, self.file_layout, without=self.frozen_base)
-        # The next update waits for what passes, which is all that need not be copied whole.
-        passing = plan.on_host if self.asynchronous else plan.held
-        staging = plan_staging(plan.layout, passing)
-        what = f"copies of the training state, {human(staging.size)} for each process here"
-        memory = staging.size * dist.local_world_size
-        require_resources([*self._memory_to_take(), ResourceNeed(what=what, memory=memory)])
-        dist.barrier()  # before any rank takes its share
-        self.plan = plan
-        self.snapshot = Snapshot(self.engine, dist, plan, staging)
-        self._writer: WriterProcess | None = None
-        self._setup = WriterSetup(
-            store=self.address,
-            rank=dist.rank,
-            world_size=dist.world_size,
-            buffer_size=staging.size,
-            files=plan.layout.files,
-            rounds=staging.rounds,
-            template=plan.template if dist.is_main else None,
-            retention=self.retention,
-        )
+        self.plan = plan_writes(self.engine, dist, self.file_layout, without=self.frozen_base)
+        # The next update waits for what is streamed: all that need not be copied whole.
+        streamed = self.plan.on_host if self.asynchronous else self.plan.held
+        self.staging = plan_staging(self.plan.layout, streamed)
+        size = self.staging.size
+        what = f"copies of the training state, {human(size)} for each process here"
+        memory = size * dist.local_world_size
+        require_resources([memory_need(dist), ResourceNeed(what=what, memory=memory)])
+        dist.barrier()  # before any rank allocates its share
+        self.snapshot = Snapshot(self.engine, dist, self.plan, self.staging)
+        return self
 
-    @property
-    def writer(self) -> WriterProcess:
-        """The process that writes, started behind the first step or, without one, by a save."""
+    def start_writer(self) -> WriterProcess:
+        """The process that writes; it is started once, by the first call."""
         if self._writer is None:
-            self._writer = WriterProcess(self._setup, self.snapshot.buffer)
+            dist, plan = self.ctx.dist, self.plan
+            setup = WriterSetup(
+                store=self.address, rank=dist.rank, world_size=dist.world_size,
+                buffer_size=self.staging.size, rounds=self.staging.rounds,
+                files=plan.layout.files, shared=plan.layout.shared,
+                template=plan.template if dist.is_main else None, retention=self.retention,
+            )  # fmt: skip
+            self._writer = WriterProcess(setup, self.snapshot.buffer.descriptor)
         return self._writer
 
     @property
@@ -123,9 +118,8 @@ class CheckpointManager(Checkpoints):
         self._period = length.in_steps(self.every)
 
     def resource_needs(self, length: TrainingLength) -> Iterator[ResourceNeed]:
-        """Memory for copies that is still being taken, and disk for the expected number of
-        checkpoints without the existing ones; at least one."""
-        yield from self._memory_to_take()
+        """Memory that is still being allocated, and disk for the checkpoints to come."""
+        yield memory_need(self.ctx.dist)
         if "://" in self.address:
             return
         number = expected_count(self.retention, self.every, length)
@@ -133,11 +127,6 @@ class CheckpointManager(Checkpoints):
         size = sum(file.size for file in self.plan.template.files)
         what = f"{missing} checkpoint{'s' * (missing > 1)}"
         yield ResourceNeed(what=what, disk=missing * size, folder=Path(self.address))
-
-    def _memory_to_take(self) -> Iterator[ResourceNeed]:
-        """Memory for copies of the training state that processes here take beside other work."""
-        memory = memory_to_take() * self.ctx.dist.local_world_size
-        yield ResourceNeed(what="copies of the training state", memory=memory, kept=True)
 
     def discard(self) -> None:
         """Remove everything at the address, once nothing is being written (rank 0)."""
@@ -148,10 +137,15 @@ class CheckpointManager(Checkpoints):
         if "://" not in self.address:
             shutil.rmtree(self.address, ignore_errors=True)
 
+    def poll(self) -> Sequence[WrittenCheckpoint]:
+        self.start_writer()  # during the next step, so that no save waits for it
+        if self.snapshot.filled.done():
+            self.snapshot.filled.result()  # raises what has kept the memory from being allocated
+        self._reap(wait=False)
+        written, self._written = self._written, []
+        return written
+
     def due(self, progress: Progress) -> bool:
-        _ = self.writer  # it starts beside the next step, so that no save waits for that
-        self.snapshot.check()
-        self._settle_pending(wait=False)
         if self.retention.best and progress.best.get("step") == progress.step:
             return True
         if self.counts_epochs and self._period is None:
@@ -163,9 +157,11 @@ class CheckpointManager(Checkpoints):
 
     def save(self, progress: Progress) -> None:
         name = step_name(progress.step)
-        self._settle_pending()
-        if name == self._last:
-            self._amend(name, progress)
+        self._reap()
+        if name == self._last:  # the state is the same, but more may be known now
+            with system_errors_as(CheckpointError):
+                if self.ctx.dist.is_main:
+                    update_progress(self.store, name, progress)
             return
         began = time.monotonic()
         if self._attempts:
@@ -175,58 +171,41 @@ class CheckpointManager(Checkpoints):
         state = without_frozen_base(self.engine, self.frozen_base)
         facts = {"step": progress.step, "progress": vars(progress), "state": state}
         request = SaveRequest(
-            name=name,
-            identity=f"{self._identity}-{self._attempts}",
-            began=began,
+            name=name, identity=f"{self._identity}-{self._attempts}", began=began,
             facts=facts if self.ctx.dist.is_main else {},
-        )
-        beside = self.asynchronous and self.engine.before_change(self._end_copies)
-        lasting = {*state.updates, *state.frozen} if beside else None
-        self.snapshot.hand_over(self.writer, request, lasting)
+        )  # fmt: skip
+        in_background = self.asynchronous and self.engine.before_change(self._end_copies)
+        stable = {*state.updates, *state.frozen} if in_background else None
+        self.snapshot.start(self.start_writer(), request, stable)
         self._pending = self._last = name
-        self._copies = True
-        if not beside:
+        self._copying = True
+        if not in_background:
             self._end_copies()
         self.ctx.log.debug("snapshot of %s: %.3f s", name, time.monotonic() - began)
         if not self.asynchronous:
-            self._settle_pending()
+            self._reap()
             self.ctx.dist.barrier()
 
     def _end_copies(self) -> None:
         """Wait until the state of all ranks may change (collective). Raises CheckpointError if
         writing has failed by then."""
-        if not self._copies:
+        if not self._copying:
             return
         heartbeat = self.ctx.dist.heartbeat
         phase = heartbeat.read().phase
         heartbeat.beat(Phase.SAVE)  # the disk may be slower than a step
-        failed = self.snapshot.wait()
+        failed = self.snapshot.copied.result()
         heartbeat.beat(phase)
-        self._copies = False
+        self._copying = False
         if failed is not None:
-            raise self._failure(failed)
-        # Passing waits for this rank's disk, longer perhaps than others wait in a collective of
+            self._require_saved(failed)
+        # Streaming waits for this rank's disk, longer perhaps than others wait in a collective of
         # the engine.
         self.ctx.dist.barrier()
 
-    def written(self) -> Sequence[WrittenCheckpoint]:
-        self._settle_pending(wait=False)
-        written, self._written = self._written, []
-        return written
-
-    def _amend(self, name: str, progress: Progress) -> None:
-        """Replace the progress of a checkpoint of the same state, if more is known now."""
-        if not self.ctx.dist.is_main:
-            return
-        with system_errors_as(CheckpointError):
-            manifest = Manifest.load(self.store.get(name, MANIFEST), self.store.locate(name))
-            if progress.differs_from(manifest.progress):
-                amended = manifest.model_copy(update={"progress": vars(progress)})
-                self.store.put(name, MANIFEST, amended.dump())
-
     def finish(self) -> str:
         with activity("writing the last checkpoint"):
-            self._settle_pending()
+            self._reap()
             self.ctx.dist.barrier()
         if self._last is None:
             raise CheckpointError("nothing was saved")
@@ -236,7 +215,7 @@ class CheckpointManager(Checkpoints):
         return best_run(self.store, self.ctx.dist)
 
     def restore(self, validate: Callable[[Progress], None]) -> Progress | None:
-        self._settle_pending()
+        self._reap()
         restoration = Restoration(self.ctx, self.engine, self.store, self.frozen_base)
         progress = restoration.newest(validate)
         if progress is not None:
@@ -245,7 +224,7 @@ class CheckpointManager(Checkpoints):
         location.require_none(self.ctx.run_dir, self.address, self.ctx.training)
         if self.start_from is None:
             return None
-        store, name = locate(location.agreed_start(self.start_from, self.ctx.dist))
+        store, name = location.locate(location.agreed_start(self.start_from, self.ctx.dist))
         other = Restoration(self.ctx, self.engine, store, self.frozen_base).named(name, validate)
         return other.as_new_run()
 
@@ -254,32 +233,30 @@ class CheckpointManager(Checkpoints):
         written gets a moment to end well: the first rank that is gone ends all."""
         deadline = time.monotonic() + CLOSING_SECONDS
         with contextlib.suppress(CheckpointError, OSError):
-            while self._is_unfinished() and time.monotonic() < deadline:
+            while time.monotonic() < deadline:
+                self._copying = self._copying and not self.snapshot.copied.done()
+                self._reap(wait=False)
+                # What rank 0's writer commits is this rank's save too.
+                others = None if self.ctx.dist.is_main or not self._attempts else self._last
+                is_there = others is None or self.store.size(others, MANIFEST) is not None
+                if is_there and not self._pending:
+                    break
                 time.sleep(0.02)
         if self._writer is not None:
             self._writer.close()
         self.snapshot.close()
 
-    def _is_unfinished(self) -> bool:
-        """Whether the last save is still being written, by this rank or by another."""
-        self._copies = self._copies and not self.snapshot.copied
-        self._settle_pending(wait=False)
-        if self._pending or self.ctx.dist.is_main or not self._attempts or self._last is None:
-            return self._pending is not None
-        return self.store.size(self._last, MANIFEST) is None
-
-    def _settle_pending(self, *, wait: bool = True) -> None:
+    def _reap(self, *, wait: bool = True) -> None:
         """Record and log the save that is being written, if it has ended, or with `wait` when it
         has (collective). Raises CheckpointError if it failed."""
         if wait:
             self._end_copies()
         result = None
-        if self._pending and not self._copies:
-            result = self.writer.wait() if wait else self.writer.poll()
+        if self._writer is not None and self._pending and not self._copying:
+            result = self._writer.wait() if wait else self._writer.poll()
         if result is None:
             return
-        if result.problem:
-            raise self._failure(result)
+        self._require_saved(result)
         self._pending = None
         for warning in result.warnings:
             self.ctx.log.warning(warning)
@@ -292,10 +269,12 @@ class CheckpointManager(Checkpoints):
                 "saved %s  %.1f MB  %.1f s", result.place, result.size / 1e6, result.seconds
             )
 
-    def _failure(self, result: SaveResult) -> CheckpointError:
-        """Record that a save has failed; returns the error to raise."""
+    def _require_saved(self, result: SaveResult) -> None:
+        """Raise CheckpointError for a save that has failed, and forget it."""
+        if not result.problem:
+            return
         self._pending = self._last = None
-        return CheckpointError(
+        raise CheckpointError(
             f"{result.name} could not be saved: {result.problem}",
             hint="earlier checkpoints are unchanged",
         )

@@ -1,60 +1,42 @@
-"""The manifest of a checkpoint: its content, places and checksums, in `manifest.json`.
+"""The manifest of a checkpoint, `manifest.json`: its content, places and checksums.
 
-The file is JSON: `{"checkpoint": BODY, "sha256": "..."}`, the digest being of BODY's bytes as they
-stand in the file.
+The file is JSON: `{"checkpoint": BODY, "sha256": "..."}`, the digest being that of BODY's bytes as
+they stand in the file.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, PlainSerializer
 
-from pipeline.checkpoint.block_sums import BLOCK
-from pipeline.checkpoint.division import (
-    Count,
-    CoverageError,
-    Positive,
-    Run,
-    require_whole,
-    row_lengths,
-)
-from pipeline.checkpoint.safetensors_format import ITEM_BYTES
+from pipeline.checkpoint.division import Count, CoverageError, Division, Piece, Positive
+from pipeline.checkpoint.file_format import BLOCK, ITEM_BYTES
 from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 LARGEST = 1 << 42
 """Limit of a tensor's elements: a tensor's number and an element's make a 64-bit key."""
-_FLAT = (0, 1, 0)
-"""Last fields of a run without columns."""
 _NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)
 
 
 class Damaged(CheckpointError):
-    """Bytes on disk differ from those that were written; another checkpoint may still be good."""
+    """Bytes on disk differ from the bytes that were written; another checkpoint may still be
+    good."""
 
     key = ""
     """Tensor that could not be read, if it is known."""
-
-
-class Piece(NamedTuple):
-    """Elements [start, stop) of tensor number `tensor`, at byte `offset` of file number `file`."""
-
-    tensor: Count
-    file: Count
-    offset: Count
-    start: Count
-    stop: Count
 
 
 class _Model(BaseModel):
@@ -72,7 +54,7 @@ class TensorEntry(_Model):
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -95,30 +77,89 @@ class DataFile(_Model):
     header: Count
 
 
+class PlacedPiece(NamedTuple):
+    """Version 1: elements [start, stop) of a tensor, at byte `offset` of a file, by numbers."""
+
+    tensor: Count
+    file: Count
+    offset: Count
+    start: Count
+    stop: Count
+
+
 class RankShare(_Model):
     """The share of one rank: `sums` is the file with the block checksums of its pieces, piece after
     piece, and `digest` that file's XXH3 (64 bits)."""
 
     sums: str
     digest: Count
-    pieces: Sequence[Piece] = ()
-    """All pieces, in version 1; later ones follow from `Manifest.runs`."""
+    pieces: Sequence[PlacedPiece] = ()
+    """All pieces, in version 1."""
 
 
-def _written(runs: Sequence[Sequence[Run]]) -> list[list[tuple[int, ...]]]:
-    """Runs as they are stored: without the fields for columns, where there are none."""
-    return [[run if run.width else run[:7] for run in own] for own in runs]
+class Run(NamedTuple):
+    """Versions 2 and 3: elements [start, stop) of a tensor in parts of `length`, on ranks `rank`,
+    `rank + step`, ...; each part again in `cuts` equal parts on ranks that are `apart`.
+
+    With a `width` the tensor is rows of that many elements, which parts and cuts do not divide;
+    each cut is divided by columns into `bands` on ranks that are `across`. If `start` and `stop`
+    are within rows, they bound the columns.
+    """
+
+    start: Count
+    stop: Count
+    length: Positive
+    rank: Count
+    step: Count = 0
+    cuts: Positive = 1
+    apart: Count = 0
+    width: Count = 0
+    bands: Positive = 1
+    across: Count = 0
+
+    def pieces(self, ranks: int) -> list[Piece]:
+        """The pieces in order. Raises CoverageError unless their ranks differ and exist."""
+        unit = self.width or 1
+        first, rows = self.start // unit, (self.stop - 1) // unit - self.start // unit + 1
+        left, right = self.start % unit, (self.stop - 1) % unit + 1
+        if left >= right:
+            raise CoverageError("has a part without columns")
+        part = max(self.length // unit, 1)
+        parts, cut, band = -(-rows // part), -(-part // self.cuts), -(-(right - left) // self.bands)
+        strides = (self.step, parts), (self.apart, self.cuts), (self.across, self.bands)
+        known = all((stride > 0) == (many > 1) for stride, many in strides)
+        known &= 0 < parts * self.cuts * self.bands <= ranks and self.bands <= right - left
+        known &= self.length % unit == 0 and self.length <= rows * unit
+        found = []
+        numbers = (parts, self.cuts, self.bands) if known else (0,) * 3
+        for number, cut_number, band_number in itertools.product(*map(range, numbers)):
+            top = number * part + cut_number * cut
+            bottom = min(top + cut, (number + 1) * part, rows)
+            low, high = left + band_number * band, min(left + (band_number + 1) * band, right)
+            if top < bottom and low < high:
+                rank = self.rank + number * self.step + cut_number * self.apart
+                rank, begin = rank + band_number * self.across, (first + top) * unit
+                if self.bands == 1 and right - left == unit:
+                    found.append(Piece(rank, begin, begin + (bottom - top) * unit))
+                else:
+                    found.append(Piece(rank, begin + low, begin + high, unit, bottom - top))
+        own = {piece.rank for piece in found}
+        if not found or len(own) < len(found) or max(own) >= ranks:
+            raise CoverageError("divided among ranks that do not exist")
+        return found
 
 
-_Runs = Annotated[Sequence[Sequence[Run]], PlainSerializer(_written)]
+_Runs = Annotated[
+    Sequence[Sequence[Run]],
+    PlainSerializer(lambda all: [[run if run.width else run[:7] for run in own] for own in all]),
+]
 
 
 class Manifest(_Model):
     """A whole checkpoint."""
 
-    version: Literal[1, 2, 3] = 2
-    """3 if a tensor is divided by columns or in units of rows, which earlier releases do not
-    know."""
+    version: Literal[1, 2, 3, 4] = 4
+    """Releases before 4 state the division by rules (`runs`), or list it with each rank's share."""
     step: Annotated[int, Ge(0), Le(10**18)]
     written: str
     """Date and time, ISO 8601."""
@@ -130,20 +171,23 @@ class Manifest(_Model):
     block: Literal[16384] = BLOCK
     tensors: Sequence[TensorEntry]
     runs: _Runs = ()
-    """Division of each tensor among ranks; empty in version 1."""
+    """Versions 2 and 3: division of each tensor."""
+    division: Division | None = None
+    """Version 4: division of all tensors."""
     files: Sequence[DataFile]
     parts: Sequence[RankShare]
-    """Parts by rank. Where tensors do not lie whole in files, file number N is that of part number
+    """Parts by rank. Where tensors are not whole in files, file number N belongs to part number
     N."""
 
     def dump(self) -> bytes:
         """Bytes of the file."""
-        return _framed(self.model_dump_json().encode())
+        absent: Any = {"runs": True, "parts": {"__all__": {"pieces"}}}
+        absent = absent if self.version == 4 else {"division"}
+        return _framed(self.model_dump_json(exclude=absent).encode())
 
     @classmethod
     def load(cls, data: bytes, where: str) -> Manifest:
-        """Verify and parse the file's bytes. Raises Damaged, naming `where`, for anything that
-        `dump` did not write."""
+        """Verify and parse the file's bytes. Raises Damaged, naming `where`, or CheckpointError."""
         frame = _framed(b"")
         head = frame.index(b",")
         body = data[head : head + max(len(data) - len(frame), 0)]
@@ -157,14 +201,19 @@ class Manifest(_Model):
             raise CheckpointError(
                 f"{where}: written by another version: {place}: {problem['msg']}"
             ) from None
-        manifest._require_sense(where)
+        for tensor in manifest.tensors:
+            if tensor.dtype not in ITEM_BYTES:
+                raise CheckpointError(f"{where}: {tensor.key} has the unknown dtype {tensor.dtype}")
+        for found in manifest._problems():
+            raise Damaged(f"{where}: {found}")
         return manifest
 
     def digest(self) -> str:
-        """Hex digest of what was saved, without the progress, which may be amended, and the names
-        of files, which are chosen at random."""
-        saved = self.model_dump_json(include={"step", "state", "tensors", "runs"})
-        sums = [[part.digest, part.pieces] for part in self.parts]
+        """Hex digest of what was saved, without progress and the random names of files."""
+        division = "division" if self.version == 4 else "runs"
+        saved = self.model_dump_json(include={"step", "state", "tensors", division})
+        sums = str([[part.digest, part.pieces] for part in self.parts])
+        sums = sums.replace("PlacedPiece(", "Piece(")  # as the releases of version 1 have it
         return hashlib.sha256(f"{saved} {sums}".encode()).hexdigest()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -172,62 +221,62 @@ class Manifest(_Model):
         kinds = ((*tensor.key.partition("/"), tensor.shape) for tensor in self.tensors)
         return {name: shape for kind, _, name, shape in kinds if kind == WEIGHT}
 
-    def division(self) -> list[list[Run]]:
-        """`runs` in order; of version 1, each listed piece as a run of its own."""
-        if self.version != 1:
-            return [sorted(own) for own in self.runs]
-        runs: list[list[Run]] = [[] for _ in self.tensors]
+    @functools.cached_property
+    def divided(self) -> Division:
+        """The division of the tensors, whatever the version. Raises CoverageError."""
+        if self.division is not None:
+            return self.division
+        pieces: list[list[Piece]] = [[] for _ in self.tensors]
         for rank, part in enumerate(self.parts):
-            for piece in part.pieces:
-                length = piece.stop - piece.start
-                runs[piece.tensor].append(Run(piece.start, piece.stop, length, rank))
-        return [sorted(own) for own in runs]
+            for placed in part.pieces:
+                pieces[placed.tensor].append(Piece(rank, placed.start, placed.stop))
+        for number, own in enumerate(self.runs):
+            try:
+                pieces[number] += [p for run in sorted(own) for p in run.pieces(len(self.parts))]
+            except CoverageError as error:
+                raise CoverageError(f"{self.tensors[number].key}: {error}") from None
+        return Division.of(pieces)
 
-    def _require_sense(self, where: str) -> None:
-        """Names stay inside the folder, pieces inside their files; see also `_require_division`."""
+    def _problems(self) -> Iterator[str]:
+        """What `dump` has not written: names that lead out of the folder, pieces out of their
+        files, tensors that are not whole."""
         names = [*(file.name for file in self.files), *(part.sums for part in self.parts)]
         for name in names:
             if not _NAME.fullmatch(name):
-                raise Damaged(f"{where}: names a file outside of its folder: {name!r}")
-        repeated = Counter([*names, *(tensor.key for tensor in self.tensors)])
-        for name, count in repeated.items():
+                yield f"names a file outside of its folder: {name!r}"
+        for name, count in Counter([*names, *(tensor.key for tensor in self.tensors)]).items():
             if count > 1:
-                raise Damaged(f"{where}: has two entries for {name}")
+                yield f"has two entries for {name}"
         for file in self.files:
             if file.data_start > file.size:
-                raise Damaged(f"{where}: {file.name}: its header is longer than the file")
+                yield f"{file.name}: its header is longer than the file"
         for tensor in self.tensors:
-            self._require_tensor(tensor, where)
-        for piece in itertools.chain(*(part.pieces for part in self.parts)):
-            known = piece.tensor < len(self.tensors) and piece.file < len(self.files)
-            if not known or piece.start >= piece.stop:
-                raise Damaged(f"{where}: a piece of an unknown tensor or file")
-        self._require_division(where)
+            if tensor.numel >= LARGEST:
+                yield f"{tensor.key}: {tensor.numel} elements"
+            in_parts = self.version != 1 and tensor.file is None
+            known = not in_parts or len(self.files) == len(self.parts)
+            if not known or (tensor.file or 0) >= len(self.files):
+                yield f"{tensor.key}: lies in an unknown file"
+        yield from self._problems_of_division()
 
-    def _require_division(self, where: str) -> None:
-        """Every tensor is whole, and divided as its shape and the version can be."""
-        if self.version != 1 and len(self.runs) != len(self.tensors):
-            raise Damaged(f"{where}: does not say which rank has which tensor")
-        if self.version < 3 and any(run[7:] != _FLAT for own in self.runs for run in own):
-            raise Damaged(f"{where}: is divided in a way that its version does not have")
-        numels = {tensor.key: tensor.numel for tensor in self.tensors}
+    def _problems_of_division(self) -> Iterator[str]:
+        listed_pieces = list(itertools.chain(*(part.pieces for part in self.parts)))
+        for number, file, _, start, stop in listed_pieces:
+            if number >= len(self.tensors) or file >= len(self.files) or start >= stop:
+                yield "a piece of an unknown tensor or file"
+        listed = self.runs if self.division is None else self.division.tensors
+        known = len(listed) == len(self.tensors) or self.version == 1
+        if not known or (self.division is None) == (self.version == 4):
+            yield "does not say which rank has which tensor"
+        columns = any(run[7:] != (0, 1, 0) for own in self.runs for run in own)
+        foreign = {1: columns or self.runs, 2: columns or listed_pieces, 3: listed_pieces}
+        if foreign.get(self.version, self.runs or listed_pieces):
+            yield "is divided in a way that its version does not have"
         try:
-            require_whole(self.division(), numels, len(self.parts))
+            shapes = {tensor.key: tensor.shape for tensor in self.tensors}
+            self.divided.require_whole(shapes, len(self.parts))
         except CoverageError as error:
-            raise Damaged(f"{where}: {error}") from None
-        for tensor, own in zip(self.tensors, self.runs, strict=False):
-            if not {run.stride for run in own} <= {0, *row_lengths(tensor.shape)}:
-                raise Damaged(f"{where}: {tensor.key}: is divided by columns of other rows")
-
-    def _require_tensor(self, tensor: TensorEntry, where: str) -> None:
-        if tensor.dtype not in ITEM_BYTES:
-            raise CheckpointError(f"{where}: {tensor.key} has the unknown dtype {tensor.dtype}")
-        if tensor.numel >= LARGEST:
-            raise Damaged(f"{where}: {tensor.key}: {tensor.numel} elements")
-        in_parts = self.version != 1 and tensor.file is None
-        known = len(self.files) == len(self.parts) if in_parts else True
-        if not known or (tensor.file or 0) >= len(self.files):
-            raise Damaged(f"{where}: {tensor.key}: lies in an unknown file")
+            yield str(error)
 
 
 class ManifestTemplate(BaseModel):
@@ -236,21 +285,19 @@ class ManifestTemplate(BaseModel):
     world_size: int
     writer: Mapping[str, Any]
     tensors: Sequence[TensorEntry]
-    runs: _Runs
+    division: Division
     files: Sequence[DataFile]
 
     def fill(self, facts: Mapping[str, Any], prefix: str, digests: Sequence[int]) -> Manifest:
         """The manifest of one save, given its `step`, `progress` and `state`, the prefix of its
         files' names, and the digest of each writing rank's checksums."""
-        named = [file.model_copy(update={"name": prefix + file.name}) for file in self.files]
+        files = [file.model_copy(update={"name": prefix + file.name}) for file in self.files]
         parts = [
             RankShare(sums=prefix + sums_name(rank), digest=digest)
             for rank, digest in enumerate(digests)
         ]
         written = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        version = 3 if any(run.width for own in self.runs for run in own) else 2
-        same = dict(self) | {"files": named, "version": version}
-        return Manifest(**facts, **same, written=written, parts=parts)
+        return Manifest(**facts, **dict(self) | {"files": files}, written=written, parts=parts)
 
 
 def _framed(body: bytes) -> bytes:

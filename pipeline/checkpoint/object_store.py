@@ -1,10 +1,9 @@
 """Checkpoints in a store without rename, through fsspec: the manifest is written last, in one put,
 and is what makes a checkpoint exist.
 
-Every attempt's files have names of their own, so what a dead attempt left is never mixed with what
+Every attempt's files have unique names, so what a dead attempt left is never mixed with what
 another wrote. A checkpoint whose manifest was lost cannot be distinguished from one that was never
-committed.
-"""
+committed."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import errno
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from pipeline.checkpoint.manifest import MANIFEST
@@ -72,10 +72,12 @@ class ObjectStore(Store):
     def put(self, name: str, file: str, data: bytes) -> None:
         self.requests.pipe_file(self._path(name, file), data)
 
-    def create(self, name: str, file: str, size: int, *, shared: bool) -> Sink:
+    def create(
+        self, name: str, file: str, size: int, *, shared: bool
+    ) -> AbstractContextManager[Sink]:
         assert not shared
         path = self._path(name, file)
-        return _ObjectSink(self.requests.open(path, "wb"), path)
+        return _Object(self.requests.open(path, "wb"), path)
 
     def remove(self, name: str, file: str) -> None:
         self.requests.rm_file(self._path(name, file))
@@ -139,10 +141,22 @@ class ObjectStore(Store):
         return f"{self._root}/{name}/{file}"
 
 
-class _ObjectSink(Sink):
+class _Object:
+    """A new object, which is there after the body, or not at all if that raises."""
+
     def __init__(self, file: Any, path: str) -> None:
         self._file = file
         self._path = path
+
+    def __enter__(self) -> Sink:
+        return self.write
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._abandon)
+            if kind is None:
+                self.finish()
+                stack.pop_all()
 
     def write(self, offset: int, data: memoryview) -> None:
         assert offset == self._file.tell(), "objects can only be written sequentially"
@@ -153,7 +167,7 @@ class _ObjectSink(Sink):
         with _as_os_error(self._path):
             self._file.close()
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         with contextlib.suppress(Exception):
             self._file.discard()
         with contextlib.suppress(Exception):

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from pipeline.checkpoint import block_sums
-from pipeline.checkpoint.block_sums import BLOCK, SUM_BYTES
-from pipeline.checkpoint.formats import StateSource
-from pipeline.checkpoint.manifest import MANIFEST, Damaged, Manifest, sums_name
-from pipeline.checkpoint.places import Place, Places
+from pipeline.checkpoint import file_format
+from pipeline.checkpoint.division import Searchable, Tile
+from pipeline.checkpoint.file_format import BLOCK, SUM_BYTES, block_sums
+from pipeline.checkpoint.file_layout import tile_in_file
+from pipeline.checkpoint.formats import Formats, Reading, StateSource
+from pipeline.checkpoint.location import locate
+from pipeline.checkpoint.manifest import LARGEST, MANIFEST, Damaged, Manifest, sums_name
 from pipeline.checkpoint.store import Store, step_number
-from pipeline.checkpoint.tiles import Extent, Overlap, Strip, Tile, boxes, overlaps
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import page_aligned
 
@@ -22,10 +28,110 @@ LONG = 1 << 20
 """Bytes between two runs that are not read along with them."""
 
 
+class PlacedTile(NamedTuple):
+    """A tile that a rank wrote: the bytes `place` of file number `file`."""
+
+    tile: Tile
+    file: int
+    place: Tile
+    rank: int
+    first_sum: int
+    """Number of its first block's checksum among those of the rank."""
+
+
+class Strip(NamedTuple):
+    """`rows` x `run` elements of a tile: in `data` from element `source` on, rows `source_pitch`
+    apart, and in the tile from `target` on, `target_pitch` apart. `data` is valid until the next
+    strip is taken."""
+
+    rows: int
+    run: int
+    source: int
+    source_pitch: int
+    target: int
+    target_pitch: int
+    data: memoryview
+
+
+_Table = tuple[int, list[Sequence[int]]]
+"""Number of a rank's checksums; columns of its pieces in the order of the first, the tensor and the
+first element in one number: file, offset, number of the first checksum."""
+
+
+class Places:
+    """Places of a manifest's pieces, computed where they are asked about. Raises Damaged, naming
+    `where`, for tensors that do not fill their files."""
+
+    def __init__(self, manifest: Manifest, where: str) -> None:
+        self._manifest = manifest
+        self._where = where
+        self._division = manifest.divided
+        self._numbers = {entry.key: number for number, entry in enumerate(manifest.tensors)}
+        self._layouts: dict[int, Searchable] = {}
+        self._tables: dict[int, _Table] = {}
+        self._whole: dict[int, int] = {}
+        """First byte of the tensors that are whole in a file, one after the other, by number."""
+        ends: dict[int, int] = {}
+        for number, entry in enumerate(manifest.tensors):
+            if entry.file is not None:
+                start = ends.get(entry.file) or manifest.files[entry.file].data_start
+                self._whole[number], ends[entry.file] = start, start + entry.nbytes
+        self._require_filled(ends)
+
+    def layout(self, key: str) -> Searchable:
+        """All pieces of a tensor."""
+        number = self._division.tensors[self._numbers[key]]
+        if number not in self._layouts:
+            self._layouts[number] = Searchable(self._division.layouts[number])
+        return self._layouts[number]
+
+    def find(self, key: str, wanted: Tile) -> Iterator[PlacedTile]:
+        """The pieces that have elements of a tile, in the order of their first ones. The stride of
+        the tile is the tensor's columns', or one of them is 0."""
+        number, layout = self._numbers[key], self.layout(key)
+        entry = self._manifest.tensors[number]
+        for piece in layout.find(wanted, layout.width or wanted.stride or max(entry.numel, 1)):
+            tile, (_, (keys, *columns)) = piece.tile, self.table(piece.rank)
+            at = bisect_left(keys, number * LARGEST + tile.start)
+            file, offset, first_sum = (column[at] for column in columns)
+            place = Tile(offset, offset + tile.numel * entry.itemsize)
+            if number in self._whole:
+                place = tile_in_file(tile, self._whole[number], entry.itemsize)
+            yield PlacedTile(tile, file, place, piece.rank, first_sum)
+
+    def table(self, rank: int) -> _Table:
+        """The places of a rank's pieces."""
+        if rank in self._tables:
+            return self._tables[rank]
+        tensors, end = self._manifest.tensors, 0
+        # tensor, file, first byte there, first element, and as if it was a range the last one
+        placed: list[tuple[int, int, int, int, int]] = [*self._manifest.parts[rank].pieces]
+        for number, tile in self._division.of_rank(rank) if self._manifest.version > 1 else ():
+            file, offset = tensors[number].file, self._whole.get(number, 0)
+            if file is None:
+                file, offset = rank, end or self._manifest.files[rank].data_start
+                end = offset + tile.numel * tensors[number].itemsize
+            placed.append((number, file, offset, tile.start, tile.start + tile.numel))
+        self._require_filled({rank: end} if end else {})
+        rows, sums = [], 0
+        for number, file, offset, start, stop in placed:  # in the order of the checksums
+            rows.append((number * LARGEST + start, file, offset, sums))
+            sums += -(-(stop - start) * tensors[number].itemsize // BLOCK)
+        rows.sort()
+        self._tables[rank] = sums, [array("Q", [row[field] for row in rows]) for field in range(4)]
+        return self._tables[rank]
+
+    def _require_filled(self, ends: Mapping[int, int]) -> None:
+        for number, end in ends.items():
+            file = self._manifest.files[number]
+            if end != file.size:
+                raise Damaged(f"{self._where}: {file.name}: its tensors do not fill it")
+
+
 class CheckpointReader(StateSource):
     """One committed checkpoint. Raises Damaged, naming file and tensor, for bytes that differ from
-    those that were written; CheckpointError when it cannot be read for another reason, or is no
-    checkpoint of this program."""
+    what was written; CheckpointError when it cannot be read for another reason, or is no checkpoint
+    of this program."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.name = name
@@ -37,22 +143,19 @@ class CheckpointReader(StateSource):
             if store.size(name, MANIFEST) is None and store.size(name, sums_name(0)) is None:
                 raise CheckpointError(f"{self.where}: no checkpoint: it holds no {MANIFEST}")
             data = store.get(name, MANIFEST)
-        self.manifest = Manifest.load(data, where)
-        self.step = self.manifest.step
+        self.manifest = manifest = Manifest.load(data, where)
+        self.step, self.world_size = manifest.step, manifest.world_size
         if step_number(name) not in (None, self.step):
             raise Damaged(f"{where}: of step {self.step}, in a folder that was renamed or copied")
-        self.world_size = self.manifest.world_size
-        self.writer = self.manifest.writer
-        self.progress = self.manifest.progress
-        self.state = self.manifest.state
-        self.tensors = {entry.key: entry for entry in self.manifest.tensors}
+        self.writer, self.progress, self.state = manifest.writer, manifest.progress, manifest.state
+        self.tensors = {entry.key: entry for entry in manifest.tensors}
         self.bytes_read = 0
-        self._places = Places(self.manifest, where)
+        self.places = Places(manifest, where)
         self._good: set[int] = set()
         """Numbers of the files whose header was verified."""
-        self._sums: dict[int, memoryview] = {}  # a 2048th of the parts that are read
-        longest = max((entry.nbytes for entry in self.manifest.tensors), default=0)
-        self._buffer = page_aligned(min(block_sums.CHUNK, longest))
+        self._sums: dict[int, memoryview] = {}  # a 2048th of the ranks' parts that are read
+        longest = max((entry.nbytes for entry in manifest.tensors), default=0)
+        self._buffer = page_aligned(min(file_format.CHUNK, longest))
 
     def digest(self) -> str:
         return self.manifest.digest()
@@ -66,32 +169,47 @@ class CheckpointReader(StateSource):
             raise CheckpointError(
                 f"{self.where}: {key} has {numel} elements, {start} to {stop} were asked for"
             )
-        if start == stop:
-            return
-        width = self._places.width(key)
+        width = self.places.layout(key).width
         if not width:
-            yield from self._read_range(key, Tile(start, stop))
-        elif width * size * 2 <= block_sums.CHUNK:
-            yield from self._read_rows(key, start, stop, width)
-        else:
-            for low in (start, *range(start - start % width + width, stop, width)):
-                high = min(low - low % width + width, stop)
-                yield from self._read_range(key, Tile(low, high))
+            for place in self.places.find(key, Tile(start, stop)) if start < stop else ():
+                first, last, *_ = place.tile
+                for at, data in self._read_piece(
+                    key, place, max(start - first, 0), min(stop, last) - first
+                ):
+                    yield first + at, data
+            return
+        # Columns: put together from the pieces, whole rows where a chunk holds some.
+        step = max(file_format.CHUNK // size, 1)
+        memory = bytearray(min(step, stop - start) * size)
+        while start < stop:
+            high = min(start + step, stop)
+            edge = high - high % width
+            high = edge if start < edge and high < stop else high
+            for rows, run, source, pitch, target, step_there, data in self.read_tile(
+                key, Tile(start, high)
+            ):
+                shape = rows, run * size
+                stored = np.ndarray(shape, np.uint8, data, source * size, (pitch * size, 1))
+                there = np.ndarray(shape, np.uint8, memory, target * size, (step_there * size, 1))
+                there[:] = stored
+            yield start, memoryview(memory)[: (high - start) * size]
+            start = high
 
     def read_tile(self, key: str, wanted: Tile) -> Iterator[Strip]:
-        """The elements of a tile, in any order. Pieces that are columns of the same rows are read
-        without those beside them."""
-        width = self._places.width(key)
-        if width and wanted.stride not in (0, width):
-            size = self.entry(key).itemsize
-            for first, data in self.read(key, wanted.start, wanted.end):  # the whole rows around it
-                here = Tile(first, first + len(data) // size)
-                yield from (Strip(one, data) for one in overlaps(here, wanted, wanted.stride))
+        """The elements of a tile, in any order; of columns none of those next to them."""
+        width = self.places.layout(key).width or wanted.stride or max(self.entry(key).numel, 1)
+        if wanted.stride in (0, width):
+            for place in self.places.find(key, wanted):
+                for common in place.tile.common(wanted, width):
+                    yield from self._strips(key, place, common, wanted)
             return
-        width = width or wanted.stride or max(self.entry(key).numel, 1)
-        for place in self._places.find(key, wanted):
-            for overlap in overlaps(place.tile, wanted, width):
-                yield from self._strips(key, place, overlap)
+        size = self.entry(key).itemsize
+        for first, data in self.read(key, wanted.start, wanted.end):  # the whole rows around it
+            here = Tile(first, first + len(data) // size)
+            for one in here.common(wanted, wanted.stride):
+                source, target = one.start - first, wanted.position(one.start)
+                assert target is not None
+                yield Strip(one.count, one.run, source, wanted.stride, target, wanted.run, data)
 
     def read_bytes(self, key: str) -> bytes:
         """A whole small tensor."""
@@ -101,8 +219,8 @@ class CheckpointReader(StateSource):
         """Raise Damaged unless every file is there and has its size."""
         for file in self.manifest.files:
             self._require_size(file.name, file.size)
-        for number, part in enumerate(self.manifest.parts):
-            self._require_size(part.sums, self._places.sums(number) * SUM_BYTES)
+        for rank, part in enumerate(self.manifest.parts):
+            self._require_size(part.sums, self.places.table(rank)[0] * SUM_BYTES)
 
     def require_headers(self) -> None:
         """Raise Damaged unless every file is there and has its header."""
@@ -114,60 +232,37 @@ class CheckpointReader(StateSource):
         """Read everything; `advance` is called with numbers of bytes that were good."""
         self.require_headers()
         for key, entry in self.tensors.items():
-            for place in self._places.find(key, Tile(0, entry.numel)):
+            for place in self.places.find(key, Tile(0, entry.numel)):
                 for _, data in self._read_piece(key, place, 0, place.tile.numel):
                     advance(len(data))
 
-    def _read_range(self, key: str, wanted: Tile) -> Iterator[tuple[int, memoryview]]:
-        """A range within a row, or of a tensor that is not divided by columns, in order."""
-        width = self._places.width(key)
-        shares: Iterable[tuple[Overlap, Place]] = (
-            (overlap, place)
-            for place in self._places.find(key, wanted)
-            for overlap in overlaps(place.tile, wanted, width or self.entry(key).numel)
-        )
-        if width:  # tiles that begin in earlier rows may lie further right
-            shares = sorted(shares, key=lambda share: share[0].there)
-        for (_, run, here, _, there, _), place in shares:
-            for at, data in self._read_piece(key, place, here, here + run):
-                yield wanted.start + there + at - here, data
-
-    def _read_rows(
-        self, key: str, start: int, stop: int, width: int
-    ) -> Iterator[tuple[int, memoryview]]:
-        """A range of a tensor that is divided by columns, put together from its pieces: as many
-        whole rows at a time as a chunk holds."""
-        size = self.entry(key).itemsize
-        step = block_sums.CHUNK // (width * size) * width
-        memory = bytearray(min(step, stop - start + width) * size)
-        for low in (start, *range(start - start % width + step, stop, step)):
-            high = min(low - low % width + step, stop)
-            for strip in self.read_tile(key, Tile(low, high)):
-                strip.copy_into(memory, size)
-            yield low, memoryview(memory)[: (high - low) * size]
-
-    def _strips(self, key: str, place: Place, overlap: Overlap) -> Iterator[Strip]:
-        """Yield the strips that a piece and a tile share. Long runs are read one by one, short
-        ones together with what is between them."""
-        rows, run, here, pitch, there, step = overlap
-        size = self.entry(key).itemsize
+    def _strips(self, key: str, place: PlacedTile, common: Tile, wanted: Tile) -> Iterator[Strip]:
+        """The elements that a piece and a wanted tile have in `common`. Long runs are read one by
+        one, short ones together with what is between them."""
+        size, rows, run = self.entry(key).itemsize, common.count, common.run
+        source, target = place.tile.position(common.start), wanted.position(common.start)
+        assert source is not None
+        assert target is not None
+        pitch = place.tile.run if place.tile.stride else common.stride
+        step = wanted.run if wanted.stride else common.stride
         if rows > 1 and (pitch - run) * size >= LONG:
-            for row in range(rows):
-                one = Overlap(1, run, here + row * pitch, run, there + row * step, run)
-                yield from self._strips(key, place, one)
+            for start in range(common.start, common.end, common.stride):
+                one = Tile(start, start + run, common.stride)
+                yield from self._strips(key, place, one, wanted)
             return
         if pitch == step == run or rows == 1:
             rows, run, pitch, step = 1, rows * run, rows * run, rows * run
-        for at, data in self._read_piece(key, place, here, here + (rows - 1) * pitch + run):
-            for box in boxes(at - here, at - here + len(data) // size, pitch):
-                columns = min(box.right, run) - box.left
-                if columns > 0:
-                    target = there + box.top * step + box.left
-                    found = Overlap(box.bottom - box.top, columns, box.at, pitch, target, step)
-                    yield Strip(found, data)
+        # Numbered from `source` on, the elements are columns of rows of `pitch`.
+        columns = Tile(0, run, pitch, rows)
+        for at, data in self._read_piece(key, place, source, source + columns.end):
+            here = Tile(at - source, at - source + len(data) // size)
+            for part in here.common(columns, pitch):
+                row, column = divmod(part.start, pitch)
+                there = target + row * step + column
+                yield Strip(part.count, part.run, part.start - here.start, pitch, there, step, data)
 
     def _read_piece(
-        self, key: str, piece: Place, low: int, high: int
+        self, key: str, piece: PlacedTile, low: int, high: int
     ) -> Iterator[tuple[int, memoryview]]:
         """Elements [low, high) of a piece, verified: (number of the first, bytes). They are read
         with the blocks around them; a block that is wanted in part is read on its own."""
@@ -177,37 +272,30 @@ class CheckpointReader(StateSource):
         start = begin - begin % BLOCK
         while start < end:
             is_partial = start < begin or start >= whole
-            length = BLOCK if is_partial else min(block_sums.CHUNK, whole - start)
+            length = BLOCK if is_partial else min(file_format.CHUNK, whole - start)
             data = self._buffer[: min(length, every - start)]
-            self._read_blocks(key, piece, start, data)
+            try:
+                self._require_header(piece.file, key)
+                where = self._read_file(piece.file, piece.place, start, data, key)
+                self.bytes_read += len(data)
+                first = piece.first_sum + start // BLOCK
+                expected = self._sums_of(piece.rank)[first:][: -(-len(data) // BLOCK)]
+                for at, (found, wanted) in enumerate(zip(block_sums(data), expected, strict=True)):
+                    if found != wanted:
+                        (offset, *_), *_ = piece.place.segments(start + at * BLOCK, 1)
+                        raise Damaged(f"{where}: damaged near byte {offset}")
+            except Damaged as error:
+                error.key = key
+                raise
             first = max(begin - start, 0)
             yield (start + first) // size, data[first : end - start]
             start += len(data)
 
-    def _read_blocks(self, key: str, piece: Place, begin: int, into: memoryview) -> None:
-        """Fill `into` with whole blocks of the piece, from its byte `begin` on."""
-        try:
-            self._require_header(piece.file, key)
-            where = self._read_file(piece.file, piece.extent, begin, into, key)
-            self.bytes_read += len(into)
-            first = piece.first_sum + begin // BLOCK
-            expected = self._sums_of(piece.part)[first:][: block_sums.count(len(into))]
-            wrong = block_sums.first_wrong(into, expected)
-            if wrong is not None:
-                (offset, *_), *_ = piece.extent.segments(begin + wrong * BLOCK, 1)
-                raise Damaged(f"{where}: damaged near byte {offset}")
-        except Damaged as error:
-            error.key = key
-            raise
-
-    def _read_file(
-        self, number: int, extent: Extent, begin: int, into: memoryview, key: str
-    ) -> str:
-        """Fill `into` from byte `begin` of an extent of a data file on; returns the file's place
-        and `key`."""
+    def _read_file(self, number: int, place: Tile, begin: int, into: memoryview, key: str) -> str:
+        """Fill `into` from byte `begin` of a place on; returns the file's address and `key`."""
         file = self.manifest.files[number].name
         where = self._locate(file, key)
-        segments = extent.segments(begin, len(into))
+        segments = place.segments(begin, len(into))
         with _explained(where):
             count = self._store.read(
                 self.name, file, ((offset, into[low:high]) for offset, low, high in segments)
@@ -223,24 +311,24 @@ class CheckpointReader(StateSource):
         file = self.manifest.files[number]
         self._require_size(file.name, file.size, key)
         head = memoryview(bytearray(file.data_start))
-        where = self._read_file(number, Extent(0), 0, head, key)
+        where = self._read_file(number, Tile(0, file.data_start), 0, head, key)
         if xxh3_64_intdigest(head) != file.header:
             raise Damaged(f"{where}: its header is damaged")
         self._good.add(number)
 
-    def _sums_of(self, number: int) -> memoryview:
-        """Checksums of a part."""
-        if number not in self._sums:
-            part = self.manifest.parts[number]
+    def _sums_of(self, rank: int) -> memoryview:
+        """Checksums of a rank."""
+        if rank not in self._sums:
+            part = self.manifest.parts[rank]
             where = self._locate(part.sums)
             with _explained(where):
                 data = self._store.get(self.name, part.sums)
             if xxh3_64_intdigest(data) != part.digest:
                 raise Damaged(f"{where}: damaged")
-            self._sums[number] = block_sums.unpack(data)
-            if len(self._sums[number]) != self._places.sums(number):
+            if len(data) != self.places.table(rank)[0] * SUM_BYTES:
                 raise Damaged(f"{where}: of another file")
-        return self._sums[number]
+            self._sums[rank] = memoryview(data).cast("Q")  # a view, as there can be millions
+        return self._sums[rank]
 
     def _require_size(self, file: str, size: int, key: str = "") -> None:
         where = self._locate(file, key)
@@ -253,6 +341,14 @@ class CheckpointReader(StateSource):
 
     def _locate(self, file: str, key: str = "") -> str:
         return self._store.locate(self.name, file) + (f" ({key})" if key else "")
+
+
+def open_state(address: str, reading: Reading) -> StateSource:
+    """The state at a path, in any format, or at an address. Raises CheckpointError, UsageError."""
+    if "://" in address:
+        return CheckpointReader(*locate(address))
+    folder = Path(address)
+    return Formats.installed().detect(folder).open(folder, reading)
 
 
 @contextlib.contextmanager

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from pipeline.checkpoint import rng_state
-from pipeline.checkpoint.manifest import MANIFEST, Damaged
+from pipeline.checkpoint.manifest import MANIFEST, Damaged, Manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.retention import best_of
 from pipeline.checkpoint.store import Store
 from pipeline.checkpoint.write_plan import (
     DTYPES,
+    RANDOM,
     random_key,
-    saved_streams,
     tile_of,
     without_frozen_base,
 )
@@ -35,26 +37,24 @@ LISTED = 5
 """Names that a message lists at most."""
 
 
+@dataclass
 class Restoration:
     """One try to continue from the content of a store."""
 
-    def __init__(
-        self, ctx: Context, engine: Engine, store: Store, frozen_base: Set[str] = frozenset()
-    ) -> None:
-        self._ctx = ctx
-        self._engine = engine
-        self._store = store
-        self._frozen_base = frozen_base
-        self.bytes_read = 0
-        """Bytes of tensors that this rank read."""
+    ctx: Context
+    engine: Engine
+    store: Store
+    frozen_base: Set[str] = frozenset()
+    bytes_read: int = field(default=0, init=False)
+    """Bytes of tensors that this rank read."""
 
     def named(self, name: str, validate: Callable[[Progress], None]) -> Progress:
         """Load this checkpoint. Raises CheckpointError, and moves nothing, if that fails."""
         self._require_same(name)
         progress = self._load(name, validate)
-        self._ctx.dist.barrier()
-        self._engine.sync_compute_weights()
-        self._ctx.log.info("started from %s", self._store.locate(name))
+        self.ctx.dist.barrier()
+        self.engine.sync_compute_weights()
+        self.ctx.log.info("started from %s", self.store.locate(name))
         return progress
 
     def newest(self, validate: Callable[[Progress], None]) -> Progress | None:
@@ -62,10 +62,10 @@ class Restoration:
         progress before anything is loaded. A damaged checkpoint goes into quarantine, and all ranks
         take the one before it. Raises CheckpointError if all are damaged, or if one is of another
         model, and StageError on ranks that see different ones."""
-        damage = ""
+        dist, damage = self.ctx.dist, ""
         while True:
-            own = json.dumps(self._quarantine_until_whole()) if self._ctx.dist.is_main else None
-            name, found = json.loads(self._ctx.dist.broadcast_str(own))
+            own = json.dumps(self._newest_whole()) if dist.is_main else None
+            name, found = json.loads(dist.broadcast_str(own))
             damage = found or damage
             if not name:
                 break
@@ -76,13 +76,13 @@ class Restoration:
                     progress = self._load(name, validate)
             except Damaged as error:
                 problem = str(error), error.key
-            problems = self._ctx.dist.gather(problem)
+            problems = dist.gather(problem)
             if not any(problems):
-                self._engine.sync_compute_weights()
-                self._ctx.log.info("restored %s", self._store.locate(name))
+                self.engine.sync_compute_weights()
+                self.ctx.log.info("restored %s", self.store.locate(name))
                 return progress
             damage = self._require_confirmed(name, problems)
-            if self._ctx.dist.is_main:
+            if dist.is_main:
                 self._quarantine(name, damage)
         if damage:
             raise CheckpointError(
@@ -93,23 +93,29 @@ class Restoration:
 
     def _require_same(self, name: str) -> None:
         """Raise StageError on every rank unless all see the same manifest, which holds the sums of
-        all that is read (collective): nodes with disks of their own may hold different ones."""
+        all that is read (collective): nodes with separate disks may hold different ones."""
         manifest = b""
         with system_errors_as(CheckpointError), contextlib.suppress(FileNotFoundError):
-            manifest = self._store.get(name, MANIFEST)
+            manifest = self.store.get(name, MANIFEST)
         facts = {"manifest": hashlib.sha256(manifest).hexdigest()}
-        self._ctx.dist.require_same(f"checkpoint {self._store.locate(name)}", facts)
+        self.ctx.dist.require_same(f"checkpoint {self.store.locate(name)}", facts)
 
     def _require_confirmed(self, name: str, problems: Sequence[Sequence[str] | None]) -> str:
-        """The first of the ranks' problems (in words, and the tensor's key if it is known). Raises
+        """The first of the ranks' problems (its text, and the tensor's key if it is known). Raises
         CheckpointError on every rank unless rank 0 cannot read the tensors either: else the fault
         is that rank's machine, not the file."""
         rank, text = next((rank, found[0]) for rank, found in enumerate(problems) if found)
         confirmed = None
-        if self._ctx.dist.is_main:
-            keys = {found[1] for found in problems if found}
-            confirmed = json.dumps(self._is_damaged(name, keys))
-        if not json.loads(self._ctx.dist.broadcast_str(confirmed)):
+        if self.ctx.dist.is_main:
+            confirmed = "no"
+            try:
+                reader = CheckpointReader(self.store, name)
+                reader.require_headers()
+                for key in {found[1] for found in problems if found} - {""}:
+                    collections.deque(reader.read(key, 0, reader.tensors[key].numel), maxlen=0)
+            except Damaged:
+                confirmed = "yes"
+        if self.ctx.dist.broadcast_str(confirmed) == "no":
             raise CheckpointError(
                 f"rank {rank} cannot read what rank 0 reads well: {text}",
                 hint="look at that rank's machine and its way to the disk; "
@@ -117,58 +123,46 @@ class Restoration:
             )
         return text
 
-    def _is_damaged(self, name: str, keys: Set[str]) -> bool:
-        try:
-            reader = CheckpointReader(self._store, name)
-            reader.require_headers()
-            for key in keys - {""}:
-                for _ in reader.read(key, 0, reader.tensors[key].numel):
-                    pass
-        except Damaged:
-            return True
-        return False
-
-    def _quarantine_until_whole(self) -> tuple[str, str]:
-        """The newest checkpoint whose manifest and files are whole (empty: none), and in words
-        which one was damaged."""
+    def _newest_whole(self) -> tuple[str, str]:
+        """The newest checkpoint that is whole (or empty), and the damage of one put aside."""
         damage = ""
         with system_errors_as(CheckpointError):
-            for name in reversed(self._store.names()):
+            for name in reversed(self.store.names()):
                 try:
-                    CheckpointReader(self._store, name).require_files()
+                    CheckpointReader(self.store, name).require_files()
                 except Damaged as error:
                     damage = str(error)
                     self._quarantine(name, damage)
                 else:
                     return name, damage
             # Damage that an earlier resume has found is no reason to start from scratch either.
-            earlier = [f"{place}: damaged" for place in self._store.quarantined()]
+            earlier = [f"{place}: damaged" for place in self.store.quarantined()]
         return "", damage or "".join(earlier[-1:])
 
     def _quarantine(self, name: str, why: str) -> None:
-        aside = self._store.quarantine(name)
-        self._ctx.log.warning("%s; not used, kept as %s", why, aside)
+        self.ctx.log.warning("%s; not used, kept as %s", why, self.store.quarantine(name))
 
     def _load(self, name: str, validate: Callable[[Progress], None]) -> Progress:
-        reader = CheckpointReader(self._store, name)
+        reader = CheckpointReader(self.store, name)
         progress = saved_progress(reader)
         validate(progress)
-        live = without_frozen_base(self._engine, self._frozen_base)
+        live = without_frozen_base(self.engine, self.frozen_base)
         saved = dataclasses.replace(reader.state, shapes=reader.manifest.shapes())
-        require_same_model(saved, live, reader.where, self._frozen_base)
-        for fragment in self._engine.restore(saved):
-            self._ctx.dist.heartbeat.beat()
+        require_same_model(saved, live, reader.where, self.frozen_base)
+        for fragment in self.engine.restore(saved):
+            self.ctx.dist.heartbeat.beat()
             for kind, tensor in fragment.state.items():
-                if fragment.name not in self._frozen_base:
+                if fragment.name not in self.frozen_base:
                     self._fill(reader, fragment, kind, tensor)
         # The streams of random numbers continue; new ones start where another number of them is
         # needed, or some are missing.
-        stream, streams = self._engine.random_stream, self._engine.random_streams
-        rng_state.reseed(self._ctx.seed, progress.step, stream, streams)
-        if saved_streams(reader.tensors) == set(range(streams)):
+        stream, streams = self.engine.random_stream, self.engine.random_streams
+        rng_state.reseed(self.ctx.seed, progress.step, stream, streams)
+        kinds = (key.split("/") for key in reader.tensors)
+        if {int(number) for kind, number, *_ in kinds if kind == RANDOM} == {*range(streams)}:
             keys = {name: random_key(stream, name) for name in rng_state.NAMES}
             states = {n: reader.read_bytes(key) for n, key in keys.items() if key in reader.tensors}
-            rng_state.apply(states, self._ctx.dist.device)
+            rng_state.apply(states, self.ctx.dist.device)
         self.bytes_read += reader.bytes_read
         return progress
 
@@ -178,16 +172,17 @@ class Restoration:
         stored = DTYPES[entry.dtype]
         trained = fragment.name in reader.state.updates
         narrows = trained and torch.promote_types(stored, live.dtype) != live.dtype
-        if narrows and "precision" not in self._ctx.accept:
+        if narrows and "precision" not in self.ctx.accept:
             raise ResumeRefused(
                 f"{reader.where}: {key} is {dtype_name(stored)}, this recipe trains "
                 f"{dtype_name(live.dtype)}: loading it loses precision",
                 hint="keep master weights as they were, or pipe resume --accept precision",
             )
-        for (rows, run, here, pitch, there, step), data in reader.read_tile(key, tile_of(fragment)):
-            value = torch.frombuffer(data, dtype=stored).as_strided((rows, run), (pitch, 1), here)
-            first = live.storage_offset() + there
-            target = live.as_strided((rows, run), (step, 1), first)
+        for strip in reader.read_tile(key, tile_of(fragment)):
+            shape, first = (strip.rows, strip.run), live.storage_offset() + strip.target
+            value = torch.frombuffer(strip.data, dtype=stored)
+            value = value.as_strided(shape, (strip.source_pitch, 1), strip.source)
+            target = live.as_strided(shape, (strip.target_pitch, 1), first)
             # An untrained tensor that was stored rounded is here already, unrounded.
             if trained or not torch.equal(target.to("cpu", stored), value):
                 target.copy_(value)
@@ -201,9 +196,16 @@ def saved_progress(reader: CheckpointReader) -> Progress:
         raise CheckpointError(f"{reader.where}: written by another version: {error}") from error
 
 
+def update_progress(store: Store, name: str, progress: Progress) -> None:
+    """Replace the progress of a checkpoint if it differs."""
+    manifest = Manifest.load(store.get(name, MANIFEST), store.locate(name))
+    if progress.differs_from(manifest.progress):
+        amended = manifest.model_copy(update={"progress": vars(progress)})
+        store.put(name, MANIFEST, amended.dump())
+
+
 def best_run(store: Store, dist: DistContext) -> TrainedRun:
-    """The checkpoint with the lowest held-out loss, as rank 0 finds it. Raises CheckpointError
-    where none has one."""
+    """The checkpoint with the lowest held-out loss, as rank 0 finds it. Raises CheckpointError."""
     found = None
     if dist.is_main:
         with system_errors_as(CheckpointError):
@@ -228,19 +230,17 @@ def require_same_model(
     if differences:
         held, here = saved.shapes.keys(), live.shapes.keys()
         frozen = held != here and held <= here | frozen_base
+        hint = "frozen weights are not in checkpoints: to freeze others, start a new run from "
         raise ResumeRefused(
             f"{where} is of another model or optimizer: {_list(differences)}",
-            hint="frozen weights are not in checkpoints: to freeze others, start a new run from "
-            "this run's export"
-            if frozen
-            else "",
+            hint=hint + "this run's export" if frozen else "",
         )
 
 
 def _differences(saved: EngineState, live: EngineState, frozen_base: Set[str]) -> Iterator[str]:
-    """Differences in words; tensors without elements may be missing."""
-    missing = [name for name in live.shapes if name not in saved.shapes]
-    yield from (f"{name} is missing" for name in missing if 0 not in live.shapes[name])
+    """Differences as texts; tensors without elements may be missing."""
+    missing = [name for name, shape in live.shapes.items() if 0 not in shape]
+    yield from (f"{name} is missing" for name in missing if name not in saved.shapes)
     for name in saved.shapes:
         if name in frozen_base and name in saved.updates:
             yield f"{name} was trained, here it is frozen"
@@ -259,11 +259,10 @@ def _differences(saved: EngineState, live: EngineState, frozen_base: Set[str]) -
     kept, keeps = saved.moments(), live.moments()
     both = sorted(kept.keys() & keeps.keys())
     kinds = {name: (sorted(kept[name]), sorted(keeps[name])) for name in both}
-    for old, new in {str(pair): pair for pair in kinds.values()}.values():
+    for old, new in {str(pair): pair for pair in kinds.values() if pair[0] != pair[1]}.values():
         names = [name for name in both if kinds[name] == (old, new)]
         of = "" if names == both else f" for {_list(names)}"
-        if old != new:
-            yield f"the optimizer kept {_list(old)}{of}, this one keeps {_list(new)}"
+        yield f"the optimizer kept {_list(old)}{of}, this one keeps {_list(new)}"
 
 
 def _list(items: Sequence[str]) -> str:

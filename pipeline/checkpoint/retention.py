@@ -28,7 +28,8 @@ class Retention(BaseModel):
 
 def purge(store: Store, retention: Retention) -> list[str]:
     """Delete the checkpoints that need not be kept; call after a commit. Returns warnings about
-    those that cannot be deleted, whatever the reason: the new checkpoint is there all the same."""
+    checkpoints that cannot be deleted, whatever the reason: the new checkpoint is there all the
+    same."""
     warnings = []
     try:
         for name in unneeded(store, retention):

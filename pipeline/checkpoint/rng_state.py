@@ -43,12 +43,8 @@ def apply(states: Mapping[str, bytes], device: torch.device) -> None:
     """Bring this rank's generators to the captured states; those without one stay unchanged."""
     import torch
 
-    tensors = {
-        name: torch.frombuffer(bytearray(state), dtype=torch.uint8)
-        for name, state in states.items()
-    }
     if "torch" in states:
-        torch.set_rng_state(tensors["torch"])
+        torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
     if "python" in states:
         *words, has_gauss, gauss = struct.unpack(_PYTHON, states["python"])
         random.setstate((3, tuple(words), gauss if has_gauss else None))
@@ -56,7 +52,8 @@ def apply(states: Mapping[str, bytes], device: torch.device) -> None:
         *keys, position, has_gauss, gauss = struct.unpack(_NUMPY, states["numpy"])
         np.random.set_state(("MT19937", np.array(keys, np.uint32), position, int(has_gauss), gauss))
     if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["cuda"], device)
+        state = torch.frombuffer(bytearray(states["cuda"]), dtype=torch.uint8)
+        torch.cuda.set_rng_state(state, device)
 
 
 def reseed(seed: int, step: int, stream: int, streams: int) -> None:

@@ -1,9 +1,13 @@
-"""A snapshot of a rank's share of the training state, handed over to its writer in rounds."""
+"""A snapshot of a rank's share of the training state, handed to its writer in rounds."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
+import mmap
+import os
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,28 +17,81 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import rng_state
-from pipeline.checkpoint.snapshot_buffer import SnapshotBuffer
-from pipeline.checkpoint.staging import Copy, Staging
-from pipeline.checkpoint.tiles import Tile
-from pipeline.checkpoint.write_plan import DTYPES, RANDOM, WritePlan, random_key, tile_of
-from pipeline.checkpoint.writer_client import WriterProcess
-from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult
-from pipeline.utils.page_lock import address
+from pipeline.checkpoint.division import Tile
+from pipeline.checkpoint.file_layout import Staging
+from pipeline.checkpoint.write_plan import DTYPES, WritePlan, random_key, tile_of
+from pipeline.checkpoint.writer import SaveRequest, SaveResult, Write, WriterProcess
+from pipeline.contracts.resources import ResourceNeed
+from pipeline.errors import CheckpointError
+from pipeline.utils.files import anonymous_file
+from pipeline.utils.page_lock import PageLock, address
 
 if TYPE_CHECKING:
     from pipeline.contracts.engine import Engine
     from pipeline.distributed.process_group import DistContext
 
+TAKEN_AT_ONCE = 64 << 20
+"""Bytes of memory that are allocated at once: some hundredths of a second."""
+_BUFFERS: weakref.WeakSet[SnapshotBuffer] = weakref.WeakSet()
+Source = tuple[int, Write, Tile, Tensor]
+"""A copy to make: its round, where it goes, and the elements of a tensor that it is taken from."""
 
-_RANDOM = f"{RANDOM}/"
-Piece = tuple[Copy, Tile, Tensor]
-"""A copy to make, and the elements of a tensor that it is taken from."""
+
+def memory_need(dist: DistContext) -> ResourceNeed:
+    """Memory for copies of the state that this machine's processes are still allocating."""
+    memory = sum(buffer.to_take for buffer in _BUFFERS) * dist.local_world_size
+    return ResourceNeed(what="copies of the training state", memory=memory, kept=True)
+
+
+class SnapshotBuffer:
+    """`size` bytes that a child process can map too (`descriptor`)."""
+
+    def __init__(self, size: int) -> None:
+        self.descriptor = anonymous_file("snapshot")
+        os.truncate(self.descriptor, max(size, 1))
+        self._map = mmap.mmap(self.descriptor, max(size, 1))
+        self.memory = memoryview(self._map)[:size]
+        self.to_take = size
+        """Bytes that are not allocated yet."""
+        self._lock: PageLock | None = None
+        self.closing = False
+        """Has `take`, which another thread may be in, return soon."""
+        _BUFFERS.add(self)
+
+    def take(self, device: torch.device) -> None:
+        """Allocate the memory, so that no page fault stops the training loop, and lock the pages
+        for copies from a GPU. Seconds for tens of GB, in which other threads go on. Raises
+        CheckpointError for memory that the system does not give."""
+        for start in range(0, len(self.memory), TAKEN_AT_ONCE):
+            if self.closing:
+                return
+            with self.memory[start : start + TAKEN_AT_ONCE] as part:
+                try:
+                    os.posix_fallocate(self.descriptor, start, len(part))
+                except OSError as error:
+                    raise CheckpointError(
+                        f"memory for copies of the training state cannot be taken: {error.strerror}"
+                    ) from None
+                # Pages that are there are still to be mapped, which takes a fault for each.
+                ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(part)), 0, len(part))
+            self.to_take -= min(TAKEN_AT_ONCE, self.to_take)
+        if device.type == "cuda":
+            with torch.cuda.device(device):  # each thread has a current one
+                self._lock = PageLock(self.memory)
+
+    def close(self) -> None:
+        """Release the memory, once no view of it is left."""
+        self.to_take = 0
+        if self._lock is not None:
+            self._lock.close()
+        self.memory.release()
+        self._map.close()
+        os.close(self.descriptor)
 
 
 class Snapshot:
-    """Copies an engine's state of one moment into a buffer that it makes. A thread takes the
-    buffer's memory, which the first save waits for, and makes the copies that training goes on
-    beside."""
+    """Snapshot of the engine's state in a host buffer. A thread allocates the buffer, which the
+    first save waits for, and copies while training continues."""
 
     def __init__(
         self, engine: Engine, dist: DistContext, plan: WritePlan, staging: Staging
@@ -43,98 +100,86 @@ class Snapshot:
         self._dist = dist
         self.staging = staging
         self._dtypes = {entry.key: DTYPES[entry.dtype] for entry in plan.template.tensors}
-        self._whole: dict[str, list[Copy]] = defaultdict(list)
-        for copy in staging.whole:
-            self._whole[copy.key].append(copy)
+        self._whole: dict[str, list[Write]] = defaultdict(list)
+        """Copies to make before anything is written, by tensor."""
+        self._streamed: list[tuple[int, Write]] = []
+        """Copies to make round by round, in order, each with its round."""
+        for number, writes in enumerate(staging.rounds):
+            for write in writes:
+                if write.key in staging.streamed:
+                    self._streamed.append((number, write))
+                elif write.key:
+                    self._whole[write.key].append(write)
         self.buffer = SnapshotBuffer(staging.size)
         self._address = address(self.buffer.memory)
         self._pool = ThreadPoolExecutor(1, "pipe-snapshot")
-        self._filled = self._pool.submit(self._fill)
-        self._handed: Future[SaveResult | None] = Future()
-        """Result of the latest hand-over."""
+        self.filled = self._pool.submit(self._fill)
+        """When the memory is allocated."""
+        self.copied: Future[SaveResult | None] = Future()
+        """When the state may change; the latest save's result, if it has failed by then."""
 
     def _fill(self) -> None:
-        """Take the memory and write what is the same in every save, beside the first steps."""
+        """Allocate the memory and write what is the same in every save, during the first steps."""
         self.buffer.take(self._dist.device)
         for place, head in self.staging.heads:
             self.buffer.memory[place : place + len(head)] = head
 
-    def check(self) -> None:
-        """Raise what has kept the memory from being taken, if that is known."""
-        if self._filled.done():
-            self._filled.result()
-
     def close(self) -> None:
         """Release the memory."""
-        self.buffer.end_taking()
+        self.buffer.closing = True
         self._pool.shutdown()
         self.buffer.close()
 
-    def hand_over(
-        self, writer: WriterProcess, request: SaveRequest, lasting: Set[str] | None = None
+    def start(
+        self, writer: WriterProcess, request: SaveRequest, stable: Set[str] | None = None
     ) -> None:
-        """Begin to let the writer carry out `request`. Tensors of the names in `lasting` stay as
-        they are until `wait` has returned, and are copied beside what this process does; None: all
-        is copied now. Raises what has kept the memory from being taken."""
-        self._filled.result()
+        """Begin to let the writer carry out `request`. Tensors of the names in `stable` do not
+        change until `copied` is done, and are copied in the background; None: all is copied now.
+        Raises what has kept the memory from being allocated."""
+        self.filled.result()
         with torch.no_grad():
-            self._copy_random_states()
-            pieces: Iterable[Piece] = itertools.chain(self._copied_whole(), self._passing())
-            if lasting is None:
-                self._handed = Future()
-                self._handed.set_result(self._pass_on(writer, request, pieces))
+            sources = itertools.chain(self._whole_sources(), self._streamed_sources())
+            if stable is None:
+                self.copied = Future()
+                self.copied.set_result(self._copy_all(writer, request, sources))
                 return
-            held = [
-                (copy, tile, tensor if copy.key.partition("/")[2] in lasting else tensor.clone())
-                for copy, tile, tensor in pieces
-            ]
+            kept = []
+            for number, write, held, tensor in sources:
+                is_stable = write.key.partition("/")[2] in stable
+                kept.append((number, write, held, tensor if is_stable else tensor.clone()))
         reached: torch.cuda.Event | None = None
         if self._dist.device.type == "cuda":  # the state to save is there when this is over
             reached = torch.cuda.current_stream(self._dist.device).record_event()
-        self._handed = self._pool.submit(self._beside, writer, request, held, reached)
+        self.copied = self._pool.submit(self._copy_all, writer, request, kept, reached)
 
-    def wait(self) -> SaveResult | None:
-        """Wait until the state may change; the result, if writing has failed by then."""
-        return self._handed.result()
-
-    @property
-    def copied(self) -> bool:
-        """Whether the state may change."""
-        return self._handed.done()
-
-    @torch.no_grad()  # each thread has its own mode
-    def _beside(
+    def _copy_all(
         self,
         writer: WriterProcess,
         request: SaveRequest,
-        pieces: Iterable[Piece],
-        reached: torch.cuda.Event | None,
+        sources: Iterable[Source],
+        reached: torch.cuda.Event | None = None,
     ) -> SaveResult | None:
-        """Pass pieces on from this thread, on a GPU in a stream of its own."""
-        if reached is None:
-            return self._pass_on(writer, request, pieces)
-        with torch.cuda.device(self._dist.device):
-            own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(own):
-            own.wait_event(reached)
-            return self._pass_on(writer, request, pieces)
-
-    def _pass_on(
-        self, writer: WriterProcess, request: SaveRequest, pieces: Iterable[Piece]
-    ) -> SaveResult | None:
-        """Copy pieces, and announce each round to the writer; the result, if writing has failed."""
+        """Copy, and announce each round to the writer; the result, if writing has failed. With an
+        event, in a stream that waits until it is `reached`."""
         announced = 0
-        for copy, held, tensor in pieces:
-            # Copies have the processors to themselves until they need the room of others.
-            while copy.round >= 2 and announced < copy.round:
-                self._announce(writer, request, announced)
-                announced += 1
-                failed = writer.wait_taken() if announced >= 2 else None
-                if failed is not None:
-                    return failed
-            self._copy(copy, held, tensor)
-        for number in range(announced, len(self.staging.rounds)):
-            self._announce(writer, request, number)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())  # each thread has its own mode
+            if reached is not None:
+                stack.enter_context(torch.cuda.device(self._dist.device))
+                own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                own.wait_event(reached)
+                stack.enter_context(torch.cuda.stream(own))
+            for number, write, held, tensor in sources:
+                # Copies have the processors to themselves until they need the room of others.
+                while number >= 2 and announced < number:
+                    self._announce(writer, request, announced)
+                    announced += 1
+                    failed = writer.wait_taken() if announced >= 2 else None
+                    if failed is not None:
+                        return failed
+                self._copy(write, held, tensor)
+            for number in range(announced, len(self.staging.rounds)):
+                self._announce(writer, request, number)
         return None
 
     def _announce(self, writer: WriterProcess, request: SaveRequest, number: int) -> None:
@@ -143,61 +188,60 @@ class Snapshot:
             torch.cuda.current_stream(self._dist.device).synchronize()
         writer.go_on() if number else writer.begin(request)
 
-    def _copy_random_states(self) -> None:
-        left = {copy for copy in self.staging.whole if copy.key.startswith(_RANDOM)}
-        for name, state in rng_state.capture(self._dist.device).items():
-            source = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-            for copy in self._whole.get(random_key(self._engine.random_stream, name), ()):
-                self._copy(copy, Tile(0, source.numel()), source)
-                left.discard(copy)
-        _require_none(left)
+    def _whole_sources(self) -> Iterator[Source]:
+        """Copies of whole pieces: random states, and others in the engine's order."""
+        left = set(itertools.chain(*self._whole.values()))
+        random = (
+            (
+                random_key(self._engine.random_stream, name), Tile(0, len(state)),
+                torch.frombuffer(bytearray(state), dtype=torch.uint8),
+            )
+            for name, state in rng_state.capture(self._dist.device).items()
+        )  # fmt: skip
+        for key, held, tensor in itertools.chain(random, self._tensors()):
+            for write in self._whole.get(key, ()):
+                if held.position(write.element) is not None:
+                    yield 0, write, held, tensor
+                    left.discard(write)
+            if not left:
+                return
+        assert not left, f"{min(write.key for write in left)} no longer exists"
 
-    def _copied_whole(self) -> Iterator[Piece]:
-        """Pieces that are copied whole, in the engine's order; random states are no part of it."""
-        left = {copy for copy in self.staging.whole if not copy.key.startswith(_RANDOM)}
-        for key, held, tensor in self._tensors() if left else ():
-            for copy in self._whole.get(key, ()):
-                if held.position(copy.start) is not None:
-                    yield copy, held, tensor
-                    left.discard(copy)
-        _require_none(left)
-
-    def _passing(self) -> Iterator[Piece]:
-        """Passing pieces, in order. An engine gives its fragments in an order of its own, so they
-        are walked as often as it takes; once, if all are of one dtype and optimizer group."""
-        left = self.staging.passing[::-1]
+    def _streamed_sources(self) -> Iterator[Source]:
+        """Copies of streamed pieces, in order. An engine yields its fragments in another order, so
+        they are walked several times; once, if all are of one dtype and optimizer group."""
+        left = self._streamed[::-1]
         while left:
             before = len(left)
             for key, held, tensor in self._tensors():
-                while left and left[-1].key == key and held.position(left[-1].start) is not None:
-                    yield left.pop(), held, tensor
+                while left and left[-1][1].key == key:
+                    number, write = left[-1]
+                    if held.position(write.element) is None:
+                        break
+                    left.pop()
+                    yield number, write, held, tensor
                 if not left:
                     return
-            assert len(left) < before, f"{left[-1].key} no longer exists"
+            assert len(left) < before, f"{left[-1][1].key} no longer exists"
 
     def _tensors(self) -> Iterator[tuple[str, Tile, Tensor]]:
-        """Keys of tensors, this rank's tiles of them, and what is in these."""
+        """Keys of tensors, this rank's tiles of them, and the elements."""
         for fragment in self._engine.fragments():
             held = tile_of(fragment)
             for kind, tensor in fragment.state.items():
                 yield f"{kind}/{fragment.name}", held, tensor
 
-    def _copy(self, copy: Copy, held: Tile, tensor: Tensor) -> None:
+    def _copy(self, write: Write, held: Tile, tensor: Tensor) -> None:
         """Copy into the buffer, from the elements of a tile; a GPU may still copy afterwards. In
         host memory the C library copies faster than torch."""
-        first, dtype = held.position(copy.start), self._dtypes[copy.key]
-        assert first is not None, f"{copy.key} no longer exists"
-        assert first + copy.numel <= tensor.numel(), f"{copy.key} changed its size"
-        size = copy.numel * dtype.itemsize
+        first, dtype = held.position(write.element), self._dtypes[write.key]
+        numel = write.size // dtype.itemsize
+        assert first is not None, f"{write.key} no longer exists"
+        assert first + numel <= tensor.numel(), f"{write.key} changed its size"
         if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == dtype:
             source = tensor.data_ptr() + first * dtype.itemsize
-            ctypes.memmove(self._address + copy.place, source, size)
+            ctypes.memmove(self._address + write.start, source, write.size)
         else:
-            memory = self.buffer.memory[copy.place : copy.place + size]
+            memory = self.buffer.memory[write.start : write.start + write.size]
             target = torch.frombuffer(memory, dtype=dtype)
-            target.copy_(tensor[first : first + copy.numel], non_blocking=True)
-
-
-def _require_none(left: Set[Copy]) -> None:
-    """Require that no copy is left, for which the buffer would hold an earlier save's bytes."""
-    assert not left, f"{min(left).key} no longer exists"
+            target.copy_(tensor[first : first + numel], non_blocking=True)

@@ -1,4 +1,5 @@
-"""The process that writes one rank's part of every checkpoint, while training goes on.
+"""Write checkpoints: the process that writes one rank's part of each while training goes on, and
+the stream that writes a whole one from a state of any format. Imports no torch.
 
 `python -m pipeline.checkpoint.writer_main SETUP BUFFER PARENT`: descriptors of a file that holds
 the WriterSetup as JSON and of the snapshot buffer, and the rank's process. Standard input is a line
@@ -15,27 +16,38 @@ import contextlib
 import itertools
 import mmap
 import os
+import shutil
 import sys
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from resource import RUSAGE_SELF, getrusage, struct_rusage
 
 from xxhash import xxh3_64_intdigest
 
-from pipeline.checkpoint import block_sums
-from pipeline.checkpoint.manifest import sums_name
+from pipeline.checkpoint.division import Division, Piece, Tile
+from pipeline.checkpoint.file_format import CHUNK, block_sums, pack_sums
+from pipeline.checkpoint.file_layout import FileLayout, Layout
+from pipeline.checkpoint.formats import StateSource
+from pipeline.checkpoint.location import open_store
+from pipeline.checkpoint.manifest import ManifestTemplate, sums_name
 from pipeline.checkpoint.retention import purge
-from pipeline.checkpoint.store import Store, Transaction, open_store
-from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, Write, WriterSetup
+from pipeline.checkpoint.store import Store, Transaction, step_name, step_number
+from pipeline.checkpoint.writer import SaveRequest, SaveResult, Write, WriterSetup
 from pipeline.distributed.signals import ignore_signals
-from pipeline.errors import CheckpointError, in_words
-from pipeline.utils.files import read_all
-from pipeline.utils.process_tree import die_with
+from pipeline.errors import CheckpointError, UsageError, in_words
+from pipeline.utils.files import page_aligned, read_all, sync, sync_tree
+from pipeline.utils.processes import die_with
 from pipeline.utils.terminal import guard, hide_environment
 
 NICENESS = 10
 """Training on the same processors keeps nine tenths of one while a writer is at work, and a writer
 that nothing competes with is as fast as ever."""
+Part = tuple[int, Tile, int, memoryview, bool]
+"""File, a place in it, and bytes from this byte of the place on; whether they are of a piece."""
+REPORT = "rank-{rank:05d}.report"
+"""Name of a rank's report."""
 LONGEST_PAUSE = 0.2
 """Seconds between two looks for the other ranks' reports."""
 
@@ -88,11 +100,16 @@ def carry_out(
     try:
         store = open_store(setup.store)
         transaction = store.begin(request.name, request.identity)
-        digest = _write(setup, transaction, writes or itertools.chain(*setup.rounds), buffer)
+        given = writes or itertools.chain(*setup.rounds)
+        parts = (
+            (w.file, w.place, w.begin, buffer[w.start : w.start + w.size], bool(w.key))
+            for w in given
+        )
+        digest = _write(setup, parts, transaction, setup.rank)
         if setup.template is None:
             result.digest = digest
             reported = True  # rank 0 may see it, and commit the files, even if this raises
-            _count(result, before)
+            _note_cost(result, before, ())
             _report(setup, transaction, result)
             return result
         others = _collect(transaction, setup.world_size)
@@ -101,90 +118,129 @@ def carry_out(
         store.commit(transaction, manifest.dump())
     except Exception as error:
         result.problem = in_words(error)
-        if store is not None and transaction is not None:
-            _give_up(setup, store, transaction, result, reported)
+        if store is None or transaction is None:
+            return result
+        if setup.rank == 0:
+            store.abandon(transaction)
+            return result
+        for name, _ in () if setup.shared or reported else setup.files:
+            with contextlib.suppress(OSError):
+                transaction.discard(name)  # on a full disk, room for the report
+        with contextlib.suppress(OSError):  # this rank also ends the run by itself
+            _report(setup, transaction, result)  # to rank 0, whose disk may be another one
         return result
     result.place = store.locate(request.name)
     result.size = sum(file.size for file in setup.template.files)
     result.seconds, result.ended = time.monotonic() - request.began, time.time()
     result.warnings = purge(store, setup.retention)
-    _count(result, before)
-    result.user_seconds += sum(other.user_seconds for other in others)
-    result.system_seconds += sum(other.system_seconds for other in others)
+    _note_cost(result, before, others)
     return result
 
 
-def _count(result: SaveResult, before: struct_rusage) -> None:
-    """Note the processor time of this process since `before`."""
+def _note_cost(result: SaveResult, before: struct_rusage, others: Sequence[SaveResult]) -> None:
+    """Note the processor time of this process since `before`, and of the other ranks' writers."""
     now = getrusage(RUSAGE_SELF)
-    result.user_seconds = now.ru_utime - before.ru_utime
-    result.system_seconds = now.ru_stime - before.ru_stime
-
-
-def _give_up(
-    setup: WriterSetup, store: Store, transaction: Transaction, result: SaveResult, reported: bool
-) -> None:
-    """Remove the transaction's files on rank 0; on others report to rank 0, whose disk may be
-    another one, and remove the rank's own unless `reported` as written."""
-    if setup.rank == 0:
-        store.abandon(transaction)
-        return
-    for file in setup.files:
-        if not (file.shared or reported):
-            with contextlib.suppress(OSError):
-                transaction.discard(file.name)  # on a full disk, room for the report
-    with contextlib.suppress(OSError):  # this rank also ends the run by itself
-        _report(setup, transaction, result)
-
-
-def _report_name(rank: int) -> str:
-    return f"rank-{rank:05d}.report"
+    result.user_seconds = now.ru_utime - before.ru_utime + sum(o.user_seconds for o in others)
+    result.system_seconds = now.ru_stime - before.ru_stime + sum(o.system_seconds for o in others)
 
 
 def _report(setup: WriterSetup, transaction: Transaction, result: SaveResult) -> None:
     """Report to rank 0; the line break at the end marks a report that is all there."""
-    transaction.put(_report_name(setup.rank), result.model_dump_json().encode() + b"\n")
+    data = result.model_dump_json().encode() + b"\n"
+    transaction.put(REPORT.format(rank=setup.rank), data)
 
 
 def _collect(transaction: Transaction, world_size: int) -> list[SaveResult]:
-    """The other ranks' reports, as soon as all have written. Raises CheckpointError when one has
-    failed."""
-    reports = []
-    for rank in range(1, world_size):
+    """The other ranks' reports, once all have written. Raises CheckpointError if one failed."""
+    reports, files = [], [REPORT.format(rank=rank) for rank in range(1, world_size)]
+    for rank, file in enumerate(files, 1):
         pause = 0.001
-        while not (data := transaction.get(_report_name(rank)) or b"").endswith(b"\n"):
+        while not (data := transaction.get(file) or b"").endswith(b"\n"):
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        result = SaveResult.model_validate_json(data)
-        if result.problem:
-            raise CheckpointError(f"rank {rank}: {result.problem}")
-        reports.append(result)
-    for rank in range(1, world_size):
-        transaction.discard(_report_name(rank))
+        reports.append(SaveResult.model_validate_json(data))
+        if reports[-1].problem:
+            raise CheckpointError(f"rank {rank}: {reports[-1].problem}")
+    for file in files:
+        transaction.discard(file)
     return reports
 
 
 def _write(
-    setup: WriterSetup, transaction: Transaction, writes: Iterable[Write], buffer: memoryview
+    own: WriterSetup | Layout, parts: Iterable[Part], transaction: Transaction, rank: int = 0
 ) -> int:
-    """Write the buffer to the files; returns the digest of the checksums."""
-    found: list[int] = []
-    for number, group in itertools.groupby(writes, key=lambda write: write.file):
-        file = setup.files[number]
-        with transaction.create(file.name, file.size, shared=file.shared) as sink:
-            for write in group:
-                data = buffer[write.start : write.start + write.size]
-                found += block_sums.sums(data) if write.piece else ()
-                for offset, low, high in write.extent.segments(write.begin, write.size):
-                    sink.write(offset, data[low:high])
-    return put_sums(transaction, setup.rank, found)
+    """Write a rank's files and their checksums; returns the digest of these."""
+    sums: list[int] = []
+    for number, group in itertools.groupby(parts, key=lambda part: part[0]):
+        with transaction.create(*own.files[number], shared=own.shared) as put:
+            for _, place, begin, data, is_piece in group:
+                sums += block_sums(data) if is_piece else ()
+                for offset, low, high in place.segments(begin, len(data)):
+                    put(offset, data[low:high])
+    packed = pack_sums(sums)
+    transaction.put(sums_name(rank), packed)
+    return xxh3_64_intdigest(packed)
 
 
-def put_sums(transaction: Transaction, rank: int, sums: Sequence[int]) -> int:
-    """Write the file of a rank's checksums; returns its digest."""
-    data = block_sums.pack(sums)
-    transaction.put(sums_name(rank), data)
-    return xxh3_64_intdigest(data)
+def step_target(folder: Path, step: int) -> Path:
+    """A folder `step-N` itself, any other with `step-N` in it. Raises UsageError for another N."""
+    number = step_number(folder.name)
+    if number is None:
+        return folder / step_name(step)
+    if number != step:
+        raise UsageError(
+            f"{folder}: the state is of step {step}",
+            hint=f"call the folder {step_name(step)}, or give the folder to put that in",
+        )
+    return folder
+
+
+def write_checkpoint(source: StateSource, store: Store, name: str, file_layout: FileLayout) -> None:
+    """Commit `source` as the checkpoint `name`, with checksums, in memory for one chunk. Raises
+    OSError, and whatever reading `source` raises."""
+    entries = file_layout.in_order(entry for entry in source.tensors.values() if entry.numel)
+    division = Division.of([Piece(0, 0, entry.numel)] for entry in entries)
+    layout = file_layout.lay_out(0, division.of_rank(0), entries)
+    template = ManifestTemplate(
+        world_size=source.world_size, writer=source.writer, tensors=entries, division=division,
+        files=layout.described,
+    )  # fmt: skip
+    facts = {"step": source.step, "progress": source.progress, "state": source.state}
+    transaction = store.begin(name, uuid.uuid4().hex[:12])
+    try:
+        digest = _write(layout, _stream(source, layout), transaction)
+        store.commit(transaction, template.fill(facts, transaction.prefix, [digest]).dump())
+    except BaseException:
+        store.abandon(transaction)
+        raise
+
+
+def _stream(source: StateSource, layout: Layout) -> Iterator[Part]:
+    """All bytes of the files, each part valid until the next is taken."""
+    for item in layout.items:
+        if not item.key:
+            yield item.file, item.place, 0, memoryview(item.head), False
+            continue
+        size, buffer = item.place.numel, page_aligned(min(CHUNK, item.place.numel))
+        for begin in range(0, size, CHUNK):  # whole blocks, but for the last
+            data = buffer[: size - begin]
+            source.read_into(item.key, begin // source.entry(item.key).itemsize, data)
+            yield item.file, item.place, begin, data, True
+
+
+@contextlib.contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A folder to write into. It appears as `folder` when the body ends, durably, or not at all."""
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        sync_tree(partial)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync(folder.parent)
 
 
 if __name__ == "__main__":

@@ -133,12 +133,12 @@ def _bad_data(error: StageError, log: _DataLog) -> dict[str, object]:
 
 
 def _line(plan: Plan) -> str:
-    chain = " -> ".join(step.use for step in plan.steps)
-    return f"ok: {plan.recipe.name}: {plural(len(plan.steps), 'stage')}: {chain}"
+    chain = " -> ".join(planned.use for planned in plan.slots)
+    return f"ok: {plan.recipe.name}: {plural(len(plan.slots), 'stage')}: {chain}"
 
 
 def _summary(plan: Plan) -> dict[str, object]:
-    steps = [{"slot": step.slot, "use": step.use} for step in plan.steps]
+    steps = [{"slot": planned.slot, "use": planned.use} for planned in plan.slots]
     warnings = [_problem(warning) for warning in plan.warnings]
     facts = {"ok": True, "name": plan.recipe.name, "stages": steps}
     notes = [_problem(note) for note in unpinned(plan.recipe, plan.view.slots)]

@@ -38,35 +38,42 @@ def dag(recipe: Path, overrides: tuple[str, ...], mermaid: bool, as_json: bool) 
 
 def _text(plan: Plan) -> Iterator[str]:
     rows = [("slot", "stage", "reads", "returns")]
-    for step in plan.steps:
-        named = plan.recipe.stages[step.slot].takes
-        wires = [(name, slot) for name, slot in step.inputs.items() if slot is not None]
+    for planned in plan.slots:
+        named = plan.recipe.stages[planned.slot].takes
+        wires = [(name, slot) for name, slot in planned.inputs.items() if slot is not None]
         reads = ", ".join(f"{name}: {slot}" if name in named else slot for name, slot in wires)
-        rows.append((step.slot, step.use, reads, "" if step.gives is None else step.gives.__name__))
+        rows.append(
+            (
+                planned.slot,
+                planned.use,
+                reads,
+                "" if planned.gives is None else planned.gives.__name__,
+            )
+        )
     return align(rows, left=4)
 
 
 def _mermaid(plan: Plan) -> Iterator[str]:
     yield "flowchart LR"
-    nodes = {step.slot: f"slot_{step.slot}" for step in plan.steps}  # `end` is a keyword
-    for step in plan.steps:
-        yield f'  {nodes[step.slot]}["{step.slot}<br><small>{step.use}</small>"]'
-    for step in plan.steps:
-        for slot in dict.fromkeys(filter(None, step.inputs.values())):
-            given = next(other.gives for other in plan.steps if other.slot == slot)
+    nodes = {planned.slot: f"slot_{planned.slot}" for planned in plan.slots}  # `end` is a keyword
+    for planned in plan.slots:
+        yield f'  {nodes[planned.slot]}["{planned.slot}<br><small>{planned.use}</small>"]'
+    for planned in plan.slots:
+        for slot in dict.fromkeys(filter(None, planned.inputs.values())):
+            given = next(other.gives for other in plan.slots if other.slot == slot)
             assert given is not None
-            yield f"  {nodes[slot]} -- {given.__name__} --> {nodes[step.slot]}"
+            yield f"  {nodes[slot]} -- {given.__name__} --> {nodes[planned.slot]}"
 
 
 def _json(plan: Plan) -> Iterator[str]:
     slots = [
         {
-            "slot": step.slot,
-            "use": step.use,
-            "inputs": dict(step.inputs),
-            "takes": dict(plan.recipe.stages[step.slot].takes),
-            "returns": step.gives and step.gives.__name__,
+            "slot": planned.slot,
+            "use": planned.use,
+            "inputs": dict(planned.inputs),
+            "takes": dict(plan.recipe.stages[planned.slot].takes),
+            "returns": planned.gives and planned.gives.__name__,
         }
-        for step in plan.steps
+        for planned in plan.slots
     ]
     yield json.dumps({"schema_version": 1, "name": plan.recipe.name, "slots": slots}, indent=1)

@@ -153,7 +153,7 @@ def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_selection(
         *args: Any, first: str | None, last: str | None, only: str | None, **rest: Any
     ) -> Any:
-        from pipeline.execution.selection import Selection
+        from pipeline.execution.resume import Selection
 
         return command(*args, selection=Selection(first=first, last=last, only=only), **rest)
 

@@ -101,7 +101,7 @@ def plan(
 
 def _remedies(memory_plan: MemoryPlan, base: SearchBase) -> list[Candidate] | None:
     """Return what would fit; None, with the reason on standard error, if nothing can be tried."""
-    from pipeline.planning.choice import remedies
+    from pipeline.planning.search import remedies
 
     try:
         return [*remedies(memory_plan, base)]

@@ -29,7 +29,7 @@ from pipeline.execution.rank_logging import say
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
     from pipeline.distributed.launch import Started
-    from pipeline.execution.selection import Selection
+    from pipeline.execution.resume import Selection
     from pipeline.launch.job import Job
     from pipeline.view.display import Display
 
@@ -103,8 +103,8 @@ def run(
     from pipeline.distributed.launch import Started
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
+    from pipeline.execution.resume import rehearsal
     from pipeline.execution.saved_plan import require_planned
-    from pipeline.execution.selection import rehearsal
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.job import Job
 
@@ -223,7 +223,7 @@ def resume(
     """
     from pipeline.distributed.launch import Started
     from pipeline.execution import rundir
-    from pipeline.execution.selection import rehearsal
+    from pipeline.execution.resume import rehearsal
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.job import Job
 

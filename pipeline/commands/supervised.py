@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from pipeline.cli import main
-from pipeline.utils.process_tree import die_with
+from pipeline.utils.processes import die_with
 
 if __name__ == "__main__":
     die_with(int(sys.argv[1]))

@@ -143,9 +143,15 @@ class Checkpoints(ABC):
         """Called on every rank before the first step, with the length of the training. Does nothing
         unless overridden."""
 
+    def poll(self) -> Sequence[WrittenCheckpoint]:
+        """Look after the save that is being written; called on every rank after each step and each
+        save. Returns the checkpoints that came on disk since the last call, oldest first; empty on
+        ranks above 0. Raises CheckpointError if the save failed. Does nothing unless overridden."""
+        return ()
+
     @abstractmethod
     def due(self, progress: Progress) -> bool:
-        """Whether to write a checkpoint now. Raises CheckpointError if the save before failed."""
+        """Whether to write a checkpoint now."""
 
     @abstractmethod
     def save(self, progress: Progress) -> None:
@@ -159,11 +165,6 @@ class Checkpoints(ABC):
     def finish(self) -> str:
         """Wait until everything that was saved is on disk (collective); the address of the newest
         checkpoint. Raises CheckpointError when a save has failed."""
-
-    def written(self) -> Sequence[WrittenCheckpoint]:
-        """Checkpoints that are known to have come on disk since the last call, oldest first. Empty
-        on ranks above 0."""
-        return ()
 
     @abstractmethod
     def restore(self, validate: Callable[[Progress], None]) -> Progress | None:

@@ -18,8 +18,7 @@ from pipeline.distributed.environment import rank_environment
 from pipeline.errors import in_words
 from pipeline.hardware.host import cores_each
 from pipeline.utils import jsonl
-from pipeline.utils.child import received, start_child
-from pipeline.utils.process_tree import die_with, kill_sessions, none_left
+from pipeline.utils.processes import die_with, kill_sessions, none_left, received, start_child
 
 POLL_SECONDS = 0.02
 LONGEST_REASON = 300

@@ -30,12 +30,12 @@ def require_same_recipe(plan: Plan, ctx: Context) -> None:
     recipe = plan.recipe
     written = recipe.public()["stages"]
     facts: dict[str, Any] = {
-        "order of slots": ", ".join(step.slot for step in plan.steps), "name": recipe.name,
+        "order of slots": ", ".join(planned.slot for planned in plan.slots), "name": recipe.name,
         "seed": recipe.seed, "dry_run": recipe.dry_run,
     }  # fmt: skip
-    for step in plan.steps:
-        facts[f"{step.slot}.use"] = step.use
-        facts |= _leaves(step.slot, dataclasses.asdict(step.stage), written.get(step.slot))
+    for planned in plan.slots:
+        facts[f"{planned.slot}.use"] = planned.use
+        facts |= _leaves(planned.slot, dataclasses.asdict(planned.stage), written.get(planned.slot))
     facts |= {f"version of {package}": version for package, version in versions().items()}
     paths = {name: value for name, value in facts.items() if _is_path(value)}
     ctx.dist.require_same("recipe and packages", {**facts, **dict.fromkeys(paths, A_PATH)})

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.chain.trainings import training_of
+from pipeline.chain.artifacts import training_of
 from pipeline.checkpoint import Retention, location
-from pipeline.checkpoint.local_store import LocalStore, is_leftover
 from pipeline.checkpoint.retention import unneeded
+from pipeline.checkpoint.store import LocalStore, is_leftover
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.traits import RetainsCheckpoints
 from pipeline.errors import PipeError, in_words
@@ -146,7 +146,7 @@ def _checkpoints(
 def _retention(plan: Plan, training: str) -> Retention:
     """Return the rules of a training's checkpoint stage, with one newest in place of several."""
     given = (
-        one.stage.retention for one in plan.steps if isinstance(one.stage, RetainsCheckpoints)
+        one.stage.retention for one in plan.slots if isinstance(one.stage, RetainsCheckpoints)
         and training_of(plan.view.wiring, one.slot) == training
     )  # fmt: skip
     rules = next((one for one in given if isinstance(one, Retention)), Retention())
@@ -166,9 +166,9 @@ def _plan(folder: Path) -> tuple[Plan | None, str]:
 def _is_exported(plan: Plan, journal: Journal) -> bool:
     """Whether the run's model lies on this machine, with all its files."""
     finished: Mapping[str, Any] = journal.state().finished
-    for step in plan.steps:
-        if issubclass(step.gives or object, ExportedModel):
-            done = finished.get(step.slot)
+    for planned in plan.slots:
+        if issubclass(planned.gives or object, ExportedModel):
+            done = finished.get(planned.slot)
             with contextlib.suppress(PipeError, KeyError, TypeError):
                 ExportedModel.restore(done.record if done else {})
                 return True

@@ -72,35 +72,37 @@ def previews(plan: Plan, log: logging.Logger) -> Iterator[dict[str, Preview]]:
     """Run the recipe's data slots and the slots that they need, in this process only, in a
     temporary run folder; nothing is trained. Yields a preview by slot. Raises UsageError if no slot
     returns data, and the errors of those stages."""
-    steps = [step for step in plan.steps if _gives(step, Data)]
-    if not steps:
+    slots = [planned for planned in plan.slots if _gives(planned, Data)]
+    if not slots:
         raise UsageError("no slot of this recipe provides data")
     with scratch_context(log, seed=plan.recipe.seed) as ctx:
         made = _untrained(plan, ctx)
         found = {}
-        for step in steps:
-            data = artifact(plan, step, ctx, made)
-            models = [made[slot] for slot in step.inputs.values() if slot is not None]
+        for planned in slots:
+            data = artifact(plan, planned, ctx, made)
+            models = [made[slot] for slot in planned.inputs.values() if slot is not None]
             tokenizers = [one.tokenizer() for one in models if isinstance(one, ModelSource)]
             if not tokenizers:
-                raise UsageError(f"slot `{step.slot}` takes no model, so there is no tokenizer")
-            found[step.slot] = Preview(data=data, tokenizer=tokenizers[-1], seed=plan.recipe.seed)
+                raise UsageError(f"slot `{planned.slot}` takes no model, so there is no tokenizer")
+            found[planned.slot] = Preview(
+                data=data, tokenizer=tokenizers[-1], seed=plan.recipe.seed
+            )
         yield found
 
 
 def _untrained(plan: Plan, ctx: Context) -> dict[str, Any]:
     """For each slot that returns the model of a training, that model before it."""
-    steps, made = {step.slot: step for step in plan.steps}, dict[str, Any]()
-    for step in plan.steps:
-        taken = [steps[slot] for slot in step.inputs.values() if slot is not None]
-        if _gives(step, ModelSource) and any(_gives(one, TrainedRun) for one in taken):
+    slots, made = {planned.slot: planned for planned in plan.slots}, dict[str, Any]()
+    for planned in plan.slots:
+        taken = [slots[slot] for slot in planned.inputs.values() if slot is not None]
+        if _gives(planned, ModelSource) and any(_gives(one, TrainedRun) for one in taken):
             (model,) = (one for one in taken if _gives(one, ModelSource))
-            made[step.slot] = artifact(plan, model, ctx, made)
+            made[planned.slot] = artifact(plan, model, ctx, made)
     return made
 
 
-def _gives(step: PlannedSlot, kind: type) -> bool:
-    return step.gives is not None and issubclass(step.gives, kind)
+def _gives(planned: PlannedSlot, kind: type) -> bool:
+    return planned.gives is not None and issubclass(planned.gives, kind)
 
 
 def documents(sample: Sample) -> Iterator[list[Token]]:

@@ -38,14 +38,16 @@ def scratch_context(
         )
 
 
-def artifact(plan: Plan, step: PlannedSlot, ctx: Context, made: dict[str, Any]) -> Any:
+def artifact(plan: Plan, planned: PlannedSlot, ctx: Context, made: dict[str, Any]) -> Any:
     """Return the artifact of a slot. It runs, after the slots that it needs, unless their artifacts
     have been `made`."""
-    if step.slot not in made:
-        slots = {each.slot: each for each in plan.steps}
+    if planned.slot not in made:
+        slots = {each.slot: each for each in plan.slots}
         inputs = {
             name: slot and artifact(plan, slots[slot], ctx, made)
-            for name, slot in step.inputs.items()
+            for name, slot in planned.inputs.items()
         }
-        made[step.slot] = step.stage.run(dataclasses.replace(ctx, slot=step.slot), **inputs)
-    return made[step.slot]
+        made[planned.slot] = planned.stage.run(
+            dataclasses.replace(ctx, slot=planned.slot), **inputs
+        )
+    return made[planned.slot]

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pipeline.chain.artifacts import training_of
 from pipeline.chain.binding import Inputs, Results
-from pipeline.chain.trainings import training_of
 from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.resources import require_resources
@@ -34,11 +34,11 @@ def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[
         return
     needs: list[ResourceNeed] = []
     known = _in_order(plan, artifacts)
-    for step in plan.steps:
-        asked = step.slot in slots and isinstance(step.stage, NeedsResources)
-        inputs = _so_far(step, artifacts) if asked else {}
-        if asked and not known.missing(step.stage, "resource_needs", inputs):
-            needs += known.call(step.stage, "resource_needs", _own(plan, step, ctx), inputs)
+    for planned in plan.slots:
+        asked = planned.slot in slots and isinstance(planned.stage, NeedsResources)
+        inputs = _so_far(planned, artifacts) if asked else {}
+        if asked and not known.missing(planned.stage, "resource_needs", inputs):
+            needs += known.call(planned.stage, "resource_needs", _own(plan, planned, ctx), inputs)
     require_resources(needs)
 
 
@@ -76,44 +76,46 @@ def _run_stages(
 ) -> None:
     checkpoints: Checkpoints | None = None
     saved = False
-    for step in plan.steps:
-        of_another = training_of(plan.view.wiring, step.slot) != ctx.training
-        if step.gives is not None and issubclass(step.gives, TrainedRun):
+    for planned in plan.slots:
+        of_another = training_of(plan.view.wiring, planned.slot) != ctx.training
+        if planned.gives is not None and issubclass(planned.gives, TrainedRun):
             if of_another and not saved:
                 continue
             if of_another or checkpoints is None:
                 return
             checkpoints.save(Progress())
             saved = True
-            artifacts[step.slot] = TrainedRun(checkpoint=checkpoints.finish(), progress=Progress())
+            artifacts[planned.slot] = TrainedRun(
+                checkpoint=checkpoints.finish(), progress=Progress()
+            )
             continue
         known = _in_order(plan, artifacts)
-        dry = isinstance(step.stage, RunsDry) and not of_another
-        if not dry or known.missing(step.stage, "run_dry", step.inputs):
+        dry = isinstance(planned.stage, RunsDry) and not of_another
+        if not dry or known.missing(planned.stage, "run_dry", planned.inputs):
             continue
-        ctx.log.info("dry run: %s: %s", step.slot, step.use)
-        made = known.call(step.stage, "run_dry", _own(plan, step, ctx), step.inputs)
-        artifacts[step.slot] = made
+        ctx.log.info("dry run: %s: %s", planned.slot, planned.use)
+        made = known.call(planned.stage, "run_dry", _own(plan, planned, ctx), planned.inputs)
+        artifacts[planned.slot] = made
         checkpoints = made if isinstance(made, Checkpoints) else checkpoints
         stack.callback(getattr(made, "close", lambda: None))
 
 
 def _in_order(plan: Plan, artifacts: Artifacts) -> Results:
     """Artifacts in the order of slots: restored ones may have come first."""
-    return Results({one.slot: artifacts[one.slot] for one in plan.steps if one.slot in artifacts})
+    return Results({one.slot: artifacts[one.slot] for one in plan.slots if one.slot in artifacts})
 
 
-def _so_far(step: PlannedSlot, artifacts: Artifacts) -> Inputs:
+def _so_far(planned: PlannedSlot, artifacts: Artifacts) -> Inputs:
     """The inputs of a slot, without a model that a training before it is still to make: what the
     latest one needs, it will need, too."""
-    stage: type = type(step.stage)
+    stage: type = type(planned.stage)
     kinds = {need.parameter: need.type for need in needs(stage)}
     return {
-        parameter: slot for parameter, slot in step.inputs.items()
+        parameter: slot for parameter, slot in planned.inputs.items()
         if slot in artifacts or not issubclass(ModelSource, kinds[parameter])
     }  # fmt: skip
 
 
-def _own(plan: Plan, step: PlannedSlot, ctx: Context) -> Context:
-    training = training_of(plan.view.wiring, step.slot)
-    return dataclasses.replace(ctx, slot=step.slot, training=training)
+def _own(plan: Plan, planned: PlannedSlot, ctx: Context) -> Context:
+    training = training_of(plan.view.wiring, planned.slot)
+    return dataclasses.replace(ctx, slot=planned.slot, training=training)

@@ -40,7 +40,7 @@ class RunSpec:
         return cls(
             run_dir=str(run_dir),
             recipe=plan.recipe.public(),
-            last=plan.steps[-1].slot,
+            last=plan.slots[-1].slot,
             accept=accept,
             warnings=tuple(map(str, plan.warnings)),
             display=display(),

@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from pipeline.chain.trainings import training_of
+from pipeline.chain.artifacts import training_of
 from pipeline.contracts.stage import Context, Durable
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.heartbeat import Phase
 from pipeline.errors import StageError
 from pipeline.execution.agreement import require_same_artifact
+from pipeline.execution.gpu_records import record_memory, release_memory
 from pipeline.execution.journal import Journal
-from pipeline.execution.memory_record import record_memory, release_memory
 from pipeline.execution.preflight import look_ahead, run_dry
 from pipeline.execution.rank_logging import IN_DISPLAY
 from pipeline.execution.resume import ResumePlan, digests, plan_resume, restored
@@ -47,24 +47,24 @@ class Runner:
         if self.ctx.dist.is_main:
             text = plan_resume(self.plan, self.journal, self.ctx.log).dump()
         todo = ResumePlan.load(self.ctx.dist.broadcast_str(text))
-        for step in self.plan.steps:
-            if step.slot in todo.restore:
-                self.artifacts[step.slot] = restored(step, todo.restore[step.slot])
-        for number, step in enumerate(self.plan.steps):
-            training = training_of(self.plan.view.wiring, step.slot)
-            self.ctx.slot, self.ctx.training = step.slot, training
+        for planned in self.plan.slots:
+            if planned.slot in todo.restore:
+                self.artifacts[planned.slot] = restored(planned, todo.restore[planned.slot])
+        for number, planned in enumerate(self.plan.slots):
+            training = training_of(self.plan.view.wiring, planned.slot)
+            self.ctx.slot, self.ctx.training = planned.slot, training
             self.ctx.metrics.training = training  # also of what was made for another slot
-            trains = step.gives is not None and issubclass(step.gives, TrainedRun)
-            if step.slot in todo.run:
+            trains = planned.gives is not None and issubclass(planned.gives, TrainedRun)
+            if planned.slot in todo.run:
                 if trains:
-                    left = {later.slot for later in self.plan.steps[number:]}
+                    left = {later.slot for later in self.plan.slots[number:]}
                     look_ahead(self.plan, self.ctx, self.artifacts, todo.run & left)
                     if self.plan.recipe.dry_run:
                         run_dry(self.plan, self.ctx, self.artifacts)
-                self._run_step(step)
+                self._run_slot(planned)
                 if trains:
                     record_memory(self.ctx)
-            self._drop_read(step.slot)
+            self._drop_read(planned.slot)
             if trains:
                 release_memory(self.ctx)
 
@@ -72,42 +72,42 @@ class Runner:
         """Release the artifacts that are left, the newest first."""
         self._drop(reversed(list(self.artifacts)))
 
-    def _run_step(self, step: PlannedSlot) -> None:
+    def _run_slot(self, planned: PlannedSlot) -> None:
         self.ctx.dist.heartbeat.beat(Phase.LOAD, step=0)
-        self._note("slot started", step)
-        self.ctx.log.info("%s: %s", step.slot, step.use, extra=IN_DISPLAY)
-        if self._imports and any(step.inputs.values()):
+        self._note("slot started", planned)
+        self.ctx.log.info("%s: %s", planned.slot, planned.use, extra=IN_DISPLAY)
+        if self._imports and any(planned.inputs.values()):
             collect_as_usual(but_now=True)
             self._imports = False
         began = time.perf_counter()
-        record = self._give(step)
+        record = self._give(planned)
         self.ctx.dist.barrier()
         self._note(
-            "slot finished", step, digest=self.digests[step.slot], record=record,
+            "slot finished", planned, digest=self.digests[planned.slot], record=record,
             seconds=round(time.perf_counter() - began, 3),
         )  # fmt: skip
         if record is not None and self.ctx.dist.is_main:  # which has written that it is there
             self.ctx.dist.heartbeat.landmark()
 
-    def _give(self, step: PlannedSlot) -> dict[str, Any] | None:
+    def _give(self, planned: PlannedSlot) -> dict[str, Any] | None:
         """Run the stage and keep what it returns; the record of a durable artifact."""
         inputs = {
             parameter: None if slot is None else self.artifacts[slot]
-            for parameter, slot in step.inputs.items()
+            for parameter, slot in planned.inputs.items()
         }
-        artifact = step.stage.run(dataclasses.replace(self.ctx), **inputs)
-        if step.gives is not None and not isinstance(artifact, step.gives):
+        artifact = planned.stage.run(dataclasses.replace(self.ctx), **inputs)
+        if planned.gives is not None and not isinstance(artifact, planned.gives):
             raise StageError(
-                f"{step.use} gave {type(artifact).__name__} instead of {step.gives.__name__}"
+                f"{planned.use} gave {type(artifact).__name__} instead of {planned.gives.__name__}"
             )
         require_same_artifact(artifact, self.ctx)
-        if step.gives is not None:
-            self.artifacts[step.slot] = artifact
+        if planned.gives is not None:
+            self.artifacts[planned.slot] = artifact
         return artifact.record() if isinstance(artifact, Durable) else None
 
-    def _note(self, event: str, step: PlannedSlot, **facts: Any) -> None:
+    def _note(self, event: str, planned: PlannedSlot, **facts: Any) -> None:
         if self.ctx.dist.is_main:
-            self.journal.write(event, slot=step.slot, use=step.use, **facts)
+            self.journal.write(event, slot=planned.slot, use=planned.use, **facts)
 
     def _drop_read(self, slot: str) -> None:
         self._drop([held for held in self.artifacts if self.plan.last_reader(held) in (slot, None)])

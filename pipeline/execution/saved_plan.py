@@ -58,13 +58,13 @@ def identity(plan: Plan, per_node: int | None) -> Identity:
     written = plan.recipe.public().get("stages") or {}
     folders = [str(file.parent) for file in plan.recipe.source_files]
 
-    def fields(step: PlannedSlot) -> dict[str, Any]:
-        plain = mapped(plain_value(step.stage), lambda value: _portable(value, folders))
-        shown: dict[str, Any] = _public(plain, written[step.slot])
-        return {**reserved(written[step.slot]), **shown}
+    def fields(planned: PlannedSlot) -> dict[str, Any]:
+        plain = mapped(plain_value(planned.stage), lambda value: _portable(value, folders))
+        shown: dict[str, Any] = _public(plain, written[planned.slot])
+        return {**reserved(written[planned.slot]), **shown}
 
     return Identity(
-        stages={step.slot: fields(step) for step in plan.steps},
+        stages={planned.slot: fields(planned) for planned in plan.slots},
         folder=folders[0],
         seed=plan.recipe.seed,
         device="cpu" if plan.view.device == "cpu" else "cuda",

@@ -233,15 +233,15 @@ class Opener:
     @property
     def _exporter(self) -> OpensText:
         """The stage that would export it, or the built-in one if that loads no models."""
-        stage = self._plan.steps[-1].stage
+        stage = self._plan.slots[-1].stage
         return stage if isinstance(stage, OpensText) else _default()()
 
     def _given(self, kind: type) -> Any:
         """The artifact of a kind: that which the export takes, or the latest one. Raises UsageError
         if no slot returns one."""
         plan = self._plan
-        taken = plan.steps[-1].inputs.values()
-        steps = sorted(plan.steps, key=lambda each: each.slot in taken)  # stable
+        taken = plan.slots[-1].inputs.values()
+        steps = sorted(plan.slots, key=lambda each: each.slot in taken)  # stable
         found = [each for each in steps if each.gives and issubclass(each.gives, kind)]
         if not found:
             raise UsageError(f"no slot of the run's recipe returns {kind.__name__}")

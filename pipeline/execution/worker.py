@@ -1,4 +1,4 @@
-"""One rank of a run, which `pipe` has started with a message (`pipeline.utils.child`)."""
+"""One rank of a run, which `pipe` has started with a message (`pipeline.utils.processes`)."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ from pipeline.execution.rank_logging import compilers_aside, open_log, rank_log
 from pipeline.execution.run_spec import RunSpec, set_current
 from pipeline.execution.runner import Runner
 from pipeline.utils.activities import in_thread, show_in
-from pipeline.utils.child import received
 from pipeline.utils.files import cache_folder
 from pipeline.utils.garbage import collect_as_usual, collect_rarely
-from pipeline.utils.process_tree import die_with
+from pipeline.utils.processes import die_with, received
 from pipeline.utils.terminal import guard, hide_environment, set_display
 
 if TYPE_CHECKING:

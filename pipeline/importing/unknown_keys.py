@@ -16,7 +16,7 @@ from pipeline.importing.translator import KeyOutcome, Translator, Translators
 from pipeline.recipe.field_example import fits, owner_of
 from pipeline.recipe.fields import adapter
 from pipeline.recipe.load import HEADER_KEYS, Header
-from pipeline.recipe.unknown import UnknownKey
+from pipeline.recipe.nodes import UnknownKey
 
 Places: TypeAlias = Sequence[tuple[Spot, Any]]
 """Fields, and the value of each."""

@@ -26,7 +26,7 @@ from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.stalls import landmarks
 from pipeline.recipe import load_recipe
-from pipeline.utils.process_tree import none_left
+from pipeline.utils.processes import none_left
 from pipeline.view.screen import Screen
 
 SILENCE = 1.2

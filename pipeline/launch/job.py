@@ -12,7 +12,7 @@ from pipeline.chain.plan import Plan
 from pipeline.distributed.launch import Started
 from pipeline.execution import rundir
 from pipeline.execution.journal import Journal
-from pipeline.execution.selection import Selection
+from pipeline.execution.resume import Selection
 from pipeline.utils.terminal import typed
 from pipeline.view.display import Display
 

@@ -29,7 +29,7 @@ from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.stalls import landmarks, recorder_environment, report_stall
 from pipeline.utils.files import anonymous_file
 from pipeline.utils.garbage import collect_as_usual
-from pipeline.utils.process_tree import none_left
+from pipeline.utils.processes import none_left
 from pipeline.utils.terminal import shown
 from pipeline.view.screen import Screen
 

@@ -15,9 +15,8 @@ from pipeline.distributed.heartbeat import Heartbeats
 from pipeline.execution.failures import Exit
 from pipeline.execution.run_spec import RunSpec
 from pipeline.hardware.host import oom_kills
-from pipeline.utils.child import start_child
 from pipeline.utils.files import anonymous_file, read_all
-from pipeline.utils.process_tree import kill_sessions
+from pipeline.utils.processes import kill_sessions, start_child
 
 SHUTDOWN_SECONDS = 10
 """Seconds that ranks get to end when one has failed, before they are killed."""

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import click
 
+from pipeline.chain.artifacts import training_of
 from pipeline.chain.plan import Plan
-from pipeline.chain.trainings import training_of
 from pipeline.contracts.metrics import is_record
 from pipeline.contracts.stage import ENGINE_FILE, ENVIRONMENT_FILE, engine_file
 from pipeline.contracts.training import TrainedRun
@@ -32,9 +32,8 @@ from pipeline.errors import (
 from pipeline.execution import activity_record, failures, origins, rundir
 from pipeline.execution.journal import Journal
 from pipeline.execution.rank_logging import say
-from pipeline.execution.resume import finished_in, plan_resume, results
+from pipeline.execution.resume import ends_early, finished_in, plan_resume, results
 from pipeline.execution.rundir import saved_step
-from pipeline.execution.selection import ends_early
 from pipeline.utils.files import replace_bytes, replace_text
 from pipeline.utils.foreign import read_whole
 from pipeline.utils.jsonl import read_tail
@@ -61,7 +60,9 @@ def _show_results(plan: Plan, folder: Path) -> None:
     measured: list[tuple[str, str]] = []
     with contextlib.suppress(OSError):
         measured += outcome(folder)
-    trained = [step.slot for step in plan.steps if issubclass(step.gives or object, TrainedRun)]
+    trained = [
+        planned.slot for planned in plan.slots if issubclass(planned.gives or object, TrainedRun)
+    ]
     names = {trained[0]: "checkpoint"} if len(trained) == 1 else {}
     places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
     found = [(names.get(name, name), shown_path(place)) for name, place in places]
@@ -73,12 +74,12 @@ def _show_results(plan: Plan, folder: Path) -> None:
 def _continues(plan: Plan, folder: Path, journal: Journal) -> str:
     """Say from where a run goes on."""
     done = finished_in(plan, journal)
-    left = [step for step in plan.steps if step.slot not in done]
+    left = [planned for planned in plan.slots if planned.slot not in done]
     trains = [one.slot for one in left if issubclass(one.gives or object, TrainedRun)]
     training = training_of(plan.view.wiring, trains[0]) if trains else None
     step = None if training is None else saved_step(folder / rundir.METRICS, training)
     where = "" if step is None else f" at step {step}"
-    return f"continues{where} ({len(done)} of {len(plan.steps)} slots done)"
+    return f"continues{where} ({len(done)} of {len(plan.slots)} slots done)"
 
 
 @contextlib.contextmanager

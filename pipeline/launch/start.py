@@ -111,7 +111,7 @@ def _run_as_rank0(job: Job, meet: Callable[[], Store]) -> None:
 
 def _meet(job: str = "") -> Store:
     from pipeline.distributed.process_group import environment_store
-    from pipeline.utils.process_tree import die_with
+    from pipeline.utils.processes import die_with
 
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own death must not leave this rank behind
         die_with(os.getppid())

@@ -13,14 +13,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipeline.chain.registry import Plugins, Registry
 from pipeline.errors import RecipeError, UsageError
 from pipeline.execution.in_process import scratch_context
-from pipeline.planning.choice import MOST_NODES, choose, on_more_nodes, suited
 from pipeline.planning.hardware import HardwareOptions, Margins, resolve_topology
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
-from pipeline.planning.presets import Strategy, in_order
+from pipeline.planning.presets import in_order
 from pipeline.planning.report import memory, spare
-from pipeline.planning.search import Candidate, Changes, SearchBase, best, overrides
-from pipeline.planning.shapes import Topology
+from pipeline.planning.search import (
+    MOST_NODES,
+    Candidate,
+    Changes,
+    SearchBase,
+    best,
+    choose,
+    on_more_nodes,
+    overrides,
+    suited,
+)
 from pipeline.recipe.dump import render
 
 if TYPE_CHECKING:
@@ -39,39 +47,33 @@ EXAMPLE = """\
 
 @dataclass(frozen=True, kw_only=True)
 class AdviceRequest:
-    """The training to draft a recipe for. None leaves a number to the template."""
+    """The training to draft a recipe for; None leaves a number to the template. model: fields of
+    the model slot. sequence: tokens of a sample. global_batch, micro_batch: samples of an optimizer
+    step, and most of a forward pass. compute: dtype that suits the devices, such as `bf16`. survey:
+    the template's survey of the data. reasons: more lines that say why. folder: that of the recipe,
+    from which it names files near it."""
 
     name: str
     model: Mapping[str, Any]
-    """Fields of the model slot."""
     data: Path
     lora: bool
     sequence: int | None
-    """Tokens of a sample."""
     global_batch: int | None
-    """Samples of an optimizer step."""
     micro_batch: int | None
-    """Most samples of a forward pass."""
     ranks: int
     on_gpus: bool
     compute: str
-    """Compute dtype that suits the devices, such as `bf16`."""
     survey: Any = None
-    """The template's survey of the data, if it has made one."""
     reasons: tuple[str, ...] = ()
-    """More lines that say why."""
     folder: Path | None = None
-    """Folder of the recipe, from which it names files near it."""
 
     def named(self, value: Any) -> Any:
-        """A value, which for an absolute path is named from the recipe's folder, if it lies in that
-        or near it: so it moves with the folder."""
+        """A value; an absolute path near the recipe's folder becomes relative to it."""
         if self.folder is None or not (isinstance(value, str) and value.startswith("/")):
             return value
         name = os.path.relpath(value, self.folder.absolute())
-        if name.split("/").count("..") > NEAR:
-            return value
-        return name if name.startswith("..") else f"./{name}"
+        near = name if name.startswith("..") else f"./{name}"
+        return value if name.split("/").count("..") > NEAR else near
 
 
 class Template(Protocol):
@@ -108,8 +110,8 @@ def advise(
     task: AdviceRequest, machines: HardwareOptions, margins: Margins, registry: Registry
 ) -> tuple[str | None, list[str]]:
     """The recipe under the best strategy, with as few savings as it needs, or None if nothing fits;
-    and lines for people, which are comments of the recipe too: the choice, its reasons, the
-    alternatives. Raises PipeError for a recipe that cannot be planned at all."""
+    and lines for people: the choice, its reasons, the alternatives. Raises PipeError for a recipe
+    that cannot be planned at all."""
     strategies = in_order(registry)
     if not strategies:
         raise UsageError("no installed stage offers a strategy")
@@ -121,63 +123,48 @@ def advise(
         data.write_text(EXAMPLE, "utf-8")
         trial = task if task.data.exists() else replace(task, data=data)
 
-        def based(request: AdviceRequest, name: str) -> SearchBase:
-            file = Path(folder) / name
+        def based(name: str, **changes: Any) -> SearchBase:
+            file, request = Path(folder) / name, replace(trial, **changes)
             file.write_text(drafted(request, {WRAP: strategies[0].generous}), "utf-8")
             return SearchBase(recipe=file, machines=machines, margins=margins, registry=registry)
 
-        base = based(trial, "recipe.yaml")
-        _require_sound(base)
+        base = based("recipe.yaml")
+        try:
+            base.checked({})
+        except RecipeError as error:  # of mistakes, a strategy changes those of its own slot
+            own = [one for one in error.problems if one.key.split(".")[0] != WRAP]
+            if own:
+                said = "; ".join(one.message for one in own)
+                raise UsageError(said, hint=own[0].hint) from error
         tried, refused = choose(base, known, WRAP)
         if not tried:
             raise UsageError("\n".join(["no strategy can be planned", *refused]))
         chosen, fits = tried[0], tried[0].fits
         on_gpus = fits and chosen.strategy.order < Tier.OFFLOADED
         rest: list[str] = []
-        if task.on_gpus and (chosen.narrow or not on_gpus):
+        starts = [{WRAP: one.generous} for one in strategies if one.order == Tier.SHARDED]
+        if task.on_gpus and (chosen.narrow or not on_gpus) and starts:
             # Enough samples for any number of nodes; memory hardly depends on it.
             batch = task.global_batch or MOST_NODES * topology.local_ranks
-            larger = based(replace(trial, global_batch=batch), "nodes.yaml")
-            rest += _more_nodes(larger, topology, strategies)
+            more = on_more_nodes(based("nodes.yaml", global_batch=batch), topology, starts[0])
+            if more is not None:
+                nodes = more.memory_plan.topology.nodes
+                rest += [f"without offloading and narrower dtypes, it fits on {nodes} nodes"]
         if not task.lora and not on_gpus:
-            rest += _low_rank(based(replace(trial, lora=True), "low_rank.yaml"), known)
-        rest += [*_others(tried[fits:]), *(f"refused: {one}" for one in refused)]
+            near = [one for one in known if one.order < Tier.OFFLOADED]
+            low, _ = choose(based("low_rank.yaml", lora=True), near, WRAP)
+            if low and low[0].fits:
+                rest += [f"low-rank updates (--lora) would fit with {_line(low[0])}"]
+        others = tried[fits:]
+        for able, title in ((True, "fits too:"), (False, "needs too much, with all savings:")):
+            found = [f"  {_line(one)}" for one in others if one.fits is able]
+            rest += [title, *found] if found else []
+        rest += [f"refused: {one}" for one in refused]
         if not fits:
             return None, rest
         reasons = [*Templates.finetune().explained(task, _slots(task, chosen.changes))]
         lines = [*reasons, *task.reasons, *_explained(chosen, tried), *rest]
         return drafted(replace(task, folder=home), chosen.changes, lines), lines
-
-
-def _require_sound(base: SearchBase) -> None:
-    """Raise UsageError for mistakes that no strategy changes, such as a missing data file."""
-    try:
-        base.checked({})
-    except RecipeError as error:
-        own = [one for one in error.problems if one.key.split(".")[0] != WRAP]
-        if own:
-            raise UsageError("; ".join(one.message for one in own), hint=own[0].hint) from error
-
-
-def _reason(chosen: Candidate, tried: Sequence[Candidate]) -> str:
-    """A sentence that says why ranks share samples or layers."""
-    alone = [one for one in tried if not one.strategy.axes]
-    fitting = best(alone)
-    if fitting is None:
-        if not alone:
-            return "data parallelism cannot be planned"
-        least = min(alone, key=lambda one: one.memory_plan.needed)
-        return (
-            f"data parallelism does not fit: {least.strategy.name}, with all that only costs "
-            f"time, needs {memory(least.memory_plan)}"
-        )
-    mine, others = chosen.memory_plan.time.expected, fitting.memory_plan.time.expected
-    idle = fitting.memory_plan.idle
-    why = f", which leaves {idle} GPUs without a sample" if idle else ""
-    return (
-        f"data parallelism is no better: a step takes {others:.3g} s under "
-        f"{fitting.strategy.name}{why}, {mine:.3g} s so"
-    )
 
 
 def _explained(chosen: Candidate, tried: Sequence[Candidate]) -> Iterator[str]:
@@ -191,6 +178,27 @@ def _explained(chosen: Candidate, tried: Sequence[Candidate]) -> Iterator[str]:
         if one.changes.items() <= chosen.saving.items():  # no later one changes the same field
             without = memory(chosen.without(one).memory_plan)
             yield f"  {' '.join(overrides(one.changes))}: {one.what}; without it {without}"
+
+
+def _reason(chosen: Candidate, tried: Sequence[Candidate]) -> str:
+    """A sentence that says why ranks share samples or layers."""
+    alone = [one for one in tried if not one.strategy.axes]
+    fitting = best(alone)
+    if not alone:
+        return "data parallelism cannot be planned"
+    if fitting is None:
+        least = min(alone, key=lambda one: one.memory_plan.needed)
+        return (
+            f"data parallelism does not fit: {least.strategy.name}, with all that only costs "
+            f"time, needs {memory(least.memory_plan)}"
+        )
+    mine, others = chosen.memory_plan.time.expected, fitting.memory_plan.time.expected
+    idle = fitting.memory_plan.idle
+    why = f", which leaves {idle} GPUs without a sample" if idle else ""
+    return (
+        f"data parallelism is no better: a step takes {others:.3g} s under "
+        f"{fitting.strategy.name}{why}, {mine:.3g} s so"
+    )
 
 
 def _numbers(memory_plan: MemoryPlan) -> str:
@@ -210,34 +218,9 @@ def _line(one: Candidate) -> str:
     return f"{one.strategy}{saved}: {_numbers(one.memory_plan)}"
 
 
-def _others(tried: Sequence[Candidate]) -> Iterator[str]:
-    for fits, title in ((True, "fits too:"), (False, "needs too much, with all savings:")):
-        found = [f"  {_line(one)}" for one in tried if one.fits is fits]
-        yield from [title, *found] if found else []
-
-
-def _more_nodes(
-    base: SearchBase, topology: Topology, strategies: Sequence[Strategy]
-) -> Iterator[str]:
-    """Name the number of nodes on which the model fits without offloading and narrower dtypes."""
-    starts = [{WRAP: one.generous} for one in strategies if one.order == Tier.SHARDED]
-    candidate = on_more_nodes(base, topology, starts[0]) if starts else None
-    if candidate is not None:
-        nodes = candidate.memory_plan.topology.nodes
-        yield f"without offloading and narrower dtypes, it fits on {nodes} nodes"
-
-
-def _low_rank(base: SearchBase, strategies: Sequence[Strategy]) -> Iterator[str]:
-    """Name the strategy that fits if low-rank updates are trained instead of all weights."""
-    tried, _ = choose(base, [one for one in strategies if one.order < Tier.OFFLOADED], WRAP)
-    if tried and tried[0].fits:
-        yield f"low-rank updates (--lora) would fit with {_line(tried[0])}"
-
-
 def look(model: Mapping[str, Any], file: Path) -> Any:
     """Return the template's survey of a data file, for a model slot's fields. Raises PipeError."""
-    log = logging.Logger("pipe.look", logging.ERROR)
-    with scratch_context(log) as ctx:
+    with scratch_context(logging.Logger("pipe.look", logging.ERROR)) as ctx:
         return Templates.finetune().look(ctx, model, file)
 
 
@@ -251,7 +234,6 @@ def _slots(task: AdviceRequest, changes: Changes) -> dict[str, dict[str, Any]]:
 
 def drafted(task: AdviceRequest, changes: Changes, comments: Sequence[str] = ()) -> str:
     """The recipe as YAML, under comments."""
-    slots = _slots(task, changes)
     launch = {"procs": task.ranks, "device": "cuda" if task.on_gpus else "cpu"}
-    recipe = {"name": task.name, "seed": 0, "launch": launch, "stages": slots}
+    recipe = {"name": task.name, "seed": 0, "launch": launch, "stages": _slots(task, changes)}
     return "\n".join([*(f"# {line}".rstrip() for line in comments), "", render(recipe)])

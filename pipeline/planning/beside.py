@@ -1,5 +1,5 @@
 """The plan of a run that is starting, made in a process next to it, which gets its spec and numbers
-of processes as a message (`pipeline.utils.child`).
+of processes as a message (`pipeline.utils.processes`).
 
 The run's display and report compare what is measured with it.
 """
@@ -25,8 +25,8 @@ from pipeline.hardware.telemetry import Telemetry
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import MemoryPlan, estimate_plan
 from pipeline.planning.report import lines
-from pipeline.utils.child import received, start_child
 from pipeline.utils.files import replace_text
+from pipeline.utils.processes import received, start_child
 
 KINDNESS = 19
 """Niceness of the process: the run's own come first."""

@@ -1,10 +1,9 @@
-"""Combine a model's profile and a strategy's memory at every moment of a step, and add the needs of
-all other slots."""
+"""Combine a model's profile, a strategy's memory over a step, and the needs of all other slots."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.chain.binding import Results
@@ -13,10 +12,9 @@ from pipeline.planning import forecast
 from pipeline.planning.forecast import Extra, Held, PipelineRank, StrategyMemory
 from pipeline.planning.planner import Job, forecasts, require_told
 from pipeline.planning.profile import Line, Profile
-from pipeline.planning.shapes import ModelShape, Step, Topology
+from pipeline.planning.shapes import Step, Topology
 from pipeline.planning.walk import ranks_of, stage_profiles, step_peaks
 
-PROCESSES = "processes"
 PROCESS = round(0.6 * GIB)
 """Bytes of host memory of a process that has loaded the libraries, measured on CPUs."""
 
@@ -24,7 +22,7 @@ PROCESS = round(0.6 * GIB)
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """Floating-point operations of one rank in an optimizer step, as in `Part`; in a pipeline, of
-    the rank with the most. moved: bytes to and from its memory beside products, that is each new
+    the rank with the most. moved: bytes to and from its memory next to products, that is each new
     tensor, twice, and the update's. idle: share of the step in which it waits for other stages."""
 
     products: float
@@ -62,8 +60,8 @@ class Estimate:
 
 
 def ask_planners(job: Job, profile: Profile) -> Results:
-    """The model's profile, every slot's forecast, and a sentence for each slot without one. Raises
-    the planners' errors, and UsageError if nothing forecasts the strategy or a step."""
+    """The profile, every slot's forecast, and a sentence for each slot without one. Raises the
+    planners' errors, and UsageError if nothing forecasts the strategy or a step."""
     known = Results.of(profile, profile.model, job.samples, job.step)
     results, silent = forecasts(job.plan, job.topology, job.planners, known)
     require_told(job.plan, silent)
@@ -72,35 +70,32 @@ def ask_planners(job: Job, profile: Profile) -> Results:
 
 
 def combine(topology: Topology, results: Results) -> Estimate:
-    """Combine the forecasts of all planners. Raises UsageError without a planner that forecasts a
-    strategy or a step."""
-    model = results.require(ModelShape, "the model has no shape")
-    caveats, extras = (*model.caveats, *results.each(str)), [*results.each(Extra)]
+    """Combine all forecasts. Raises UsageError without that of a strategy or a step."""
     why = "this recipe cannot be planned: {}"
     profile = results.require(Profile, "the model has no profile")
     step = results.require(Step, why.format("no slot forecasts a training step"))
     share: StrategyMemory = results.require(StrategyMemory, why.format("no slot wraps the model"))
+    extras = [*results.each(Extra)]
     peaks = step_peaks(profile, share, samples=step.micro_batch, microbatches=step.microbatches)
-    host = peaks["both" if topology.device == "cpu" else "host"]
     disk = {item: size for one in peaks["disk"].values() for item, size in one.items.items()}
-    ranks = ranks_of(profile, share, step.microbatches)
-    steps = [_RankStep(profile, one, step) for one in ranks]
-    slowest = max(steps, key=lambda one: one.total("products"))
+    ranks = [_RankStep(profile, one, step) for one in ranks_of(profile, share, step.microbatches)]
+    slowest = max(ranks, key=lambda one: one.total("products"))
     waiting = round(slowest.total("offloaded", "forward"))
     copies = share.copies(step.microbatches)
-    traffic: Counter[forecast.Traffic] = Counter()  # equal kinds as one
-    for one in slowest.traffic():
-        traffic[replace(one, bytes=0)] += one.bytes
     return Estimate(
         device=peaks["device"],
-        host=_host(topology, host, extras),
+        host=_host(topology, peaks["both" if topology.device == "cpu" else "host"], extras),
         offloaded={item: size * topology.on_node for item, size in disk.items()},
         storage=[extra for extra in extras if not extra.phases],
-        traffic=[replace(kind, bytes=size) for kind, size in traffic.items()],
+        traffic=slowest.traffic(),
         copies=replace(copies, up=copies.up + waiting, down=copies.down + waiting),
         step=step,
-        work=slowest.work(share.updated),
-        caveats=(*caveats, *share.caveats),
+        work=Work(
+            moved=2 * slowest.total("made") + share.updated,
+            idle=slowest.rank.idle,
+            **{name: slowest.total(name) for name in ("products", "attention", "again")},
+        ),
+        caveats=(*profile.model.caveats, *results.each(str), *share.caveats),
     )
 
 
@@ -108,7 +103,7 @@ class _RankStep:
     """Computation and traffic of a rank in a step."""
 
     def __init__(self, profile: Profile, rank: PipelineRank, step: Step) -> None:
-        self._rank, self._profiles = rank, stage_profiles(profile, rank)
+        self.rank, self._profiles = rank, stage_profiles(profile, rank)
         # Stages take micro-batches of equal shapes.
         samples = rank.microbatches * step.micro_batch
         self._samples = samples if rank.ranks > 1 else step.of_rank
@@ -118,34 +113,29 @@ class _RankStep:
         return sum(self._of_step(one.total(name, event)) for one in self._profiles)
 
     def _of_step(self, line: Line) -> float:
-        return line.fixed * self._rank.microbatches + line.each * self._samples
+        return line.fixed * self.rank.microbatches + line.each * self._samples
 
-    def work(self, updated: int) -> Work:
-        """All work, with the bytes of an update."""
-        names = "products", "attention", "again"
-        moved = 2 * self.total("made") + updated
-        return Work(moved=moved, idle=self._rank.idle, **{name: self.total(name) for name in names})
-
-    def traffic(self) -> Iterator[forecast.Traffic]:
-        """Traffic that shards the model, that inside of it, and hidden states that are passed
-        on."""
-        rank = self._rank
+    def traffic(self) -> list[forecast.Traffic]:
+        """Traffic of shards, inside of the model, and of hidden states; equal kinds as one."""
+        rank, sums = self.rank, Counter[forecast.Traffic]()
         for stage in rank.stages:
-            yield from stage.memory.traffic(rank.microbatches)
+            for one in stage.memory.traffic(rank.microbatches):
+                sums[replace(one, bytes=0)] += one.bytes
         for profile in self._profiles:
             for kind, size in profile.exchanges():
-                yield replace(kind, bytes=round(self._of_step(size)))
+                sums[kind] += round(self._of_step(size))
         if rank.ranks > 1:
-            passed = sum(one.hidden * one.received for one in rank.stages) * self._samples
-            yield forecast.Traffic(
-                collective="send", bytes=passed, ranks=rank.ranks, apart=rank.apart,
+            hidden = forecast.Traffic(
+                collective="send", bytes=0, ranks=rank.ranks, apart=rank.apart,
                 what="hidden states and their gradients",
             )  # fmt: skip
+            sums[hidden] += sum(one.hidden * one.received for one in rank.stages) * self._samples
+        return [replace(kind, bytes=size) for kind, size in sums.items()]
 
 
 def _host(topology: Topology, held: Mapping[str, Held], extras: Sequence[Extra]) -> dict[str, Held]:
     ranks = topology.on_node
-    base = {PROCESSES: PROCESS * ranks}
+    base = {"processes": PROCESS * ranks}
     phases = {
         phase: Counter(base | {item: size * ranks for item, size in one.items.items()})
         for phase, one in held.items()

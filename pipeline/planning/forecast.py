@@ -1,5 +1,4 @@
-"""Forecasts of strategies: what a rank holds at each moment of a step, sends and copies. Nothing
-here makes a tensor."""
+"""Forecasts of strategies: what a rank holds at each moment of a step, sends and copies."""
 
 from __future__ import annotations
 
@@ -9,37 +8,33 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 LOAD, FORWARD, BACKWARD = "load", "forward and loss", "backward"
-UPDATE, SAVE, RESUME = "optimizer step", "checkpoint", "resume"
-EXPORT = "export"
+UPDATE, SAVE, RESUME, EXPORT = "optimizer step", "checkpoint", "resume", "export"
 LOADED = (FORWARD, BACKWARD, UPDATE, SAVE, RESUME)
 """Phases from when the model is loaded to the end of the training."""
 
-PARAMETERS = "parameters"
-GATHERED = "parameters in use"
-GRADIENTS = "gradients"
-WHOLE_GRADIENTS = "gradients before they are reduced"
-OPTIMIZER = "optimizer state"
+PARAMETERS, GATHERED = "parameters", "parameters in use"
+GRADIENTS, WHOLE_GRADIENTS = "gradients", "gradients before they are reduced"
+OPTIMIZER, UPDATE_TEMPORARIES = "optimizer state", "temporaries of the update"
 BUFFERS = "communication buffers"
-UPDATE_TEMPORARIES = "temporaries of the update"
 
 Place = Literal["device", "host", "disk"]
 """Memory of the accelerator, memory of its host, or files of offloaded state."""
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 Unit = int | Literal["embeddings", "head"]
 """A block's number, or a part of the root: what runs before the first block or after the last."""
-Event = Literal["load", "gather", "forward", "loss", "begin", "regather", "backward", "reduce",
-                "weights", "rest", "step", "between"]  # fmt: skip
-"""Events of a step: `gather` and `regather` when forward and backward come to a unit, `forward` and
-`backward` while it computes, `begin` in backward before any unit, `reduce` when a unit's gradients
-are all there, `weights` when all gradients of a pipeline stage are, at the end of the weights' half
-of backward, `rest` while another stage runs on the same rank, `between` two steps."""
-IN_BACKWARD: tuple[Event, ...] = ("regather", "backward", "reduce")
+Event = Literal["load", "gather", "forward", "loss", "begin", "backward", "reduce", "weights",
+                "rest", "step", "between"]  # fmt: skip
+"""Events of a step: `gather` when forward comes to a unit, `forward` and `backward` while it
+computes, `begin` in backward before any unit, `reduce` when a unit's gradients are all there,
+`between` two steps. Of a pipeline only: `weights` when all gradients of a stage are there, at the
+end of the weights' half of backward, and `rest` while another stage runs on the same rank."""
+IN_BACKWARD: tuple[Event, ...] = ("backward", "reduce")
 """Events that come to a unit in backward."""
 
 
 @dataclass(frozen=True)
 class Extra:
-    """Bytes that a stage needs beside the step: memory of one host in some phases, or files."""
+    """Bytes that a stage needs next to the step: memory of one host in some phases, or files."""
 
     what: str
     bytes: int
@@ -48,14 +43,12 @@ class Extra:
 
 class Moment(NamedTuple):
     """A moment of a step, in its first or last micro-batch, or in one between. In a pipeline
-    `first` says that no gradient of the stage is waiting, `last` that all are reduced, `whole` that
-    the pass before left the stage's units gathered."""
+    `first` says that no gradient of the stage is waiting, `last` that all are reduced."""
 
     event: Event
     unit: Unit = "head"
     first: bool = True
     last: bool = True
-    whole: bool = False
 
 
 class Item(NamedTuple):
@@ -81,9 +74,9 @@ class Held:
 
 
 class Gradients(NamedTuple):
-    """Bytes for each element of a weight that its gradient takes in backward beside the model's
-    own memory, which has the gradient in the compute dtype. kept: from its computation until the
-    unit's gradients are reduced; passing: only at its computation."""
+    """Bytes for each element of a weight that its gradient takes in backward, in addition to the
+    gradient in the compute dtype that a profile counts while it is computed. kept: from then until
+    the unit's gradients are reduced; passing: only at its computation."""
 
     kept: float
     passing: float
@@ -105,22 +98,20 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """Bytes that one rank moves in an optimizer step: up from the host to its accelerator, down
-    again, and to and from a disk."""
+    """Bytes that one rank moves in a step: up from the host, down again, to and from a disk."""
 
     up: int = 0
     down: int = 0
     disk: int = 0
 
 
-Kind = Literal["forward", "backward", "inputs", "weights", "gather", "release", "reduce"]
-"""Kinds of a pipeline's passes: forward; backward, or its halves for gradients of inputs and of
-weights; and for whole stages: to gather all of its units, to give them up, to reduce gradients."""
+Kind = Literal["forward", "backward", "inputs", "weights", "reduce"]
+"""Kinds of passes: forward, backward or its halves, and the reduction of a stage's gradients."""
 
 
 class Pass(NamedTuple):
-    """Next action of a rank: a micro-batch in one of its stages, which are numbered from 0 on each
-    rank. last: without a pipeline, the step's last micro-batch, as in `Moment`."""
+    """A micro-batch in one of a rank's stages, numbered from 0. last: as in `Moment`, without a
+    pipeline."""
 
     kind: Kind
     stage: int
@@ -130,23 +121,22 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStage:
-    """Consecutive blocks on a rank, with the embeddings before the first block and the head behind
-    the last, and what the strategy holds of them. stays: whether units that forward has gathered
-    stay so until backward. hidden, tokens: bytes for each sample of a micro-batch of hidden states,
-    and of its tokens."""
+    """Consecutive blocks on a rank, with the embeddings before the first block and the head after
+    the last, and what the strategy holds of them. hidden, tokens: bytes for each sample of a
+    micro-batch of hidden states, and of its tokens. deferred: bytes of gradients for each sample
+    that a backward in two halves keeps for the half of weights."""
 
     blocks: range
-    first: bool
-    last: bool
-    stays: bool
+    first: bool = True
+    last: bool = True
     memory: StrategyMemory
-    hidden: int
-    tokens: int
+    hidden: int = 0
+    tokens: int = 0
+    deferred: int = 0
 
     @property
     def received(self) -> int:
-        """Number of tensors of hidden states, or their gradients, that are received for a
-        micro-batch; as many are sent."""
+        """Tensors that are received for a micro-batch; as many are sent."""
         return (not self.first) + (not self.last)
 
 
@@ -156,32 +146,30 @@ class PipelineRank:
     and its passes in order. idle: share of a step in which it has nothing to do. microbatches:
     those of the schedule, which may be more than those with samples."""
 
-    ranks: int
-    apart: int
+    ranks: int = 1
+    apart: int = 1
     stages: Sequence[PipelineStage]
     passes: Sequence[Pass]
-    idle: float
+    idle: float = 0.0
     microbatches: int
 
 
 class StrategyMemory(ABC):
-    """A strategy's share of a training, forecast by the wrap stage's planner."""
+    """A strategy's share of a training, forecast by the wrap stage's planner. ranks: data-parallel
+    ones. caveats: effects that the forecast leaves out, as sentences that continue "not counted:".
+    averaged: bytes of averages of each trained element, which are saved with the moments. masters:
+    elements of the trained weights that this rank updates, and their place. updated: bytes that an
+    update reads and writes in the device's memory."""
 
     ranks: int
-    """Data-parallel ranks."""
     caveats: tuple[str, ...] = ()
-    """Effects that the forecast leaves out, as sentences that continue "not counted:"."""
     averaged: int = 0
-    """Bytes of averages of each trained element, which are saved beside moments."""
     masters: tuple[int, Place]
-    """Elements of the trained weights that this rank updates, and their place."""
     updated: int
-    """Bytes that an update reads and writes in the device's memory."""
 
     @abstractmethod
     def held(self, moment: Moment) -> Iterator[Item]:
-        """Everything held at a moment except activations and the gradients of the unit in backward
-        (see `gradients`)."""
+        """Everything held at a moment but activations and what `gradients` returns."""
 
     @abstractmethod
     def gradients(self, moment: Moment) -> Gradients:
@@ -189,14 +177,12 @@ class StrategyMemory(ABC):
 
     @abstractmethod
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
-        """Collectives of an optimizer step of `microbatches` micro-batches, beside those inside of
-        the model."""
+        """Collectives of an optimizer step, without those inside of the model."""
 
     def pipeline(self, microbatches: int) -> Sequence[PipelineRank]:
-        """The ranks of a pipeline in an optimizer step; none without a pipeline, where `held` is
-        what every rank holds."""
+        """The ranks of a pipeline; none where `held` is what every rank holds."""
         return ()
 
     def copies(self, microbatches: int) -> Copies:
-        """Copies between places in an optimizer step of `microbatches` micro-batches."""
+        """Copies between places in an optimizer step."""
         return Copies()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,19 +16,17 @@ from pipeline.utils.text import closest
 
 if TYPE_CHECKING:
     from pipeline.doctor.report import MachineReport
-    from pipeline.execution.memory_record import MemoryRecord
 
 PER_NODE = 8
 """GPUs of a node without `--gpus`."""
 COMPUTE, MEMORY, DISK = "compute", "memory", "NVMe"
 INSIDE, BETWEEN = "network inside nodes", "network between nodes"
 UP, DOWN = "PCIe to the GPU", "PCIe to the host"
-"""Resources of a device, and of a node: its network to others and its disk. PCIe carries both
-directions at once."""
+"""Resources of a device, and of a node: its network and its disk. PCIe carries both directions."""
 SHEET, MEASURED, GIVEN = "data sheet", "measured rate", "rate as given"
 EMULATED = "data sheet: fp32's rate at best, since this GPU has no bf16"
 LOST_BESIDE = round(1.2 * GIB)
-"""Bytes of a GPU in use beside torch's allocator: a CUDA context of 0.3 GiB and libraries' kernels
+"""Bytes of a GPU in use outside torch's allocator: a CUDA context of 0.3 GiB and libraries' kernels
 (github.com/pytorch/pytorch/issues/107667), 0.5 to 0.7 GiB for each communicator of NCCL
 (github.com/NVIDIA/nccl/issues/964)."""
 LOST_BETWEEN = 0.08
@@ -109,8 +107,8 @@ class HardwareOptions:
         return self.gpu or (found[0].name if found else None)
 
     @property
-    def of_gpus(self) -> Sequence[str]:
-        """Given options that are about GPUs."""
+    def of_gpus(self) -> list[str]:
+        """The options about GPUs that are given."""
         names = "gpus", "nodes", "gpu", "memory"
         return [f"--{name}" for name in names if getattr(self, name) is not None]
 
@@ -133,71 +131,34 @@ def resolve_hardware(machines: HardwareOptions, topology: Topology, *, compute: 
     """Hardware of the target. Precedence: options, then a measured machine, then data sheets; plans
     for CPUs use this machine. Raises UsageError for an unknown GPU, and for a measured machine that
     contradicts the options."""
-    on_cpu = topology.device == "cpu"
+    on_cpu, gpu = topology.device == "cpu", _gpu(machines)
+    facts: dict[str, Any] = {"host_memory": free_memory()} if on_cpu else {}
+    rates: dict[str, Rate] = {}
+    if gpu is not None and not on_cpu:
+        rate, emulated = gpu.rate(compute), compute == "bf16" and not gpu.bf16
+        facts = {"kind": gpu.name, "device_memory": gpu.memory, "matmul": gpu.matmul, "peak": rate}
+        links = {MEMORY: gpu.bandwidth, INSIDE: gpu.peers, UP: gpu.host, DOWN: gpu.host}
+        rates = {part: Rate(each) for part, each in links.items()}
+        rates[COMPUTE] = Rate(rate, EMULATED if emulated else SHEET)
+    if machines.machine is not None:
+        more, measured = _of_machine(machines.machine, machines.gpu, topology, compute)
+        facts |= more
+        rates |= {part: Rate(rate, MEASURED) for part, rate in measured.items() if rate}
     sizes = {"device_memory": machines.memory, "host_memory": machines.host_memory}
+    facts |= {name: round(size * GIB) for name, size in sizes.items() if size}
     given = {BETWEEN: machines.interconnect, DISK: machines.disk}
-    here: tuple[dict[str, Any], dict[str, Rate]] = {"host_memory": free_memory()}, {}
-    facts, rates = here if on_cpu else _of_gpu(machines, compute)
-    more, measured = _of_machine(machines, topology, compute)
-    more |= {name: round(size * GIB) for name, size in sizes.items() if size}
-    rates |= {part: Rate(rate, MEASURED) for part, rate in measured.items() if rate}
     rates |= {part: Rate(rate * GB, GIVEN) for part, rate in given.items() if rate}
-    return Hardware(**facts | more, rates=rates, price=None if on_cpu else machines.price)
-
-
-def narrow_dtype(machines: HardwareOptions) -> str:
-    """The narrow dtype to compute in: bf16, or fp16 on GPUs without bf16."""
-    gpu = _gpu(machines)
-    return "bf16" if gpu is None or gpu.bf16 else "fp16"
-
-
-def _gpu(machines: HardwareOptions) -> Accelerator | None:
-    known = find_accelerator(machines.kind) if machines.kind else None
-    if machines.gpu is not None and known is None:
-        meant = closest(machines.gpu.upper(), [one.name for one in accelerators()])
-        which = f"did you mean `{meant}`?" if meant else f"known: {_known()}"
-        instead = "say --memory" if machines.memory is None else "leave out --gpu"
-        raise UsageError(
-            f"--gpu {machines.gpu}: no GPU of this name is known", hint=f"{which} or {instead}"
-        )
-    return known
-
-
-def _known() -> str:
-    """The names of one word, in the order of letters and numbers, and the kinds of the rest."""
-    names = [one.name for one in accelerators() if " " not in one.name]
-    parts = re.compile(r"\d+|\D+")
-    in_order = sorted(
-        names, key=lambda name: [(p.isdigit(), p.zfill(6)) for p in parts.findall(name)]
-    )
-    return f"{', '.join(in_order)}, their variants as in `H100 PCIe`, RTX cards as in `RTX 4090`;"
-
-
-def _of_gpu(machines: HardwareOptions, compute: str) -> tuple[dict[str, Any], dict[str, Rate]]:
-    """Facts and rates of a GPU by its data sheet."""
-    gpu = _gpu(machines)
-    if gpu is None:
-        return {}, {}
-    rate, emulated = gpu.rate(compute), compute == "bf16" and not gpu.bf16
-    links = {MEMORY: gpu.bandwidth, INSIDE: gpu.peers, UP: gpu.host, DOWN: gpu.host}
-    rates = {COMPUTE: Rate(rate, EMULATED if emulated else SHEET)}
-    facts = {"kind": gpu.name, "device_memory": gpu.memory, "matmul": gpu.matmul, "peak": rate}
-    return facts, rates | {part: Rate(each) for part, each in links.items()}
+    return Hardware(**facts, rates=rates, price=None if on_cpu else machines.price)
 
 
 def _of_machine(
-    machines: HardwareOptions, topology: Topology, compute: str
+    machine: MachineReport, asked: str | None, topology: Topology, compute: str
 ) -> tuple[dict[str, Any], dict[str, float | None]]:
-    """Facts and rates of the measured machine."""
-    machine = machines.machine
-    if machine is None:
-        return {}, {}
+    """Facts and rates of a measured machine."""
     gpu = machine.devices[0] if machine.devices else None
-    another = (
-        gpu and machines.gpu and find_accelerator(gpu.name) is not find_accelerator(machines.gpu)
-    )
+    another = gpu and asked and find_accelerator(gpu.name) is not find_accelerator(asked)
     if another or machine.device != topology.device:
-        meant = "CPUs" if topology.device == "cpu" else machines.gpu or "GPUs"
+        meant = "CPUs" if topology.device == "cpu" else asked or "GPUs"
         raise UsageError(
             f"--machine describes one with {gpu.name if gpu else 'CPUs'}, not with {meant}",
             hint="give the report of a machine like the target",
@@ -215,15 +176,41 @@ def _of_machine(
     }
 
 
+def narrow_dtype(machines: HardwareOptions) -> str:
+    """The narrow dtype to compute in: bf16, or fp16 on GPUs without bf16."""
+    gpu = _gpu(machines)
+    return "bf16" if gpu is None or gpu.bf16 else "fp16"
+
+
+def _gpu(machines: HardwareOptions) -> Accelerator | None:
+    known = find_accelerator(machines.kind) if machines.kind else None
+    if machines.gpu is None or known is not None:
+        return known
+    names = [one.name for one in accelerators()]
+    meant = closest(machines.gpu.upper(), names)
+    # The names of one word, in the order of letters and numbers, and the kinds of the rest.
+    parts = re.compile(r"\d+|\D+")
+    words = sorted(
+        (name for name in names if " " not in name),
+        key=lambda name: [(p.isdigit(), p.zfill(6)) for p in parts.findall(name)],
+    )
+    rest = "their variants as in `H100 PCIe`, RTX cards as in `RTX 4090`;"
+    which = f"did you mean `{meant}`?" if meant else f"known: {', '.join(words)}, {rest}"
+    instead = "say --memory" if machines.memory is None else "leave out --gpu"
+    raise UsageError(
+        f"--gpu {machines.gpu}: no GPU of this name is known", hint=f"{which} or {instead}"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Margins:
-    """Memory that a GPU loses: bytes beside tensors, and a share of tensors' bytes between them."""
+    """Memory that a GPU loses: bytes outside tensors, and a share of tensors' bytes between them.
+    headroom: share of a GPU's memory that advice leaves free if it can."""
 
     overhead: int = LOST_BESIDE
     fragmentation: float = LOST_BETWEEN
     source: str = "assumed until measured"
     headroom: float = HEADROOM
-    """Share of a GPU's memory that advice leaves free if it can."""
 
     def of(self, tensors: int) -> int:
         """Bytes of a device for `tensors` bytes of tensors."""
@@ -234,18 +221,27 @@ def margins_for(
     kind: str | None, *, record: Path | None, overhead: float | None, runs: Path = RUNS
 ) -> Margins:
     """Margins of GPUs of a kind: by the record of a named run, else of the newest run in the folder
-    of runs, else assumed; `overhead` GiB replace the bytes beside tensors. Raises UsageError for a
+    of runs, else assumed; `overhead` GiB replace the bytes outside tensors. Raises UsageError for a
     missing record, or one of another kind."""
-    from pipeline.execution.memory_record import newest_record, read_record
+    from pipeline.execution.gpu_records import newest_record, read_record
 
-    named = None if record is None else (record.name, read_record(record))
-    if named is not None and kind is not None and not _same(named[1].device, kind):
-        raise UsageError(
-            f"--measured {record} is of a run on {named[1].device}, the plan is for {kind}",
-            hint="name a run on GPUs of the same kind",
+    def is_of(device: str) -> bool:
+        known = find_accelerator(device)
+        return device == kind or (known is not None and known is find_accelerator(str(kind)))
+
+    found, margins = None, Margins()
+    if record is not None:
+        found = record.name, read_record(record)
+        if kind is not None and not is_of(found[1].device):
+            raise UsageError(
+                f"--measured {record} is of a run on {found[1].device}, the plan is for {kind}",
+                hint="name a run on GPUs of the same kind",
+            )
+    elif kind is not None:
+        found = newest_record(
+            runs,
+            lambda one: one.allocated_bytes >= FULL_ENOUGH * one.device_bytes and is_of(one.device),
         )
-    found = named or (newest_record(runs, lambda one: _is_of(one, kind)) if kind else None)
-    margins = Margins()
     if found is not None:
         run, measured = found
         margins = Margins(
@@ -255,13 +251,3 @@ def margins_for(
             headroom=0.0,
         )
     return margins if overhead is None else replace(margins, overhead=round(overhead * GIB))
-
-
-def _is_of(record: MemoryRecord, kind: str) -> bool:
-    full = record.allocated_bytes >= FULL_ENOUGH * record.device_bytes
-    return full and _same(record.device, kind)
-
-
-def _same(one: str, other: str) -> bool:
-    known = find_accelerator(one)
-    return one == other or (known is not None and known is find_accelerator(other))

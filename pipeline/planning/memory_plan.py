@@ -7,21 +7,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.chain.artifacts import training_slots
 from pipeline.chain.plan import Plan
 from pipeline.chain.registry import Registry
-from pipeline.chain.trainings import training_slots
 from pipeline.contracts.precision import Precision
 from pipeline.distributed.launch import Started
 from pipeline.importing.unknown_keys import plan_recipe
+from pipeline.planning import hardware as machinery
 from pipeline.planning.estimate import Estimate, ask_planners, combine
-from pipeline.planning.hardware import (
-    Hardware,
-    HardwareOptions,
-    Margins,
-    narrow_dtype,
-    resolve_hardware,
-    resolve_topology,
-)
+from pipeline.planning.hardware import Hardware, HardwareOptions, Margins
 from pipeline.planning.planner import Job, Planners, no_planner
 from pipeline.planning.profile import profile_of
 from pipeline.planning.shapes import ModelShape, Topology
@@ -30,7 +24,10 @@ from pipeline.planning.step_time import Speed, StepTime, speed, step_time
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """A plan of memory and time."""
+    """A plan of memory and time. short: memory that is too small, `device` or `host` -> the phase
+    with the largest peak; memory of unknown size never is. wider: a note on a recipe that computes
+    in fp32 on GPUs; else empty. training: the slot that trains, of a recipe that trains several
+    times; others: plans of its other trainings, which need less."""
 
     plan: Plan
     topology: Topology
@@ -39,15 +36,11 @@ class MemoryPlan:
     estimate: Estimate
     model: ModelShape
     short: Mapping[str, str]
-    """Memory that is too small, `device` or `host` -> the phase with the largest peak."""
     time: StepTime
     speed: Speed | None
     wider: str = ""
-    """A note on a recipe that computes in fp32 on GPUs; else empty."""
     training: str = ""
-    """The slot that trains, of a recipe that trains several times."""
     others: tuple[MemoryPlan, ...] = ()
-    """Plans of its other trainings, which need less."""
 
     @property
     def fits(self) -> bool | None:
@@ -63,18 +56,15 @@ class MemoryPlan:
 
     @property
     def left(self) -> int | None:
-        """Bytes of a device that are free at the peak, with margins; None if its memory is not
-        known."""
+        """Bytes of a device that are free at the peak, with margins; None: not known."""
         known = None if self.topology.device == "cpu" else self.hardware.device_memory
         return None if known is None else known - self.needed
 
     @property
     def roomy(self) -> bool:
         """Whether it fits, and leaves the share of a device's memory that advice leaves."""
-        if self.short or self.left is None:
-            return not self.short
-        assert self.hardware.device_memory is not None
-        return self.left >= self.margins.headroom * self.hardware.device_memory
+        least = self.margins.headroom * (self.hardware.device_memory or 0)
+        return not self.short and (self.left is None or self.left >= least)
 
     @property
     def idle(self) -> int:
@@ -124,9 +114,8 @@ def check(
     """Check a recipe for the machines of the options. Raises RecipeError."""
     # Options replace the recipe's device; one in the overrides contradicts them.
     lines = [*(["launch.device=cuda"] if machines.on_gpus else []), *overrides]
-    return plan_recipe(
-        recipe, lines, registry=registry, forecast=True, started=Started(procs=machines.procs)
-    )
+    started = Started(procs=machines.procs)
+    return plan_recipe(recipe, lines, registry=registry, forecast=True, started=started)
 
 
 def estimate_plan(plan: Plan, machines: HardwareOptions, margins: Margins) -> MemoryPlan:
@@ -134,7 +123,7 @@ def estimate_plan(plan: Plan, machines: HardwareOptions, margins: Margins) -> Me
     they follow each other. One without a planner is not counted. Raises UsageError and
     StageError."""
     known, slots = Planners.installed(), training_slots(plan.view.wiring)
-    trains = [step for step in plan.steps if step.slot in slots]
+    trains = [planned for planned in plan.slots if planned.slot in slots]
     told = [step.slot for step in trains if step.use in known]
     if len(told) < 2:
         return _estimated(plan, machines, margins)
@@ -155,40 +144,31 @@ def estimate_plan(plan: Plan, machines: HardwareOptions, margins: Margins) -> Me
 
 def _estimated(plan: Plan, machines: HardwareOptions, margins: Margins) -> MemoryPlan:
     per_node = plan.recipe.launch.procs if plan.recipe.launch.nodes else None
-    topology = resolve_topology(machines, plan.view.procs, plan.view.device, per_node)
-    job = Job.of(plan, topology)
-    topology = job.topology
-    profile = profile_of(job)
+    site = machinery.resolve_topology(machines, plan.view.procs, plan.view.device, per_node)
+    job = Job.of(plan, site)
+    topology, profile = job.topology, profile_of(job)
     results = ask_planners(job, profile)
     estimate = combine(topology, results)
     policy = results.latest(Precision)
     compute = policy.compute if policy else "fp32"
-    hardware = resolve_hardware(machines, topology, compute=compute)
-    time = step_time(estimate, topology, hardware)
+    hardware = machinery.resolve_hardware(machines, topology, compute=compute)
+    time, wider = step_time(estimate, topology, hardware), ""
+    if topology.device != "cpu" and compute == "fp32":
+        slots = (one.slot for one in plan.slots if issubclass(one.gives or object, Precision))
+        narrow = machinery.narrow_dtype(machines)
+        usual = f"{next(slots, 'precision')}.compute={narrow}"
+        wider = f"computes in fp32, as the recipe says; {usual} is usual on GPUs"
     return MemoryPlan(
-        plan=plan,
-        topology=topology,
-        hardware=hardware,
-        margins=margins,
-        estimate=estimate,
-        model=profile.model,
-        short=shortages(estimate, topology, hardware, margins),
-        time=time,
-        speed=speed(time, estimate, topology, hardware),
-        wider="" if topology.device == "cpu" or compute != "fp32" else _wider(plan, machines),
-    )
-
-
-def _wider(plan: Plan, machines: HardwareOptions) -> str:
-    slots = (one.slot for one in plan.steps if issubclass(one.gives or object, Precision))
-    usual = f"{next(slots, 'precision')}.compute={narrow_dtype(machines)}"
-    return f"computes in fp32, as the recipe says; {usual} is usual on GPUs"
+        plan=plan, topology=topology, hardware=hardware, margins=margins, estimate=estimate,
+        model=profile.model, short=shortages(estimate, topology, hardware, margins), time=time,
+        speed=speed(time, estimate, topology, hardware), wider=wider,
+    )  # fmt: skip
 
 
 def shortages(
     estimate: Estimate, topology: Topology, hardware: Hardware, margins: Margins
 ) -> dict[str, str]:
-    """Memory that is too small, as `MemoryPlan.short`; memory of unknown size never is."""
+    """Memory that is too small, as `MemoryPlan.short`."""
     places = {"host": (estimate.host, estimate.host_peak, hardware.host_memory)}
     if topology.device != "cpu":
         needed = margins.of(estimate.peak)

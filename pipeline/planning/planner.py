@@ -1,8 +1,9 @@
 """Planners: classes that answer for a stage when a recipe is planned or benchmarked.
 
-A planner has an entry point in the group `pipe.planners`, under the stage's name. It derives from
-`Planner`, and may have two more methods, whose further parameters are annotated, like those of
-`run`, with the types that they need from earlier slots:
+A planner has an entry point in the group `pipe.planners`, under the stage's name; a stage that
+needs nothing worth counting says so instead, with a class attribute `nothing_to_plan = True`. A
+planner derives from `Planner`, and may have two more methods, whose further parameters are
+annotated, like those of `run`, with the types that they need from earlier slots:
 
 - `forecast(self, topology, ...)` returns the stage's needs (`pipeline.planning.forecast`);
 - `trace(self, ctx, ...)` stands for the stage's `run` where the model is profiled on tensors
@@ -14,7 +15,7 @@ Importing a planner imports no torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -37,9 +38,8 @@ S = TypeVar("S")
 class TraceScope:
     """Part of a training to profile: the first `blocks` blocks of the model (None: all), and one
     micro-batch of `samples` samples. `run` runs the micro-batch forward and backward under an
-    objective. `once` runs a function if none with the same key ran in this part of the model
-    before, and else only counts what that one took, whose result it returns: for many equal parts
-    that keep nothing."""
+    objective. `once(key, f)` runs f for the first call with a key; later calls in the same part of
+    the model return its result, and count what it took again: for many equal parts."""
 
     blocks: int | None = None
     samples: int = 1
@@ -49,38 +49,35 @@ class TraceScope:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """A change of a stage's own fields with which a step needs less memory."""
+    """A change of a stage's own fields with which a step needs less memory. order: position among
+    the savings of all stages, which are tried in order; one for each kind. beside: fields of other
+    slots to change with it, by the type that the slot gives."""
 
     order: int
-    """Position among the savings of all stages, which are tried in order; one for each kind."""
     what: str
     fields: Mapping[str, Any]
     beside: Mapping[type, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    """Fields of other slots to change with it, by the type that the slot gives."""
 
 
 CHUNK, SMALLER, REDUCE, RECOMPUTE, AWAY = 1, 2, 3, 4, 5
 """Orders of savings that only cost time: logits in chunks, smaller micro-batches, gradients reduced
-more often, activations computed again, and their inputs kept in host memory, which costs the
-most."""
+more often, activations computed again, and their inputs in host memory, which costs the most."""
 NARROW_MOMENTS, NARROW_MASTERS, NARROW_FROZEN = 6, 7, 8
-"""Orders of savings that change numerics, each tried only if the earlier ones are not enough:
-moments, master weights, frozen weights in fewer bits."""
+"""Orders of savings that change numerics: moments, master weights, frozen weights in fewer bits."""
 
 
 class Tier:
     """Positions in the order in which strategies are tried: faster ones, which need more memory,
-    first. From OFFLOADED on, each is tried only if no earlier one fits."""
+    first. SHARDED_WITHIN_NODES: replicated across nodes. PARTLY_SHARDED: gathered once a step.
+    DIVIDED: ranks share samples or layers; tried where no earlier one fits, leaves no rank without
+    a sample, and computes for as long as it communicates. From OFFLOADED on, each is tried only if
+    no earlier one fits."""
 
     REPLICATED = 10
     SHARDED_WITHIN_NODES = 20
-    """Sharded across nodes only."""
     PARTLY_SHARDED = 30
-    """Gathered once a step."""
     SHARDED = 40
     DIVIDED = 45
-    """Ranks share samples or layers: tried where no earlier one fits, leaves no rank without a
-    sample, and computes for as long as it communicates."""
     OFFLOADED = 50
     MORE_OFFLOADED = 55
     OFFLOADED_TO_DISK = 60
@@ -88,20 +85,17 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A way to use a stage that wraps."""
+    """A way to use a stage that wraps. fields: of the slot. what: short description. order: `Tier`
+    in which `pipe advise` tries it; 0: never. at_first: further fields that it begins with, which
+    spend memory to save time; the planner's `savings` take them back. axes: ranks by the axis on
+    which they share samples or layers: `tensor`, within a node, and others. Of presets with the
+    same axes, `pipe advise` takes the first that fits."""
 
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of the slot."""
     what: str = ""
-    """Short description, as in `every rank holds everything`."""
     order: int = 0
-    """Position in the order in which `pipe advise` tries strategies (`Tier`); 0: never tried."""
     at_first: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Further fields that `pipe advise` begins with, which spend memory to save time; the planner's
-    `savings` take them back."""
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Ranks by the axis on which they share samples or layers: `tensor`, within a node, and others.
-    Of presets with the same axes, `pipe advise` takes the first that fits."""
 
 
 Presets = Mapping[str, Preset]
@@ -110,21 +104,18 @@ Presets = Mapping[str, Preset]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A few steps of a recipe, to be measured: no evaluation, and one checkpoint, at the end."""
+    """A few optimizer steps of a recipe, to be measured: no evaluation, and one checkpoint, at the
+    end. profile: steps that torch.profiler records. growth: samples of one optimizer step, in
+    multiples of the recipe's. shares: number of data-parallel ranks for defaults that depend on it,
+    so that all compared trials have the same micro-batch."""
 
     steps: int
-    """Optimizer steps in all."""
     profile: tuple[int, ...] = ()
-    """Steps among them that torch.profiler records."""
     growth: Fraction = Fraction(1)
-    """Samples of one optimizer step, in multiples of the recipe's."""
     shares: int = 1
-    """Number of data-parallel ranks for defaults that depend on it, such as the micro-batch: those
-    of a strategy on as many processes as all compared trials take."""
 
     def grown(self, samples: int) -> int:
-        """Samples of one optimizer step of the trial, from those of the recipe. Raises UsageError
-        if they are no whole number."""
+        """Samples of a step of the trial, from the recipe's. Raises UsageError for a fraction."""
         grown = samples * self.growth
         if grown.denominator != 1:
             why = f"{samples} samples a step x {self.growth} would be {float(grown):g}"
@@ -134,8 +125,7 @@ class Trial:
 
 
 class Planner(Generic[S]):
-    """Forecasts of a checked stage. The base class stands for a stage that needs nothing worth
-    counting beside a step."""
+    """Forecasts of a checked stage. The base class stands for one that needs nothing."""
 
     def __init__(self, stage: S) -> None:
         self.stage = stage
@@ -146,14 +136,13 @@ class Planner(Generic[S]):
         return dataclasses.asdict(stage)
 
     def savings(self, ranks: int) -> Iterable[Saving]:
-        """Changes of the stage's fields with which a step on `ranks` data-parallel ranks needs less
-        memory."""
+        """Changes with which a step on `ranks` data-parallel ranks needs less memory."""
         return ()
 
     def for_benchmark(self, trial: Trial) -> S:
-        """The stage with the settings of a trial: a stage that trains takes `trial.steps` steps and
-        evaluates nothing, one that saves does so once and into the run's folder. A stage that
-        trains cannot be measured without this method; others stay unchanged."""
+        """The stage with the settings of a trial: one that trains, which needs this method to be
+        measured, takes `trial.steps` steps and evaluates nothing; one that saves does so once and
+        into the run's folder."""
         return self.stage
 
     @classmethod
@@ -162,8 +151,7 @@ class Planner(Generic[S]):
         return {}
 
     def division(self, topology: Topology) -> Division | None:
-        """The division of the model among ranks, by a stage that wraps it; None if each rank
-        computes all of it."""
+        """How a wrap stage divides the model; None if each rank computes all of it."""
         return None
 
 
@@ -175,19 +163,21 @@ class Planners(Plugins[type[Planner[Any]]]):
 
     def fault(self, loaded: Any) -> str:
         """The reason why an object is no planner; empty for a planner."""
-        return (
-            "" if isinstance(loaded, type) and issubclass(loaded, Planner) else "is not a Planner"
-        )
+        is_planner = isinstance(loaded, type) and issubclass(loaded, Planner)
+        return "" if is_planner else "is not a Planner"
 
     def find(self, use: str) -> type[Planner[Any]] | None:
-        """The planner's class of a stage; None without one. Raises PluginError, naming the package,
-        if it cannot be loaded."""
+        """The planner's class of a stage; None without one. Raises PluginError."""
         return self.load(use) if use in self else None
 
     def of(self, plan: Plan) -> dict[str, Any]:
-        """Slot -> the planner of its stage, for slots whose stages have one."""
-        found = {step.slot: (self.find(step.use), step.stage) for step in plan.steps}
-        return {slot: kind(stage) for slot, (kind, stage) in found.items() if kind is not None}
+        """Slot -> the planner of its stage, for slots whose stages have one, or need none."""
+        found = {}
+        for planned in plan.slots:
+            kind = self.find(planned.use)
+            if kind is not None or getattr(planned.stage, "nothing_to_plan", False):
+                found[planned.slot] = (kind or Planner)(planned.stage)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,22 +194,22 @@ class Job:
 
     @classmethod
     def of(cls, plan: Plan, topology: Topology) -> Job:
-        """The job of a recipe. Raises UsageError if no slot forecasts the length of its samples, or
-        a slot trains without a planner."""
+        """The job of a recipe. Raises UsageError if nothing forecasts its samples, or a slot trains
+        without a planner."""
         planners = Planners.installed().of(plan)
-        silent = {one.slot: no_planner(one) for one in plan.steps if one.slot not in planners}
+        silent = {one.slot: no_planner(one) for one in plan.slots if one.slot not in planners}
         require_told(plan, silent)
-        train = planned(plan)
+        train, division = planned(plan), None
         if train is not None:
             topology = dataclasses.replace(topology, shares=plan.view.data_ranks(train.stage))
-        wrap = None if train is None else plan.wrap_of(train)
-        division = None if wrap is None else planners[wrap.slot].division(topology)
+            wrap = plan.wrap_of(train)
+            division = None if wrap is None else planners[wrap.slot].division(topology)
         if division is not None:
             topology = dataclasses.replace(topology, stages=division.stages)
         results, _ = forecasts(plan, topology, planners, Results())
         samples, step = results.latest(SampleShape), results.latest(Step)
         if samples is None:
-            data = [one.slot for one in plan.steps if issubclass(one.gives or object, Data)]
+            data = [one.slot for one in plan.slots if issubclass(one.gives or object, Data)]
             why = "; ".join(silent[slot] for slot in data if slot in silent)
             raise UsageError(
                 "nothing can be planned without the length of samples: "
@@ -232,8 +222,7 @@ class Job:
 
 
 def planned(plan: Plan, silent: Collection[str] = ()) -> PlannedSlot | None:
-    """The training that is planned: the last with a planner that is none of the silent slots, or
-    else the last."""
+    """The training that is planned: the last with a planner and not silent, or else the last."""
     known = Planners.installed()
     told = [one for one in plan.trainings if one.use in known and one.slot not in silent]
     return next(reversed(told or plan.trainings), None)
@@ -241,8 +230,7 @@ def planned(plan: Plan, silent: Collection[str] = ()) -> PlannedSlot | None:
 
 def require_told(plan: Plan, silent: Mapping[str, str]) -> None:
     """Raise UsageError if the training that is planned, or the slot that wraps its model, is one of
-    the silent slots, which have a sentence that says why: without their forecasts there is no
-    plan."""
+    the silent slots (slot -> a sentence that says why)."""
     train = planned(plan, silent)
     needed = () if train is None else (plan.wrap_of(train), train)
     why = dict.fromkeys(silent[one.slot] for one in needed if one and one.slot in silent)
@@ -254,31 +242,26 @@ def forecasts(
     plan: Plan, topology: Topology, planners: Mapping[str, Any], known: Results
 ) -> tuple[Results, dict[str, str]]:
     """The results `known` and each planner's forecast by slot; and a sentence for each slot without
-    a forecast. Raises the planners' errors."""
-    results, mute = Results(known), {}
-    for step in plan.steps:
-        planner = planners.get(step.slot)
+    a forecast, which names what it lacks. Raises the planners' errors."""
+    results, mute = Results(known), dict[str, str]()
+    for planned in plan.slots:
+        planner = planners.get(planned.slot)
         if planner is None:
-            mute[step.slot] = no_planner(step)
+            mute[planned.slot] = no_planner(planned)
         elif hasattr(planner, "forecast"):
-            missing = results.missing(planner, "forecast")
-            if missing:
-                mute[step.slot] = _needs(step, missing, mute)
+            missing = ", ".join(results.missing(planner, "forecast"))
+            silent = " and ".join(mute[slot] for slot in mute if slot in planned.inputs.values())
+            if not missing:
+                results[planned.slot] = results.call(planner, "forecast", topology)
+            elif silent:
+                mute[planned.slot] = f"{silent}, and slot `{planned.slot}` needs it ({missing})"
             else:
-                results[step.slot] = results.call(planner, "forecast", topology)
+                named = f"slot `{planned.slot}` ({planned.use})"
+                why = f"needs forecasts that no earlier slot provides: {missing}"
+                mute[planned.slot] = f"{named} {why}"
     return results, mute
 
 
-def no_planner(step: PlannedSlot) -> str:
+def no_planner(planned: PlannedSlot) -> str:
     """Say that a slot is not counted."""
-    return f"slot `{step.slot}` ({step.use}) has no planner"
-
-
-def _needs(step: PlannedSlot, missing: Sequence[str], mute: Mapping[str, str]) -> str:
-    """Say what a planner lacks, and which slots could forecast it: those that the stage takes from
-    and that have told nothing."""
-    named = f"slot `{step.slot}` ({step.use})"
-    silent = [why for slot, why in mute.items() if slot in step.inputs.values()]
-    if silent:
-        return f"{' and '.join(silent)}, and slot `{step.slot}` needs it ({', '.join(missing)})"
-    return f"{named} needs forecasts that no earlier slot provides: {', '.join(missing)}"
+    return f"slot `{planned.slot}` ({planned.use}) has no planner"

@@ -1,8 +1,7 @@
 """Profiles: memory and work of a model's parts on one rank, from a run on tensors without memory.
 
 Parts are everything before the first block, a block of each kind, the head, and the loss, each in
-forward and in backward. Amounts are functions of the samples of a micro-batch. Profiles are kept on
-disk, under a key of everything that they depend on.
+forward and in backward. Profiles are kept on disk, under a key of all that they depend on.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-import operator
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +19,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-import pipeline
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.training import TrainedRun
@@ -59,9 +55,9 @@ ZERO = Line(0, 0)
 
 @dataclass(frozen=True)
 class Peak:
-    """A moment inside a part that may be its fullest. bytes: of activations and temporaries, beyond
-    those when the part began. arrived: elements of its weights whose gradients have been computed,
-    which a strategy may keep. newest: elements of the weight whose gradient is computed then."""
+    """A candidate for the peak inside a part. bytes: of activations and temporaries, beyond those
+    when the part began. arrived: elements of its weights whose gradients have been computed, which
+    a strategy may keep. newest: elements of the weight whose gradient is computed then."""
 
     bytes: Line
     arrived: int = 0
@@ -71,12 +67,10 @@ class Peak:
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Memory and work of a part of the model in one direction. kept, offloaded: bytes on the device
-    and on the host at its end, beyond those at its beginning. peaks: moments that are the fullest
-    for some number of samples, under some strategy. products, attention, again: floating-point
-    operations of matrix products, of attention between tokens that see each other, and of both when
-    recomputed. made: bytes of all new tensors. deferred: bytes of gradients that a backward in two
-    halves keeps from the half of inputs to that of weights, in a pipeline. exchanges: traffic among
-    ranks that divide the model, with no bytes, and its bytes."""
+    and on the host at its end, beyond those at its beginning. products, attention, again:
+    floating-point operations of matrix products, of attention between tokens that see each other,
+    and of both when recomputed. made: bytes of all new tensors. exchanges: traffic among ranks that
+    divide the model, with no bytes, and its bytes."""
 
     kept: Line = ZERO
     offloaded: Line = ZERO
@@ -85,11 +79,7 @@ class Part:
     attention: Line = ZERO
     again: Line = ZERO
     made: Line = ZERO
-    deferred: Line = ZERO
     exchanges: tuple[tuple[Traffic, Line], ...] = ()
-
-
-NOTHING = Part()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,29 +95,32 @@ class Profile:
     def part(self, event: Event, unit: Unit) -> Part:
         """The part that runs at an event of a unit, which may be empty."""
         where = self.model.blocks[unit] if isinstance(unit, int) else unit
-        return self.parts.get(f"{event} {where}", NOTHING)
+        return self.parts.get(f"{event} {where}", Part())
 
     def total(self, field: str, event: str = "") -> Line:
         """The sum of a field over a whole micro-batch, or over all units at one event."""
-        parts = [(part, count) for when, part, count in self._counted() if event in ("", when)]
-        return _sum((getattr(part, field), count) for part, count in parts)
+        found = [
+            (getattr(part, field), count)
+            for when, part, count in self._counted()
+            if event in ("", when)
+        ]
+        return Line(
+            sum(line.fixed * count for line, count in found),
+            sum(line.each * count for line, count in found),
+        )
 
     def exchanges(self) -> Iterator[tuple[Traffic, Line]]:
         """Everything that ranks exchange in a micro-batch, and its bytes, part by part."""
         for _, part, count in self._counted():
-            yield from ((kind, _sum([(size, count)])) for kind, size in part.exchanges)
+            for kind, size in part.exchanges:
+                yield kind, Line(size.fixed * count, size.each * count)
 
     def stage(self, blocks: range, *, first: bool, last: bool) -> Profile:
         """The profile of a stage of a pipeline, which has these blocks, and what comes before the
-        first and behind the last. Masks and rotary embeddings are made in each stage, and hidden
+        first and after the last. Masks and rotary embeddings are made in each stage, and hidden
         states take the same memory wherever they come from."""
-        left = {
-            name: part
-            for name, part in self.parts.items()
-            if name.split()[1] not in ("embeddings", "head")
-            or (first and name.endswith("embeddings"))
-            or (last and name.endswith("head"))
-        }
+        absent = {name for name, own in (("embeddings", first), ("head", last)) if not own}
+        left = {name: p for name, p in self.parts.items() if name.split()[1] not in absent}
         if not first:
             kept = self.part("forward", "embeddings").kept
             left["forward embeddings"] = Part(kept=kept)
@@ -137,42 +130,27 @@ class Profile:
 
     def _counted(self) -> Iterator[tuple[str, Part, int]]:
         """Each part's event and occurrences."""
-        times, ends = Counter(map(str, self.model.blocks)), ("embeddings", "head")
+        units = [*map(str, self.model.blocks), "embeddings", "head"]
         for name, part in self.parts.items():
             when, unit = name.split()
-            yield when, part, 1 if unit in ends else times[unit]
-
-
-def _sum(lines: Iterable[tuple[Line, int]]) -> Line:
-    given = list(lines)
-    return Line(
-        sum(line.fixed * count for line, count in given),
-        sum(line.each * count for line, count in given),
-    )
+            yield when, part, units.count(unit)
 
 
 ADAPTER = TypeAdapter(Profile)
 
 
 def fullest(peaks: Iterable[Peak]) -> tuple[Peak, ...]:
-    """Drop each peak that another one exceeds for any number of samples and any bytes that a
-    strategy keeps for an element."""
-    found: dict[Peak, tuple[float, ...]] = {}
-    for peak in sorted(peaks, key=_sizes, reverse=True):
-        sizes = _sizes(peak)
-        if not any(all(map(operator.ge, other, sizes)) for other in found.values()):
-            found[peak] = sizes
-    return tuple(found)
-
-
-def _sizes(peak: Peak) -> tuple[float, ...]:
-    line = peak.bytes
-    return line.each, line.fixed + line.each, peak.arrived, peak.newest
+    """Drop each peak that another exceeds for any samples and any bytes kept for an element."""
+    found: dict[tuple[float, ...], Peak] = {}
+    sized = {(p.bytes.each, p.bytes.fixed + p.bytes.each, p.arrived, p.newest): p for p in peaks}
+    for sizes in sorted(sized, reverse=True):
+        if not any(all(a >= b for a, b in zip(o, sizes, strict=True)) for o in found):
+            found[sizes] = sized[sizes]
+    return tuple(found.values())
 
 
 def profile_of(job: Job) -> Profile:
-    """The profile of a job's model: one of this process, from disk, or a new one. Raises StageError
-    for a model that cannot be run without values."""
+    """The profile of a job's model: of this process, from disk, or a new one. Raises StageError."""
     key = _key(job)
     given = os.environ.get("PIPE_PROFILES")
     file = (Path(given) if given else cache_folder() / "profiles") / f"{key}.json"
@@ -199,9 +177,9 @@ def _key(job: Job) -> str:
         "device": job.topology.device,
         "division": job.division and job.division.key,
         "stages": [
-            [step.use, (job.planners.get(step.slot) or Planner(step.stage)).depends()]
-            for step in job.plan.steps
-            if issubclass(step.gives or object, DECIDE)
+            [planned.use, (job.planners.get(planned.slot) or Planner(planned.stage)).depends()]
+            for planned in job.plan.slots
+            if issubclass(planned.gives or object, DECIDE)
         ],
     }
     text = json.dumps(content, sort_keys=True, default=str)
@@ -211,6 +189,6 @@ def _key(job: Job) -> str:
 @functools.cache
 def _code() -> Sequence[Any]:
     """Name, size and time of each of the project's files: a change of any may change profiles."""
-    home = Path(pipeline.__file__).parents[1]
+    home = Path(__file__).parents[2]
     files = [path for package in CODE for path in sorted((home / package).rglob("*.py"))]
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

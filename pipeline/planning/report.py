@@ -10,20 +10,25 @@ from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.step_time import crossing, sent
 from pipeline.utils.text import align, human, plural
 
-WORDS = {"device": "GPU", "host": "host"}
-
 
 def lines(memory_plan: MemoryPlan) -> Iterator[str]:
     """The verdict, then memory, disk, network, time, and what is not counted."""
-    estimate, margins = memory_plan.estimate, memory_plan.margins
-    short = ", ".join(f"a {WORDS[place]} in {phase}" for place, phase in memory_plan.short.items())
+    estimate, margins, topology = memory_plan.estimate, memory_plan.margins, memory_plan.topology
+    words = {"device": "GPU", "host": "host"}
+    short = ", ".join(f"a {words[place]} in {phase}" for place, phase in memory_plan.short.items())
     verdict = f"does not fit ({short})" if short else "fits"
     fits = f"{verdict}: {memory(memory_plan)}"
     yield "whether it fits: say --gpu or --memory" if memory_plan.fits is None else fits
     yield from _head(memory_plan)
-    yield from _others(memory_plan)
+    if memory_plan.training:
+        yield f"this is the plan of `{memory_plan.training}`, the training that needs most"
+    for other in memory_plan.others:
+        yield f"`{other.training}`: {memory(other)}"
+        for file in other.estimate.storage:
+            yield f"`{other.training}`: {human(file.bytes)} of disk for {file.what}"
+        yield from (f"`{other.training}`: {line}" for line in _duration(other))
     yield ""
-    if memory_plan.topology.device != "cpu":
+    if topology.device != "cpu":
         yield from _memory("memory per GPU, GiB", estimate.device)
         yield (
             f"with {margins.fragmentation:.0%} lost between tensors and {gib(margins.overhead)} GiB"
@@ -33,25 +38,23 @@ def lines(memory_plan: MemoryPlan) -> Iterator[str]:
         yield ""
     yield from _memory("host memory per node, GiB", estimate.host)
     yield ""
-    for file in estimate.storage:
-        yield f"disk: {human(file.bytes)} for {file.what}"
-    for item, size in estimate.offloaded.items():
-        yield f"disk of a node: {human(size)} for {item}"
-    yield from _moved(memory_plan)
+    yield from (f"disk: {human(file.bytes)} for {file.what}" for file in estimate.storage)
+    yield from (f"disk of a node: {human(n)} for {item}" for item, n in estimate.offloaded.items())
+    for traffic in estimate.traffic:
+        where = "between nodes" if crossing(traffic, topology) else "inside a node"
+        yield (
+            f"network per step: {traffic.collective} of {human(traffic.bytes)} of {traffic.what} "
+            f"among {traffic.ranks} ranks {where}, {human(sent(traffic))} sent by each"
+        )
+    copies = estimate.copies
+    if copies.up or copies.down:
+        up, down = human(copies.up), human(copies.down)
+        yield f"copies per step: {up} from its host to each GPU, {down} back"
+    if copies.disk:
+        yield f"copies per step: {human(copies.disk)} read and written by each rank on disk"
     yield from _time(memory_plan)
     yield from (f"not counted: {caveat}" for caveat in estimate.caveats)
     yield from (f"warning: {warning}" for warning in memory_plan.plan.warnings)
-
-
-def _others(memory_plan: MemoryPlan) -> Iterator[str]:
-    """Yield which of several trainings the plan is of, and the needs of the others."""
-    if memory_plan.training:
-        yield f"this is the plan of `{memory_plan.training}`, the training that needs most"
-    for other in memory_plan.others:
-        yield f"`{other.training}`: {memory(other)}"
-        for file in other.estimate.storage:
-            yield f"`{other.training}`: {human(file.bytes)} of disk for {file.what}"
-        yield from (f"`{other.training}`: {line}" for line in _duration(other))
 
 
 def memory(memory_plan: MemoryPlan) -> str:
@@ -70,17 +73,17 @@ def spare(memory_plan: MemoryPlan) -> Iterator[str]:
     left, known = memory_plan.left, memory_plan.hardware.device_memory
     if memory_plan.short or left is None or known is None:
         return
-    free = f"{gib(left)} GiB of a GPU are left, {left / known:.0%}"
-    if memory_plan.roomy:
-        yield free
-    else:
-        share = memory_plan.margins.headroom
-        yield f"{free}: it may not fit, as one training in three took over {share:.0%} more"
+    free, share = (
+        f"{gib(left)} GiB of a GPU are left, {left / known:.0%}",
+        memory_plan.margins.headroom,
+    )
+    little = f": it may not fit, as one training in three took over {share:.0%} more"
+    yield free if memory_plan.roomy else free + little
 
 
 def _head(memory_plan: MemoryPlan) -> Iterator[str]:
     topology, step = memory_plan.topology, memory_plan.estimate.step
-    ranks, recipe = topology.ranks, memory_plan.plan.recipe
+    ranks, recipe, model = topology.ranks, memory_plan.plan.recipe, memory_plan.model
     written = recipe.launch.ranks
     device = "CPU process" if topology.device == "cpu" else memory_plan.hardware.kind or "GPU"
     yield f"{recipe.name} on {plural(topology.nodes, 'node')}, {ranks} x {device}"
@@ -89,8 +92,7 @@ def _head(memory_plan: MemoryPlan) -> Iterator[str]:
         yield f"the recipe says {said}; planned for {ranks}, as the options say"
     if memory_plan.wider:
         yield memory_plan.wider
-    parameters, trained = memory_plan.model.parameters, memory_plan.model.trained
-    yield f"{parameters / 1e9:.3g} G parameters, {trained / 1e9:.3g} G of them trained"
+    yield f"{model.parameters / 1e9:.3g} G parameters, {model.trained / 1e9:.3g} G of them trained"
     yield (
         f"{step.samples} samples of {step.tokens // step.samples} tokens a step: "
         f"{plural(step.microbatches, 'micro-batch')} on each rank"
@@ -108,21 +110,6 @@ def _memory(title: str, peaks: Mapping[str, Held]) -> Iterator[str]:
         sizes = [peak.items.get(item, 0) for peak in peaks.values()]
         rows.append([item, *(gib(size) if size else "-" for size in sizes)])
     return align([*rows, ["together", *(gib(peak.bytes) for peak in peaks.values())]])
-
-
-def _moved(memory_plan: MemoryPlan) -> Iterator[str]:
-    for traffic in memory_plan.estimate.traffic:
-        where = "between nodes" if crossing(traffic, memory_plan.topology) else "inside a node"
-        yield (
-            f"network per step: {traffic.collective} of {human(traffic.bytes)} of {traffic.what} "
-            f"among {traffic.ranks} ranks {where}, {human(sent(traffic))} sent by each"
-        )
-    copies = memory_plan.estimate.copies
-    if copies.up or copies.down:
-        up, down = human(copies.up), human(copies.down)
-        yield f"copies per step: {up} from its host to each GPU, {down} back"
-    if copies.disk:
-        yield f"copies per step: {human(copies.disk)} read and written by each rank on disk"
 
 
 def _time(memory_plan: MemoryPlan) -> Iterator[str]:

@@ -1,31 +1,42 @@
-"""Search for changes of a recipe with which it fits: the memory savings that its stages offer.
+"""Search for changes with which a recipe fits: savings of its stages, a strategy, more nodes.
 
-All savings that only cost time are applied first. If that does not fit, one saving that changes
-numerics is added. Then each saving without which the recipe fits is removed, the most expensive
-first.
+All savings that only cost time are applied first. If that does not fit, one that changes numerics
+is added. Then each without which the recipe fits is removed, the most expensive first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.chain.plan import Plan
 from pipeline.chain.registry import Registry
-from pipeline.errors import RecipeError, StageError
-from pipeline.planning.hardware import HardwareOptions, Margins
+from pipeline.errors import PipeError, RecipeError, StageError, UsageError
+from pipeline.planning.hardware import BETWEEN, INSIDE, HardwareOptions, Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, estimate_plan
-from pipeline.planning.planner import AWAY, Planners
-from pipeline.planning.presets import Strategy
+from pipeline.planning.planner import AWAY, Planners, Tier, planned
+from pipeline.planning.presets import Strategy, in_order
 from pipeline.planning.report import memory
+from pipeline.planning.shapes import Topology
+from pipeline.utils.activities import activity
 
 LONGER = 1.1
 """Ratio up to which two step times count as equal: estimates of real steps were off by as much."""
+MOST_NODES = 512
+"""Limit of the search for a number of nodes on which a recipe fits."""
+ALLOWED: Sequence[Mapping[str, bool]] = (
+    {"away": False, "narrow": False},
+    {"away": True, "narrow": False},
+    {"away": True, "narrow": True},
+)
+"""Arguments of `most_saving`, in the order in which they are tried."""
 
 Changes = Mapping[str, Any]
 """Changed values of a recipe by `slot` or `slot.field`."""
@@ -38,7 +49,9 @@ def overrides(changes: Changes) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchBase:
-    """A recipe on given machines, whose plans with changes are compared."""
+    """A recipe on given machines, whose plans with changes are compared. options: those that name
+    these machines, if they are not those of the command. cannot: orders of savings that the model
+    turned out not to support."""
 
     recipe: Path
     overrides: Sequence[str] = ()
@@ -46,9 +59,7 @@ class SearchBase:
     margins: Margins
     registry: Registry
     options: Sequence[str] = ()
-    """Options that name these machines, if they are not those of the command."""
     cannot: set[int] = field(default_factory=set)
-    """Orders of savings that the model turned out not to support."""
     _checked: dict[tuple[str, ...], Plan] = field(default_factory=dict, init=False)
     _plans: dict[tuple[str, ...], MemoryPlan] = field(default_factory=dict, init=False)
 
@@ -82,11 +93,10 @@ class AppliedSaving(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A recipe with savings, possibly under another strategy."""
+    """A recipe with savings, possibly under another strategy. start: changes besides savings."""
 
     base: SearchBase
     start: Changes
-    """Changes besides the savings."""
     saved: Sequence[AppliedSaving] = ()
     strategy: Strategy = OWN
 
@@ -150,12 +160,18 @@ def most_saving(
     """Apply every saving that only costs time and, if that does not fit, with `away` what waits in
     host memory, and with `narrow` one that changes numerics. Raises RecipeError for changes `start`
     that the recipe does not accept, and StageError and UsageError as planning does."""
-    every = [one for one in _savings(base, start) if one.order not in base.cannot]
+    plan, every, seen = base.checked(start), list[AppliedSaving](), list[AppliedSaving]()
+    while left := [one for one in _offered(plan) if one not in seen]:
+        seen.append(left[0])
+        with contextlib.suppress(RecipeError):  # savings that the recipe accepts together
+            plan = base.checked(Candidate(base=base, start=start, saved=[*every, left[0]]).changes)
+            every.append(left[0])
+    every = [one for one in every if one.order not in base.cannot]
     slower = [one for one in every if one.order < AWAY]
     host = [one for one in every if away and one.order == AWAY]
-    narrower = [[one] for one in every if narrow and one.order > AWAY]
     # What waits in host memory may be too much for the host, so all is tried without it first.
     hosts = [[], host] if host else [[]]
+    narrower = [[one] for one in every if narrow and one.order > AWAY]
     for more in [*hosts, *([*some, *one] for one in narrower for some in hosts)]:
         candidate = _possible(Candidate(base=base, start=start, saved=[*slower, *more]))
         if candidate.fits:
@@ -163,38 +179,19 @@ def most_saving(
     return candidate
 
 
-def relaxed(candidate: Candidate) -> Candidate:
-    """Remove each saving that saves nothing, or without which the candidate still fits with
-    head-room; one without that keeps all that only cost time."""
-    for one in reversed(candidate.saved if candidate.fits else ()):
-        less = candidate.without(one)
-        optional = less.roomy if candidate.roomy or one.order < AWAY else less.fits
-        mine, its = less.memory_plan, candidate.memory_plan
-        no_more = mine.needed <= its.needed and mine.estimate.host_peak <= its.estimate.host_peak
-        optional = optional or no_more
-        candidate = less if optional else candidate
-    return candidate
-
-
-def best(found: Sequence[Candidate]) -> Candidate | None:
-    """A candidate that fits, or None: one of those that change numerics the least, then of those
-    with head-room, then of those that no other is faster and smaller than, and whose expected step
-    is within `LONGER` of the shortest (if all are known), then the one with the fewest savings;
-    among equals, the first."""
-    able = [one for one in found if one.fits]
-    able = [one for one in able if one.narrow == min(other.narrow for other in able)]
-    able = [one for one in able if one.roomy] or able
-    if able and not any(one.memory_plan.time.unknown for one in able):
-        able = [one for one in able if not any(_beats(other, one) for other in able)]
-        longest = LONGER * min(one.memory_plan.time.expected for one in able)
-        able = [one for one in able if one.memory_plan.time.expected <= longest]
-    return min(able, key=lambda one: len(one.saved), default=None)
-
-
-def _beats(one: Candidate, other: Candidate) -> bool:
-    """Whether a candidate is as fast as another, and smaller."""
-    mine, its = one.memory_plan, other.memory_plan
-    return mine.time.expected <= its.time.expected and mine.needed < its.needed
+def _offered(plan: Plan) -> list[AppliedSaving]:
+    """Savings that the planners of all slots offer, in order."""
+    found = []
+    for slot, planner in Planners.installed().of(plan).items():
+        for saving in planner.savings(plan.view.data_ranks(planner.stage)):
+            if saving.order == AWAY and plan.view.device == "cpu":
+                continue  # the host is the device
+            changes = {f"{slot}.{name}": value for name, value in saving.fields.items()}
+            for given, fields in saving.beside.items():
+                kind = [one.slot for one in plan.slots if issubclass(one.gives or object, given)]
+                changes |= {f"{at}.{name}": value for at in kind for name, value in fields.items()}
+            found.append(AppliedSaving(saving.order, saving.what, changes))
+    return sorted(found, key=lambda one: one.order)
 
 
 def _possible(candidate: Candidate) -> Candidate:
@@ -209,29 +206,151 @@ def _possible(candidate: Candidate) -> Candidate:
     return candidate
 
 
-def _savings(base: SearchBase, start: Changes) -> list[AppliedSaving]:
-    """All savings that the recipe accepts together, in order."""
-    plan, saved, seen = base.checked(start), list[AppliedSaving](), list[AppliedSaving]()
-    while left := [one for one in _offered(plan) if one not in seen]:
-        seen.append(left[0])
-        more = Candidate(base=base, start=start, saved=[*saved, left[0]])
-        with contextlib.suppress(RecipeError):
-            plan = base.checked(more.changes)
-            saved.append(left[0])
-    return saved
+def relaxed(candidate: Candidate) -> Candidate:
+    """Remove each saving that saves nothing, or without which the candidate still fits with
+    head-room; one without that keeps all that only cost time."""
+    for one in reversed(candidate.saved if candidate.fits else ()):
+        less = candidate.without(one)
+        optional = less.roomy if candidate.roomy or one.order < AWAY else less.fits
+        mine, its = less.memory_plan, candidate.memory_plan
+        no_more = mine.needed <= its.needed and mine.estimate.host_peak <= its.estimate.host_peak
+        candidate = less if optional or no_more else candidate
+    return candidate
 
 
-def _offered(plan: Plan) -> list[AppliedSaving]:
-    """Savings that the planners of all slots offer, in order."""
-    found = []
-    for slot, planner in Planners.installed().of(plan).items():
-        for saving in planner.savings(plan.view.data_ranks(planner.stage)):
-            if saving.order == AWAY and plan.view.device == "cpu":
-                continue  # the host is the device
-            changed = [(slot, saving.fields)]
-            for given, fields in saving.beside.items():
-                kind = (one.slot for one in plan.steps if issubclass(one.gives or object, given))
-                changed += [(other, fields) for other in kind]
-            changes = {f"{at}.{name}": value for at, one in changed for name, value in one.items()}
-            found.append(AppliedSaving(saving.order, saving.what, changes))
-    return sorted(found, key=lambda one: one.order)
+def best(found: Sequence[Candidate]) -> Candidate | None:
+    """The first that fits (or None) of those that change numerics the least, then of those with
+    head-room, of those that no other is faster and smaller than, of those whose expected step is
+    within `LONGER` of the shortest (if all are known), and of those with the fewest savings."""
+
+    def beats(one: Candidate, other: Candidate) -> bool:
+        mine, its = one.memory_plan, other.memory_plan
+        return mine.time.expected <= its.time.expected and mine.needed < its.needed
+
+    able = [one for one in found if one.fits]
+    able = [one for one in able if one.narrow == min(other.narrow for other in able)]
+    able = [one for one in able if one.roomy] or able
+    if able and not any(one.memory_plan.time.unknown for one in able):
+        able = [one for one in able if not any(beats(other, one) for other in able)]
+        longest = LONGER * min(one.memory_plan.time.expected for one in able)
+        able = [one for one in able if one.memory_plan.time.expected <= longest]
+    return min(able, key=lambda one: len(one.saved), default=None)
+
+
+def choose(
+    base: SearchBase, strategies: Sequence[Strategy], slot: str
+) -> tuple[list[Candidate], list[str]]:
+    """Candidates of all strategies that were tried, the best first if it fits, and a line for each
+    that cannot be tried. Those that divide samples or layers are tried if nothing else fits, or
+    leaves ranks waiting; host memory for activations, then savings that change numerics, then
+    offloading only if nothing fits without. Raises StageError for a model that cannot be planned.
+    """
+    tried: list[Candidate] = []
+    refused: dict[str, str] = {}
+    for _, tier in groupby(strategies, key=lambda one: max(one.order, Tier.OFFLOADED - 1)):
+        every = [*tier]
+        for allowed in ALLOWED:
+            found = [*_tried(base, every, slot, refused, allowed)]
+            chosen = best(found)
+            if chosen is not None:
+                found = sorted(found, key=lambda one: (one is not chosen, not one.fits))
+                return [*found, *tried], [*refused.values()]
+        tried += found
+    return tried, [*refused.values()]
+
+
+def _tried(
+    base: SearchBase, strategies: Sequence[Strategy], slot: str, refused: dict[str, str],
+    allowed: Mapping[str, bool],
+) -> Iterator[Candidate]:  # fmt: skip
+    """Each strategy with as few savings as it needs; `refused` gets those that cannot be tried."""
+    found: list[Candidate] = []
+    over: set[tuple[str, ...]] = set()
+
+    def is_enough() -> bool:
+        """Whether data parallelism fits, leaves no rank idle, and is not bound by a network."""
+        chosen = best([one for one in found if not one.strategy.axes])
+        plan = None if chosen is None else chosen.memory_plan
+        return plan is not None and not plan.idle and plan.time.bound not in (INSIDE, BETWEEN)
+
+    for strategy in strategies:
+        axes = tuple(strategy.axes)
+        if axes and (axes in over or is_enough()):
+            continue
+        # Another strategy may divide a model that this one does not.
+        errors = (RecipeError, UsageError, *((StageError,) if axes else ()))
+        try:
+            with activity(f"planning {strategy.name}"):
+                candidate = most_saving(base, {slot: strategy.generous}, **allowed)
+                candidate = replace(relaxed(candidate), strategy=strategy)
+        except errors as error:
+            refused[strategy.name] = f"{strategy.name}: {error}"
+            over.add(axes)
+            continue
+        if candidate.fits:
+            over.add(axes)
+        found.append(candidate)
+        yield candidate
+
+
+def on_more_nodes(base: SearchBase, topology: Topology, start: Changes) -> Candidate | None:
+    """The recipe on the fewest nodes (doubling) on which it fits with savings that only cost time,
+    and a sample for each rank; None if it does not fit on MOST_NODES or cannot be planned there."""
+    nodes, local = topology.nodes, topology.local_ranks
+    while (nodes := nodes * 2) <= MOST_NODES:
+        machines = replace(base.machines, nodes=nodes, gpus=local)
+        options = ["--gpus", str(local), "--nodes", str(nodes)]
+        more = replace(base, machines=machines, options=options)
+        try:
+            with activity(f"planning on {nodes} nodes"):
+                candidate = most_saving(more, start, away=False, narrow=False)
+        except PipeError:  # such as a batch that is smaller than the ranks
+            return None
+        if candidate.fits and not candidate.memory_plan.idle:
+            return candidate
+    return None
+
+
+def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]:
+    """Strategies that differ on this topology: sharding over one rank, say, is replication."""
+
+    def differs(order: int, axes: Mapping[str, int]) -> bool:
+        if topology.ranks % math.prod(axes.values()) or topology.on_node % axes.get("tensor", 1):
+            return False
+        if order >= Tier.OFFLOADED:
+            return topology.device != "cpu"
+        if order == Tier.SHARDED_WITHIN_NODES:
+            return 1 < topology.nodes < topology.ranks
+        return topology.ranks > 1 or order == Tier.REPLICATED
+
+    return [one for one in strategies if differs(one.order, one.axes)]
+
+
+def remedies(memory_plan: MemoryPlan, base: SearchBase) -> Iterator[Candidate]:
+    """Changes with which a recipe would fit, at most one of each kind: savings of its own stages,
+    another strategy, more nodes. Raises PipeError if the recipe itself cannot be planned."""
+    own = relaxed(most_saving(base, {}))
+    if own.fits:
+        yield own
+    train, topology = planned(memory_plan.plan), memory_plan.topology
+    wrap = None if train is None else memory_plan.plan.wrap_of(train)
+    others, slot = list[Strategy](), ""
+    if wrap is not None:
+        slot = wrap.slot
+        others = [
+            one
+            for one in in_order(base.registry)
+            if one.use != wrap.use
+            or any(getattr(wrap.stage, name) != value for name, value in one.fields.items())
+        ]
+    tried, _ = choose(base, suited(others, topology), slot)
+    if tried and tried[0].fits:
+        yield tried[0]
+    sharded = [{slot: one.generous} for one in others if one.order == Tier.SHARDED]
+    for start in ({}, *sharded) if topology.device != "cpu" else ():
+        candidate = on_more_nodes(base, topology, start)
+        if candidate is not None:
+            with contextlib.suppress(PipeError):
+                candidate = relaxed(candidate)
+            yield candidate
+            return

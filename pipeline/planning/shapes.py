@@ -1,15 +1,11 @@
 """Sizes of a model, of samples, of an optimizer and of a step, which planners hand to each other,
-the ranks of a run, and how these divide a model.
-
-Nothing here makes a tensor.
-"""
+the ranks of a run, and how these divide a model. Nothing here makes a tensor."""
 
 from __future__ import annotations
 
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,11 +24,9 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Weight:
     """A parameter, under its name in the model's module; tied parameters are one. A `frozen_base`
     weight (`ModelSource.frozen_base`) is held in the compute dtype; elements of a `packed` one are
-    bytes, as in weights of 4 bits.
-
-    shape: of the part that one rank computes with. whole: of the model's weight, if ranks divide
-    it. experts: number of ranks that have different experts of it, by which it is sharded less.
-    """
+    bytes, as in weights of 4 bits. shape: of the part that one rank computes with. whole: of the
+    model's weight, if ranks divide it. experts: number of ranks that have different experts of it,
+    by which it is sharded less."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,7 +44,7 @@ class Weight:
     @functools.cached_property
     def all_elements(self) -> int:
         """Number of elements of the model's weight."""
-        return math.prod(self.shape if self.whole is None else self.whole)
+        return math.prod(self.whole or self.shape)
 
     def holders(self, shards: int) -> int:
         """Number of shards of the part, if weights that are no experts have `shards`."""
@@ -70,13 +64,12 @@ class Weight:
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A language model's weights by unit: the root's, which belong to no block, in module order,
-    and those of one block of each kind; blocks of a kind differ in their names only.
-
-    blocks: the number of each block's kind. late: names of the root's trained weights whose
-    gradients come before those of any block. tied: whether the embedding is the head as well.
-    parameters: elements of all weights, with each 4-bit number as one; exported: without adapters;
-    proven: of the root and the largest block of the export.
-    """
+    and those of one block of each kind; blocks of a kind differ in their names only. blocks: the
+    number of each block's kind. late: names of the root's trained weights whose gradients come
+    before those of any block. tied: whether the embedding is the head as well. parameters: elements
+    of all weights, with each 4-bit number as one; exported: without adapters; proven: of the root
+    and the largest block of the export. behind: names of the root's weights after the blocks. ends:
+    names of the weights of the embedding, if that is a plain table, and of the head."""
 
     root: tuple[Weight, ...]
     kinds: tuple[tuple[Weight, ...], ...]
@@ -89,17 +82,13 @@ class ModelShape:
     proven: int
     caveats: tuple[str, ...] = ()
     behind: tuple[str, ...] = ()
-    """Names of the root's weights that come behind the blocks."""
     ends: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """Names of the weights of the embedding, if that is a plain table, and of the head, which may
-    be the same."""
 
     def counted(self) -> Iterator[tuple[Weight, int]]:
         """Each weight of the root and of a kind, with its number of occurrences."""
         yield from ((weight, 1) for weight in self.root)
-        counts = Counter(self.blocks)
         for kind, weights in enumerate(self.kinds):
-            yield from ((weight, counts[kind]) for weight in weights)
+            yield from ((weight, self.blocks.count(kind)) for weight in weights)
 
     @functools.cached_property
     def trained(self) -> int:
@@ -129,8 +118,10 @@ class Sizes:
     @classmethod
     def by(cls, precision: Precision) -> Sizes:
         """The sizes of a policy's dtypes."""
-        dtypes = ("master", "compute", "reduce")
-        return cls(**{name: BYTES[getattr(precision, name)] for name in dtypes})
+        return cls(
+            master=BYTES[precision.master], compute=BYTES[precision.compute],
+            reduce=BYTES[precision.reduce],
+        )  # fmt: skip
 
     def of(self, weight: Weight) -> int:
         """Bytes of one number of the weight in the dtype in which it is held."""
@@ -176,9 +167,8 @@ class OptimizerShape:
         return round(elements * self.bits / 8)
 
     def touched(self, elements: int, size: int) -> int:
-        """Bytes read and written to update `elements` weights of `size` bytes: weights and
-        optimizer state in both directions, and gradients, which are also read for the norm and
-        clipped."""
+        """Bytes read and written to update `elements` weights of `size` bytes: weights and state in
+        both directions, and gradients, which are also read for the norm and clipped."""
         return elements * (2 * size + 4 * size) + 2 * self.state(elements)
 
     def update(self, largest: int) -> int:
@@ -188,18 +178,15 @@ class OptimizerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Number of ranks and nodes of a run, and its device."""
+    """Ranks of a run: processes over all nodes, one a device, and those of one node; `device` is
+    `cpu` or `cuda`. shares: number of data-parallel ranks; None: all. stages: ranks of a
+    pipeline."""
 
     ranks: int
-    """Processes over all nodes, one a device."""
     local_ranks: int
-    """Processes of one node."""
     device: str
-    """`cpu` or `cuda`."""
     shares: int | None = None
-    """Number of data-parallel ranks; None: all."""
     stages: int = 1
-    """Ranks of a pipeline."""
 
     @property
     def data_ranks(self) -> int:
@@ -219,10 +206,9 @@ class Topology:
 
 class Division(ABC):
     """Divides a model among ranks before a strategy shards each rank's part, so that a profile is
-    of one rank's part."""
+    of one rank's part. stages: ranks of a pipeline."""
 
     stages: int = 1
-    """Ranks of a pipeline."""
 
     @property
     @abstractmethod

@@ -34,9 +34,8 @@ last reduction wait, and collectives take processors from products. Fitted likew
 class StepTime:
     """Seconds of an optimizer step by resource: at its full rate (`parts`), and at the rate that
     programs reach; the resources of unknown rate; and whether resources work at once, as a GPU and
-    its links do (the cores of a CPU do everything). waits: seconds of `reached` in which
-    computation waits for what ranks exchange inside of the model. idle: share of the step in which
-    a rank of a pipeline waits for others."""
+    its links do. waits: seconds of `reached` in which computation waits for exchanges inside of the
+    model. idle: share of the step in which a rank of a pipeline waits for others."""
 
     parts: Mapping[str, float]
     reached: Mapping[str, float]
@@ -69,10 +68,8 @@ class StepTime:
 
 def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> StepTime:
     """Estimate the time of a step. Resources without a known rate are left out, and named."""
-    parts: dict[str, float] = {}
-    reached: dict[str, float] = {}
+    parts, reached, waits = dict[str, float](), dict[str, float](), dict[str, float]()
     unknown: dict[str, None] = {}
-    waits: dict[str, float] = {}
     shares = REACHED | {COMPUTE: hardware.matmul * PRODUCTS}
     for part, amount, slower, waited in _uses(estimate, topology, hardware):
         rate = hardware.rates.get(part)
@@ -83,23 +80,17 @@ def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> Ste
             seconds = amount / rate.value / share * slower
             parts[part] = parts.get(part, 0.0) + amount / rate.value
             reached[part] = reached.get(part, 0.0) + seconds
-            if waited:
-                waits[part] = waits.get(part, 0.0) + seconds
+            waits |= {part: waits.get(part, 0.0) + seconds} if waited else {}
     return StepTime(
-        parts=parts,
-        reached=reached,
-        unknown=[*unknown],
-        overlaps=topology.device != "cpu",
-        waits=waits,
-        idle=estimate.work.idle,
-    )
+        parts=parts, reached=reached, unknown=[*unknown], waits=waits,
+        overlaps=topology.device != "cpu", idle=estimate.work.idle,
+    )  # fmt: skip
 
 
 def _uses(
     estimate: Estimate, topology: Topology, hardware: Hardware
 ) -> Iterator[tuple[str, float, float, bool]]:
-    """Each resource, its operations or bytes in a step, the factor by which these are slower than
-    others of their kind, and whether computation waits for them."""
+    """Each resource, its amount in a step, a factor of time, and whether computation waits."""
     work, copies = estimate.work, estimate.copies
     network, peers = hardware.rates.get(BETWEEN), hardware.rates.get(INSIDE)
     most = network.value / peers.value if network and peers else 0.0
@@ -135,10 +126,10 @@ def speed(
     if time.unknown or not time.expected:
         return None
     work, seconds, peak = estimate.work, time.expected, hardware.peak
-    tokens, steps = estimate.step.tokens / seconds, estimate.step.length.steps
+    steps = estimate.step.length.steps
     hours = steps and steps * seconds / 3600
     return Speed(
-        tokens_per_second=tokens,
+        tokens_per_second=estimate.step.tokens / seconds,
         mfu=peak and (work.products + work.attention) / (seconds * peak),
         hours=hours,
         cost=hours and hardware.price and hours * topology.ranks * hardware.price,

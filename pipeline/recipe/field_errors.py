@@ -11,9 +11,8 @@ from pipeline.contracts.signature import dataclasses_in, field_types
 from pipeline.errors import Problem
 from pipeline.recipe.dump import inline
 from pipeline.recipe.field_example import Adapter, example
-from pipeline.recipe.nodes import TAKES, KeyPath, SourceMap, dotted, lookup
+from pipeline.recipe.nodes import TAKES, KeyPath, MissingKey, SourceMap, UnknownKey, dotted, lookup
 from pipeline.recipe.scalars import what_to_write
-from pipeline.recipe.unknown import MissingKey, UnknownKey
 from pipeline.utils.text import closest, did_you_mean
 
 _WANTED = {

@@ -18,9 +18,19 @@ from pipeline.recipe.fields import build
 from pipeline.recipe.includes import Sources
 from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.merge import Common, drop_removed, lost, without_former
-from pipeline.recipe.nodes import RESERVED, KeyPath, Node, SourceMap, node_of, places_of, plain
+from pipeline.recipe.nodes import (
+    RESERVED,
+    KeyPath,
+    MissingKey,
+    Node,
+    NoSlot,
+    SourceMap,
+    UnknownKey,
+    node_of,
+    places_of,
+    plain,
+)
 from pipeline.recipe.overrides import apply, put
-from pipeline.recipe.unknown import MissingKey, NoSlot, UnknownKey
 from pipeline.utils.text import closest, did_you_mean
 
 SLOT = re.compile(r"[a-z][a-z0-9_]*")

@@ -1,4 +1,4 @@
-"""A parsed recipe: nested values that know where they were written."""
+"""A parsed recipe: nested values that know where they were written, and problems at their keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.errors import Location
+from pipeline.errors import Location, Problem
 from pipeline.recipe.scalars import Scalar
 
 KeyPath = tuple[str | int, ...]
@@ -137,3 +137,46 @@ def places_of(root: Node) -> SourceMap:
         values[path] = node.at
         keys.update({(*path, key): place for key, place in node.keys.items()})
     return SourceMap(keys=keys, values=values, data=plain(root))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MissingKey(Problem):
+    """A key that has to be there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoSlot(Problem):
+    """A key at the place of a slot whose value is no mapping."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnknownKey(Problem):
+    """A key of a recipe or an override that has no meaning where it stands. Its hint knows the keys
+    of that place only; `pipeline.chain.elsewhere` knows the keys of other places."""
+
+    path: KeyPath
+    value: Any = None
+    """As it was written."""
+    closest: str = ""
+    """The key of that place whose name is most like it; empty if none is."""
+
+    @property
+    def slot(self) -> str:
+        """The slot, or the block at the top of the recipe, that it stands in; empty if none."""
+        return str(self.path[-2]) if len(self.path) > 1 else ""
+
+    @property
+    def name(self) -> str:
+        return str(self.path[-1])
+
+    @property
+    def on_command_line(self) -> bool:
+        """Whether it stands in no file."""
+        return self.location is not None and self.location.on_command_line
+
+    @property
+    def misplaced_slot(self) -> bool:
+        """Whether it is a slot outside of `stages`."""
+        return len(self.path) == 1 and isinstance(self.value, dict) and "use" in self.value

@@ -16,9 +16,8 @@ import yaml
 
 from pipeline.errors import COMMAND_LINE, Location, Problem, RecipeError
 from pipeline.recipe.merge import Common, merge, stays
-from pipeline.recipe.nodes import KeyPath, Node, dotted, places_of, plain
+from pipeline.recipe.nodes import KeyPath, Node, UnknownKey, dotted, places_of, plain
 from pipeline.recipe.parse import parse
-from pipeline.recipe.unknown import UnknownKey
 from pipeline.utils.text import closest, did_you_mean
 
 PATH = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*")

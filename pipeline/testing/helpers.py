@@ -10,10 +10,9 @@ from typing import Any
 
 from pipeline.chain.wiring import SlotType, wired
 from pipeline.contracts.metrics import Metrics
-from pipeline.contracts.plan_view import PlanView
+from pipeline.contracts.plan_view import PlanView, Wiring
 from pipeline.contracts.signature import gives, needs
 from pipeline.contracts.stage import Context
-from pipeline.contracts.wiring import Wiring
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import Location, Problem
 from pipeline.recipe.fields import build

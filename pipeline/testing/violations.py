@@ -10,8 +10,8 @@ import typing
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
+from pipeline.chain.artifacts import wrong_artifact
 from pipeline.chain.entry_points import line_in
-from pipeline.chain.kinds import wrong_artifact
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.signature import (
     dataclasses_in,

@@ -181,7 +181,7 @@ def failure(folder: Path, slot: str, error: Exception) -> str:
 def feeders(folder: Path, plan: Plan) -> dict[str, Feeder]:
     """Return slot -> feeder of its tracker, of a run in `folder` under a plan."""
     return {
-        step.slot: Feeder(folder, step.slot, step.stage.every, step.stage.tracker())
-        for step in plan.steps
-        if isinstance(step.stage, TrackerStage)
+        planned.slot: Feeder(folder, planned.slot, planned.stage.every, planned.stage.tracker())
+        for planned in plan.slots
+        if isinstance(planned.stage, TrackerStage)
     }

@@ -1,4 +1,4 @@
-"""The process that feeds one tracker, started with a message (`pipeline.utils.child`).
+"""The process that feeds one tracker, started with a message (`pipeline.utils.processes`).
 
 A word on standard input says how the run has ended; so does its end, when rank 0 has died. From
 then on the process has that many seconds. Whatever it prints is shown as warnings.
@@ -20,7 +20,7 @@ from pipeline.distributed.signals import ignore_signals
 from pipeline.execution.run_spec import RunSpec
 from pipeline.track.contract import Outcome
 from pipeline.track.feeder import Feeder, facts_of, failure, feeders
-from pipeline.utils.child import received
+from pipeline.utils.processes import received
 from pipeline.utils.terminal import guard, hide_environment
 
 LOOK_SECONDS = 1.0

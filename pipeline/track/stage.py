@@ -23,6 +23,7 @@ class TrackerStage(ABC):
     """Base of stages that send a run's measurements to another program, from a process next to rank
     0."""
 
+    nothing_to_plan: ClassVar[bool] = True
     package: ClassVar[str] = ""
     """Module that has to be installed; empty if none has."""
     extra: ClassVar[str] = ""

@@ -19,8 +19,7 @@ from pipeline.errors import in_words
 from pipeline.execution import failures
 from pipeline.execution.run_spec import current
 from pipeline.track.contract import Outcome
-from pipeline.utils.child import start_child
-from pipeline.utils.process_tree import GRACE, kill_sessions
+from pipeline.utils.processes import GRACE, kill_sessions, start_child
 
 FAILED_SECONDS = 1.0
 """Seconds that a failed rank 0 listens for a feeder's last words. The feeder's own time is left to

@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from pipeline.utils.addresses import address_problems as address_problems
     from pipeline.utils.addresses import open_address as open_address
     from pipeline.utils.addresses import path_problems as path_problems
-    from pipeline.utils.dtensors import local_part as local_part
-    from pipeline.utils.dtensors import own_chunk as own_chunk
-    from pipeline.utils.fake_tensors import has_values as has_values
-    from pipeline.utils.fake_tensors import with_values as with_values
     from pipeline.utils.files import cache_folder as cache_folder
     from pipeline.utils.files import opened as opened
     from pipeline.utils.files import page_aligned as page_aligned
@@ -29,7 +25,6 @@ if TYPE_CHECKING:
     from pipeline.utils.foreign import parse_json as parse_json
     from pipeline.utils.foreign import read_whole as read_whole
     from pipeline.utils.foreign import require_regular as require_regular
-    from pipeline.utils.host_copy import HostCopy as HostCopy
     from pipeline.utils.hub import COMMIT as COMMIT
     from pipeline.utils.hub import HubName as HubName
     from pipeline.utils.hub import commit_of as commit_of
@@ -39,8 +34,13 @@ if TYPE_CHECKING:
     from pipeline.utils.lazy import lazily as lazily
     from pipeline.utils.packages import optional as optional
     from pipeline.utils.packages import unheard as unheard
-    from pipeline.utils.process_tree import die_with as die_with
-    from pipeline.utils.process_tree import ended_with_this as ended_with_this
+    from pipeline.utils.processes import die_with as die_with
+    from pipeline.utils.processes import ended_with_this as ended_with_this
+    from pipeline.utils.tensors import HostCopy as HostCopy
+    from pipeline.utils.tensors import has_values as has_values
+    from pipeline.utils.tensors import local_part as local_part
+    from pipeline.utils.tensors import own_chunk as own_chunk
+    from pipeline.utils.tensors import with_values as with_values
     from pipeline.utils.terminal import hidden_in as hidden_in
     from pipeline.utils.terminal import shown as shown
     from pipeline.utils.text import align as align

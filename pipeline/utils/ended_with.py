@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from pipeline.utils.process_tree import none_left, signal_with
+from pipeline.utils.processes import none_left, signal_with
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

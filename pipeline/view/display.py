@@ -26,7 +26,7 @@ class _Recording(Screen):
     """A screen during whose run this machine's GPUs are recorded, as long as that is possible."""
 
     def __init__(self, screen: Screen, folder: Path) -> None:
-        from pipeline.execution.hardware_record import HardwareRecord
+        from pipeline.execution.gpu_records import HardwareRecord
 
         self._screen, self.output = screen, screen.output
         self._record = HardwareRecord(folder)
@@ -77,7 +77,7 @@ class Display:
     def _made(self, plan: Plan, folder: Path) -> Screen:
         if self._choice in ("lines", "quiet"):
             return Screen()
-        run = Run(folder, {step.slot: step.use for step in plan.steps})
+        run = Run(folder, {planned.slot: planned.use for planned in plan.slots})
         if self._events is not None:
             from pipeline.view.events import JsonScreen
 
@@ -86,7 +86,9 @@ class Display:
         from pipeline.view.live_screen import LiveScreen
 
         view = plan.view
-        wraps = (step.use for step in plan.steps if issubclass(step.gives or object, Engine))
+        wraps = (
+            planned.use for planned in plan.slots if issubclass(planned.gives or object, Engine)
+        )
         parts = next(wraps, ""), plural(view.procs, "process"), view.device
         where = ", ".join(filter(None, parts))
         return LiveScreen(run, Header(name=folder.name, where=where))

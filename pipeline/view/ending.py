@@ -16,9 +16,8 @@ from pipeline.execution.run_state import RunState, Training
 from pipeline.execution.talk import can_talk
 from pipeline.recipe import read_recipe
 from pipeline.utils.terminal import shown
-from pipeline.utils.text import shown_path
+from pipeline.utils.text import count, held_out, shown_path
 from pipeline.view.run import labelled, slots_that_train
-from pipeline.view.words import count, held_out
 
 REPORT = "report.html"
 """File of the report in a run's folder."""

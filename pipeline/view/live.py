@@ -17,9 +17,19 @@ from pipeline.execution.run_state import Training
 from pipeline.hardware.telemetry import GpuReading
 from pipeline.utils.activities import BYTES
 from pipeline.utils.terminal import shown
-from pipeline.utils.text import counted, duration, human
+from pipeline.utils.text import (
+    ASCII_BARS,
+    BARS,
+    count,
+    counted,
+    duration,
+    gib,
+    human,
+    number,
+    percent,
+    sparkline,
+)
 from pipeline.view.run import PLANNED, Run, json_in
-from pipeline.view.words import ASCII_BARS, BARS, count, gib, number, percent, sparkline
 
 LABEL = "bright_black"
 """Colour of what is the same all the time."""

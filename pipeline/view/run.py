@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.chain.artifacts import trains
 from pipeline.chain.registry import Registry
-from pipeline.chain.trainings import trains
 from pipeline.contracts.metrics import is_record, records
 from pipeline.contracts.stage import ENVIRONMENT_FILE, engine_file
 from pipeline.errors import PluginError, RecipeError

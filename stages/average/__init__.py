@@ -1,1 +1,1 @@
-"""Stages that keep averages of the weights beside a training."""
+"""Stages that keep averages of the weights during a training."""

@@ -1,10 +1,9 @@
 """Micro-batches of each step, as a pure function of the position in the global sample order.
 
 A step takes the next `global_batch_size` samples of the global order. Each rank takes a contiguous
-share of them, in rank order, and divides it into micro-batches; concatenating all shares in rank
-order gives the global batch back. If samples do not divide evenly, some micro-batches are short or
-empty, which changes no number: the loss is normalised over the whole step.
-"""
+share of them, in rank order, and divides it into micro-batches; all shares, concatenated in rank
+order, are the global batch. If samples do not divide evenly, some micro-batches are short or empty,
+which changes no number: the loss is normalised over the whole step."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ CPU = torch.device("cpu")
 Place = tuple[int, int]
 """A step's position, and the number of a micro-batch in it."""
 Prepared = tuple[Callable[[], MicroBatch], list[int]]
-"""A function that gives a micro-batch on the device, and the lengths of its samples without
+"""A function that returns a micro-batch on the device, and the lengths of its samples without
 padding."""
 
 
@@ -100,7 +99,7 @@ class Feed:
             )
         self._steps = plan.steps
         self._behind: int | None = None
-        """Position behind the last step of the training, if it is known."""
+        """Position after the last step of the training, if it is known."""
 
     def total_steps(self, progress: Progress) -> int:
         """Steps of the whole training. Epochs end at a sample: after fewer steps if anomalous

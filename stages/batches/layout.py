@@ -107,7 +107,7 @@ def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
 
 def pad(batch: MicroBatch, lines: int, length: int, *, packed: bool) -> MicroBatch:
     """The micro-batch padded to shape (`lines`, `length`), with positions if `packed`. Padding has
-    no targets; next to packed documents it is a document of its own."""
+    no targets; next to packed documents it is a separate document."""
     before, columns = batch.input_ids.shape
     if (before, columns) == (lines, length) and packed == (batch.positions is not None):
         return batch

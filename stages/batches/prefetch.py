@@ -22,8 +22,8 @@ class Prefetch(Generic[K, T]):
     def __init__(
         self, workers: int, prepare: Callable[[K], T], following: Callable[[K], Iterator[K]]
     ) -> None:
-        """`workers` threads call `prepare` for a key. `following` gives the keys from the given one
-        on, that one first; it is called and read by the thread that takes items."""
+        """`workers` threads call `prepare` for a key. `following` yields the keys from the given
+        one on, that one first; it is called and read by the thread that takes items."""
         self._pool = ThreadPoolExecutor(workers, "pipe-feed")
         self._ahead = workers + 1  # one is ready while each thread has one in hand
         self._prepare, self._following = prepare, following
@@ -65,8 +65,8 @@ class Prefetch(Generic[K, T]):
 
 
 class Transfer:
-    """Copies micro-batches to a device; to a GPU on a stream of their own, from pages that stay
-    where they are in memory, so that neither the host nor the device waits."""
+    """Copies micro-batches to a device; to a GPU on a separate stream, from page-locked memory, so
+    that neither the host nor the device waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -75,7 +75,7 @@ class Transfer:
 
     def begin(self, batch: MicroBatch) -> Callable[[], MicroBatch]:
         """Begin to copy a micro-batch of the host; any thread may. The function that is returned
-        gives the copy to the thread that computes: what it launches from then on waits for it."""
+        hands the copy to the thread that computes: what it launches from then on waits for it."""
         stream = self._stream
         if stream is None:
             there = batch.changed(lambda tensor: tensor.to(self._device))

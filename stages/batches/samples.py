@@ -43,9 +43,9 @@ def read(
     data: Data, samples: Samples, indices: Sequence[int], vocabulary: int | None = None
 ) -> list[Sample]:
     """Return samples of one of the data's sets. Raises DataError for one that is none, whose parts
-    differ in length, whose positions are not those of whole documents, whose columns are not those
-    of the others, that has another number of targets or rows than the set says, or a token outside
-    of the `vocabulary`."""
+    differ in length, whose positions are not of whole documents, whose columns are not the others',
+    that has another number of targets or rows than the set says, or a token outside of the
+    `vocabulary`."""
     found = [samples[index] for index in indices]
     first = _columns(found[0]) if found and isinstance(found[0], Sample) else {}
     for index, sample in zip(indices, found, strict=True):
@@ -82,7 +82,7 @@ def _per_token(
     data: Data, samples: Samples, index: int, sample: Sample
 ) -> Iterator[tuple[str, NDArray[Any]]]:
     """Columns with an entry for each token, other than ids. Raises DataError for labels that are no
-    tokens, positions that are not those of whole documents, and names that are taken."""
+    tokens, positions that are not of whole documents, and names that are taken."""
     labels = np.asarray(sample.labels)
     yield "labels", labels
     if odd := labels[(labels < 0) & (labels != NO_TARGET)].tolist():

@@ -27,6 +27,9 @@ class DerivedCheckpoints(Checkpoints):
     def begin(self, length: TrainingLength) -> None:
         self.base.begin(length)
 
+    def poll(self) -> Sequence[WrittenCheckpoint]:
+        return self.base.poll()
+
     def due(self, progress: Progress) -> bool:
         return self.base.due(progress)
 
@@ -35,9 +38,6 @@ class DerivedCheckpoints(Checkpoints):
 
     def finish(self) -> str:
         return self.base.finish()
-
-    def written(self) -> Sequence[WrittenCheckpoint]:
-        return self.base.written()
 
     def restore(self, validate: Callable[[Progress], None]) -> Progress | None:
         return self.base.restore(validate)

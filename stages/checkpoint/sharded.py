@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt
 
 from pipeline import Checkpoints, Context, Engine, ModelSource, PlanView, Problem
 from pipeline.utils import address_problems, path_problems
-from stages.periods import Period, epoch_problems
+from stages.fields import Period, epoch_problems
 from stages.wires import mixed_problems
 
 if TYPE_CHECKING:
@@ -88,12 +88,12 @@ class CheckpointSettings:
             retention=self.retention,
             asynchronous=self.asynchronous,
             start_from=self.start_from,
-        )
+        ).open()
 
     def run_dry(
         self, ctx: Context, engine: Engine, model: ModelSource | None = None
     ) -> Checkpoints:
-        """Checkpoints beside the run's own, which are gone when the dry run ends."""
+        """Checkpoints next to the run's own, which are gone when the dry run ends."""
         made = replace(self, start_from=None)._open(ctx, engine, model)
         if ctx.dist.is_main:
             made.discard()  # those that a failed dry run has left

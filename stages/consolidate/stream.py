@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pipeline import Checkpoints, Context, Engine, PlanView, Problem, TrainedRun, Weights, traits
 from pipeline.checkpoint import Formats
@@ -32,6 +32,8 @@ class ConsolidateStream:
     memory stays at a few MiB whatever the model's size. Master weights are read where there are
     any. In canonical checkpoints every byte is verified.
     """
+
+    nothing_to_plan: ClassVar[bool] = True
 
     weights: Literal["model", "ema"] = "model"
     """The trained weights, or their exponential moving average, where the training kept one (slot

@@ -50,7 +50,7 @@ class Entry:
 
     @property
     def contents(self) -> str:
-        """Hex digest of the entry's counts and checksums, which are those of all its arrays."""
+        """Hex digest of the entry's counts and checksums, which cover all its arrays."""
         found = hashlib.sha256(json.dumps(self.counts, sort_keys=True).encode())
         for path in sorted(self.folder.glob(f"*{SUMS}")):
             found.update(path.name.encode() + path.read_bytes())
@@ -117,23 +117,30 @@ def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Buil
 
 def prepare_locally(folder: Path, key: str, build: Build) -> Entry:
     """Return the entry of a key, and build it in this process if it is absent."""
-    if _complete(folder / key) is None:
+    final = folder / key
+    if _complete(final) is None:
         with cache_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             _sweep(folder)
             partial = Path(tempfile.mkdtemp(prefix=f"{key[:16]}-", suffix=".partial", dir=folder))
             try:
-                _fill(partial, build)
-                _publish(partial, folder / key)
+                _write(partial, build)
+                if final.exists() and _complete(final) is None:
+                    shutil.rmtree(final)
+                try:
+                    partial.replace(final)
+                except OSError:
+                    if _complete(final) is None:  # else another run was faster, with the same
+                        raise
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-    counts = _complete(folder / key)
+    counts = _complete(final)
     if counts is None:
-        raise StageError(f"the cache entry {folder / key} is gone", hint="is the disk full?")
-    return Entry(folder=folder / key, key=key, counts=counts)
+        raise StageError(f"the cache entry {final} is gone", hint="is the disk full?")
+    return Entry(folder=final, key=key, counts=counts)
 
 
-def _fill(partial: Path, build: Build) -> None:
+def _write(partial: Path, build: Build) -> None:
     """Write an entry's arrays, their checksums and its meta file, and flush them to the disk."""
     counts = build(partial)
     for path in list(partial.iterdir()):
@@ -145,16 +152,6 @@ def _fill(partial: Path, build: Build) -> None:
     for path in partial.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-
-
-def _publish(partial: Path, final: Path) -> None:
-    if final.exists() and _complete(final) is None:
-        shutil.rmtree(final)
-    try:
-        partial.replace(final)
-    except OSError:
-        if _complete(final) is None:  # otherwise another run was faster, with the same content
-            raise
 
 
 def _complete(final: Path) -> Counts | None:
@@ -172,7 +169,7 @@ def _complete(final: Path) -> Counts | None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the leftovers of killed builds; a live build has written to its files today."""
+    """Remove what killed builds have left; a live build has written to its files today."""
     for partial in folder.glob("*.partial"):
         with contextlib.suppress(FileNotFoundError):  # its process has finished it meanwhile
             written = [path.stat().st_mtime for path in (partial, *partial.iterdir())]
@@ -181,7 +178,7 @@ def _sweep(folder: Path) -> None:
 
 
 def write_sums(path: Path) -> None:
-    """Write the checksums of a file's blocks beside it."""
+    """Write the checksums of a file's blocks next to it."""
     with path.open("rb") as file, path.with_name(path.name + SUMS).open("wb") as sums:
         while block := file.read(BLOCK):
             sums.write(xxh3_64_intdigest(block).to_bytes(8, "little"))
@@ -189,7 +186,7 @@ def write_sums(path: Path) -> None:
 
 class VerifiedArray:
     """A flat, read-only array in a memory-mapped file. Each block is compared with its checksum
-    once, before its first use."""
+    once, before its first use: a start reads no more of the data than it needs."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         import numpy as np

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import DataError, StageError
 from stages.data import forms, tokenize
-from stages.data.conversations import UNRENDERED, ConversationEncoder, LaidOut, Unrendered
-from stages.data.encodings import TextTokenizer, TextTokens
-from stages.data.forms import Completion, Example, Form, Tokens
-from stages.data.marks import says_nothing
-from stages.data.messages import Conversation
+from stages.data.fields import ChatFields
+from stages.data.forms import Completion, Example
+from stages.data.messages import Conversation, Names, says_nothing
 from stages.data.mistakes import Mistake
-from stages.data.names import Names
-from stages.data.rows import Row
+from stages.data.rendering import Refused, Renderer, layouts, prints_python
+from stages.data.rows import Row, require_text
+from stages.data.tokenize import Span, TextTokenizer, TextTokens
+from stages.data.turns import THOUGHTS, Turns
+from stages.model.chat_template import MARKERS
 
-if TYPE_CHECKING:
-    from stages.data.chat import ChatData
-
-
+ENDED = "whose turns end with the token that begins the next message, since no other ends them"
+LAID_OUT = "whose messages were given to the chat template in another form that says the same"
+ENDLESS = "with turns that no special token ends, so that the model is not trained to stop"
+EMPTY = "with an empty answer, which is trained as the end of a turn"
+UNSHOWN = "with `tools` or `documents` that the chat template does not show"
+UNRENDERED = "whose chat template leaves out part of what is said"
+"""Notes on rows: they continue a sentence that begins with "rows"."""
 EMPTY_ANSWER = "with an empty answer"
-"""Why a row is dropped."""
+"""Why a row is dropped, as UNRENDERED."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,46 +51,41 @@ class Encoded:
     """Things to report of the row. Each continues a sentence that begins with "rows"."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dropped:
-    """A row that is left out. `why` continues a sentence that begins with "rows"."""
+class Dropped(Exception):
+    """Leaves a row out. `why` continues a sentence that begins with "rows"; the others as in
+    Encoded."""
 
-    why: str
-    long: bool = False
-    kept_more: bool = False
-    """As in Encoded."""
+    def __init__(self, why: str, long: bool = False, kept_more: bool = False) -> None:
+        super().__init__(why, long, kept_more)
+        self.why, self.long, self.kept_more = why, long, kept_more
 
 
-_Found = Example | LaidOut | Dropped | Mistake
-P = ParamSpec("P")
+@dataclass(frozen=True)
+class _Text:
+    """A text to be tokenised, and what makes a sample of its tokens."""
+
+    text: str
+    encode: Callable[[TextTokens], Encoded]
+
+
 R = TypeVar("R")
 
 
-def _tried(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | Mistake:
-    """Call a function, and return the mistake of a row that it finds."""
+def _tried(function: Callable[..., R], *args: Any) -> R | Dropped | Mistake:
+    """Call a function, and return what it raises for a row."""
     try:
-        return function(*args, **kwargs)
+        return function(*args)
+    except Dropped as dropped:
+        return dropped
     except DataError as error:
-        return Mistake(message=error.message, hint=error.hint)
-
-
-def _together(
-    samples: Sequence[Encoded | Dropped | Mistake],
-) -> list[Encoded | Dropped] | Mistake:
-    """Return the samples of a row, or the first mistake among them."""
-    kept = list[Encoded | Dropped]()
-    for each in samples:
-        if isinstance(each, Mistake):
-            return each
-        kept.append(each)
-    return kept
+        return Mistake(error.message, error.hint)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowEncoder:
     """Encodes rows by the fields of `data.chat`; a pure function of each row."""
 
-    stage: ChatData
+    fields: ChatFields
     names: Names
     tokens: TextTokenizer
     vocab_size: int
@@ -95,45 +95,67 @@ class RowEncoder:
     dtype: str
     """Type of the ids, which holds all of them."""
 
-    def batch(self, rows: Sequence[tuple[Form, Row]]) -> list[list[Encoded | Dropped] | Mistake]:
+    def batch(self, rows: Sequence[Row]) -> list[list[Encoded | Dropped] | Mistake]:
         """Encode rows in order, with one call of the tokenizer, each as a sample or as several; a
         Mistake stands for each that cannot be used."""
-        examples = [self._examples(form, row) for form, row in rows]
-        flat = [example for each in examples for example in each]
-        self._conversation.ahead([each for each in flat if isinstance(each, Conversation)])
-        laid_out = [_tried(self._laid_out, example) for example in flat]
-        texts = [
-            each.turns.text if isinstance(each, LaidOut) else each.prompt + each.completion
-            for each in laid_out
-            if isinstance(each, LaidOut | Completion)
+        examples = [self._examples(row) for row in rows]
+        flat = [*itertools.chain.from_iterable(examples)]
+        self._chats.ahead([each for each in flat if isinstance(each, Conversation)])
+        laid_out = [
+            each if isinstance(each, Dropped | Mistake) else _tried(self._laid_out, each)
+            for each in flat
         ]
+        texts = [each.text for each in laid_out if isinstance(each, _Text)]
         found = iter(self.tokens(texts))
-        results = iter([_tried(self._encoded, example, found) for example in laid_out])
-        return [
-            _together([_tried(self._cut, row, next(results)) for _ in each])
-            for (_, row), each in zip(rows, examples, strict=True)
-        ]
+        encoded = (
+            _tried(each.encode, next(found)) if isinstance(each, _Text) else each
+            for each in laid_out
+        )
+        results = list[list[Encoded | Dropped] | Mistake]()
+        for row, own in zip(rows, examples, strict=True):
+            made = [next(encoded) for _ in own]
+            samples = [
+                _tried(self._cut, row, each) if isinstance(each, Encoded) else each for each in made
+            ]
+            mistakes = [each for each in samples if isinstance(each, Mistake)]
+            kept = [each for each in samples if not isinstance(each, Mistake)]
+            results.append(mistakes[0] if mistakes else kept)
+        return results
 
-    def _examples(self, form: Form, row: Row) -> Sequence[Example | Dropped | Mistake]:
+    def _examples(self, row: Row) -> Sequence[Example | Dropped | Mistake]:
         """Return a row as one example, or as one for each turn."""
-        example = _tried(self._example, form, row)
-        if self.stage.turns == "together" or not isinstance(example, Conversation):
+        example = _tried(self._example, row)
+        if self.fields.turns == "together" or not isinstance(example, Conversation):
             return [example]
-        turns = self._conversation.trained_turns(example)
+        turns = self._chats.trained_turns(example)
         return [example.until(turn) for turn in turns] or [example]
 
-    def _example(self, form: Form, row: Row) -> Example | Dropped:
-        stage = self.stage
+    def _example(self, row: Row) -> Example:
         example = forms.read(
-            row, form, template=stage.template, names=self.names, vocab_size=self.vocab_size
+            row, template=self.fields.template, names=self.names, vocab_size=self.vocab_size
         )
-        if isinstance(example, Conversation) and self._is_empty(example):
-            return Dropped(why=EMPTY_ANSWER)
-        if isinstance(example, Tokens) or stage.special_tokens == "allow":
+        if isinstance(example, forms.Tokens):
             return example
-        spelled = self.tokens.spelled_in(example.texts())
-        if spelled is not None and stage.special_tokens == "drop":
-            return Dropped(why="whose text spells a special token")
+        if isinstance(example, Conversation) and self.fields.empty != "train":
+            turns = self._chats.trained_turns(example)
+            empty = [index for index in turns if says_nothing(example.messages[index])]
+            if empty and self.fields.empty == "drop":
+                raise Dropped(EMPTY_ANSWER)
+            if empty:
+                raise row.error(
+                    f"messages[{empty[0]}] is an answer that says nothing",
+                    hint="set `empty: drop` to leave such rows out, or `train` to train on the end "
+                    "of the turn",
+                )
+        own: list[Any] = (
+            [*example.messages, example.extra]
+            if isinstance(example, Conversation)
+            else [example.prompt, example.completion]
+        )
+        treatment = self.fields.special_tokens
+        spelled = None if treatment == "allow" else self.tokens.spelled_in(own)
+        if spelled is not None and treatment == "drop":
+            raise Dropped("whose text spells a special token")
         if spelled is not None:
             raise row.error(
                 f"its text spells the special token {spelled!r}",
@@ -142,97 +164,220 @@ class RowEncoder:
             )
         return example
 
-    def _is_empty(self, chat: Conversation) -> bool:
-        """Whether a conversation is dropped for an answer that says nothing. Raises DataError where
-        that is an error."""
-        turns = self._conversation.trained_turns(chat)
-        empty = [index for index in turns if says_nothing(chat.messages[index])]
-        if empty and self.stage.empty == "error":
-            raise chat.row.error(
-                f"messages[{empty[0]}] is an answer that says nothing",
-                hint="set `empty: drop` to leave such rows out, or `train` to train on the end of "
-                "the turn",
-            )
-        return bool(empty) and self.stage.empty == "drop"
-
-    def _laid_out(self, example: Example | Dropped | Mistake) -> _Found:
-        if not isinstance(example, Conversation):
-            return example
-        try:
-            return self._conversation.lay_out(example)
-        except Unrendered:
-            if self.stage.unrendered != "drop":
-                raise
-            return Dropped(why=UNRENDERED)
-
-    def _encoded(self, example: _Found, found: Iterator[TextTokens]) -> Encoded | Dropped | Mistake:
-        """Return the result of an example; if it has a text, `found` yields its tokens next."""
-        if isinstance(example, Dropped | Mistake):
-            return example
-        if isinstance(example, Tokens):
-            trained = np.array(example.trained, bool)
-            return Encoded(ids=np.array(example.ids, np.int64), trained=trained)
-        tokens = next(found)
-        if isinstance(example, Completion):
-            return self._completion(example, tokens)
-        assert isinstance(example, LaidOut)
-        targets = self._conversation.targets(example, tokens)
-        chat = example.turns.chat
-        says = any(message["role"] == "assistant" for message in chat.messages)
-        if not says and not targets.trained.any():
-            return Dropped(why="without a message of the assistant")
-        return Encoded(
-            ids=np.concatenate([tokens.ids, np.array(targets.end, np.int64)]),
-            trained=np.concatenate([targets.trained, np.ones(len(targets.end), bool)]),
-            nulls=chat.row.nulls,
-            notes=(*example.notes, *targets.notes),
-        )
-
     @functools.cached_property
-    def _conversation(self) -> ConversationEncoder:
-        return ConversationEncoder(self.tokens, self.stage)
+    def _chats(self) -> _ConversationEncoder:
+        return _ConversationEncoder(self.tokens, self.fields)
 
-    def _completion(self, example: Completion, text: TextTokens) -> Encoded:
+    def _laid_out(self, given: Example) -> _Text | Encoded:
+        if isinstance(given, Conversation):
+            return self._chats.lay_out(given)
+        if isinstance(given, Completion):
+            encode = functools.partial(self._completed, given)
+            return _Text(given.prompt + given.completion, encode)
+        trained = np.array(given.trained, bool)
+        return Encoded(ids=np.array(given.ids, np.int64), trained=trained)
+
+    def _completed(self, example: Completion, text: TextTokens) -> Encoded:
         """Return a text with its start and end token, which it may have already."""
-        start = 0 if self.stage.loss == "all" else len(example.prompt)
+        start = 0 if self.fields.loss == "all" else len(example.prompt)
         trained = text.inside([(start, len(example.prompt) + len(example.completion))])
-        end = self.tokens.tokenizer.eos_token_id
-        if end is None:
+        tokenizer = self.tokens.tokenizer
+        if tokenizer.eos_token_id is None:
             raise StageError("the tokenizer has no eos_token to end a completion with")
         begun = tokenize.begins_with(text.ids, self.start)
-        ended = tokenize.ends_with(example.completion, self.tokens.tokenizer.eos_token)
-        before, after = [] if begun else self.start, [] if ended else [end]
+        ended = tokenize.ends_with(example.completion, tokenizer.eos_token)
+        before = [] if begun else self.start
+        after = [] if ended else [tokenizer.eos_token_id]
         return Encoded(
-            ids=np.concatenate([np.array(before, np.int64), text.ids, after]).astype(np.int64),
-            trained=np.concatenate(
-                [np.zeros(len(before), bool), trained, np.ones(len(after), bool)]
-            ),
-            notes=(tokenize.FORMATTED,) if ended or (begun and self.start) else (),
+            ids=np.concatenate([before, text.ids, after]).astype(np.int64),
+            trained=np.concatenate([[False] * len(before), trained, [True] * len(after)]) > 0,
+            notes=(tokenize.FORMATTED,) if ended or begun else (),
         )
 
-    def _cut(self, row: Row, encoded: Encoded | Dropped | Mistake) -> Encoded | Dropped | Mistake:
-        """Return at most `sequence_length` tokens, in the dtype of the cache; Dropped if none of
-        them is trained on."""
-        stage, room = self.stage, self.stage.sequence_length
-        if not isinstance(encoded, Encoded):
-            return encoded
-        if not encoded.trained[1:].any():  # nothing predicts the first token
-            return Dropped(why="without a token to train on")
-        if len(encoded.ids) <= room:
-            return dataclasses.replace(encoded, ids=encoded.ids.astype(self.dtype))
-        if stage.too_long == "error":
-            raise row.error(f"{len(encoded.ids)} tokens, but `sequence_length` is {room}")
-        one_more = len(encoded.ids) == room + 1
-        if stage.too_long == "drop":
-            return Dropped(why="longer than `sequence_length`", long=True, kept_more=one_more)
-        one_more |= bool(encoded.trained[1 : room + 1].any())
-        if not encoded.trained[1:room].any():
+    def _cut(self, row: Row, encoded: Encoded) -> Encoded:
+        """Return at most `sequence_length` tokens. Raises Dropped if none is trained on."""
+        room, treatment = self.fields.sequence_length, self.fields.too_long
+        ids, trained = encoded.ids, encoded.trained
+        if not trained[1:].any():  # nothing predicts the first token
+            raise Dropped("without a token to train on")
+        if len(ids) <= room:
+            return dataclasses.replace(encoded, ids=ids.astype(self.dtype))
+        if treatment == "error":
+            raise row.error(f"{len(ids)} tokens, but `sequence_length` is {room}")
+        one_more = len(ids) == room + 1
+        if treatment == "drop":
+            raise Dropped("longer than `sequence_length`", long=True, kept_more=one_more)
+        one_more |= bool(trained[1 : room + 1].any())
+        if not trained[1:room].any():
             why = "whose trained tokens all come after `sequence_length`"
-            return Dropped(why=why, long=True, kept_more=one_more)
-        return dataclasses.replace(
-            encoded,
-            ids=encoded.ids[:room].astype(self.dtype),
-            trained=encoded.trained[:room],
-            long=True,
-            kept_more=one_more,
+            raise Dropped(why, long=True, kept_more=one_more)
+        ids, trained = ids[:room].astype(self.dtype), trained[:room]
+        return dataclasses.replace(encoded, ids=ids, trained=trained, long=True, kept_more=one_more)
+
+
+@dataclass(frozen=True)
+class _ConversationEncoder:
+    """Encodes conversations as tokens with their mask.
+
+    The text of a conversation is rendered whole and tokenised whole. `Turns` finds the assistant's
+    turns in it, from the end of the generation prompt to the end of the turn. White space that the
+    template puts after the end-of-turn token is not trained on, since generation stops before it.
+    A turn that nothing ends is ended by the token that begins the next message, as GLM's. A
+    template with {% generation %} markers decides itself: the marked part of an assistant's
+    message, with a header if that is marked, is trained on.
+    """
+
+    tokens: TextTokenizer
+    fields: ChatFields
+
+    @functools.cached_property
+    def _renderer(self) -> Renderer:
+        return Renderer(self.tokens.tokenizer, self.fields.today)
+
+    def ahead(self, chats: Sequence[Conversation]) -> None:
+        """Render what will be needed of the conversations, as far as it is not too much at once."""
+        if self.tokens.tokenizer.chat_template:
+            self._renderer.ahead(chats, self._located)
+
+    def lay_out(self, chat: Conversation) -> _Text:
+        """Return a conversation in the first form that the template renders without leaving out
+        anything that is said. Raises DataError if there is none, but under `unrendered: allow`."""
+        template, trained = self._renderer.template(chat), self.trained_turns(chat)
+        unshown = any(chat.extra.get(key) and key not in template for key in ("tools", "documents"))
+        best: tuple[Turns, list[tuple[int, str]]] | None = None
+        refused = list[Refused]()
+        for messages in layouts(chat.messages):
+            same = messages is chat.messages
+            form = chat if same else dataclasses.replace(chat, messages=messages)
+            try:
+                text = self._renderer.text(form, len(messages))
+            except Refused as error:
+                refused.append(error)
+                continue
+            turns = Turns(self._renderer, form, text, self.tokens.spelled)
+            lost = turns.lost(trained)
+            if prints_python(messages, text):
+                lost.append((-1, "the JSON of arguments, which it prints as Python does"))
+            if best is None or len(lost) < len(best[1]):
+                require_text(chat.row, text, "the text of the conversation")
+                best = turns, lost
+            if not lost:
+                break
+        if best is None:
+            raise self._renderer.explained(chat, *refused)
+        turns, lost = best
+        if lost and self.fields.unrendered != "allow":
+            self._leave_out(chat, lost)
+        facts = {LAID_OUT: turns.chat is not chat, UNSHOWN: unshown, UNRENDERED: bool(lost)}
+        notes = tuple(note for note, is_so in facts.items() if is_so)
+        return _Text(turns.text, functools.partial(self._encoded, turns, notes))
+
+    def _leave_out(self, chat: Conversation, lost: Sequence[tuple[int, str]]) -> None:
+        if self.fields.unrendered == "drop":
+            raise Dropped(UNRENDERED)
+        index, said = lost[0]
+        where = f" of messages[{index}]" if index >= 0 else ""
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        hint = "name a template that lays it out in `model.chat_template`"
+        if said == THOUGHTS and (len(chat.messages) - 1, THOUGHTS) not in lost:
+            hint = "set `turns: each` or `loss: last`, which train a turn as it is at inference"
+        raise chat.row.error(
+            f"the chat template leaves out {said}{where}{more}",
+            hint=f"{hint}, or set `unrendered: allow` to train on what is left",
         )
+
+    def trained_turns(self, chat: Conversation) -> list[int]:
+        """Return the indices of the messages that are trained on."""
+        first = 0 if self.fields.loss in ("assistant", "all") else chat.first
+        turns = [index for index in chat.assistant_turns() if index >= first]
+        turns = turns[-1:] if self.fields.loss == "last" else turns
+        return [index for index in turns if index not in chat.silent]
+
+    def _has_markers(self, chat: Conversation) -> bool:
+        return bool(MARKERS.search(self._renderer.template(chat)))
+
+    def _located(self, chat: Conversation) -> list[tuple[int, bool]]:
+        """Return the messages whose characters are looked for, and whether to look after their
+        generation prompt: those not to train on if all else is trained on, or those to train on."""
+        assistant = chat.assistant_turns()
+        if self.fields.loss == "all":
+            return [(index, 0 < index in assistant) for index in sorted(chat.silent)]
+        prompt = not self._has_markers(chat)
+        return [(index, prompt) for index in self.trained_turns(chat)]
+
+    def _encoded(self, turns: Turns, notes: tuple[str, ...], tokens: TextTokens) -> Encoded:
+        """Return the tokens of a text with their mask, and ids that are trained on after it. Raises
+        DataError if its turns cannot be located."""
+        chat, end = turns.chat, list[int]()
+        located = self._located(chat)
+        indices = [index for index, _ in located]
+        if self.fields.loss == "all":
+            silent = [turns.span(index, prompt=prompt) for index, prompt in located]
+            trained = ~tokens.inside(silent)
+        else:
+            if any(says_nothing(chat.messages[index]) for index in indices):
+                notes += (EMPTY,)
+            if self._has_markers(chat):
+                trained = self._marked(turns, tokens, indices)
+            else:
+                spans = list[Span]()
+                special = tokens.bounds[self.tokens.are_special(tokens.ids)]
+                for index, prompt in located:
+                    start, stop = turns.span(index, prompt=prompt)
+                    within = special[(special[:, 0] < stop) & (special[:, 1] > start)]
+                    after = int(within[-1, 1]) if len(within) else stop
+                    # White space after the last special token is not trained on.
+                    span = (start, stop if turns.text[after:stop].strip() else after)
+                    if not (special[:, 1] == span[1]).any():
+                        span, end, note = self._ended(turns, span)
+                        notes += (note,)
+                    spans.append(span)
+                trained = tokens.inside(spans)
+        if not chat.assistant_turns() and not trained.any():
+            raise Dropped("without a message of the assistant")
+        return Encoded(
+            ids=np.concatenate([tokens.ids, np.array(end, np.int64)]),
+            trained=np.concatenate([trained, np.ones(len(end), bool)]),
+            nulls=chat.row.nulls,
+            notes=notes,
+        )
+
+    def _ended(self, turns: Turns, span: Span) -> tuple[Span, list[int], str]:
+        """Return a span with the token that begins the next message, which the model says to end
+        its turn where nothing else does; after the last message, that token's id; and a note."""
+        start, end = span
+        found = self.tokens.spelled.match(turns.text[end:] or turns.after())
+        if found is None or found.group() == self.tokens.tokenizer.bos_token:
+            return span, [], ENDLESS
+        if end < len(turns.text):
+            return (start, end + found.end()), [], ENDED
+        return span, [self.tokens.tokenizer.convert_tokens_to_ids(found.group())], ENDED
+
+    def _marked(self, located: Turns, tokens: TextTokens, turns: list[int]) -> NDArray[np.bool_]:
+        """Return the template's own mask, limited to `turns` unless they are all the assistant's.
+        Raises DataError if the markers miss one of them."""
+        chat = located.chat
+        encoded = self._renderer.apply(
+            chat,
+            chat.messages,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
+        )
+        marked = np.array(encoded["assistant_masks"], dtype=bool)
+        everything = turns == chat.assistant_turns()
+        try:
+            spans = [located.span(index, prompt=False) for index in turns]
+        except DataError:
+            if everything and marked.any():
+                return marked  # turns that are rendered differently here cannot be compared
+            raise
+        for index, span in zip(turns, spans, strict=True):
+            found = (marked & tokens.inside([span])).any()
+            if not found and not says_nothing(chat.messages[index]):
+                raise chat.row.error(
+                    "the chat template's {% generation %} markers do not mark the assistant's "
+                    "turns",
+                    hint="correct the template, or remove the markers",
+                )
+        return marked if everything else marked & tokens.inside(spans)

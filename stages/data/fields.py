@@ -1,42 +1,18 @@
-"""Recipe fields that choose and cut the data, shared by the data stages."""
+"""Recipe fields of the data stages, and mistakes in them that show without reading a file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from pipeline import Problem
 from pipeline.utils import HubName, path_problems
-from stages.data.sources import each_pattern, file_problems, find_files
+from stages.data.messages import Names
+from stages.data.sources import Source, file_problems, find_files
 from stages.model.files import HUB_ID, REVISION
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """One part of the data: local files, or a split of a data set on the Hugging Face hub."""
-
-    files: str | tuple[str, ...] = ()
-    """Paths or glob patterns, as in the slot's own `files`."""
-    dataset: str | None = None
-    """Id of a data set on the hub (owner/name), instead of `files`."""
-    config: str | None = None
-    """Configuration of the hub data set, if it has several."""
-    split: str = "train"
-    """Split of the hub data set; slices such as `train[:10%]` are understood."""
-    revision: str | None = None
-    """Commit (40 hexadecimal digits), branch or tag of the hub data set; the main branch by
-    default. A run asks for the commit once, says it, and keeps it in its recipe."""
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Share of this source in the samples of an epoch, relative to the other sources' weights. Not
-    used for held-out sources."""
-
-    def __str__(self) -> str:
-        if self.dataset is None:
-            return ", ".join(each_pattern(self.files))
-        return f"{self.dataset}{f'/{self.config}' if self.config else ''}/{self.split}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +47,12 @@ class Selection:
 
     def hub_names(self) -> Iterator[HubName]:
         """Yield the data sets of the hub."""
-        for field in ("sources", "heldout_sources"):
-            for number, source in enumerate(getattr(self, field)):
+        for key in ("sources", "heldout_sources"):
+            for number, source in enumerate(getattr(self, key)):
                 if source.dataset is not None and HUB_ID.fullmatch(source.dataset):
                     yield HubName(
                         kind="dataset", repo=source.dataset, revision=source.revision,
-                        named_by=f"{field}.{number}.dataset", key=f"{field}.{number}.revision",
+                        named_by=f"{key}.{number}.dataset", key=f"{key}.{number}.revision",
                     )  # fmt: skip
 
     def trained_on(self) -> tuple[Source, ...]:
@@ -114,23 +90,129 @@ class DocumentSettings:
     does when it is called with a text: the tokenizers of Llama and Gemma put it there."""
 
 
-def problems(selection: Selection) -> Iterator[Problem]:
+@dataclass(frozen=True, kw_only=True)
+class StreamFields(DocumentSettings):
+    """Fields of `data.stream`."""
+
+    shards: str | tuple[str, ...]
+    """Files, as in `data.text`: paths or glob patterns, or addresses of files in object stores
+    or on web servers, such as `s3://bucket/corpus/*.jsonl.gz`."""
+    window: Annotated[int, Field(ge=1)] = 8
+    """Shards whose blocks are mixed. Each node needs room for the tokens of (`ahead` + 2) windows,
+    and for one shard itself if shards are not local files."""
+    ahead: Annotated[int, Field(ge=0)] = 1
+    """Windows that are prepared, in a thread, before they are needed."""
+    heldout_files: str | tuple[str, ...] = ()
+    """Local files to evaluate on."""
+    cache: str | None = None
+    """Folder on each node for the tokens of windows, removed when the run ends, and of
+    `heldout_files`. Default: `pipetrain` in $XDG_CACHE_HOME or ~/.cache."""
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is something to evaluate on."""
+        return bool(self.heldout_files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSource(Source):
+    """A source whose rows may use other names."""
+
+    columns: dict[str, str] = field(default_factory=dict)
+    """As the slot's `columns`, instead of them."""
+    role_names: dict[str, str] = field(default_factory=dict)
+    """As the slot's `role_names`, instead of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFields(Selection):
+    """Fields of `data.chat`."""
+
+    sources: tuple[ChatSource, ...] = ()
+    """Instead of `files`: several sources, mixed by weight. An epoch holds every sample of every
+    source at least once, and repeats samples until the shares match the weights."""
+    heldout_sources: tuple[ChatSource, ...] = ()
+    """Instead of `heldout_files`: several sources to evaluate on, one after the other."""
+    form: (
+        Literal["messages", "sharegpt", "prompt/completion", "alpaca", "text", "input_ids"] | None
+    ) = None
+    """The form of all rows, for rows whose keys fit several. Null finds it by each row's keys."""
+    roles: tuple[str, ...] = ()
+    """Further roles of messages that the template knows, next to system, developer, user, assistant
+    and tool."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Names that the rows have for keys of theirs and of their messages, by the names used here:
+    `{messages: dialog, role: speaker, content: text}`. What has the name of a key that another one
+    stands for is not read."""
+    role_names: dict[str, str] = field(default_factory=dict)
+    """Roles that are meant by other names: `{bot: assistant}`."""
+    template: bool = True
+    """Whether a text prompt and its completion are a user's and an assistant's turn of the chat
+    template. False joins them without it (Alpaca's with Alpaca's prompt), with the tokenizer's end
+    token after the completion; messages always take the template."""
+    today: str = "2024-07-26"
+    """Date (YYYY-MM-DD) for templates that ask for today's, so that rows become the same tokens on
+    every day. The default is the date that Llama 3.1's template falls back on."""
+    loss: Literal["completion", "assistant", "last", "all"] = "completion"
+    """Tokens that are trained on: the assistant's messages after the row's prompt (all of them in
+    rows without one); all the assistant's messages; only its last turn, which suits templates that
+    leave out parts of earlier answers; or all tokens. All of a `text` is trained on; `input_ids`
+    have their own mask."""
+    turns: Literal["together", "each"] = "together"
+    """Whether a conversation is one sample, laid out whole, or each trained turn is
+    a separate sample with the turns before it, laid out as at inference. Templates that leave the
+    thoughts out of earlier turns need `each` (or `loss: last`) to train on all thoughts."""
+    unrendered: Literal["error", "drop", "allow"] = "error"
+    """Treatment of a row when the template leaves out part of it: a content, a call or its
+    arguments, or the thoughts of a trained turn. `allow` trains on the rest."""
+    empty: Literal["error", "drop", "train"] = "train"
+    """Treatment of a row with an answer that says nothing: `train` trains on its end of turn."""
+    special_tokens: Literal["error", "drop", "allow"] = "error"
+    """Treatment of a row whose own text spells a special token of the tokenizer, such as the end of
+    a turn. `allow` lets the text become that token."""
+    prepend_bos: bool | None = None
+    """Put the tokenizer's start token before a `text`, and before a pair that takes no template.
+    Null does the same as the tokenizer does when it is called with a text: the tokenizers of Llama
+    and Gemma put it there. A chat template has its own."""
+    bad_rows: Literal["error", "drop"] = "error"
+    """Treatment of rows that cannot be read or laid out: an error that shows the first of them and
+    counts their kinds, or leave them out and say so. A file that cannot be read to its end is
+    always an error."""
+    sequence_length: Annotated[int, Field(ge=2)] = 1024
+    """Largest number of tokens per sample, as the tokenizer counts them: the last one is only
+    predicted, so the model is given one less."""
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    """Treatment of a longer row. A row that is truncated before its first target is dropped."""
+    packing: bool = False
+    """Put several rows in one sample of at most `sequence_length` tokens, by best fit. No row is
+    cut, sees another or predicts its beginning."""
+
+    def names(self, source: Source | None = None) -> Names:
+        """Return the names in a source: its own, or else the slot's."""
+        own = source if isinstance(source, ChatSource) else self
+        return Names(
+            columns=own.columns or self.columns,
+            role_names=own.role_names or self.role_names,
+            roles=self.roles,
+        )
+
+
+def problems(fields: Selection) -> Iterator[Problem]:
     """Yield mistakes in the fields of a Selection that show without reading a file."""
-    if selection.sources:
-        yield from _source_problems("sources", selection.sources)
-        if selection.files:
+    if fields.sources:
+        yield from _source_problems("sources", fields.sources)
+        if fields.files:
             yield _excludes("files", "sources")
     else:
-        yield from file_problems("files", selection.files)
-    if selection.heldout_files:
-        yield from file_problems("heldout_files", selection.heldout_files)
-    yield from _source_problems("heldout_sources", selection.heldout_sources)
-    keys = ("heldout_files", "heldout_sources", "heldout_fraction")
-    held = [key for key in keys if getattr(selection, key)]
+        yield from file_problems("files", fields.files)
+    if fields.heldout_files:
+        yield from file_problems("heldout_files", fields.heldout_files)
+    yield from _source_problems("heldout_sources", fields.heldout_sources)
+    held = [key for key in ("files", "sources", "fraction") if getattr(fields, f"heldout_{key}")]
     for key in held[1:]:
-        yield _excludes(key, held[0])
-    yield from _duplicates(selection)
-    yield from path_problems("cache", selection.cache)
+        yield _excludes(f"heldout_{key}", f"heldout_{held[0]}")
+    yield from _duplicates(fields)
+    yield from path_problems("cache", fields.cache)
 
 
 def _excludes(key: str, other: str) -> Problem:
@@ -139,12 +221,11 @@ def _excludes(key: str, other: str) -> Problem:
 
 def _source_problems(key: str, sources: tuple[Source, ...]) -> Iterator[Problem]:
     for index, source in enumerate(sources):
-        for problem in _own_problems(source):
-            place = f"{key}.{index}.{problem.key}"
-            yield Problem(message=problem.message, key=place, hint=problem.hint)
+        for problem in _mistakes(source):
+            yield replace(problem, key=f"{key}.{index}.{problem.key}")
 
 
-def _own_problems(source: Source) -> Iterator[Problem]:
+def _mistakes(source: Source) -> Iterator[Problem]:
     if source.dataset is None:
         for key in ("config", "revision"):
             if getattr(source, key) is not None:
@@ -161,25 +242,24 @@ def _own_problems(source: Source) -> Iterator[Problem]:
         yield Problem(message=message, key="revision")
 
 
-def _duplicates(selection: Selection) -> Iterator[Problem]:
+def _duplicates(fields: Selection) -> Iterator[Problem]:
     """Yield files and splits that are trained on twice, or are both trained on and held out."""
-    seen: dict[object, str] = {}
-    for index, source in enumerate(selection.sources):
+    seen: dict[object, int] = {}
+    for index, source in enumerate(fields.trained_on()):
         for content, name in _contents(source):
             if content in seen:
-                key = f"sources.{index}"
-                yield Problem(message=f"{name} is in {seen[content]} already", key=key)
-            seen.setdefault(content, f"sources[{index}]")
-    trained = {content for source in selection.trained_on() for content, _ in _contents(source)}
-    for index, source in enumerate(selection.held_out()):
+                message = f"{name} is in sources[{seen[content]}] already"
+                yield Problem(message=message, key=f"sources.{index}")
+            seen.setdefault(content, index)
+    for index, source in enumerate(fields.held_out()):
         for content, name in _contents(source):
-            if content in trained:
-                key = "heldout_files" if selection.heldout_files else f"heldout_sources.{index}"
+            if content in seen:
+                key = "heldout_files" if fields.heldout_files else f"heldout_sources.{index}"
                 yield Problem(message=f"{name} is also trained on", key=key)
 
 
 def _contents(source: Source) -> Iterator[tuple[object, str]]:
-    """Yield an object that is equal for equal contents, and a name, for each part of a source."""
+    """Yield the identity and the name of each file of a source, or of its split."""
     if source.dataset is not None:
         yield (source.dataset, source.config, source.split), str(source)
         return

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pipeline import NO_TARGET, DataError, StageError
 from stages.data import messages
-from stages.data.messages import Conversation, checked, conversation
+from stages.data.messages import Conversation, Names, conversation
 from stages.data.mistakes import Enough, Mistakes
-from stages.data.names import Names
 from stages.data.rows import JSON_LINES, Row, kind, require, require_text, rows
 from stages.data.sources import Part
 
-Form = Literal["messages", "sharegpt", "prompt/completion", "alpaca", "text", "input_ids"]
-KEYS: Mapping[Form, tuple[str, ...]] = {
+KEYS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "prompt/completion": ("prompt", "completion"),
@@ -27,7 +26,11 @@ KEYS: Mapping[Form, tuple[str, ...]] = {
     "input_ids": ("input_ids",),
 }
 """Keys that a row of each form has."""
-
+PAIRS = (
+    ("question", "answer"), ("query", "response"), ("input", "output"), ("prompt", "response"),
+    ("instruction", "response"), ("question", "response"), ("prompt", "answer"),
+)  # fmt: skip
+"""Names of columns for what `prompt` and `completion` are here."""
 _WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further "
     "context. Write a response that appropriately completes the request.\n\n"
@@ -37,30 +40,23 @@ _WITHOUT_INPUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
     "the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
 )
-
-
 _MESSAGES = re.compile(r'\s*\[\s*\{\s*"(role|content|from|value)"\s*:')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """A prompt and the text that follows it, used without a chat template. With an empty prompt the
-    text is a document of its own."""
+    text is a document by itself."""
 
     row: Row
     prompt: str
     completion: str
-
-    def texts(self) -> list[Any]:
-        """Return the row's own texts, which should not spell a special token."""
-        return [self.prompt, self.completion]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
     """Token ids and, for each, whether it is trained on."""
 
-    row: Row
     ids: Sequence[int]
     trained: Sequence[bool]
 
@@ -69,44 +65,42 @@ Example = Conversation | Completion | Tokens
 
 
 def rows_with_forms(
-    parts: Iterable[Part], given: Form | None, names: Names, mistakes: Mistakes
-) -> Iterator[tuple[Form, Row]]:
+    parts: Iterable[Part], given: str | None, names: Names, mistakes: Mistakes
+) -> Iterator[Row]:
     """Yield every row with its form: the `given` one, or else the one that its keys fit.
 
-    `mistakes` is given a DataError for each row that cannot be read, fits no form or several, lacks
-    the keys of the given one, or is of another form than the first of its file; and for a file that
+    `mistakes` gets a DataError for each row that cannot be read, fits no form or several, lacks the
+    keys of the given one, or is of another form than the first of its file; and for a file that
     cannot be read to its end, or has no row.
     """
     for part in parts:
-        first: Form | None = None
-        before = mistakes.count
+        first, before = "", mistakes.count
         try:
             for row in part.rows(report=mistakes.report):
                 if mistakes.enough:
                     return
                 try:
-                    found = _form(row, given, names)
-                    first = first or found
-                    if found != first:
+                    form = _form(row, given, names)
+                    first = first or form
+                    if form != first:
                         raise row.error(
-                            f"a row of form {found!r} in a file of {first!r} rows",
+                            f"a row of form {form!r} in a file of {first!r} rows",
                             hint="keep each form in separate files, and name them in `sources`",
                         )
                 except DataError as error:
                     mistakes.report(error)
                     continue
-                yield found, row
-            if first is None and mistakes.count == before:
-                raise Row(file=part.name, number=1, value=None).error("no row in this file")
+                yield dataclasses.replace(row, form=form)
+            if not first and mistakes.count == before:
+                raise DataError("no row in this file", file=part.name, row=1)
         except Enough:
             return
         except DataError as error:
             mistakes.add_file(error)
 
 
-def first_form(path: Path, names: Names) -> Form | None:
-    """Return the form of the first row of a file of JSON lines; None for other files, and if the
-    row cannot be read or fits no form."""
+def first_form(path: Path, names: Names) -> str | None:
+    """Return the form of the first row of a file of JSON lines, if it is found."""
     if not path.name.endswith(JSON_LINES):
         return None
     try:
@@ -116,15 +110,17 @@ def first_form(path: Path, names: Names) -> Form | None:
         return None  # the run reports it
 
 
-def _form(row: Row, given: Form | None, names: Names) -> Form:
+def _form(row: Row, given: str | None, names: Names) -> str:
     keys = {key for key, value in names.renamed(row.value).items() if value is not None}
     fits = [form for form, needed in KEYS.items() if keys.issuperset(needed)]
     if given in fits or (given is None and len(fits) == 1):
         return given or fits[0]
     if fits and given is None:
         raise row.error(f"could be of form {' or '.join(map(repr, fits))}", hint="set `form`")
-    forms = KEYS if given is None else [given]
-    wanted = [" and ".join(f"`{names.of(key)}`" for key in KEYS[form]) for form in forms]
+    wanted = [
+        " and ".join(f"`{names.columns.get(key, key)}`" for key in KEYS[form])
+        for form in (KEYS if given is None else [given])
+    ]
     hint = f"a row has one of: {'; '.join(dict.fromkeys(wanted))}"
     if not names.columns:
         hint += "; `columns` says what they are called here"
@@ -134,15 +130,8 @@ def _form(row: Row, given: Form | None, names: Names) -> Form:
     raise row.error(f"{lacks}; it has {has}", hint=_meant(there, names) or hint)
 
 
-PAIRS = (
-    ("question", "answer"), ("query", "response"), ("input", "output"), ("prompt", "response"),
-    ("instruction", "response"), ("question", "response"), ("prompt", "answer"),
-)  # fmt: skip
-"""Names of columns for what `prompt` and `completion` are here."""
-
-
 def _meant(there: Sequence[str], names: Names) -> str:
-    """Return the hint for a row of no form whose keys are like those of one."""
+    """Return the hint for a row of no form, if its keys resemble a form's."""
     if {"chosen", "rejected"} <= {*there}:
         return "rows of preferences are trained on by TRL's DPOTrainer, not by this program"
     for pair in PAIRS if not names.columns else ():
@@ -150,21 +139,22 @@ def _meant(there: Sequence[str], names: Names) -> str:
             columns = zip(("prompt", "completion"), pair, strict=True)
             given = ", ".join(f"{ours}: {theirs}" for ours, theirs in columns if ours != theirs)
             return f"write `columns: {{{given}}}` in the data slot"
-    known = {names.of(key) for keys in KEYS.values() for key in keys}
+    known = {names.columns.get(key, key) for keys in KEYS.values() for key in keys}
     close = (get_close_matches(key, known, n=1, cutoff=0.8) for key in there if key not in known)
     return next((f"did you mean `{found[0]}`?" for found in close if found), "")
 
 
-def read(row: Row, form: Form, *, template: bool, names: Names, vocab_size: int) -> Example:
-    """Read a row of a form as an example. Raises DataError for a mistake in the row.
+def read(row: Row, *, template: bool, names: Names, vocab_size: int) -> Example:
+    """Read a row, whose form is known, as an example. Raises DataError for a mistake in the row.
 
     `template`: whether a pair of texts becomes a user's and an assistant's turn of the chat
     template. `vocab_size`: bound of token ids.
     """
     row = names.row(row)
-    match form:
+    match row.form:
         case "messages":
-            return conversation(row, checked(row, row.value["messages"], "messages", names))
+            turns = messages.checked(row, row.value["messages"], "messages", names)
+            return conversation(row, turns)
         case "sharegpt":
             return messages.read_sharegpt(row, names)
         case "prompt/completion":
@@ -174,37 +164,32 @@ def read(row: Row, form: Form, *, template: bool, names: Names, vocab_size: int)
         case "text":
             text = require_text(row, row.value["text"], "`text`")
             return Completion(row=row, prompt="", completion=text)
-        case "input_ids":
+        case _:
             return _tokens(row, vocab_size)
 
 
 def _prompt_completion(row: Row, names: Names, *, template: bool) -> Conversation | Completion:
     """Read a row whose `prompt` and `completion` are both lists of messages, or both texts."""
-    prompt, completion = (_perhaps_listed(row, key) for key in ("prompt", "completion"))
+    for key in ("prompt", "completion"):
+        if isinstance(row.value[key], str) and _MESSAGES.match(row.value[key]):
+            raise row.error(
+                f"`{key}` is text that looks like a list of messages as JSON",
+                hint="write it as a list; or the whole conversation under `messages`, where JSON "
+                "text is read",
+            )
+    prompt, completion = (
+        messages.listed(row, given, key) if isinstance(given := row.value[key], dict) else given
+        for key in ("prompt", "completion")
+    )
     if isinstance(prompt, list) and isinstance(completion, list):
-        before = checked(row, prompt, "prompt", names)
-        behind = checked(row, completion, "completion", names)
-        return conversation(row, [*before, *behind], first=len(before))
+        before = messages.checked(row, prompt, "prompt", names)
+        after = messages.checked(row, completion, "completion", names)
+        return conversation(row, [*before, *after], first=len(before))
     require_text(row, prompt, "`prompt`")
     require_text(row, completion, "`completion`")
     if not template:
         return Completion(row=row, prompt=prompt, completion=completion)
     return conversation(row, [_turn("user", prompt), _turn("assistant", completion)], first=1)
-
-
-def _perhaps_listed(row: Row, key: str) -> Any:
-    """Return the value of a key that may be text or a list of messages. Raises DataError for text
-    that is such a list as JSON: nothing says whether it is meant so."""
-    value = row.value[key]
-    if isinstance(value, dict):
-        return messages.listed(row, value, key)
-    if isinstance(value, str) and _MESSAGES.match(value):
-        raise row.error(
-            f"`{key}` is text that looks like a list of messages as JSON",
-            hint="write it as a list; or the whole conversation under `messages`, where JSON text "
-            "is read",
-        )
-    return value
 
 
 def _alpaca(row: Row, *, template: bool) -> Conversation | Completion:
@@ -213,28 +198,25 @@ def _alpaca(row: Row, *, template: bool) -> Conversation | Completion:
     instruction = require_text(row, row.value["instruction"], "`instruction`")
     context = require_text(row, row.value.get("input") or "", "`input`")
     output = require_text(row, row.value["output"], "`output`")
-    before = [*messages.system_message(row), *_history(row)]
+    before = messages.system_message(row)
+    history = row.value.get("history") or []
+    require(row, history, list, "`history`", "a list of pairs of texts")
+    for index, pair in enumerate(history):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise row.error(f"`history[{index}]` is not a pair of texts")
+        before += [
+            _turn(role, require_text(row, text, f"`history[{index}]`"))
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
     if template:
         question = f"{instruction}\n{context}" if context else instruction
         turns = [*before, _turn("user", question), _turn("assistant", output)]
         return conversation(row, turns, first=len(turns) - 1)
     if before:
         raise row.error("`system` and `history` need a chat template", hint="set `template: true`")
-    prompt = (_WITH_INPUT if context else _WITHOUT_INPUT).format(
-        instruction=instruction, input=context
-    )
+    prompt = _WITH_INPUT if context else _WITHOUT_INPUT
+    prompt = prompt.format(instruction=instruction, input=context)
     return Completion(row=row, prompt=prompt, completion=output)
-
-
-def _history(row: Row) -> Iterator[dict[str, Any]]:
-    """Yield earlier turns, which are pairs of a user's and an assistant's text."""
-    history = row.value.get("history") or []
-    require(row, history, list, "`history`", "a list of pairs of texts")
-    for index, pair in enumerate(history):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise row.error(f"`history[{index}]` is not a pair of texts")
-        for role, text in zip(("user", "assistant"), pair, strict=True):
-            yield _turn(role, require_text(row, text, f"`history[{index}]`"))
 
 
 def _turn(role: str, content: str) -> dict[str, Any]:
@@ -253,15 +235,11 @@ def _tokens(row: Row, vocab_size: int) -> Tokens:
             raise row.error(f"`input_ids[{index}]` is {token}, {limit}")
     if row.value.get("attention_mask") is not None and 0 in _integers(row, "attention_mask"):
         raise row.error("`attention_mask` hides tokens", hint="give the row without its padding")
-    return Tokens(row=row, ids=ids, trained=_trained(row, ids))
-
-
-def _trained(row: Row, ids: list[int]) -> list[bool]:
     given = [key for key in ("labels", "loss_mask") if row.value.get(key) is not None]
+    if not given:
+        return Tokens(ids=ids, trained=[True] * len(ids))
     if len(given) == 2:
         raise row.error("has both `labels` and `loss_mask`", hint="leave out one of them")
-    if not given:
-        return [True] * len(ids)
     values = _integers(row, given[0])
     if len(values) != len(ids):
         raise row.error(f"`{given[0]}` has {len(values)} entries, `input_ids` has {len(ids)}")
@@ -274,7 +252,7 @@ def _trained(row: Row, ids: list[int]) -> list[bool]:
                 hint=f"a label is the id at the same position, not of the next, or {NO_TARGET}",
             )
     off = NO_TARGET if given[0] == "labels" else 0
-    return [value != off for value in values]
+    return Tokens(ids=ids, trained=[value != off for value in values])
 
 
 def _integers(row: Row, key: str) -> list[int]:

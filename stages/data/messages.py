@@ -1,26 +1,128 @@
-"""Conversations: lists of messages as OpenAI writes them, with tools, or as ShareGPT does."""
+"""Conversations: lists of messages as OpenAI writes them, with tools, or as ShareGPT does; and the
+names that a file has for keys and roles."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline import Problem
 from pipeline.utils import did_you_mean
-from stages.data.marks import REASONING
-from stages.data.names import CALL, ROLES, Names
-from stages.data.rows import Row, kind, parsed_json, require, require_text
+from stages.data.rows import Row, children, kind, parsed_json, require, require_text
 
+Messages = Sequence[Mapping[str, Any]]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of an assistant's thoughts, by the templates that read them."""
+CALLS = ("tool_calls", "function_call")
 RESERVED = frozenset({
     "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message",
     "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors",
     "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now",
 })  # fmt: skip
 """Names that have a meaning for `apply_chat_template` or its template; rows may not set them."""
+_CALL = "function_call"
+"""ShareGPT's name of the assistant where it calls a tool."""
 _SHAREGPT_ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
     "bard": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
+_ARGUMENTS = ("tools", "documents", "chat_template_kwargs")
+_LISTS = ("messages", "conversations", "prompt", "completion")
+"""Keys of a row that may hold messages."""
+_ROW = (
+    *_LISTS, *_ARGUMENTS, "system", "instruction", "input", "output", "history", "text",
+    "input_ids", "labels", "loss_mask", "attention_mask",
+)  # fmt: skip
+"""Keys of a row that mean something."""
+_MESSAGE = (
+    "role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "train", "weight",
+    "from", "value",
+)  # fmt: skip
+"""Keys of a message that mean something, ShareGPT's among them; templates may know others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """A file's names of keys and roles."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Key that is read, of a row or a message -> its name in the file."""
+    role_names: Mapping[str, str] = field(default_factory=dict)
+    """Role in the file -> role that is meant."""
+    roles: Sequence[str] = ()
+    """Further roles that the template knows."""
+
+    def row(self, row: Row) -> Row:
+        """Return a row with the keys that are read, without the nulls inside of its values."""
+        value = self.renamed(row.value)
+        plain = {key: _without_nulls(each) for key, each in value.items()}
+        nulls = ""
+        if plain != value:
+            contents = {self.columns.get(key, key) for key in ("content", "value")}
+            nulls = next(_nulls(value, contents), "")
+        return dataclasses.replace(row, value=plain, nulls=nulls)
+
+    def renamed(self, value: dict[str, Any], known: Sequence[str] = _ROW) -> dict[str, Any]:
+        """Return a row's value, or a message, with the `known` keys; what has the name of a key
+        that another one stands for is left out."""
+        names = {key: name for key, name in self.columns.items() if key in known}
+        if not names:
+            return value
+        taken = {*names, *names.values()}
+        kept = {key: each for key, each in value.items() if key not in taken}
+        return kept | {key: value[name] for key, name in names.items() if name in value}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the nulls of its objects: tables, and JSON that was written from
+    them, give every object of a column all the keys that any row has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(child) for key, child in value.items() if child is not None}
+    return [_without_nulls(child) for child in value] if isinstance(value, list) else value
+
+
+def _nulls(row: dict[str, Any], contents: set[str]) -> Iterator[str]:
+    """Yield the places of nulls that templates would be given: within tools, calls and the like.
+    A null in a message itself, or in the parts of its content (under one of the keys `contents`),
+    means that there is no such key."""
+    left = [(key, row[key]) for key in _ARGUMENTS if key in row]
+    for key in _LISTS:
+        found = row.get(key)
+        for place, message in children(key, found) if isinstance(found, list) else [(key, found)]:
+            if isinstance(message, dict):
+                inside = {name: each for name, each in message.items() if name not in contents}
+                left += children(place, inside)
+    left = [each for each in reversed(left) if each[1] is not None]
+    while left:
+        place, value = left.pop()
+        below = list(children(place, value))
+        if isinstance(value, dict):
+            yield from (inner for inner, each in below if each is None)
+        left += reversed(below)
+
+
+def name_problems(names: Names) -> Iterator[Problem]:
+    """Yield mistakes in `columns` and `role_names`."""
+    for key in names.columns:
+        if key not in (*_ROW, *_MESSAGE):
+            known = (*_ROW, *_MESSAGE)
+            hint = did_you_mean(key, known) or f"known: {', '.join(known)}"
+            message = "is not a key of a row or a message"
+            yield Problem(message=message, key=f"columns.{key}", hint=hint)
+    for level in (_ROW, _MESSAGE):
+        seen: dict[str, str] = {}
+        for key, name in names.columns.items():
+            if key in level and seen.setdefault(name, key) != key:
+                message = f"{name!r} is `{seen[name]}` already"
+                yield Problem(message=message, key=f"columns.{key}")
+    roles = (*ROLES, _CALL, *names.roles)
+    for name, role in names.role_names.items():
+        if role not in roles:
+            hint = did_you_mean(role, roles) or f"known: {', '.join(roles)}; `roles` adds others"
+            yield Problem(message=f"{role!r} is not a role", key=f"role_names.{name}", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +130,7 @@ class Conversation:
     """Messages for the chat template."""
 
     row: Row
-    messages: Sequence[Mapping[str, Any]]
+    messages: Messages
     first: int = 0
     """Index of the first message after the row's prompt; 0 without a prompt."""
     silent: frozenset[int] = frozenset()
@@ -36,23 +138,27 @@ class Conversation:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template: `tools`, `documents`, and the entries of the row's
     `chat_template_kwargs`."""
-
-    def texts(self) -> list[Any]:
-        """Return the row's own texts, which should not spell a special token."""
-        return [*self.messages, self.extra]
+    rendered: dict[tuple[int, bool], str] = field(init=False, default_factory=dict, compare=False)
+    """Known texts of its first messages, by number and whether a generation prompt follows."""
 
     def until(self, index: int) -> Conversation:
-        """Return the conversation up to a message, of which that message alone is trained on."""
-        return replace(
-            self,
-            messages=self.messages[: index + 1],
-            first=min(self.first, index),
-            silent=frozenset(range(index)),
-        )
+        """Return the conversation up to a message, the only one that is trained on."""
+        messages, first = self.messages[: index + 1], min(self.first, index)
+        silent = frozenset(range(index))
+        return dataclasses.replace(self, messages=messages, first=first, silent=silent)
 
     def assistant_turns(self) -> list[int]:
         """Return the indices of the assistant's messages."""
         return [index for index, each in enumerate(self.messages) if each["role"] == "assistant"]
+
+
+def says_nothing(message: Mapping[str, Any]) -> bool:
+    """Whether a message has neither content, as text or in parts, nor calls nor thoughts."""
+    content = message.get("content") or ""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    values = [message.get(key) for key in (*CALLS, *REASONING)]
+    texts += [value if isinstance(value, str) else repr(value) for value in values if value]
+    return not any(text.strip() for text in texts)
 
 
 def read_sharegpt(row: Row, names: Names) -> Conversation:
@@ -77,12 +183,20 @@ def system_message(row: Row) -> list[dict[str, Any]]:
     return [{"role": "system", "content": require_text(row, given, "`system`")}]
 
 
-def conversation(
-    row: Row, messages: Sequence[Mapping[str, Any]], *, first: int = 0
-) -> Conversation:
+def conversation(row: Row, messages: Messages, *, first: int = 0) -> Conversation:
     """Return `checked` messages as a conversation, with the row's arguments of the chat template.
     The keys that decide whether a message is trained on are removed from the messages."""
-    extra = _template_arguments(row)
+    extra: dict[str, Any] = {}
+    for key in ("tools", "documents"):
+        found = _none_or_list(row, row.value.get(key), key)
+        if found is not None:
+            extra[key] = require(row, found, list, f"`{key}`")
+    more = _parsed(row, row.value.get("chat_template_kwargs") or {}, "chat_template_kwargs") or {}
+    require(row, more, dict, "`chat_template_kwargs`")
+    for key in sorted(RESERVED.intersection(more)):
+        message = f"`chat_template_kwargs` has {key!r}, which is not a variable of the template"
+        raise row.error(message, hint="leave it out of the row")
+    extra = {**more, **extra}
     if "tools" not in extra and any(message.get("tool_calls") for message in messages):
         raise row.error(
             "calls a tool, but has no `tools`",
@@ -115,9 +229,8 @@ def listed(row: Row, value: Any, where: str) -> Any:
         return value
     if not all(isinstance(each, list) for each in value.values()):
         return value
-    lengths = {key: len(each) for key, each in value.items()}
-    if len(set(lengths.values())) > 1:
-        each = ", ".join(f"{count} of {key!r}" for key, count in lengths.items())
+    if len({len(each) for each in value.values()}) > 1:
+        each = ", ".join(f"{len(each)} of {key!r}" for key, each in value.items())
         raise row.error(f"`{where}` holds lists of different lengths: {each}")
     found = [dict(zip(value, each, strict=True)) for each in zip(*value.values(), strict=True)]
     return [{key: each for key, each in one.items() if each is not None} for one in found]
@@ -125,11 +238,16 @@ def listed(row: Row, value: Any, where: str) -> Any:
 
 def _message(row: Row, message: Any, where: str, names: Names) -> dict[str, Any]:
     require(row, message, dict, f"`{where}`")
-    given = {key: value for key, value in names.message(message).items() if value is not None}
+    named = names.renamed(message, _MESSAGE)
+    given = {key: value for key, value in named.items() if value is not None}
     role = given["role"] = _role(row, given.get("role"), f"{where}.role", names)
-    given["train"] = _is_trained(row, given, where)
+    train, weight = given.get("train", True), given.get("weight", 1)
+    require(row, train, bool, f"`{where}.train`")
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise row.error(f"`{where}.weight` is {weight!r}, neither 0 nor 1")
+    given["train"] = bool(train and weight == 1)
     if "tool_calls" in given:
-        given["tool_calls"] = _or_none(row, given["tool_calls"], f"{where}.tool_calls")
+        given["tool_calls"] = _none_or_list(row, given["tool_calls"], f"{where}.tool_calls")
     if given.get("tool_calls"):
         if role != "assistant":
             raise row.error(f"`{where}` calls a tool, but its role is {role!r}, not 'assistant'")
@@ -138,35 +256,31 @@ def _message(row: Row, message: Any, where: str, names: Names) -> dict[str, Any]
             _call(row, call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)
         ]
     if role == "assistant":
-        _require_one_key_of_thoughts(row, given, where)
-    says = ("tool_calls", "function_call", *REASONING)
-    if "content" not in given and role == "assistant" and any(given.get(key) for key in says):
-        return given
+        thoughts = {key: given[key] for key in REASONING if isinstance(given.get(key), str)}
+        thoughts = {key: text.strip() for key, text in thoughts.items() if text.strip()}
+        if len({*thoughts.values()}) > 1:  # templates read one
+            keys = " and ".join(f"`{key}`" for key in thoughts)
+            raise row.error(
+                f"`{where}` has different thoughts under {keys}", hint="leave one of them"
+            )
+        if "content" not in given and any(given.get(key) for key in (*CALLS, *REASONING)):
+            return given
     given["content"] = _content(row, given.get("content"), f"{where}.content")
     return given
-
-
-def _require_one_key_of_thoughts(row: Row, message: Mapping[str, Any], where: str) -> None:
-    """Raise DataError for a message with other thoughts under another key: templates read one."""
-    texts = {key: message[key].strip() for key in REASONING if isinstance(message.get(key), str)}
-    keys = [key for key, text in texts.items() if text]
-    if len({texts[key] for key in keys}) > 1:
-        named = " and ".join(f"`{key}`" for key in keys)
-        raise row.error(f"`{where}` has different thoughts under {named}", hint="leave one of them")
 
 
 def _from_sharegpt(row: Row, entry: Any, where: str, names: Names) -> Any:
     """Return a ShareGPT entry as a message; a `function_call` is JSON, a call or a list of them."""
     if not isinstance(entry, dict):
         return entry
-    entry = names.message(entry)
+    entry = names.renamed(entry, _MESSAGE)
     if "from" not in entry:
         role = entry.get("role")
         return {**entry, "role": names.role_names.get(role, role)} if type(role) is str else entry
-    name = _role(row, entry.get("from"), f"{where}.from", names, (*_SHAREGPT_ROLES, CALL))
+    name = _role(row, entry.get("from"), f"{where}.from", names, (*_SHAREGPT_ROLES, _CALL))
     text = require_text(row, entry.get("value"), f"`{where}.value`")
     kept = {key: entry[key] for key in ("train", "weight") if entry.get(key) is not None}
-    if name != CALL:
+    if name != _CALL:
         return {"role": _SHAREGPT_ROLES.get(name, name), "content": text, **kept}
     found = _parsed(row, text, f"{where}.value")
     calls = found if isinstance(found, list) else [found]
@@ -200,8 +314,7 @@ def _content(row: Row, content: Any, where: str) -> str:
 
 
 def _call(row: Row, call: Any, where: str) -> dict[str, Any]:
-    """Return a call whose arguments are an object, as chat templates expect; OpenAI writes them as
-    JSON text."""
+    """Return a call whose arguments are an object; OpenAI writes them as JSON text."""
     require(row, call, dict, f"`{where}`")
     if isinstance(call.get("function"), dict):
         return {**call, "function": _call(row, call["function"], f"{where}.function")}
@@ -213,36 +326,10 @@ def _call(row: Row, call: Any, where: str) -> dict[str, Any]:
 
 
 def _parsed(row: Row, value: Any, where: str) -> Any:
-    """Return a value, parsed if it is JSON text: tables hold objects without fixed keys so."""
+    """Return a value, parsed if it is JSON text, as in tables."""
     return parsed_json(row, value, where) if isinstance(value, str) else value
 
 
-def _or_none(row: Row, value: Any, where: str) -> Any:
-    """Return a list as `listed` does; None for an empty text, and for the text of a null, with
-    which tables say that there is nothing."""
+def _none_or_list(row: Row, value: Any, where: str) -> Any:
+    """Return a list as `listed` does; None for an empty text, which says so in tables."""
     return None if isinstance(value, str) and not value.strip() else listed(row, value, where)
-
-
-def _is_trained(row: Row, message: Mapping[str, Any], where: str) -> bool:
-    """Return the message's `train`, and OpenAI's `weight`, which is 0 or 1."""
-    train, weight = message.get("train", True), message.get("weight", 1)
-    require(row, train, bool, f"`{where}.train`")
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise row.error(f"`{where}.weight` is {weight!r}, neither 0 nor 1")
-    return bool(train and weight == 1)
-
-
-def _template_arguments(row: Row) -> dict[str, Any]:
-    extra: dict[str, Any] = {}
-    for key in ("tools", "documents"):
-        found = _or_none(row, row.value.get(key), key)
-        if found is not None:
-            extra[key] = require(row, found, list, f"`{key}`")
-    more = _parsed(row, row.value.get("chat_template_kwargs") or {}, "chat_template_kwargs") or {}
-    require(row, more, dict, "`chat_template_kwargs`")
-    for key in sorted(RESERVED.intersection(more)):
-        raise row.error(
-            f"`chat_template_kwargs` has {key!r}, which is not a variable of the template",
-            hint="leave it out of the row",
-        )
-    return {**more, **extra}

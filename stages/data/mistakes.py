@@ -9,16 +9,24 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, NamedTuple
 
 from pipeline import BadRows, DataError
 from pipeline.utils import counted
 from stages.data.cache import Entry
+from stages.data.sources import Part
 
-if TYPE_CHECKING:
-    from stages.data.sources import Part
-
-_FILE = "notes.json"
+_NOTES = "notes.json"
+SHOWN = 20
+"""Rows that an error shows."""
+MOST = 1000
+"""Rows after which reading ends, where they are errors anyway."""
+_LINE = 400
+"""Characters of a row's mistake that are shown."""
+_VARIES = re.compile(
+    r"""(?<!\w)(['"])(?:\\.|(?!\1).)*\1(?!\w)|(?<=\[)\d+(?=\])|\b\d[\d,.]*\b""", re.DOTALL
+)
+"""Parts that differ between mistakes of one kind: quoted values, indices and numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +35,8 @@ class Note:
 
     text: str
     part: int
-    """Number of the part of the source, from 0, that has the first of these rows: the same content
-    may have another name in a later run."""
+    """Index of the source's part that has the first of these rows: the same content may have
+    another name in a later run."""
     row: int
     """Its number in that part, from 1; 0 for the whole."""
     place: str = ""
@@ -46,31 +54,18 @@ class Note:
 def write_notes(folder: Path, notes: Sequence[Note]) -> None:
     """Write the notes on a source, if there are any, among the files of its entry."""
     if notes:
-        (folder / _FILE).write_text(json.dumps([asdict(note) for note in notes]), encoding="utf-8")
+        text = json.dumps([asdict(note) for note in notes])
+        (folder / _NOTES).write_text(text, encoding="utf-8")
 
 
 def read_notes(entry: Entry) -> list[Note]:
-    """Return the notes in an entry; none where there is nothing to say."""
-    if not (entry.folder / _FILE).exists():
+    """Return the notes in an entry; none where there is nothing to report."""
+    if not (entry.folder / _NOTES).exists():
         return []
-    return [Note(**each) for each in json.loads(entry.array(_FILE, "u1")[:].tobytes())]
+    return [Note(**each) for each in json.loads(entry.array(_NOTES, "u1")[:].tobytes())]
 
 
-Treatment = Literal["error", "drop"]
-SHOWN = 20
-"""Rows that an error shows."""
-MOST = 1000
-"""Rows behind which reading ends, where they are errors anyway."""
-_LINE = 400
-"""Characters of a row's mistake that are shown."""
-_VARIES = re.compile(
-    r"""(?<!\w)(['"])(?:\\.|(?!\1).)*\1(?!\w)|(?<=\[)\d+(?=\])|\b\d[\d,.]*\b""", re.DOTALL
-)
-"""Parts that differ between mistakes of one kind: quoted values, indices and numbers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mistake:
+class Mistake(NamedTuple):
     """A mistake in a row, found by another process."""
 
     message: str
@@ -89,10 +84,9 @@ class Enough(Exception):
 class Mistakes:
     """The mistakes of a source."""
 
-    def __init__(self, parts: Sequence[Part], treatment: Treatment) -> None:
-        self._numbers: dict[str, int] = {}
-        for number, part in enumerate(parts):
-            self._numbers.setdefault(str(part.name), number)
+    def __init__(self, parts: Sequence[Part], treatment: Literal["error", "drop"]) -> None:
+        numbered = reversed([*enumerate(parts)])
+        self._numbers = {str(part.name): number for number, part in numbered}
         self._treatment = treatment
         self._first: dict[str, DataError] = {}
         """First mistake of each kind."""
@@ -131,19 +125,18 @@ class Mistakes:
             self._errors.append(error)
 
     def add_file(self, error: DataError) -> None:
-        """Count the mistake of a file that cannot be read to its end. Raises it where rows are
-        dropped: a file is not a row."""
+        """Count a file that cannot be read; raise where rows are dropped: a file is no row."""
         if self._treatment == "drop":
             raise error
         self.add(error)
 
     def part(self, file: str | Path) -> int:
-        """Return the number of the part of a name, from 0."""
+        """Return the index of the part of a name."""
         return self._numbers[str(file)]
 
     def check(self, rows: int) -> None:
         """Raise the DataError of the only mistake, or BadRows; nothing where rows are dropped.
-        `rows`: number of rows that were read, those with mistakes included."""
+        `rows`: number of rows that were read, including those with mistakes."""
         if self._treatment == "drop" or not self.count:
             return
         first = sorted(self._errors, key=self._place)[:SHOWN]
@@ -156,20 +149,18 @@ class Mistakes:
             head += f": the first {len(first)}"
         lines = [f"{head}:", *(f"  {_cut(str(error))}" for error in first)]
         if len(self._kinds) < len(first):
-            common = self._kinds.most_common(SHOWN)
-            words = (f"{counted(count, 'rows')}: {self._words(kind)}" for kind, count in common)
-            lines += ["by kind:", *(f"  {each}" for each in words)]
-            if rest := self.count - sum(count for _, count in common):
+            common = [*self.kinds()][:SHOWN]
+            lines += ["by kind:", *(f"  {counted(n, 'rows')}: {words}" for words, n, _ in common)]
+            if rest := self.count - sum(count for _, count, _ in common):
                 lines.append(f"  {counted(rest, 'rows')} of other kinds")
         lines.append("`bad_rows: drop` leaves such rows out")
         raise BadRows("\n".join(lines), rows=first, kinds=self._kinds)
 
     def notes(self) -> list[Note]:
         """Return what was dropped, as notes on the source."""
-        said = "that cannot be trained on"
         return [
             Note(
-                text=f"dropped {counted(count, 'rows')} {said}: {words}",
+                text=f"dropped {counted(count, 'rows')} that cannot be trained on: {words}",
                 part=self.part(first.file),
                 row=first.row or 0,
             )
@@ -179,10 +170,8 @@ class Mistakes:
     def kinds(self) -> Iterator[tuple[str, int, DataError]]:
         """Yield each kind of mistake in words, its number, and the first; most frequent first."""
         for kind, count in self._kinds.most_common():
-            yield self._words(kind), count, self._first[kind]
-
-    def _words(self, kind: str) -> str:
-        return _cut(kind if kind in self._varied else self._first[kind].message)
+            first = self._first[kind]
+            yield _cut(kind if kind in self._varied else first.message), count, first
 
     def _place(self, error: DataError) -> tuple[int, int]:
         return self.part(error.file), error.row or 0

@@ -1,24 +1,30 @@
-"""Conversations rendered by chat templates, which are told a fixed date; and why one is refused,
-found by rendering it with one thing changed."""
+"""Conversations rendered by chat templates, which are told a fixed date: in each form that says the
+same; and why one is refused, found by rendering it with one thing changed."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline import DataError, StageError
-from stages.data.layouts import with_text_arguments
-from stages.data.messages import Conversation
+from stages.data.messages import CALLS, REASONING, Conversation, Messages
 from stages.data.template_limits import Limited, TemplateLimitError
 
 _DIRECTIVES = "aAbBcCdDeFgGhHIjmMnpRStTuUVwWxXyYzZ"
 _UNPADDED = "deHIjmMSUWy"
 """Directives with a form without leading zeros, written `%-d`."""
+_AHEAD = 1 << 24
+"""Characters of messages that are rendered ahead at most, each in as many parts as it is in."""
+_WORDS = 300
+"""Characters of the template's own words that are shown."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -40,10 +46,66 @@ def with_date(template: str, date: str) -> str:
     ) + template
 
 
+def layouts(messages: Messages) -> Iterator[Messages]:
+    """Yield the messages as they are, and in each other form that says the same.
+
+    Templates take the arguments of calls as objects or as JSON text, a call without a content or
+    with null or an empty text for it, thoughts under one of several keys, and contents as text or
+    as lists of parts.
+    """
+    yield messages
+    calls = [any(message.get(key) for key in CALLS) for message in messages]
+    silent = [has and not each.get("content") for has, each in zip(calls, messages, strict=True)]
+    empties = ({}, {"content": ""}, {"content": None}) if any(silent) else ({},)
+    for as_text, empty in itertools.product((False, True) if any(calls) else (), empties):
+        if as_text or empty:
+            filled = [
+                {**message, **(empty if is_silent else {})}
+                for message, is_silent in zip(messages, silent, strict=True)
+            ]
+            yield [_with_text_calls(message) for message in filled] if as_text else filled
+    thoughts = [next(filter(message.get, REASONING), None) for message in messages]
+    for key in REASONING if any(thoughts) else ():
+        yield [
+            {key if name == given else name: value for name, value in message.items()}
+            for message, given in zip(messages, thoughts, strict=True)
+        ]
+    texts = [message.get("content") or "" for message in messages]
+    yield [
+        {**message, "content": [{"type": "text", "text": text}]} if type(text) is str else message
+        for message, text in zip(messages, texts, strict=True)
+    ]
+
+
+def _with_text_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    changed = dict(message)
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
+    if isinstance(message.get("function_call"), Mapping):
+        changed["function_call"] = _with_text_arguments(message["function_call"])
+    return changed
+
+
+def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as JSON text."""
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_text_arguments(call["function"])}
+    if not isinstance(call.get("arguments"), Mapping):
+        return dict(call)
+    return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+
+
+def prints_python(messages: Messages, text: str) -> bool:
+    """Whether a rendering shows the arguments of a call as Python prints a dict, not as JSON."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    given = [(call.get("function") or call).get("arguments") for call in calls]
+    return any(repr(each) in text for each in given if isinstance(each, dict) and each)
+
+
 class Refused(Exception):
     """A template does not lay out some messages; its cause is the template's own error."""
 
-    def __init__(self, messages: Sequence[Any], prompt: bool) -> None:
+    def __init__(self, messages: Messages, prompt: bool) -> None:
         super().__init__()
         self.messages, self.prompt = messages, prompt
 
@@ -55,7 +117,6 @@ class Renderer:
         self._tokenizer, self._today = tokenizer, today
         self._apply = Limited(tokenizer.apply_chat_template, tokenizer.name_or_path)
         self._broken: StageError | None = None
-        self._ahead: dict[tuple[int, int, bool], tuple[Conversation, str]] = {}
 
     def template(self, chat: Conversation) -> str:
         """Return the template for a conversation. Raises DataError if there is none."""
@@ -71,23 +132,31 @@ class Renderer:
         """Call the tokenizer's `apply_chat_template` for messages of a conversation."""
         if self._broken is not None:
             raise self._broken
-        return self._apply(
-            list(messages),
-            chat_template=with_date(self.template(chat), self._today),
-            **arguments,
-            **chat.extra,
-        )
+        template = with_date(self.template(chat), self._today)
+        return self._apply(list(messages), chat_template=template, **arguments, **chat.extra)
 
-    def ahead(self, parts: Iterable[tuple[Conversation, int, bool]]) -> None:
-        """Render parts of conversations, as `text` is asked for them, together: that saves much of
-        the time. Where the template refuses one, all of its kind are left to `text`: whole
-        conversations, beginnings, or those with a generation prompt, with the same arguments.
-        Forgets what was rendered before."""
-        self._ahead.clear()
-        kinds = defaultdict(list)
-        for chat, count, prompt in parts:
-            kind = prompt, count == len(chat.messages), repr(chat.extra)
-            kinds[kind].append((chat, count))
+    def ahead(
+        self,
+        chats: Iterable[Conversation],
+        located: Callable[[Conversation], list[tuple[int, bool]]],
+    ) -> None:
+        """Render conversations whole, up to each of the messages that are `located` (after a
+        generation prompt or not), and with it: in few calls, which saves much of the time. Where
+        the template refuses one, all of its kind are left to `text`: whole conversations,
+        beginnings, or those with a generation prompt, with the same arguments."""
+        left, kinds = _AHEAD, defaultdict[Any, list[tuple[Conversation, int]]](list)
+        for chat in chats:
+            whole = len(chat.messages)
+            parts = [(whole, False)]
+            with contextlib.suppress(Exception):  # there may be no template for these tools
+                for index, prompt in located(chat):
+                    parts += [(index, prompt)] if index else []
+                    parts += [(index + 1, False)] if index + 1 < whole else []
+            left -= len(parts) * sum(len(str(each.get("content"))) for each in chat.messages)
+            if left < 0:
+                break
+            for count, prompt in parts:
+                kinds[prompt, count == whole, repr(chat.extra)].append((chat, count))
         for (prompt, *_), these in kinds.items():
             messages = [chat.messages[:count] for chat, count in these]
             with contextlib.suppress(Exception):  # which `text` explains
@@ -95,17 +164,14 @@ class Renderer:
                     these[0][0], messages, tokenize=False, add_generation_prompt=prompt
                 )
                 for (chat, count), text in zip(these, texts, strict=True):
-                    self._ahead[id(chat), count, prompt] = chat, str(text)
+                    chat.rendered[count, prompt] = str(text)
 
     def text(self, chat: Conversation, count: int, *, prompt: bool = False) -> str:
-        """Return the text of the first `count` messages, with a generation prompt behind them if
-        `prompt`. Raises Refused if the template does not lay them out."""
-        known = self._ahead.get((id(chat), count, prompt))
-        if known is not None:
-            return known[1]
-        return self.of(chat, chat.messages[:count], prompt=prompt)
+        """Return the text of the first messages, and of a generation prompt if `prompt`."""
+        known = chat.rendered.get((count, prompt))
+        return self.of(chat, chat.messages[:count], prompt=prompt) if known is None else known
 
-    def of(self, chat: Conversation, messages: Sequence[Any], *, prompt: bool = False) -> str:
+    def of(self, chat: Conversation, messages: Messages, *, prompt: bool = False) -> str:
         """Return the text of some messages, rendered with the conversation's arguments. Raises
         Refused if the template does not lay them out, and StageError once it has taken more time or
         memory than it may: other rows, and other forms of this one, would take as much."""
@@ -116,109 +182,72 @@ class Renderer:
             raise self._broken from error
         except StageError:
             raise
-        except Exception as error:  # a template is a program of its own and may raise anything
+        except Exception as error:  # a template is a program and may raise anything
             raise Refused(messages, prompt) from error
         return str(text)
 
     def explained(self, chat: Conversation, *refused: Refused) -> DataError:
         """Return what a template refuses of a conversation, for people: of the first of its forms
         of which it takes the most messages."""
-        renders = functools.partial(self._renders, chat, refused[0].prompt)
-        furthest = max(refused, key=lambda each: last_message(each.messages, chat.extra, renders))
-        error = furthest.__cause__
-        assert isinstance(error, Exception)
-        return chat.row.error(refusal(furthest.messages, chat.extra, error, renders))
 
-    def _renders(
-        self,
-        chat: Conversation,
-        prompt: bool,
-        messages: Sequence[Mapping[str, Any]],
-        extra: Mapping[str, Any],
-    ) -> bool:
-        """Whether the template takes other messages and arguments than a conversation's."""
-        other = dataclasses.replace(chat, extra=extra)
-        with contextlib.suppress(Exception):
-            self.apply(other, messages, tokenize=False, add_generation_prompt=prompt)
-            return True
-        return False
+        def renders(messages: Messages, extra: Mapping[str, Any] = chat.extra) -> bool:
+            other = dataclasses.replace(chat, extra=extra)
+            with contextlib.suppress(Exception):
+                self.apply(other, messages, tokenize=False, add_generation_prompt=refused[0].prompt)
+                return True
+            return False
 
+        def end(messages: Messages) -> int:
+            """Return a number of messages that it refuses while it takes one less, or all."""
+            counts = range(1, len(messages))
+            return 1 + bisect.bisect_left(counts, 1, key=lambda n: not renders(messages[:n]))
 
-Renders = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], bool]
-"""Whether the template lays out these messages with these further arguments."""
-_WORDS = 300
-"""Characters of the template's own words that are shown."""
-
-
-def refusal(
-    given: Sequence[Mapping[str, Any]],
-    extra: Mapping[str, Any],
-    error: Exception,
-    renders: Renders,
-) -> str:
-    """Return what the template refuses of some messages with their further arguments, and its own
-    words for it."""
-    words = " ".join(str(error).split())[:_WORDS] or type(error).__name__
-    messages = list(given)
-    for key in extra:
-        rest = {name: value for name, value in extra.items() if name != key}
-        if renders(messages, rest):
-            return f"the row has `{key}`, which the chat template does not lay out: {words}"
-    last = last_message(messages, extra, renders)
-    before, changes = messages[: last - 1], _changes(messages[:last])
-    found = (what for what, instead in changes if renders([*before, *instead], extra))
-    what = next(found, None)
-    where = f"messages[{last - 1}]"
-    if what is None:
-        role = messages[last - 1]["role"] if messages else "none"
-        return f"the chat template refuses {where}, whose role is {role!r}: {words}"
-    return f"{where} {what}, which the chat template does not lay out: {words}"
-
-
-def last_message(
-    messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any], renders: Renders
-) -> int:
-    """Return a number of messages that the template refuses while it takes one less, or refuses
-    all."""
-    taken, refused = 0, len(messages)
-    while refused - taken > 1:
-        middle = (taken + refused) // 2
-        if renders(messages[:middle], extra):
-            taken = middle
+        furthest = max(refused, key=lambda each: end(each.messages))
+        messages, error = furthest.messages, furthest.__cause__
+        words = " ".join(str(error).split())[:_WORDS] or type(error).__name__
+        for key in chat.extra:
+            rest = {name: value for name, value in chat.extra.items() if name != key}
+            if renders(messages, rest):
+                said = f"the row has `{key}`"
+                break
         else:
-            refused = middle
-    return refused
+            last = end(messages) - 1
+            before, changes = messages[:last], _changes(messages[: last + 1])
+            found = (what for what, instead in changes if renders([*before, *instead]))
+            what, where = next(found, None), f"messages[{last}]"
+            if what is None:
+                role = messages[last]["role"]
+                return chat.row.error(
+                    f"the chat template refuses {where}, whose role is {role!r}: {words}"
+                )
+            said = f"{where} {what}"
+        return chat.row.error(f"{said}, which the chat template does not lay out: {words}")
 
 
-def _changes(
-    messages: Sequence[Mapping[str, Any]],
-) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+def _changes(messages: Messages) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
     """Yield what the last of some messages may be refused for, and messages without that."""
-    if not messages:
-        return
     last = dict(messages[-1])
     role, calls = last["role"], last.get("tool_calls")
-    before = messages[-2]["role"] if len(messages) > 1 else None
     filled = {**last, "content": "x"}
     if "content" not in last:
         yield "has tool calls and no content" if calls else "has no content", [filled]
     elif not last["content"]:
         yield "has an empty content", [filled]
     if calls:
-        plain = {key: value for key, value in filled.items() if key != "tool_calls"}
-        as_text = [with_text_arguments(call) for call in calls]
+        as_text = [_with_text_arguments(call) for call in calls]
         yield "has tool calls with arguments as an object", [{**last, "tool_calls": as_text}]
         if len(calls) > 1:
             yield "has several tool calls", [{**last, "tool_calls": calls[:1]}]
-        yield "has tool calls", [plain]
+        yield "has tool calls", [{k: value for k, value in filled.items() if k != "tool_calls"}]
     for key in last.keys() - {"role", "content", "tool_calls"}:
         yield f"has `{key}`", [{name: each for name, each in last.items() if name != key}]
-    if before is None and role != "user":
-        user = {"role": "user", "content": "x"}
+    user = {"role": "user", "content": "x"}
+    if len(messages) == 1 and role != "user":
         yield f"is of role {role!r} and the first", [user, last]
+    before = messages[-2]["role"] if len(messages) > 1 else None
     other = "assistant" if before == "user" else "user"
     if before is not None and role != other:
         between = {"role": other, "content": "x"}
         yield f"is of role {role!r} after one of role {before!r}", [between, last]
     yield f"is of role {role!r}", []
-    yield f"is of role {role!r}", [{"role": "user", "content": last.get("content") or "x"}]
+    yield f"is of role {role!r}", [{**user, "content": last.get("content") or "x"}]

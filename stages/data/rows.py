@@ -36,9 +36,10 @@ class Row:
     file: str | Path
     number: int
     value: Any
+    form: str = ""
+    """Its form, one of `forms.KEYS`, once that is known."""
     nulls: str = ""
-    """Place of the first null that was removed from what a template would be given; empty without
-    one."""
+    """Place of the first null that was removed from what a template would be given."""
 
     def error(self, message: str, *, hint: str = "") -> DataError:
         """Return an error that names this row."""
@@ -53,8 +54,8 @@ def raised(error: DataError) -> None:
 def rows(path: Path, columns: list[str] | None = None, report: Report = raised) -> Iterator[Row]:
     """Yield the rows of a file of any known kind as dicts; a line of a .txt file as {"text": line}.
 
-    `columns` limits what is read of a Parquet file. `report` is given a DataError for each row that
-    is not an object, or holds a key twice. Raises DataError for a file that cannot be read.
+    `columns` limits what is read of a Parquet file. `report` gets a DataError for each row that is
+    not an object, or holds a key twice. Raises DataError for a file that cannot be read.
     """
     if path.name.endswith(PARQUET):
         yield from _parquet_rows(path, columns)
@@ -62,16 +63,13 @@ def rows(path: Path, columns: list[str] | None = None, report: Report = raised) 
         for line in _lines(path, report):
             yield Row(file=path, number=line.number, value={"text": line.value})
     elif path.name.endswith(JSON) and _is_array(path):
-        # Other than lines, the elements are in memory all at once.
-        values, marked = _decoded(Row(file=path, number=1, value=None), read_text(path))
+        # Unlike lines, the elements are in memory all at once.
+        values, repeats = _decoded(Row(file=path, number=1, value=None), read_text(path))
         found = (Row(file=path, number=number, value=each) for number, each in enumerate(values, 1))
-        if marked:
-            yield from _objects(found, report, lambda row: _require_once(row, row.value))
-        else:
-            yield from _objects(found, report, lambda row: row.value)
+        check = _require_once if repeats else lambda row, value: value
+        yield from _objects(found, report, check)
     else:
-        lines = _lines(path, report)
-        yield from _objects(lines, report, lambda line: parsed_json(line, line.value))
+        yield from _objects(_lines(path, report), report, parsed_json)
 
 
 def read_text(path: Path) -> str:
@@ -83,8 +81,7 @@ def read_text(path: Path) -> str:
 
 @contextlib.contextmanager
 def _opened(path: Path, row: Callable[[], int | None]) -> Iterator[IO[bytes]]:
-    """Open a file, decompressed. Raises DataError, which names the current row, for a failing disk
-    or a damaged .gz file."""
+    """Open a file, decompressed. Raises DataError for the current row where that fails."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield file  # type: ignore[misc]
@@ -113,8 +110,7 @@ def _lines(path: Path, report: Report) -> Iterator[Row]:
             begins_an_array = text.replace(" ", "") in ("[", "[{")
             if number == 1 and path.name.endswith(JSON_LINES) and begins_an_array:
                 hint = "give it the ending .json, or write one object a line"
-                message = "the file is one JSON array"
-                raise DataError(message, file=path, row=number, hint=hint)
+                raise DataError("the file is one JSON array", file=path, row=number, hint=hint)
             if text.strip():
                 yield Row(file=path, number=number, value=text)
 
@@ -136,11 +132,13 @@ def _decode(raw: bytes, path: Path, first_line: int) -> str:
     raise DataError(message, file=path, row=row, hint=hint)
 
 
-def _objects(found: Iterable[Row], report: Report, value_of: Callable[[Row], Any]) -> Iterator[Row]:
+def _objects(
+    found: Iterable[Row], report: Report, value_of: Callable[[Row, Any], Any]
+) -> Iterator[Row]:
     """Yield rows whose value is a JSON object."""
     for row in found:
         try:
-            value = value_of(row)
+            value = value_of(row, row.value)
             if not isinstance(value, dict):
                 raise row.error(f"is {kind(value)}, not an object", hint=_HINT)
         except DataError as error:
@@ -149,30 +147,28 @@ def _objects(found: Iterable[Row], report: Report, value_of: Callable[[Row], Any
             yield Row(file=row.file, number=row.number, value=value)
 
 
-class _TwiceError(ValueError):
-    """An object has a key twice."""
-
-
 @dataclass(frozen=True)
-class _Twice:
+class _Repeat:
     """Stands for an object that has a key twice."""
 
     key: str
 
 
+class _RepeatError(ValueError):
+    """An object has a key twice."""
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise _TwiceError
+        raise _RepeatError
     return found
 
 
-def _marked(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Twice:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
+def _marked(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Repeat:
     keys = [key for key, _ in pairs]
-    return _Twice(next(key for key in keys if keys.count(key) > 1))
+    repeated = (key for key in keys if keys.count(key) > 1)
+    return dict(pairs) if len(set(keys)) == len(keys) else _Repeat(next(repeated))
 
 
 _PLAIN = json.JSONDecoder(object_pairs_hook=_once)
@@ -183,51 +179,43 @@ _MARKING = json.JSONDecoder(object_pairs_hook=_marked)
 def parsed_json(row: Row, text: str, what: str = "") -> Any:
     """Return the value of a JSON text in a row; `what` names the text unless it is the whole row.
     Raises the row's error if it is no JSON, or has an object with a key twice."""
-    value, marked = _decoded(row, text, what)
-    return _require_once(row, value, what) if marked else value
-
-
-_AFTER = {"{": "object", "[": "list"}
-
-
-def _in_words(error: Exception) -> str:
-    """Return the mistake of a text that is no JSON, and its place: rows are lines, so that only an
-    array's file has further ones."""
-    if not isinstance(error, json.JSONDecodeError):
-        return f"not JSON: {error}"
-    line = f"line {error.lineno}, " if error.lineno > 1 else ""
-    place = f"at {line}column {error.colno}"
-    if error.msg != "Extra data":
-        return f"not JSON: {error.msg} {place}"
-    what = _AFTER.get(error.doc.lstrip()[:1], "value")
-    comma = " (a trailing comma?)" if error.doc[error.pos :].strip() == "," else ""
-    return f"text after the {what}, {place}{comma}"
+    value, repeats = _decoded(row, text, what)
+    return _require_once(row, value, what) if repeats else value
 
 
 def _decoded(row: Row, text: str, what: str = "") -> tuple[Any, bool]:
-    """Return the value of a JSON text, and whether a _Twice stands for an object within it."""
+    """Return the value of a JSON text, and whether a _Repeat stands for an object within it."""
     try:
         try:
             return _PLAIN.decode(text), False
-        except _TwiceError:
+        except _RepeatError:
             return _MARKING.decode(text), True
+    except json.JSONDecodeError as error:
+        # Rows are lines, so only the file of an array has further ones.
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        place, rest = f"at {line}column {error.colno}", error.doc[error.pos :].strip()
+        message, mark = f"not JSON: {error.msg} {place}", " is "
+        if error.msg == "Extra data":
+            before = {"{": "object", "[": "list"}.get(error.doc.lstrip()[:1], "value")
+            comma = " (a trailing comma?)" if rest == "," else ""
+            message, mark = f"text after the {before}, {place}{comma}", ": "
+        cause: Exception = error
     except (ValueError, RecursionError) as error:
-        message = _in_words(error)
-        if what:
-            mark = " is " if message.startswith("not ") else ": "
-            message = f"`{what}`{mark}{message}"
-        hint = _HINT
-        if text.lstrip()[:2] in ("{'", "{\u2018", "{\u201c"):
-            hint = 'keys and texts of JSON have double quotes ("); write rows with json.dumps'
-        raise row.error(message, hint="" if what else hint) from error
+        message, mark, cause = f"not JSON: {error}", " is ", error
+    if what:
+        raise row.error(f"`{what}`{mark}{message}") from cause
+    hint = _HINT
+    if text.lstrip()[:2] in ("{'", "{\u2018", "{\u201c"):
+        hint = 'keys and texts of JSON have double quotes ("); write rows with json.dumps'
+    raise row.error(message, hint=hint) from cause
 
 
 def _require_once(row: Row, value: Any, place: str = "") -> Any:
-    """Return the value, which is at `place`. Raises the row's error if a _Twice is within it."""
+    """Return the value, which is at `place`. Raises the row's error if a _Repeat is within it."""
     left = [(place, value)]
     while left:
         at, found = left.pop()
-        if isinstance(found, _Twice):
+        if isinstance(found, _Repeat):
             where = f"`{at}` has" if at else "has"
             hint = "leave out the one that is not meant"
             raise row.error(f"{where} the key {found.key!r} twice", hint=hint)
@@ -250,8 +238,7 @@ def _is_array(path: Path) -> bool:
 
 
 def _parquet_rows(path: Path, columns: list[str] | None) -> Iterator[Row]:
-    """Yield the rows of a Parquet file. Raises DataError if it cannot be read, lacks a column, or
-    holds a value that Python cannot represent."""
+    """Yield the rows of a Parquet file. Raises DataError if it cannot be read."""
     with optional(f"{path}: reading Parquet needs pyarrow", hint="pip install 'pipetrain[data]'"):
         import pyarrow
         import pyarrow.parquet as parquet

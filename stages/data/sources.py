@@ -15,20 +15,45 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from pipeline import DataError, Problem, StageError
 from pipeline.utils import HubName, commit_of, near_path, optional, replace_text, shown_path
 from stages.data.cache import cache_folder, digest
 from stages.data.rows import KNOWN, Report, Row, raised, require_columns, rows
-from stages.variables import instead_of_variable
-
-if TYPE_CHECKING:
-    from stages.data.fields import Source
+from stages.fields import instead_of_variable
 
 Patterns = str | tuple[str, ...]
 MOST_FILES = 100_000
 """Most files of a pattern."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One part of the data: local files, or a split of a data set on the Hugging Face hub."""
+
+    files: str | tuple[str, ...] = ()
+    """Paths or glob patterns, as in the slot's own `files`."""
+    dataset: str | None = None
+    """Id of a data set on the hub (owner/name), instead of `files`."""
+    config: str | None = None
+    """Configuration of the hub data set, if it has several."""
+    split: str = "train"
+    """Split of the hub data set; slices such as `train[:10%]` are understood."""
+    revision: str | None = None
+    """Commit (40 hexadecimal digits), branch or tag of the hub data set; the main branch by
+    default. A run asks for the commit once, says it, and keeps it in its recipe."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Share of this source in the samples of an epoch, relative to the other sources' weights. Not
+    used for held-out sources."""
+
+    def __str__(self) -> str:
+        if self.dataset is None:
+            return ", ".join(each_pattern(self.files))
+        return f"{self.dataset}{f'/{self.config}' if self.config else ''}/{self.split}"
 
 
 def each_pattern(patterns: Patterns) -> tuple[str, ...]:
@@ -55,21 +80,8 @@ def _matches(pattern: str) -> list[Path]:
 
 
 def _is_everything(pattern: str) -> bool:
-    """Whether a pattern looks through all folders of the machine."""
+    """Whether a pattern searches all folders of the machine."""
     return pattern.startswith("/") and "**" in pattern.split("/")[:2]
-
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
-def _existing(pattern: Path) -> str:
-    """Return a hint with what there is in the place of a pattern that matches no file."""
-    folder = pattern if pattern.is_dir() else pattern.parent
-    if folder == pattern or set(pattern.name) & set("*?["):
-        kinds = sorted({f"*{one.suffix}" for one in folder.glob("*.*")} & {f"*{e}" for e in KNOWN})
-        names = " and ".join(str(shown_path(folder / kind)) for kind in kinds)
-        return f"there is {names}" if names else f"{shown_path(folder)} has no file to train on"
-    return near_path(pattern)
 
 
 def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
@@ -87,19 +99,34 @@ def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
             yield Problem(message=message, key=key, hint="pack rows into larger files")
             continue
         elif not matches:
-            address = "://" in pattern and "data.stream reads addresses, in `shards`"
-            hint = address or instead_of_variable(pattern) or _existing(Path(pattern))
-            if not hint and not Path(pattern).is_absolute():
-                hint = f"paths are relative to the working directory, {Path.cwd()}"
-                if _HUB_NAME.fullmatch(pattern) and not pattern.endswith(KNOWN):
-                    source = f"sources: [{{dataset: {pattern}, split: train}}]"
-                    hint = f"a data set of the hub: `{source}`; {hint}"
-            yield Problem(message=f"no such file: {pattern}", key=key, hint=hint)
+            yield Problem(message=f"no such file: {pattern}", key=key, hint=_instead(pattern))
         for path in matches:
             yield from kind_problems(key, str(path))
             if path.resolve() in seen:
                 yield Problem(message=f"{path} is named twice", key=key)
             seen.add(path.resolve())
+
+
+def _instead(pattern: str) -> str:
+    """Return a hint for a pattern that matches no file."""
+    if "://" in pattern:
+        return "data.stream reads addresses, in `shards`"
+    if hint := instead_of_variable(pattern):
+        return hint
+    path = Path(pattern)
+    folder = path if path.is_dir() else path.parent
+    if folder == path or set(path.name) & set("*?["):
+        kinds = sorted({f"*{one.suffix}" for one in folder.glob("*.*")} & {f"*{e}" for e in KNOWN})
+        names = " and ".join(str(shown_path(folder / kind)) for kind in kinds)
+        return f"there is {names}" if names else f"{shown_path(folder)} has no file to train on"
+    if near := near_path(path):
+        return near
+    if path.is_absolute():
+        return ""
+    hint = f"paths are relative to the working directory, {Path.cwd()}"
+    if _HUB_NAME.fullmatch(pattern) and not pattern.endswith(KNOWN):
+        hint = f"a data set of the hub: `sources: [{{dataset: {pattern}, split: train}}]`; {hint}"
+    return hint
 
 
 def kind_problems(key: str, name: str) -> Iterator[Problem]:
@@ -113,39 +140,38 @@ SETTLED = 60.0
 """Seconds. The digest of a file is not kept if the file was changed less than this before it was
 read: a later change could get the same time stamp."""
 
-Stamp = list[int]
-
 
 def file_digests(paths: Sequence[Path]) -> list[str]:
     """Return the hex SHA-256 of the content of each file. Files that are new or have changed are
     read in threads; the digests of the others are known from an earlier call."""
     names = [str(path.absolute()) for path in paths]
     record = cache_folder() / "digests" / f"{digest(names)}.json"
-    known, now = _kept(record), time.time()
+    known, now = dict[str, Any](), time.time()
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # absent, or damaged
+        kept = json.loads(record.read_text("utf-8"))
+        known = kept["files"] if digest(kept["files"]) == kept["digest"] else {}
 
-    def stamp_and_digest(path: Path) -> tuple[Stamp, str]:
-        stamp, entry = _stamp(path), known.get(str(path.absolute()))
-        return entry if entry and entry[0] == stamp else (stamp, content_digest(path))
+    def stamp(path: Path) -> list[int]:
+        found = path.stat()
+        return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+    def stamp_and_digest(path: Path) -> list[Any]:
+        at, entry = stamp(path), known.get(str(path.absolute()))
+        return entry if entry and entry[0] == at else [at, content_digest(path)]
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         found = list(pool.map(stamp_and_digest, paths))
-    kept = {
+    settled = {
         name: entry
         for name, entry, path in zip(names, found, paths, strict=True)
-        if entry[0] == _stamp(path) and max(entry[0][1:3]) / 1e9 < now - SETTLED
+        if entry[0] == stamp(path) and max(entry[0][1:3]) / 1e9 < now - SETTLED
     }
-    if kept != known:
-        text = json.dumps({"files": kept, "digest": digest(kept)})
+    if settled != known:
+        text = json.dumps({"files": settled, "digest": digest(settled)})
         with contextlib.suppress(OSError):  # the files are read again next time
             record.parent.mkdir(parents=True, exist_ok=True)
             replace_text(record, text)
     return [content for _, content in found]
-
-
-def _stamp(path: Path) -> Stamp:
-    """Return a file's size, times (ns) and inode."""
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 def content_digest(path: Path) -> str:
@@ -157,46 +183,24 @@ def content_digest(path: Path) -> str:
         raise DataError(f"cannot be read: {error.strerror}", file=path) from error
 
 
-def _kept(record: Path) -> dict[str, tuple[Stamp, str]]:
-    """Return the digests in a record of an earlier call; none if it is damaged."""
-    try:
-        kept = json.loads(record.read_text("utf-8"))
-        if digest(kept["files"]) != kept["digest"]:
-            return {}
-        return {name: (stamp, content) for name, (stamp, content) in kept["files"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
-
-
 @dataclass(frozen=True)
-class LocalFile:
-    """One file of a source."""
+class Part:
+    """One file of a source, or one split of a hub data set at one commit."""
 
-    name: Path
+    name: str | Path
+    table: Any = None
+    """A `datasets.Dataset` in the hub cache of this machine; None for a file."""
 
     def rows(self, columns: list[str] | None = None, report: Report = raised) -> Iterator[Row]:
-        """Yield every row, or its `columns`; `report` is given the DataError of each that cannot be
-        read. Raises DataError for a file that cannot be read."""
-        return rows(self.name, columns, report)
-
-
-@dataclass(frozen=True)
-class HubSplit:
-    """One split of a hub data set at one commit, in the hub cache of this machine."""
-
-    name: str
-    table: Any
-    """A `datasets.Dataset`."""
-
-    def rows(self, columns: list[str] | None = None, report: Report = raised) -> Iterator[Row]:
-        """Yield every row, or its `columns`. Raises DataError if a column is missing."""
+        """Yield every row, or its `columns`; `report` gets the DataError of each that cannot be
+        read. Raises DataError for a file that cannot be read, or if a column is missing."""
+        if self.table is None:
+            yield from rows(Path(self.name), columns, report)
+            return
         require_columns(self.name, self.table.column_names, columns)
         table = self.table.select_columns(columns) if columns else self.table
         for number, value in enumerate(table, 1):
             yield Row(file=self.name, number=number, value=value)
-
-
-Part = LocalFile | HubSplit
 
 
 @dataclass(frozen=True)
@@ -210,33 +214,26 @@ class OpenedSource:
     def digest(self) -> str:
         """Equal for equal contents: over the contents and kinds (not the names) of files, in order;
         the commit and split of a hub data set."""
-        paths = [part.name for part in self.parts if isinstance(part, LocalFile)]
-        if not paths:
-            return "/".join(str(part.name) for part in self.parts)
-        total = hashlib.sha256()
+        if self.source.dataset is not None:
+            return str(self.parts[0].name)
+        paths, total = [Path(part.name) for part in self.parts], hashlib.sha256()
         for path, content in zip(paths, file_digests(paths), strict=True):
             total.update(f"{''.join(path.suffixes[-2:])}:{content}\n".encode())
         return total.hexdigest()
 
 
 def open_source(source: Source) -> OpenedSource:
-    """Find the files of a source, or download its split. Raises StageError if there is nothing that
-    can be read."""
-    if source.dataset is not None:
-        return OpenedSource(source, (_hub_split(source),))
-    for problem in file_problems("files", source.files):
-        raise StageError(problem.message, hint=problem.hint)
-    return OpenedSource(source, tuple(map(LocalFile, find_files(source.files))))
-
-
-def _hub_split(source: Source) -> HubSplit:
+    """Find the files of a source, or download its split. Raises StageError."""
+    if source.dataset is None:
+        for problem in file_problems("files", source.files):
+            raise StageError(problem.message, hint=problem.hint)
+        return OpenedSource(source, tuple(map(Part, find_files(source.files))))
     needed = f"{source}: a hub data set needs the datasets library"
     with optional(needed, hint="pip install 'pipetrain[data]'"):
         import datasets
-    name = HubName(
-        kind="dataset", repo=str(source.dataset), revision=source.revision, named_by="", key=""
+    commit = commit_of(
+        HubName(kind="dataset", repo=source.dataset, revision=source.revision, named_by="", key="")
     )
-    commit = commit_of(name)
     try:
         table = datasets.load_dataset(
             source.dataset, source.config, split=source.split, revision=commit
@@ -244,4 +241,4 @@ def _hub_split(source: Source) -> HubSplit:
     except Exception as error:  # from the network, the hub's parsing, or an unknown split
         words = " ".join(str(error).split()) or type(error).__name__
         raise StageError(f"cannot get {source} from the hub: {words}") from error
-    return HubSplit(f"{source}@{commit}", table)
+    return OpenedSource(source, (Part(f"{source}@{commit}", table),))

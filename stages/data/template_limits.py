@@ -1,8 +1,8 @@
 """Chat templates rendered within bounds of time and memory.
 
 A template is a program that comes with a model. transformers runs it in Jinja's sandbox, which lets
-it touch nothing, but go on for ever and ask for any amount of memory. So it runs in a process of
-its own, forked at the first use, whose limits the system enforces; one that breaks them is killed,
+it touch nothing, but go on for ever and ask for any amount of memory. So it runs in another
+process, forked at the first use, whose limits the system enforces; one that breaks them is killed,
 and the next call starts another.
 """
 
@@ -40,10 +40,10 @@ class TemplateLimitError(Exception):
 
 
 class Limited:
-    """A function of plain values that runs in a process of its own; calls are as its own. What it
-    returns comes as JSON has it; an error of it is raised as one of Jinja's or a RuntimeError.
+    """A function of plain values that runs in another process. What it returns comes as JSON has
+    it; an error of it is raised as one of Jinja's or a RuntimeError.
 
-    Copies in forked processes start processes of their own.
+    Copies in forked processes start processes for themselves.
     """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
@@ -65,30 +65,26 @@ class Limited:
             self._end()
             self._guard = threading.Lock()
         with self._guard:
-            requests, answers = self._pipes or self._start()
-            try:
+            (requests, answers), content = self._pipes or self._start(), b""
+            with contextlib.suppress(OSError):
                 with os.fdopen(requests, "wb", closefd=False) as outgoing:
                     _send(outgoing, pickle.dumps((args, kwargs)))
                 with os.fdopen(answers, "rb", closefd=False) as incoming:
                     ready, _, _ = select.select([incoming], [], [], WAIT)
                     content = _receive(incoming) if ready else b""
-            except OSError:
-                content = b""
             if not content:
                 self._end()
-                raise self._broken(f"{SECONDS} s of a processor or {MEMORY >> 30} GiB of memory")
-        answer = json.loads(content)
+        limit = f"{SECONDS} s of a processor or {MEMORY >> 30} GiB of memory"
+        answer: dict[str, Any] = json.loads(content) if content else {"limit": limit}
         if "failed" in answer:
             name, text = answer["failed"]
             kind = getattr(jinja2, name, RuntimeError)
             known = isinstance(kind, type) and issubclass(kind, jinja2.TemplateError)
             raise (jinja2.TemplateError if known else RuntimeError)(text)
         if "limit" in answer:
-            raise self._broken(answer["limit"])
+            message = f"rendering by the template of {self._name} takes over {answer['limit']}"
+            raise TemplateLimitError(message)
         return answer["returned"]
-
-    def _broken(self, limit: str) -> TemplateLimitError:
-        return TemplateLimitError(f"rendering by the template of {self._name} takes over {limit}")
 
     def __del__(self) -> None:
         self._end()
@@ -127,7 +123,7 @@ def _send(stream: BinaryIO, content: bytes) -> None:
 
 
 def _receive(stream: BinaryIO) -> bytes:
-    """A message; empty where there is none, or not all of one."""
+    """Return a message; empty where there is none, or not all of one."""
     size = int.from_bytes(stream.read(8), "little")
     content = stream.read(size)
     return content if len(content) == size else b""

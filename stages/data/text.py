@@ -1,12 +1,15 @@
-"""Running text for language modelling."""
+"""Running text for language modelling: from files, or from more shards than fit the disk."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
-from pipeline import Context, Data, ModelSource, PlanView, Problem
-from stages.data.fields import DocumentSettings, Selection, problems
+from pipeline import Context, Data, ModelSource, PlanView, Problem, traits
+from pipeline.utils import address_problems, path_problems
+from stages.data.fields import DocumentSettings, Selection, StreamFields, problems
+from stages.data.sources import each_pattern, file_problems, find_files
 from stages.model.config_checks import tokenizer_problems
 
 
@@ -28,6 +31,52 @@ class TextData(DocumentSettings, Selection):
 
     def run(self, ctx: Context, model: ModelSource) -> Data:
         """Tokenise once, then map the tokens. Raises DataError for a file that cannot be used."""
-        from stages.data.prepare import text_data
+        from stages.data.documents import DocumentEntries
 
-        return text_data(self, ctx, model)
+        work = DocumentEntries(self, self.workers, ctx, model)
+        return work.data(self, packed=self.documents_apart)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamData(StreamFields):
+    """Train on running text that is read a few shards at a time, from disks or object stores.
+
+    Every shard is cut into blocks as `data.text` cuts its stream. Each epoch visits the shards in
+    a new order, one window of them at a time; the blocks of a window are mixed. The order depends
+    only on the shards, the tokenizer, the seed and these fields, so a resumed run continues
+    exactly, and reads no window before its own. The number of blocks in an epoch is not
+    known: the train slot takes `steps`.
+    """
+
+    has_epochs: ClassVar[bool] = False
+    """Whether it is known how many samples an epoch has."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        """Yield mistakes in the files and the tokenizer, and a train slot that takes `epochs`."""
+        local = tuple(each for each in each_pattern(self.shards) if "://" not in each)
+        if local or not self.shards:
+            yield from file_problems("shards", local)
+        for index, each in enumerate(each_pattern(self.shards)):
+            key = "shards" if isinstance(self.shards, str) else f"shards.{index}"
+            yield from address_problems(key, each)
+        if self.heldout_files:
+            yield from file_problems("heldout_files", self.heldout_files)
+        known = {path.resolve() for path in find_files(local)}
+        for path in find_files(self.heldout_files):
+            if path.resolve() in known:
+                yield Problem(message=f"{path} is also trained on", key="heldout_files")
+        yield from path_problems("cache", self.cache)
+        yield from tokenizer_problems(self, plan)
+        for stage in plan.readers(self):
+            if isinstance(stage, traits.TrainsEpochs) and stage.epochs is not None:
+                yield Problem(
+                    message="does not know how many samples an epoch has",
+                    key="shards",
+                    hint="give the train slot `steps` instead of `epochs`",
+                )
+
+    def run(self, ctx: Context, model: ModelSource) -> Data:
+        """List the shards; they are read when they are needed. Raises StageError."""
+        from stages.data.shards import stream_data
+
+        return stream_data(self, ctx, model)

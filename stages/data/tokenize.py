@@ -1,16 +1,21 @@
-"""Tokenisers and their special ids, and batches that several processes tokenise in order."""
+"""Texts as ids: what a tokenizer puts around them, the characters of each token, and batches that
+several processes tokenise in order."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
 import multiprocessing
 import os
+import re
+import unicodedata
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,20 +25,25 @@ from pipeline import ModelSource, StageError
 from pipeline.hardware import cores_each
 from pipeline.utils import die_with
 from stages.data.cache import digest
+from stages.data.tokenizer_compat import backend, token_sizes
 
 T = TypeVar("T")
 R = TypeVar("R")
+Span = tuple[int, int]
+"""Start and end of a range of characters."""
 TOKENISING = "tokenising"
 """Name of the activity."""
+FORMATTED = "with their own begin or end token, which got no second one"
+"""A note on rows or documents."""
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
     """Return the hex digest of everything that decides which ids a text becomes."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
         state: Any = sorted(tokenizer.get_vocab().items())
     else:
-        state = json.loads(backend.to_str())
+        state = json.loads(fast.to_str())
         for left_by_the_last_call in ("truncation", "padding"):
             state.pop(left_by_the_last_call, None)
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
@@ -41,8 +51,7 @@ def tokenizer_identity(tokenizer: Any) -> str:
 
 
 def id_dtype(tokenizer: Any, vocab_size: int = 0) -> str:
-    """Return the little-endian dtype that holds every id of the tokenizer, and those below
-    `vocab_size`."""
+    """Return the little-endian dtype of a tokenizer's ids and those below `vocab_size`."""
     largest = max(max(tokenizer.get_vocab().values()), vocab_size - 1)
     return "<u2" if largest < 1 << 16 else "<u4"
 
@@ -54,8 +63,7 @@ def pad_id(tokenizer: Any) -> int:
 
 
 def required_id(tokenizer: Any, name: str, field: str) -> int:
-    """Return the id of `bos_token` or `eos_token`. Raises StageError, which names the recipe field
-    to change, if the tokenizer has none."""
+    """Return the id of `bos_token` or `eos_token`. Raises StageError, which names the field."""
     token = getattr(tokenizer, f"{name}_id")
     if token is None:
         raise StageError(f"the tokenizer has no {name}", hint=f"set `{field}: false`")
@@ -79,13 +87,9 @@ def start_ids(tokenizer: Any, prepend_bos: bool | None) -> list[int]:
     raise StageError(message, hint="set `prepend_bos`")
 
 
-FORMATTED = "with their own begin or end token, which got no second one"
-"""A note on rows or documents."""
-
-
 def begins_with(ids: Sequence[int] | NDArray[np.int64], start: Sequence[int]) -> bool:
     """Whether a text's ids, shape (length,), begin with those that would be put before them."""
-    return list(ids[: len(start)]) == list(start)
+    return bool(start) and list(ids[: len(start)]) == list(start)
 
 
 def ends_with(text: str, token: str | None) -> bool:
@@ -102,6 +106,122 @@ def check_ids(model: ModelSource, largest: int) -> None:
             hint=f"this tokenizer belongs to another model; a new one needs `vocab_size: {size}` "
             "in its `config`",
         )
+
+
+def plain_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Return the ids of each text, without special tokens that it does not spell."""
+    fast = backend(tokenizer)
+    if fast is not None:  # which need not find the characters of the tokens
+        return [each.ids for each in fast.encode_batch_fast(texts, add_special_tokens=False)]
+    encoded = tokenizer(
+        texts,
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,  # no warning that a text is longer than the model's context
+    )
+    return list(encoded["input_ids"])
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """A text's ids (int64, shape (length,)), and the start and end of the characters of each token
+    (int64, shape (length, 2))."""
+
+    ids: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    def inside(self, spans: list[Span]) -> NDArray[np.bool_]:
+        """Return which tokens share a character with one of the spans; shape (length,)."""
+        inside = np.zeros(len(self.bounds), dtype=bool)
+        for start, end in spans:
+            inside |= (self.bounds[:, 0] < end) & (self.bounds[:, 1] > start)
+        return inside
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A fast tokenizer that reports the characters of each token."""
+
+    tokenizer: Any
+
+    def __call__(self, texts: list[str]) -> list[TextTokens]:
+        """Tokenise texts that contain their special tokens already."""
+        found: list[TextTokens | None] = [None] * len(texts)
+        if self._sizes is not None:
+            found = list(map(self._counted, texts, plain_ids(self.tokenizer, texts)))
+        rest = iter(self._reported([t for t, one in zip(texts, found, strict=True) if not one]))
+        return [one or next(rest) for one in found]
+
+    def _counted(self, text: str, given: list[int]) -> TextTokens | None:
+        """Return a text's tokens by their sizes, as the tokenizer reports them but in less time;
+        None if it changes this text, leaves out a part of it, or makes a token of unknown size."""
+        assert self._sizes is not None
+        known, form = self._sizes
+        if form and not unicodedata.is_normalized(form, text):  # type: ignore[arg-type]
+            return None
+        ids, raw = np.array(given, np.int64), text.encode()
+        sizes = known[ids]
+        ends = np.cumsum(sizes)
+        starts = ends - sizes
+        if (ends[-1] if len(ids) else 0) != len(raw):
+            return None
+        if len(raw) == len(text):
+            return TextTokens(ids, np.stack([starts, ends], axis=1))
+        begins = (np.frombuffer(raw, np.uint8) & 0xC0) != 0x80  # the other bytes continue one
+        character = np.cumsum(begins) - 1
+        return TextTokens(ids, np.stack([character[starts], character[ends - 1] + 1], axis=1))
+
+    def _reported(self, texts: list[str]) -> Iterator[TextTokens]:
+        """Yield the tokens of each text with the characters that the tokenizer reports."""
+        fast = backend(self.tokenizer)
+        call = functools.partial(
+            self.tokenizer, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        found: Iterable[tuple[list[int], list[Span]]]
+        if fast is None:
+            found = ((each["input_ids"], each["offset_mapping"]) for each in map(call, texts))
+        else:
+            encoded = fast.encode_batch(texts, add_special_tokens=False)
+            found = ((each.ids, each.offsets) for each in encoded)
+        for ids, reported in found:
+            flat = np.fromiter(itertools.chain.from_iterable(reported), np.int64, 2 * len(reported))
+            starts, ends = flat[::2], flat[1::2]
+            # Some tokenizers leave white space out of the offsets; it belongs to the next token.
+            reached = np.concatenate([[0], np.maximum.accumulate(ends)])[: len(ends)]
+            bounds = np.stack([np.minimum(starts, reached), ends], axis=1)
+            yield TextTokens(np.array(ids, dtype=np.int64), bounds)
+
+    @functools.cached_property
+    def _sizes(self) -> tuple[NDArray[np.int64], str] | None:
+        return token_sizes(self.tokenizer)
+
+    @functools.cached_property
+    def special(self) -> Mapping[int, str]:
+        """Text of each special token by id."""
+        known = self.tokenizer.added_tokens_decoder
+        return {index: str(token) for index, token in known.items() if token.special}
+
+    def are_special(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which of some ids are special tokens; shape (length,)."""
+        return np.isin(ids, [*self.special])
+
+    @functools.cached_property
+    def spelled(self) -> re.Pattern[str]:
+        """Matches the text of any special token."""
+        texts = sorted(self.special.values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")  # which never matches
+
+    def spelled_in(self, value: Any) -> str | None:
+        """Return the first special token that a text within `value` spells out, if any does."""
+        left = [value]
+        while left:
+            value = left.pop()
+            if isinstance(value, str) and (match := self.spelled.search(value)):
+                return match.group()
+            if isinstance(value, dict | list):
+                left += reversed(value.values() if isinstance(value, dict) else value)
+        return None
 
 
 _AHEAD = 3
@@ -134,11 +254,10 @@ def map_batches(
 
 
 def _forked(function: Callable[[T], R], batches: Iterator[T], count: int) -> Iterator[tuple[T, R]]:
-    # Forked, so that a tokenizer with code of its own needs no import there. The children compute
+    # Forked, so that a tokenizer's own code needs no import there. The children compute
     # on the CPU and touch neither threads nor devices of this process.
-    pool = ProcessPoolExecutor(
-        count, multiprocessing.get_context("fork"), _begin, (function, os.getpid())
-    )
+    fork = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(count, fork, _begin, (function, os.getpid()))
     under_way: deque[tuple[T, Future[R]]] = deque()
     try:
         for batch in batches:
@@ -160,7 +279,7 @@ def _begin(function: Callable[[Any], Any], parent: int) -> None:
     die_with(parent)
     # Its threads did not survive the fork; without this it warns about that.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # A thread has memory of its own to allocate from, which is not fragmented by all that has been
+    # A thread has its own memory to allocate from, which is not fragmented by all that has been
     # imported; a tokenizer allocates for every word, and takes a fifth less time with it.
     _function, _thread = function, ThreadPoolExecutor(1)
     gc.freeze()  # nothing of what was forked is looked at for garbage

@@ -1,20 +1,30 @@
-"""The turns of a conversation, found in its text, and what the text lacks of them."""
+"""The turns of a conversation, found in its text, and what the text lacks of them.
+
+A chat template may lay a call out as JSON, as XML or as code, cut thoughts out of a content, or
+leave out what it does not know. So a rendering is compared with one of marked messages: a mark is
+one character of a private plane of Unicode, put after each thing that is said. Where a rendering
+has the mark, it has what was said, in whatever form.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from stages.data.encodings import Span
-from stages.data.layouts import Messages
-from stages.data.marks import ARGUMENTS, CALLS, THOUGHTS, Mark, marked, says_nothing, without_marks
-from stages.data.messages import Conversation
+from stages.data.messages import CALLS, REASONING, Conversation, Messages, says_nothing
 from stages.data.rendering import Refused, Renderer
+from stages.data.tokenize import Span
 
-_PLAIN = {"role", "content"}
+THOUGHTS = "thoughts"
+_ARGUMENTS = "arguments of "
+_FIRST, _LAST = 0xF0000, 0x10FFFE
+_MARK = re.compile("[\U000f0000-\U0010fffd]")
+_THOUGHTS_END = "</think>"
 _CUT = re.compile(r"(?:[<\[({]\S*|\w+)\Z")
 """The end of a text in the middle of a tag or of a word."""
 _OPENED = re.compile(r"(?:<[^<>|｜]*>\s*)+\Z")
@@ -24,28 +34,121 @@ _TELLING = 8
 
 
 @dataclass(frozen=True)
-class MarkedText:
-    """A rendering of messages some of which have marks."""
+class Mark:
+    """A character after something that a message says."""
 
-    text: str
-    marks: Sequence[Mark]
-    which: Collection[int]
-    """Indices of the messages with marks."""
+    character: str
+    """A character that the messages do not have, or the digits of a number."""
+    message: int
+    """Index of the message."""
+    said: str
+    """The thing, in words: "content", "thoughts", "call 1 ('f')", "arguments of call 1 ('f')"."""
+
+
+class _Marked:
+    """Messages with marks in those with an index in `which`, and their rendering. The messages have
+    none of the marks already.
+
+    Several marks of one message may stand after the same thing: it is rendered if one of them is.
+    Without `keys` the arguments of calls keep theirs, for templates that ask for one by name, and
+    numbers are replaced by others, which are marks.
+    """
+
+    def __init__(self, messages: Messages, which: Collection[int], keys: bool) -> None:
+        self._keys, self.which = keys, which
+        self.text = ""
+        """The rendering, which is set later."""
+        own = set(_MARK.findall(json.dumps(messages, ensure_ascii=False, default=str)))
+        self._free = (each for each in map(chr, range(_FIRST, _LAST)) if each not in own)
+        self.marks: list[Mark] = []
+        self.messages = [
+            self._message(index, message) if index in which else dict(message)
+            for index, message in enumerate(messages)
+        ]
+
+    def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        self._index, changed = index, dict(message)
+        if message.get("content"):
+            changed["content"] = self._content(message["content"])
+        if message["role"] == "assistant":
+            for key in REASONING:
+                if message.get(key):
+                    changed[key] = self._after(message[key], THOUGHTS)
+            if message.get("tool_calls"):
+                calls = enumerate(message["tool_calls"], 1)
+                changed["tool_calls"] = [self._call(call, f"call {n}") for n, call in calls]
+            if isinstance(message.get("function_call"), Mapping):
+                changed["function_call"] = self._call(message["function_call"], "call")
+        return changed
+
+    def _after(self, text: Any, said: str) -> Any:
+        """Return a text with a mark after its last character that is no white space."""
+        if not isinstance(text, str) or not text.strip():
+            return text
+        end = len(text.rstrip())
+        return text[:end] + self._mark(said) + text[end:]
+
+    def _mark(self, said: str, *, number: bool = False) -> str:
+        character = next(self._free, None)
+        if character is None:  # no row says as much
+            return "0" if number else ""
+        mark = Mark(str(ord(character) ** 2) if number else character, self._index, said)
+        self.marks.append(mark)
+        return mark.character
+
+    def _content(self, content: Any) -> Any:
+        """Mark a text, and the thoughts that it may begin with; a list of parts by its last one."""
+        if not isinstance(content, str):
+            *before, last = content
+            return [*before, {**last, "text": self._content(last["text"])}]
+        thoughts, end, answer = content.rpartition(_THOUGHTS_END)
+        thoughts = self._after(thoughts, THOUGHTS) if thoughts.replace("<think>", "") else ""
+        if end and not answer.strip():
+            return content if not thoughts else thoughts + end + answer
+        return thoughts + end + self._after(answer, "content")
+
+    def _call(self, call: Mapping[str, Any], said: str) -> dict[str, Any]:
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": self._call(call["function"], said)}
+        said = f"{said} ({call.get('name')!r})"
+        changed = {**call, "name": self._after(call.get("name"), said)}
+        if call.get("arguments"):
+            changed["arguments"] = self._value(call["arguments"], _ARGUMENTS + said)
+        return changed
+
+    def _value(self, value: Any, said: str) -> Any:
+        """Mark the texts within a value and the keys of its objects."""
+        if isinstance(value, Mapping):
+            keys = [self._after(key, said) if self._keys else key for key in value]
+            values = [self._value(child, said) for child in value.values()]
+            return dict(zip(keys, values, strict=True))
+        if isinstance(value, list):
+            return [self._value(child, said) for child in value]
+        if type(value) in (int, float) and not self._keys:
+            return int(self._mark(said, number=True))
+        return self._after(value, said)
 
     @functools.cached_property
     def ends(self) -> Mapping[Mark, int]:
         """The place after each mark that is in the text."""
         known = {mark.character: mark for mark in self.marks}
-        found = re.finditer("|".join(known) or "(?!)", self.text)
-        places: dict[Mark, int] = {}
-        for match in found:
-            places.setdefault(known[match.group()], match.end())
-        return places
+        found = [*re.finditer("|".join(known) or "(?!)", self.text)]
+        return {known[match.group()]: match.end() for match in reversed(found)}
 
     def last(self, before: int) -> Mark | None:
         """Return the last mark in the text of the messages with an index below `before`."""
         marks = [mark for mark in self.ends if mark.message < before]
         return max(marks, key=lambda mark: self.ends[mark], default=None)
+
+    def plain(self) -> str:
+        """Return the text without the marks."""
+        return self.text.translate({ord(mark.character): None for mark in self.marks})
+
+    def missing(self) -> list[tuple[int, str]]:
+        """Return what has no mark in the text, with the index of its message."""
+        there = {(mark.message, mark.said) for mark in self.ends}
+        said = dict.fromkeys((mark.message, mark.said) for mark in self.marks)
+        return [each for each in said if each not in there]
 
 
 @dataclass(frozen=True)
@@ -53,11 +156,11 @@ class Turns:
     """Finds the messages of one conversation in the text that its template renders.
 
     Most templates render the beginning of a conversation as the beginning of its text, and a
-    message is what comes to it. Others drop the thoughts of earlier turns, add a block to the last
-    turn, or open a thought in the generation prompt that the text does not have. Then a message
-    begins where the text parts from the rendering that ends with its generation prompt, and ends
-    where it parts from the rendering that ends with the message, both compared from the last thing
-    said before.
+    message is what is added to it. Others drop the thoughts of earlier turns, add a block to the
+    last turn, or open a thought in the generation prompt that the text does not have. Then a
+    message begins where the text parts from the rendering that ends with its generation prompt, and
+    ends where it parts from the rendering that ends with the message, both compared from the last
+    thing said before.
     """
 
     rendered: Renderer
@@ -75,8 +178,6 @@ class Turns:
             found = self._by_marks(index, prompt)
             if found is None:
                 raise self.rendered.explained(self.chat, refused) from refused
-        if found is not None and prompt and not index:
-            found = self._opening(found[1]), found[1]
         if found is None:
             raise self.chat.row.error(
                 f"the chat template renders messages[{index}] differently in a longer "
@@ -84,30 +185,31 @@ class Turns:
                 hint="set `loss: last` or `turns: each`, or mark the turns in the template with "
                 "{% generation %}",
             )
-        return found
+        return (self._opening(found[1]), found[1]) if prompt and not index else found
 
     def lost(self, trained: Collection[int]) -> list[tuple[int, str]]:
         """Return what messages say and the text lacks, each with the index of its message. Thoughts
-        count in the messages that are `trained` on: templates drop those of others."""
-        if self._has_every_content():
-            return []
-        missing = _missing(self._whole)
-        if any(what.startswith(ARGUMENTS) for _, what in missing):
+        count in the messages that are `trained` on: templates drop them elsewhere."""
+        whole = None if self._has_every_content() else self._whole
+        missing = whole.missing() if whole else []
+        if any(what.startswith(_ARGUMENTS) for _, what in missing):
             count = len(self.chat.messages)
-            asked_for = _missing(self._marked(count, False, range(count), keys=False))
-            missing = [each for each in missing if each in asked_for]
+            asked_for = self._marked(count, False, range(count), keys=False)
+            also = asked_for.missing() if asked_for else []
+            missing = [each for each in missing if each in also]
         return [(at, what) for at, what in missing if what != THOUGHTS or at in trained]
 
     def after(self) -> str:
         """Return what the template renders after the text if another message follows: a tool's
         after a call, a user's after anything else. Empty if it cannot be told."""
+        count, whole = len(self.chat.messages), self._whole
+        if whole is None:
+            return ""
         role = "tool" if any(self.chat.messages[-1].get(key) for key in CALLS) else "user"
         asked = [*self.chat.messages, {"role": role, "content": "."}]
-        whole, longer = self._whole, None
-        if whole is not None:
-            longer = self._marked(len(asked), False, whole.which, chat=asked)
-        anchor = longer.last(len(self.chat.messages)) if longer else None
-        if whole is None or longer is None or anchor is None or anchor not in whole.ends:
+        longer = self._marked(count + 1, False, whole.which, messages=asked)
+        anchor = longer.last(count) if longer else None
+        if longer is None or anchor is None or anchor not in whole.ends:
             return ""
         rest, tail = longer.text[longer.ends[anchor] :], whole.text[whole.ends[anchor] :]
         return rest[len(tail) :] if rest.startswith(tail) else ""
@@ -117,8 +219,8 @@ class Turns:
         place = 0
         for message in self.chat.messages:
             content = message.get("content")
-            plain = message["role"] != "tool" and message.keys() == _PLAIN
-            if not plain or not isinstance(content, str) or "</think>" in content:
+            plain = message["role"] != "tool" and message.keys() == {"role", "content"}
+            if not plain or not isinstance(content, str) or _THOUGHTS_END in content:
                 return False
             said = content.strip()
             place = self.text.find(said, place)
@@ -128,15 +230,13 @@ class Turns:
         return True
 
     def _opening(self, end: int) -> int:
-        """Return the end of the generation prompt of an assistant's message that opens the
-        conversation, as it follows a user's. Raises DataError if it cannot be found."""
+        """Return the end of the generation prompt of an assistant's message that comes first."""
         user = [{"role": "user", "content": "x"}]
         with contextlib.suppress(Refused):
             asked = self.rendered.of(self.chat, user)
             asking = self.rendered.of(self.chat, user, prompt=True)
             common = _common(asked, asking)
-            common = common if common == len(asked) else self._complete(asking, common)
-            prompt = asking[common:]
+            prompt = asking[common if common == len(asked) else self._complete(asking, common) :]
             for header in (prompt, _OPENED.sub("", prompt)):
                 place = self.text.find(header, 0, end)
                 if header and place >= 0:
@@ -159,7 +259,7 @@ class Turns:
 
     def _by_marks(self, index: int, prompt: bool) -> Span | None:
         whole = self._whole
-        if whole is None or without_marks(whole.text, whole.marks) != self.text:
+        if whole is None or whole.plain() != self.text:
             return None  # the template looks at what is marked
         start, end = 0, len(whole.text)
         if index:
@@ -171,10 +271,11 @@ class Turns:
         said = [place for mark, place in whole.ends.items() if mark.message == index]
         if not all(start < place <= end for place in said) or not 0 <= start <= end:
             return None
-        return self._unmarked(whole, start), self._unmarked(whole, end)
+        marks = [*whole.ends.values()]
+        return start - sum(m <= start for m in marks), end - sum(m <= end for m in marks)
 
     def _parting(
-        self, whole: MarkedText, part: MarkedText | None, before: int, *, other_end: bool = False
+        self, whole: _Marked, part: _Marked | None, before: int, *, other_end: bool = False
     ) -> int:
         """Return the place in `whole` where it parts from `part`, from the last mark that `part`
         has of the messages before an index; at the end of a token or line, unless it is the end of
@@ -185,18 +286,16 @@ class Turns:
             return -1
         here, there = (whole.ends[anchor], part.ends[anchor]) if anchor else (0, 0)
         rest = part.text[there:]
-        common = _common(rest, whole.text[here : here + len(rest)])
+        common = _common(rest, whole.text[here:])
         if common < len(rest):
             common = self._complete(rest, common)
             if other_end and self.special.search(rest, common):
-                common += self._end_token(whole.text[here + common :])
+                # The token that ends the message: another one follows, which begins the next.
+                following = whole.text[here + common :]
+                found = self.special.match(following)
+                if found and self.special.match(following[found.end() :].lstrip()):
+                    common += found.end()
         return here + common
-
-    def _end_token(self, text: str) -> int:
-        """Return the length of the token at the beginning of a text that ends a message: another
-        one follows, which begins the next. 0 if there is none."""
-        found = self.special.match(text)
-        return found.end() if found and self.special.match(text[found.end() :].lstrip()) else 0
 
     def _complete(self, text: str, end: int) -> int:
         """Return the end of a beginning of a text, without a token, a tag or a word that is cut."""
@@ -205,13 +304,13 @@ class Turns:
         return start + len(_CUT.sub("", text[start:end]))
 
     @functools.cached_property
-    def _whole(self) -> MarkedText | None:
+    def _whole(self) -> _Marked | None:
         """The whole text with marks: in all messages, or in the assistant's where the template
         looks at the others' contents; None if it refuses those."""
         count, first = len(self.chat.messages), None
         for which in (range(count), self.chat.assistant_turns()):
             found = self._marked(count, False, which)
-            if found and without_marks(found.text, found.marks) == self.text:
+            if found and found.plain() == self.text:
                 return found
             first = first or found
         return first
@@ -222,31 +321,19 @@ class Turns:
         prompt: bool,
         which: Collection[int],
         *,
-        chat: Messages | None = None,
+        messages: Messages | None = None,
         keys: bool = True,
-    ) -> MarkedText | None:
-        messages, marks = marked(chat or self.chat.messages, which, keys=keys)
+    ) -> _Marked | None:
+        """Return the rendering of the first `count` messages with marks; None if it is refused."""
+        found = _Marked(messages or self.chat.messages, which, keys)
         try:
-            text = self.rendered.of(self.chat, messages[:count], prompt=prompt)
+            found.text = self.rendered.of(self.chat, found.messages[:count], prompt=prompt)
         except Refused:
             return None
-        return MarkedText(text, marks, which)
-
-    def _unmarked(self, whole: MarkedText, place: int) -> int:
-        """Return a place of the marked text in the text without marks."""
-        return place - sum(end <= place for end in whole.ends.values())
+        return found
 
 
 def _common(one: str, other: str) -> int:
     """Return the number of characters that two texts begin with in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _missing(found: MarkedText | None) -> list[tuple[int, str]]:
-    """Return what has no mark in a text, with the index of its message."""
-    if found is None:
-        return []
-    there = {(mark.message, mark.said) for mark in found.ends}
-    said = dict.fromkeys((mark.message, mark.said) for mark in found.marks)
-    return [each for each in said if each not in there]

@@ -18,9 +18,8 @@ from pipeline.utils import optional
 from stages.batches.layout import collate
 from stages.data import tokenize
 from stages.data.documents import read_documents
-from stages.data.fields import Source
-from stages.data.sources import open_source
-from stages.evaluate.lm import FILE, WINDOW, EvaluatedModel, EvaluateLm
+from stages.data.sources import Source, open_source
+from stages.evaluate.settings import FILE, WINDOW, EvaluatedModel, EvaluationFields
 from stages.export.proof import loading
 from stages.model import compat
 from stages.model.declared import outline
@@ -35,7 +34,12 @@ BRIEF = 2
 
 
 def evaluate(
-    config: EvaluateLm, ctx: Context, exported: ExportedModel, source: ModelSource, *, briefly: bool
+    config: EvaluationFields,
+    ctx: Context,
+    exported: ExportedModel,
+    source: ModelSource,
+    *,
+    briefly: bool,
 ) -> EvaluatedModel:
     """Measure on rank 0 (collective). `briefly` takes a few windows and no task."""
     results: dict[str, Any] = {"model": str(exported.folder)}
@@ -78,7 +82,9 @@ def _load(folder: Path, source: ModelSource, *, on_gpu: bool) -> Any:
     return model.eval()
 
 
-def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None) -> dict[str, Any]:
+def _text(
+    config: EvaluationFields, model: Any, source: ModelSource, most: int | None
+) -> dict[str, Any]:
     """Perplexity on the files, of at most `most` windows."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if config.window is not None and positions is not None and config.window > positions:
@@ -101,7 +107,7 @@ def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None)
     return measure(config, model, (each.text for each in documents), encode, window, most)
 
 
-def run_tasks(config: EvaluateLm, model: Any, tokenizer: Any) -> dict[str, Any]:
+def run_tasks(config: EvaluationFields, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Task -> its numbers and version, as JSON. Raises StageError for an unknown task."""
     with optional("tasks need lm_eval", hint="pip install 'pipetrain[evaluate]'"):
         import lm_eval
@@ -135,7 +141,7 @@ def _numbers(facts: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def measure(
-    config: EvaluateLm,
+    config: EvaluationFields,
     model: Any,
     documents: Iterable[str],
     encode: Callable[[str], list[int]],

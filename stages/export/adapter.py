@@ -1,4 +1,4 @@
-"""The stage `export.adapter`: the trained adapter alone, as peft loads it."""
+"""The stage `export.adapter`: only the trained adapter, as peft loads it."""
 
 from __future__ import annotations
 

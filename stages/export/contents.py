@@ -1,4 +1,4 @@
-"""The content of an export: a model or an adapter, the files beside its weights, and its proof."""
+"""The content of an export: a model or an adapter, the files next to its weights, and its proof."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ModelContents:
         return make_plan(view, self.weights, self.dtype, self.max_shard_size, beside=beside)
 
     def save_beside(self, folder: Path, *, dtype: str) -> None:
-        """Write the files that others need beside the weights."""
+        """Write the files that others need next to the weights."""
         self.source.export_view.save_assets(folder, dtype=dtype)
 
     def prove(self, folder: Path, plan: ExportPlan) -> Proof:

@@ -1,33 +1,23 @@
-"""The description of an export: `export.json`, by which `pipe verify` works, and the model card."""
+"""The description of an export: `export.json`, by which `pipe verify` works."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64
 
 from pipeline import (
-    ENGINE_FILE,
     EXPORT_MANIFEST,
-    Context,
     ExportError,
-    ModelSource,
-    TrainedRun,
     in_words,
 )
-from pipeline.utils import human, open_regular, parse_json, read_whole, replace_text
+from pipeline.utils import open_regular, parse_json, read_whole, replace_text
 from stages.model.files import is_plain
-
-if TYPE_CHECKING:
-    from stages.export.plan import ExportPlan
-
 
 NAME = EXPORT_MANIFEST
 UNFINISHED = f"{NAME}.tmp"
-"""Name under which it is written, which a process that dies leaves behind."""
+"""Name under which it is written, which a process that dies leaves."""
 CARD = "README.md"
 WRITERS = ("export.safetensors", "export.adapter")
 """The stages that write such exports."""
@@ -87,7 +77,7 @@ class Manifest(_Frozen):
     others: dict[str, str] = {}
     """Every other file -> its checksum (XXH3, 64 bits, hexadecimal)."""
     passed: list[str] = []
-    """Names of the tensors that are those of the model's source, byte for byte."""
+    """Names of the tensors that are the model source's, byte for byte."""
     facts: dict[str, str | int] = {}
     """Origin of the model, for people."""
     proof: Proof | None = None
@@ -98,7 +88,7 @@ class Manifest(_Frozen):
         return sorted({*self.weights, *self.others, NAME})
 
     def beside(self, folder: Path) -> dict[str, str]:
-        """Checksums of the files in `folder` beside the weights and the manifest."""
+        """Checksums of the files in `folder` next to the weights and the manifest."""
         names = names_in(folder) - {NAME, *self.weights}
         return {name: content_sum(folder / name) for name in sorted(names)}
 
@@ -143,49 +133,3 @@ def content_sum(file: Path) -> str:
 def names_in(folder: Path) -> set[str]:
     """Relative paths of all files in a folder and its sub-folders."""
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
-
-
-def facts_of(
-    ctx: Context, source: ModelSource, plan: ExportPlan, trained: TrainedRun | None
-) -> dict[str, str]:
-    """Facts about the model and the run that trained it, one line each."""
-    count = sum(len(part.tensors) for part in plan.parts)
-    size = human(sum(part.size for part in plan.parts))
-    # The run that trained the model: this one, or the checkpoint's.
-    folders = [ctx.run_dir] + ([Path(trained.checkpoint).parent.parent] if trained else [])
-    run = next((folder for folder in folders if (folder / ENGINE_FILE).is_file()), None)
-    facts = {
-        "name": run.name if run else Path(source.name).name,
-        "architecture": type(plan.outline).__name__,
-        "trained from": Path(source.name).name,
-        "weights": f"{count} tensors, {size}, {plan.dtype}",
-    }
-    if run is not None:
-        facts |= {"run": run.name, "seed": str(ctx.seed)}
-    if trained is not None:
-        done = trained.progress
-        counts = {"steps": done.step, "samples": done.samples, "target tokens": done.tokens}
-        facts |= {name: f"{count:,}" for name, count in counts.items()}
-        facts |= {name: f"{value:.6g}" for name, value in done.metrics.items()}
-    return facts
-
-
-def write_card(folder: Path, facts: Mapping[str, str], library: str, usage: str) -> None:
-    """Write the model card: a line for each fact, and the Python that loads the folder."""
-    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if name != "name")
-    text = f"""---
-library_name: {library}
-pipeline_tag: text-generation
----
-
-# {facts["name"]}
-
-{lines}
-
-```python
-{usage}
-```
-
-`pipe verify` checks again that the files are intact and that the model computes the same outputs.
-"""
-    (folder / CARD).write_text(text, encoding="utf-8")

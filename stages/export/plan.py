@@ -24,7 +24,6 @@ from pipeline import (
     torch_dtype,
 )
 from pipeline.checkpoint import CODES
-from stages.export.safetensors import ExportSafetensors
 from stages.export.target import target_of
 from stages.export.weight_files import Shard
 from stages.model import compat
@@ -68,7 +67,7 @@ def make_plan(
 ) -> ExportPlan:
     """The plan of a model's export in `dtype`, which is one of a recipe or AS_SOURCE; `beside` is a
     digest of everything else that the export depends on. Raises StageError when `weights` are not
-    those of the source's architecture."""
+    of the source's architecture."""
     model, tensors = module_tensors(source, weights, dtype)
     files: TensorReader = ConvertedReader(tensors, compat.changes_on_save(model, tensors.names()))
     own, passed = files.names(), source.passed_through()
@@ -101,8 +100,8 @@ def _most_common(specs: Iterable[TensorSpec]) -> str:
 
 
 def shards(tensors: Mapping[str, TensorSpec], max_size: int) -> list[Shard]:
-    """Cut `tensors` into files of at most `max_size` bytes; a larger tensor is alone. Wide dtypes
-    come first, as the elements of a tensor must lie at multiples of their size."""
+    """Cut `tensors` into files of at most `max_size` bytes; a larger tensor has a file to itself.
+    Wide dtypes come first, as the elements of a tensor must lie at multiples of their size."""
     groups: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, spec in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
@@ -137,23 +136,25 @@ def digest(parts: Sequence[Shard], *facts: str) -> str:
     return hashlib.sha256(json.dumps([description, facts]).encode()).hexdigest()
 
 
-def resource_need(stage: ExportSafetensors, ctx: Context, source: ModelSource) -> ResourceNeed:
+def resource_need(
+    dtype: str, folder: str | None, ctx: Context, source: ModelSource
+) -> ResourceNeed:
     """Disk for the weight files; memory for one block and all outside of blocks."""
     model = outline(source.export_view)
-    widest = torch.float32 if stage.dtype == AS_SOURCE else torch_dtype(stage.dtype)
+    widest = torch.float32 if dtype == AS_SOURCE else torch_dtype(dtype)
 
     def size(module: nn.Module) -> int:
         return sum(tensor.numel() for tensor in module.parameters()) * widest.itemsize
 
     kinds = compat.block_classes(model)
     blocks = [size(module) for module in model.modules() if type(module).__name__ in kinds]
-    folder, passed = target_of(stage.folder, ctx), source.export_view.passed_through()
+    target, passed = target_of(folder, ctx), source.export_view.passed_through()
     if passed is not None:
         passed.close()
     others = [] if passed is None else [passed.spec(name).nbytes for name in passed.names()]
     return ResourceNeed(
-        what=f"the export in {folder.name}",
+        what=f"the export in {target.name}",
         disk=size(model) + sum(others),
-        folder=folder,
+        folder=target,
         memory=size(model) - sum(blocks) + max(blocks, default=0) + BUFFERS,
     )

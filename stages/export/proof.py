@@ -25,7 +25,7 @@ from stages.model.declared import outline, refuse_differences, ties
 from stages.model.files import kernels_named, read_json
 
 ROOM = 2 << 30
-"""Bytes that must stay free beside a model that is loaded whole."""
+"""Bytes that must stay free next to a model that is loaded whole."""
 ON_DISK = {"": "disk"}
 """Places of the modules of a model that is too large for memory."""
 
@@ -235,7 +235,7 @@ def recognise(logits: Tensor, recorded: Sequence[Position], dtype: torch.dtype) 
 
 
 def verify(folder: Path, report: Callable[[str], object], *, trust_remote_code: bool) -> None:
-    """Read every byte, then load the model, unless it is an adapter alone, and run it; `report`
+    """Read every byte, then load the model, unless it is only an adapter, and run it; `report`
     takes a line for each step. Raises ExportError for any difference to the finished export."""
     with activity("reading every byte of the export"):
         found, proof = prove_bytes(folder, strict=True)

@@ -8,15 +8,24 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline import Context, ExportedModel, ExportError, StageError, TrainedRun, in_words
+from pipeline import (
+    ENGINE_FILE,
+    Context,
+    ExportedModel,
+    ExportError,
+    ModelSource,
+    StageError,
+    TrainedRun,
+    in_words,
+)
 from pipeline.utils import BYTES, activity, human, plural, replace_text
 from stages.export import target
 from stages.export.contents import Contents
-from stages.export.manifest import Manifest, WeightFile, facts_of, write_card
+from stages.export.manifest import CARD, Manifest, WeightFile
 from stages.export.plan import INDEX, ExportPlan, index
 from stages.export.weight_files import Shard, check, prove_files, write
 from stages.model.as_exported import needs_source, require_same_base
@@ -41,7 +50,7 @@ def export(
 
 
 def _digest_beside(ctx: Context, contents: Contents) -> str:
-    """A digest of the files beside the weights and of what is proven (collective)."""
+    """A digest of the files next to the weights and of what is proven (collective)."""
     text = None
     if ctx.dist.is_main:
         with tempfile.TemporaryDirectory() as scratch:
@@ -124,14 +133,14 @@ def _finish(
     written: Manifest,
     trained: TrainedRun | None,
 ) -> Manifest:
-    """Write everything beside the weights, prove the export and put it in place (rank 0)."""
+    """Write everything next to the weights, prove the export and put it in place (rank 0)."""
     partial = target.partial_of(folder)
     target.clear(partial, keep=written.weights)
     if len(plan.parts) > 1:
         replace_text(partial / INDEX, json.dumps(index(plan.parts), indent=2) + "\n")
     contents.save_beside(partial, dtype=plan.dtype)
-    facts = facts_of(ctx, contents.source, plan, trained)
-    write_card(partial, facts, contents.library, contents.usage(partial))
+    facts = _facts(ctx, contents.source, plan, trained)
+    _write_card(partial, facts, contents.library, contents.usage(partial))
     with activity("proving that the export loads and computes the same"):
         proof = contents.prove(partial, plan)
     ctx.log.info(
@@ -143,3 +152,49 @@ def _finish(
     done = written.model_copy(update={"others": written.beside(partial), **update})
     target.put_in_place(folder, done)
     return done
+
+
+def _facts(
+    ctx: Context, source: ModelSource, plan: ExportPlan, trained: TrainedRun | None
+) -> dict[str, str]:
+    """Facts about the model and the run that trained it, one line each."""
+    count = sum(len(part.tensors) for part in plan.parts)
+    size = human(sum(part.size for part in plan.parts))
+    # The run that trained the model: this one, or the checkpoint's.
+    folders = [ctx.run_dir] + ([Path(trained.checkpoint).parent.parent] if trained else [])
+    run = next((folder for folder in folders if (folder / ENGINE_FILE).is_file()), None)
+    facts = {
+        "name": run.name if run else Path(source.name).name,
+        "architecture": type(plan.outline).__name__,
+        "trained from": Path(source.name).name,
+        "weights": f"{count} tensors, {size}, {plan.dtype}",
+    }
+    if run is not None:
+        facts |= {"run": run.name, "seed": str(ctx.seed)}
+    if trained is not None:
+        done = trained.progress
+        counts = {"steps": done.step, "samples": done.samples, "target tokens": done.tokens}
+        facts |= {name: f"{count:,}" for name, count in counts.items()}
+        facts |= {name: f"{value:.6g}" for name, value in done.metrics.items()}
+    return facts
+
+
+def _write_card(folder: Path, facts: Mapping[str, str], library: str, usage: str) -> None:
+    """Write the model card: a line for each fact, and the Python that loads the folder."""
+    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if name != "name")
+    text = f"""---
+library_name: {library}
+pipeline_tag: text-generation
+---
+
+# {facts["name"]}
+
+{lines}
+
+```python
+{usage}
+```
+
+`pipe verify` checks again that the files are intact and that the model computes the same outputs.
+"""
+    (folder / CARD).write_text(text, encoding="utf-8")

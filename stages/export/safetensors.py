@@ -157,7 +157,7 @@ class ExportSafetensors(ExportSettings):
     def resource_needs(self, ctx: Context, model: ModelSource) -> Iterator[ResourceNeed]:
         from stages.export.plan import resource_need
 
-        yield resource_need(self, ctx, model)
+        yield resource_need(self.dtype, self.folder, ctx, model)
 
     def run_dry(
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun

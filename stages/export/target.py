@@ -1,4 +1,4 @@
-"""The folder an export goes to: claim it, fill a partial one beside it, swap.
+"""The folder an export goes to: claim it, fill a partial one next to it, swap.
 
 Only files that an earlier export wrote, by its manifest, are ever replaced. An earlier export that
 is damaged, or was changed by hand, is kept aside.

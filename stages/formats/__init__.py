@@ -1,1 +1,1 @@
-"""Formats of training states: our own and those of other tools."""
+"""Formats of training states: our own and other tools'."""

@@ -127,7 +127,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Content of `.metadata`, from which descriptions of tensors alone are unpickled."""
+    """Content of `.metadata`, from which only descriptions of tensors are unpickled."""
     file = folder / ".metadata"
     require_trust(file)
     try:

@@ -72,7 +72,7 @@ def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSour
 
 
 def _weights(items: Mapping[Keys, Item]) -> dict[str, Item]:
-    """Tensors under `model`, or beside the optimizer if there are none."""
+    """Tensors under `model`, or next to the optimizer if there are none."""
     tensors = {keys: item for keys, item in items.items() if item.dtype is not None}
     beside = {keys[0]: item for keys, item in tensors.items() if len(keys) == 1}
     named = {keys: item for keys, item in tensors.items() if keys[0] == MODEL and len(keys) > 1}
@@ -200,7 +200,7 @@ def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
 
 
 def _optimizer_values(source: StateSource) -> Iterator[tuple[str, Any]]:
-    """Entries besides the moments, named as `get_optimizer_state_dict` flattens them."""
+    """Entries other than the moments, named as `get_optimizer_state_dict` flattens them."""
     for name, count in source.state.updates.items():
         yield f"state.{name}.{STEP}", torch.tensor(float(count))
     for group in source.state.groups:
@@ -209,7 +209,7 @@ def _optimizer_values(source: StateSource) -> Iterator[tuple[str, Any]]:
 
 
 def _all_settings(own: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A group of torch's AdamW, of which loading needs every setting."""
+    """A group of torch's AdamW; loading needs every setting."""
     if set(own) != set(stored.SETTINGS):
         raise CheckpointError(
             f"{where}: the optimizer has the settings {', '.join(sorted(own))}; only AdamW's "

@@ -181,8 +181,8 @@ def _flat_groups(
 
 
 def _cut_each(shapes: Mapping[str, Shape], ranks: int) -> dict[str, list[Place]]:
-    """Stage 3: each parameter is cut into a part per rank, of which the last are padded; the flat
-    tensor of a rank is its parts of all parameters."""
+    """Stage 3: each parameter is cut into a part per rank, the last ones padded; the flat tensor of
+    a rank is its parts of all parameters."""
     found = {}
     offset = 0
     for name, shape in shapes.items():
@@ -245,7 +245,7 @@ def _trained(groups: Sequence[FlatGroup], kinds: Sequence[str]) -> Iterator[tupl
 
 
 def _frozen_shards(models: Sequence[Saved]) -> Iterator[tuple[str, Stored]]:
-    """Parameters without a master under stage 3, of which each rank holds a part."""
+    """Parameters without a master under stage 3; each rank holds a part."""
     for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
         places = _cut_each({name: shape}, len(models))[name]
         parts = [model["frozen_param_fragments"][name] for model in models]

@@ -130,7 +130,7 @@ def _save(value: Any, file: Path) -> None:
 
 
 def _one_count(source: StateSource) -> int:
-    """The number of updates of every parameter, of which DeepSpeed keeps one."""
+    """The number of updates of every parameter; DeepSpeed keeps one number."""
     what = "DeepSpeed's universal checkpoint holds weights with Adam's moments"
     stored.require_adam(source, what)
     counts = sorted(set(source.state.updates.values()))

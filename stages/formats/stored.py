@@ -173,8 +173,8 @@ def flattened(tensor: Tensor) -> Tensor:
 
 
 def joined(shape: Sequence[int], parts: Sequence[Tensor]) -> Stored:
-    """A tensor of this shape whose elements are those of `parts`, one behind the other. Raises
-    ValueError if these are not as many, or of several dtypes."""
+    """A tensor of this shape whose elements are those in `parts`, in order. Raises ValueError if
+    these are not as many, or of several dtypes."""
     flats = [flattened(part) for part in parts if part.numel()]
     (kind,) = {part.dtype for part in parts}
     numel, (*starts, found) = math.prod(shape), itertools.accumulate(map(len, flats), initial=0)
@@ -244,7 +244,7 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """AdamW's hyperparameters of a saved group, as JSON has them. The learning rate is the base
-    rate, or that of the last step if a schedule left no base rate in the group."""
+    rate, or the last step's if a schedule left no base rate in the group."""
     found = {key: _plain(group[key]) for key in SETTINGS if key in group}
     if group.get("initial_lr") is not None:
         found["lr"] = _plain(group["initial_lr"])

@@ -11,7 +11,7 @@ from stages.importing.draft import Draft
 from stages.importing.hugging_face import TABLES
 
 SHARDING = {"fsdp_config", "parallelism_config"}
-"""Blocks that accelerate reads for FSDP alone."""
+"""Blocks that accelerate reads for FSDP only."""
 
 
 def is_sharded(content: Mapping[str, Any]) -> bool:

@@ -135,7 +135,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self._before = self.progress.tokens, self.progress.samples
 
     def _speed(self) -> dict[str, float]:
-        """Numbers of the step by its time, which are those of every train stage."""
+        """Numbers of the step by its time, as every train stage has them."""
         seconds, ranks = time.perf_counter() - self._since, self.ctx.dist.world_size
         targets, samples = self._before
         return {

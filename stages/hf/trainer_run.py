@@ -45,8 +45,8 @@ from stages.objectives.scoring import ModelScorer
 from stages.train.report import Reporter
 from stages.train.resuming import Length, lineage, require_same_lineage
 from stages.wrap.build import build_module
-from stages.wrap.load_weights import stored_tensors
-from stages.wrap.optimizer_groups import make_optimizers
+from stages.wrap.optimizer_state import make_optimizers
+from stages.wrap.shards import stored_tensors
 
 
 def train(
@@ -161,7 +161,7 @@ def _arguments(
 
 @dataclass(eq=False)
 class MicroBatches:
-    """This rank's micro-batches of all steps behind `progress`, as one epoch of the Trainer. Every
+    """This rank's micro-batches of all steps after `progress`, as one epoch of the Trainer. Every
     step has `accumulation` of them; empty ones, which change no number, fill up short steps."""
 
     feed: Feed

@@ -22,8 +22,8 @@ SECRET = re.compile(r"(hub|auth|access|api)_(token|key)$|password|secret")
 
 
 class Rows(NamedTuple):
-    """The rule of a key with a data set, or a list of them, each of which is a block. `table`
-    returns the rules of a block with its facts' beginning (`kind` and a number) and its name."""
+    """The rule of a key with a data set, or a list of them, each a block. `table` returns the rules
+    of a block with its facts' beginning (`kind` and a number) and its name."""
 
     kind: str
     table: Callable[[Mapping[str, Any], str, str], Mapping[str, Any]]
@@ -38,7 +38,7 @@ class Draft:
     def __init__(self, files: Sequence[ConfigFile] = (), request: Request | None = None) -> None:
         self.files, self.request = files, request or Request()
         self.resolved = False
-        """Whether references (`${...}`) were resolved; those that are left are refused."""
+        """Whether references (`${...}`) were resolved; what is left is refused."""
         self.kinds: set[str] = set()
         """Kinds of files of accelerate, DeepSpeed and transformers that were read."""
         self.entries: list[RuleResult] = []
@@ -55,8 +55,8 @@ class Draft:
         self, file: str, content: Mapping[str, Any], table: Mapping[str, Any], prefix: str = "",
         one: str = "",
     ) -> None:  # fmt: skip
-        """Apply the table's rules to every key of a file or block; `*` has the rule of those that
-        it does not name. `one` stands before the facts whose names begin with a dot."""
+        """Apply the table's rules to every key of a file or block; `*` has the rule of all keys
+        that it does not name. `one` stands before the facts whose names begin with a dot."""
         for key, value in content.items():
             name, rule = f"{prefix}{key}", table.get(key, table.get("*"))
             if isinstance(rule, Rows) and value:

@@ -18,7 +18,7 @@ from stages.importing.translator import RecipeTranslator
 
 OWN = "LLaMA-Factory's default"
 ADDRESSES = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}
-"""Keys of which every entry of a dataset_info.json has one."""
+"""Every entry of a dataset_info.json has one of these keys."""
 NAMES = {"dataset": TRAIN, "eval_dataset": HELD}
 """Keys with names of data sets -> beginning of their facts."""
 PROBS = "interleave_probs"

@@ -165,7 +165,7 @@ def _unused_by_zero(draft: Draft, stage: int) -> list[str]:
 
 
 def _ranks(draft: Draft, *axes: str) -> int:
-    """Return the ranks of axes together, 1 for those that no fact states."""
+    """Return the ranks of axes together, 1 for axes that no fact states."""
     return math.prod(int(draft.value(axis, 1)) for axis in axes)
 
 

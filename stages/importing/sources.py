@@ -99,7 +99,7 @@ def script_data(draft: Draft) -> None:
 
 def _put_loss(draft: Draft) -> None:
     """Set `loss` of data.chat where it follows from TRL 1.16's completion_only_loss and
-    assistant_only_loss alone. In a conversation, `completion` is the assistant's words."""
+    assistant_only_loss only. In a conversation, `completion` is the assistant's words."""
     completion, assistant = map(draft.value, LOSS)
     if draft.slots["data"]["use"] == "data.text":
         draft.drop(why("full_samples"), "data.packing")

@@ -23,7 +23,7 @@ from stages.importing.sources import script_data, several
 COMPONENT = "_component_"
 """Key of torchtune's blocks."""
 TRANSLATED = ("axolotl", "LLaMA-Factory", "torchtune")
-"""Tools with a translator of their own."""
+"""Tools that have a translator."""
 STRATEGIES = {"ddp": "wrap.ddp", "fsdp": "wrap.fsdp", "deepspeed": "wrap.zero"}
 """Beginnings of names of strategies, as in Lightning's `deepspeed_stage_3`."""
 INIT = "write a recipe with `pipe init`, for the model in the layout of Hugging Face"
@@ -116,7 +116,7 @@ class TableTranslator(Translator):
 
 
 class HuggingFace(TableTranslator):
-    """`accelerate config` files, DeepSpeed JSON and TrainingArguments, alone or together."""
+    """`accelerate config` files, DeepSpeed JSON and TrainingArguments, separately or together."""
 
     name = "hugging_face"
     signs = (

@@ -17,6 +17,7 @@ from pipeline.utils import (
     require_trust,
     shown_path,
 )
+from stages.fields import instead_of_variable
 from stages.model.chat_template import read_template
 from stages.model.compat import causal_types, is_multimodal
 from stages.model.config_checks import NOT_BY_TEXT, sees_later_tokens, uneven_heads, wrong_size
@@ -37,7 +38,6 @@ from stages.model.files import (
 from stages.model.read import config_at_hand
 from stages.model.rotary_config import other_angles
 from stages.model.source_text_compat import attentions, suited_attention
-from stages.variables import instead_of_variable
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel

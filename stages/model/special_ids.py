@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.data.layouts import layouts
+from stages.data.rendering import layouts
 from stages.data.template_limits import Limited, TemplateLimitError
 
 _ANSWER = "answer"

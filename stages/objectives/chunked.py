@@ -32,7 +32,7 @@ def chunked_cross_entropy(
 
     Shapes: hidden (tokens, width), weight (vocabulary, width), bias (vocabulary,), labels (tokens,)
     of int64. The logits of `chunk` tokens are in memory at a time, in the dtype of `hidden` and in
-    fp32; `of_logits` makes loss and gradient of them. Numbers are those of all logits at once:
+    fp32; `of_logits` makes loss and gradient of them. Numbers are as with all logits at once:
     products in the dtype of `hidden`, softmax in fp32 (torch's own `linear_cross_entropy` rounds
     the sum to the dtype of `hidden`).
 
@@ -171,7 +171,7 @@ class _Gradients(NamedTuple):
 
     @classmethod
     def needed(cls, ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Gradients:
-        """Zeros for those that a function's context needs."""
+        """Zeros for gradients that a function's context needs."""
         wanted = ctx.needs_input_grad
         return cls(
             torch.empty_like(hidden) if wanted[0] else None,

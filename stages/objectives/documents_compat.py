@@ -33,7 +33,7 @@ def has_several(batch: MicroBatch) -> bool | None:
 @contextlib.contextmanager
 def known_documents(*batches: MicroBatch) -> Iterator[None]:
     """Compute one or several micro-batches in the body, forward and backward: models that are
-    called there are told of their documents what the host knows."""
+    called there get what the host knows of their documents."""
     from transformers import masking_utils
     from transformers import modeling_flash_attention_utils as flash
 

@@ -44,7 +44,7 @@ def loss_of_logits(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tens
 @functools.cache
 def compiled_loss(backend: str) -> LossOfLogits:
     """`loss_of_logits` compiled by a backend of torch.compile, once for all numbers of tokens; the
-    gradient has memory of its own."""
+    gradient has separate memory."""
     pure = compiled(_pure, backend=backend, fullgraph=True)
 
     def loss(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:

@@ -43,7 +43,7 @@ class RouterLoss:
 
     def __call__(self, output: Any, real: Tensor | None = None) -> Tensor:
         """The weighted loss of `output`; `real`, shape (samples, length), is False for padding,
-        which is left out. Nothing of a batch that is padding alone is left out."""
+        which is left out. A batch that is only padding is not left out."""
         assert self._loss is not None
         mask = None if real is None else real | ~real.any()
         loss: Tensor = self._loss(output.router_logits, self._experts, self._picks, mask)
@@ -52,7 +52,7 @@ class RouterLoss:
 
 def _loss_of(module: nn.Module) -> Callable[..., Tensor] | None:
     """The router loss in the file of the module's class, if the module has what it takes.
-    Strategies put classes of their own on top."""
+    Strategies put their own classes on top."""
     if not all(hasattr(module, name) for name in SIZES):
         return None
     files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)

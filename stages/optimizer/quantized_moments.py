@@ -117,7 +117,7 @@ class PlainMoments(StateCodec):
 
 
 class BlockwiseMoments(PlainMoments):
-    """Codes and a scale for each block; fp32 for small parameters and behind the last block."""
+    """Codes and a scale for each block; fp32 for small parameters and after the last block."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32)

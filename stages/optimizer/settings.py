@@ -35,7 +35,7 @@ SCHEDULE_OF: Mapping[str, Schedule] = {
     "decay_shape": "wsd",
     "power": "polynomial",
 }
-"""Fields of one schedule alone."""
+"""Fields of one schedule only."""
 INVERSE_SQRT_STEPS = 10_000
 """Steps after which inverse_sqrt begins if there is no warm-up, as in transformers."""
 

@@ -157,7 +157,7 @@ def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
 
 
 class Noise:
-    """Random bits as a function of seed, shard, parameter and update alone: replicas round alike,
+    """Random bits as a function of only seed, shard, parameter and update: replicas round alike,
     and a resumed run needs no saved stream."""
 
     def __init__(self, seed: int) -> None:

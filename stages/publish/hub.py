@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from pipeline import Context, Durable, ExportedModel, PlanView, Problem, worker_rank
+from pipeline import Context, ExportedModel, PlanView, Problem, worker_rank
+from stages.publish.settings import LOGIN, TOKEN, HubFields, PublishedModel
 
-TOKEN = re.compile(r"\bhf_(?:oauth_|jwt_)[\w.-]+|\bhf_[A-Za-z0-9]{16,}|\bBearer\s+\S+")
 OTHER_SOURCES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE")
 """Variables from which huggingface_hub gets a token if the recipe's variable is not set."""
-LOGIN = "set the environment variable {}, or log in with `hf auth login`"
 
 _BRANCH = re.compile(r"(?!refs/|[0-9a-f]{40}$)\w[\w./-]*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishHub:
+class PublishHub(HubFields):
     """Upload the exported model to the Hugging Face Hub in one commit, then compare what is there
     with what was sent.
 
@@ -30,20 +29,7 @@ class PublishHub:
     the model or instead of it, is refused.
     """
 
-    repo: str
-    """Repository on the hub, as `owner/name`. It is created if it is not there."""
-    private: bool = True
-    """Make the repository private when it is created. An existing repository keeps its visibility;
-    while this is true, a public one is refused."""
-    revision: str | None = None
-    """Branch that the commit goes to; created from `main` if it is not there. null: `main`."""
-    commit_message: str | None = None
-    """First line of the commit. Names the run when not set."""
-    token_env: str = "HF_TOKEN"
-    """Name of the environment variable that holds a token with write access. Where it is not
-    set, the login of `hf auth login` is used. The token itself must not be in a recipe."""
-    dry_run: bool = False
-    """Only list what would be uploaded and check the model card, without any network."""
+    nothing_to_plan: ClassVar[bool] = True
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         from huggingface_hub.errors import HFValidationError
@@ -85,23 +71,3 @@ class PublishHub:
 
     def run_dry(self, ctx: Context, model: ExportedModel) -> PublishedModel:
         return replace(self, dry_run=True).run(ctx, model)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishedModel(Durable):
-    """An exported model that can be fetched from a hub."""
-
-    repo: str
-    """`owner/name`."""
-    commit: str | None
-    """Hash of the commit that holds the model; None after a dry run, which published nothing."""
-    url: str | None
-    """Address of that commit."""
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def restore(cls, record: Mapping[str, Any]) -> PublishedModel:
-        """The artifact from its record, without asking the hub: resuming needs no network."""
-        return cls(**record)

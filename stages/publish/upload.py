@@ -18,7 +18,7 @@ from huggingface_hub.utils.sha import git_hash
 
 from pipeline import Context, ExportedModel, StageError, in_words
 from pipeline.utils import align, human, plural
-from stages.publish.hub import LOGIN, TOKEN, PublishedModel, PublishHub
+from stages.publish.settings import LOGIN, TOKEN, HubFields, PublishedModel
 
 MAIN = "main"
 CARD = "README.md"
@@ -26,13 +26,13 @@ NOT_ALLOWED = (401, 403, 404)
 """HTTP statuses of missing permissions: a repository that a token may not see is not found."""
 
 
-def publish(stage: PublishHub, ctx: Context, model: ExportedModel) -> PublishedModel:
+def publish(stage: HubFields, ctx: Context, model: ExportedModel) -> PublishedModel:
     """Upload on rank 0; every rank returns the same record."""
     record = json.dumps(_publish(stage, ctx, model).record()) if ctx.dist.is_main else None
     return PublishedModel.restore(json.loads(ctx.dist.broadcast_str(record)))
 
 
-def _publish(stage: PublishHub, ctx: Context, model: ExportedModel) -> PublishedModel:
+def _publish(stage: HubFields, ctx: Context, model: ExportedModel) -> PublishedModel:
     files = contents(model)
     _require_readable_card(files)
     sizes = {name: path.stat().st_size for name, path in files.items()}
@@ -58,7 +58,7 @@ def _publish(stage: PublishHub, ctx: Context, model: ExportedModel) -> Published
 
 
 def _upload(
-    stage: PublishHub, ctx: Context, files: Mapping[str, Path], api: HfApi
+    stage: HubFields, ctx: Context, files: Mapping[str, Path], api: HfApi
 ) -> PublishedModel:
     repo, branch = stage.repo, stage.revision or MAIN
     api.create_repo(repo, private=stage.private, exist_ok=True)
@@ -160,7 +160,7 @@ def _answer(error: BaseException) -> BaseException:
     return cause or error
 
 
-def _refusal(error: BaseException, stage: PublishHub, ctx: Context, token: str) -> StageError:
+def _refusal(error: BaseException, stage: HubFields, ctx: Context, token: str) -> StageError:
     """An error of the hub or the network, without any token in it."""
     error = _answer(error)
     reason = masked(in_words(error), token)

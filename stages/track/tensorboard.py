@@ -61,7 +61,7 @@ class TensorboardTracker(Tracker):
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    """Make a folder of this name, or with a number behind it if another run has that."""
+    """Make a folder of this name, or with a number after it if another run has that."""
     folder, number = parent / name, 1
     while True:
         with contextlib.suppress(FileExistsError):

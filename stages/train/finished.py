@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from pipeline import CheckpointError, Context, PlanView, Problem, Progress, TrainedRun
 from pipeline.utils import address_problems
@@ -15,6 +16,8 @@ from pipeline.utils import address_problems
 class FinishedTraining:
     """Take an existing checkpoint of any format, to consolidate and export it. `pipe export` writes
     recipes with this stage."""
+
+    nothing_to_plan: ClassVar[bool] = True
 
     checkpoint: str
     """The checkpoint's folder, or its address (`s3://bucket/run/step-00000100`)."""

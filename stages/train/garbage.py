@@ -30,14 +30,14 @@ def collected_at_steps() -> Iterator[None]:
 
 
 def collect_behind(step: int) -> None:
-    """Collect what died young, if it is time behind the step of this number."""
+    """Collect young garbage, if it is time after the step of this number."""
     if step % EVERY == 0:
         gc.collect(1)
 
 
 @contextlib.contextmanager
 def collected_as_usual() -> Iterator[None]:
-    """Leave it to Python in the body, which is a pause between steps, and collect behind it what
+    """Leave it to Python in the body, which is a pause between steps, and collect afterwards what
     died since the pause before."""
     was_on = gc.isenabled()
     gc.enable()

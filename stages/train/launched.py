@@ -1,4 +1,4 @@
-"""Steps that were taken, from their launch until their numbers are known and told."""
+"""Steps that were taken, from their launch until their numbers are known and reported."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from stages.train.stragglers import StragglerWatch
 class LaunchedSteps:
     """Tells of each step once, in order: to the progress, the callbacks, the watch of the ranks.
 
-    While nothing needs the numbers of a step, they are read behind the launch of the next, which
-    the device has to work on meanwhile. That is the same step on every rank, so all decide alike.
-    """
+    While nothing needs the numbers of a step, they are read after the launch of the next, on which
+    the device works meanwhile. That is the same step on every rank, so all decide alike."""
 
     progress: Progress
     meter: StepMeter
@@ -31,7 +30,7 @@ class LaunchedSteps:
     """The reporter among them."""
     stragglers: StragglerWatch
     stop: bool = field(default=False, init=False)
-    """Whether any rank was asked to stop, by the steps that were told of."""
+    """Whether any rank was asked to stop, by the steps that were reported."""
     _taken: deque[TakenStep] = field(default_factory=deque, init=False)
 
     def add(self, taken: TakenStep) -> None:
@@ -39,7 +38,7 @@ class LaunchedSteps:
         self._taken.append(taken)
 
     def tell(self, *, but: int = 0) -> None:
-        """Wait for the numbers of all steps but the newest `but`, and tell of them (collective).
+        """Wait for the numbers of all steps but the newest `but`, and report them (collective).
         Raises StageError for a step whose gradient is not finite."""
         while len(self._taken) > but:
             taken = self._taken.popleft()

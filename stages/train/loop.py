@@ -20,7 +20,6 @@ from pipeline import (
 )
 from pipeline.utils import activity
 from stages.train.anomalies import Recovery
-from stages.train.causal_lm import TrainCausalLm
 from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation
 from stages.train.garbage import collect_behind, collected_as_usual, collected_at_steps
 from stages.train.generate import Writer
@@ -30,6 +29,7 @@ from stages.train.profiling import Profiler
 from stages.train.report import Reporter
 from stages.train.resuming import Length
 from stages.train.saves import Saves
+from stages.train.settings import CausalLmFields
 from stages.train.step import StepResult, TrainStep
 from stages.train.verify_loss import verify_packing
 
@@ -38,7 +38,7 @@ from stages.train.verify_loss import verify_packing
 class Training:
     """The loop from the step of `progress` on; it changes `progress` in place."""
 
-    config: TrainCausalLm
+    config: CausalLmFields
     eval_every: Fraction | None
     """Steps between evaluations; None: at the end only."""
     ctx: Context
@@ -75,7 +75,7 @@ class Training:
             return self.saves.finish()
 
     def _advance(self) -> None:
-        """Take a step, and do what is due behind it."""
+        """Take a step, and do what is due after it."""
         progress, launched = self.progress, self.launched
         number = progress.step + 1
         self.ctx.dist.heartbeat.beat(Phase.STEP, step=number)
@@ -93,6 +93,7 @@ class Training:
         launched.add(self.meter.end(result, before, progress, profile, stop=stop))
         collect_behind(number)
         with launched.told_on_failure():
+            self.saves.poll()
             at_once = profiled or self.recovery.guards or self._pause_due()
         launched.tell(but=0 if at_once else 1)
         if launched.stop:

@@ -94,7 +94,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def _memory(self, trace: Path, *, on_gpu: bool) -> Iterator[None]:
-        """Record what the body allocates on a GPU, and write it beside the trace."""
+        """Record what the body allocates on a GPU, and write it next to the trace."""
         if not on_gpu:
             yield
             return
@@ -141,7 +141,7 @@ def breakdown(events: Sequence[Event], *, ranks: int) -> Breakdown:
 
 
 def _times(kinds: Sequence[Iterable[Span]], start: float, end: float) -> list[float]:
-    """Return the time in [start, end) that spans of each kind cover and those of kinds before it do
+    """Return the time in [start, end) that spans of each kind cover and spans of earlier kinds do
     not."""
     edges = [
         (min(max(moment, start), end), kind, change)

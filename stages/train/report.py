@@ -73,7 +73,7 @@ class Reporter(StepCallback):
 
     def nothing_left(self, step: int, total: int, shortfall: str) -> None:
         """Report that a resumed training has no step to take, with the new total for readers;
-        `shortfall` says that its recipe gives it less than is done, if it does."""
+        `shortfall` says that its recipe asks for less than is done, if it does."""
         if shortfall:
             self._ctx.log.warning("%s", shortfall)
         else:

@@ -51,8 +51,9 @@ def require_same_lineage(
     now: Mapping[str, Any], accept: Collection[str], progress: Progress, again: str = ""
 ) -> None:
     """Raise ResumeRefused if a part differs from the checkpoint's and is not accepted; its hint
-    begins with `again`. Checkpoints of other tools have no lineage, and those of earlier versions
-    may lack parts. Where only one of both has frozen weights, restoring says their names."""
+    begins with `again`. Checkpoints of other tools have no lineage, and checkpoints of earlier
+    versions may lack parts. Where only one of both has frozen weights, restoring says their
+    names."""
     changed = [
         part for part in now if part in progress.lineage and progress.lineage[part] != now[part]
     ]
@@ -81,7 +82,7 @@ def _differences(part: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    """The length that a recipe gives a training, and how much of it is done."""
+    """The length of a training by its recipe, and how much of it is done."""
 
     name: str
     """The field: `steps` or `epochs`."""
@@ -89,7 +90,7 @@ class Length:
     done: float
     """In the field's unit."""
     over: bool
-    """Whether more is done than the recipe gives."""
+    """Whether more is done than the recipe asks for."""
 
     @classmethod
     def of(cls, config: BatchPlan, data: Data, progress: Progress) -> Length:
@@ -103,7 +104,7 @@ class Length:
         return cls(name="epochs", given=config.epochs, done=progress.samples / size, over=over)
 
     def shortfall(self, slot: str) -> str:
-        """Say that the recipe gives less than is done; empty if it does not."""
+        """Say that the recipe asks for less than is done; empty if it does not."""
         if not self.over:
             return ""
         done = f"{self.done:.10g}" if self.name == "steps" else f"{self.done:.3g}"

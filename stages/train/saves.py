@@ -12,15 +12,15 @@ from pipeline import Checkpoints, Progress, StepCallback, WrittenCheckpoint
 from stages.train.report import Reporter
 
 FEWEST, MOST = 3, 20
-"""Steps without a save beside them, of which a median says what a step takes."""
+"""Steps without a save, whose median is the time of a step."""
 MOST_BESIDE = 10_000
-"""Steps that are known beside a save; nothing is told of one that takes more."""
+"""Steps that are known during a save; nothing is reported of one that takes more."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Saves(StepCallback):
     """Checkpoints that training writes, each reported once when it is saved, and once when it is on
-    disk and the steps beside it are known."""
+    disk and the steps during it are known."""
 
     checkpoints: Checkpoints
     reporter: Reporter
@@ -31,7 +31,7 @@ class Saves(StepCallback):
     _written: list[WrittenCheckpoint] = field(default_factory=list, init=False)
     """Saves that are on disk and not yet reported so."""
     _alone: deque[float] = field(default_factory=lambda: deque(maxlen=MOST), init=False)
-    """Seconds of the newest steps that no save was written beside."""
+    """Seconds of the newest steps during which no save was written."""
     _beside: deque[tuple[float, float]] = field(
         default_factory=lambda: deque(maxlen=MOST_BESIDE), init=False
     )
@@ -42,6 +42,7 @@ class Saves(StepCallback):
         began = time.perf_counter()
         self.checkpoints.save(progress)
         stalled = time.perf_counter() - began
+        self.poll()
         self._look()
         if progress.step != self.newest:
             self.newest, self._writes = progress.step, True
@@ -51,8 +52,14 @@ class Saves(StepCallback):
     def finish(self) -> str:
         """Wait until the last checkpoint is on disk; returns its address (collective)."""
         last = self.checkpoints.finish()
+        self.poll()
         self._look()
         return last
+
+    def poll(self) -> None:
+        """Look after the save that is being written, after each step. Raises CheckpointError if it
+        failed."""
+        self._written += self.checkpoints.poll()
 
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         ended, seconds = record["time"], record["step_seconds"]
@@ -64,8 +71,7 @@ class Saves(StepCallback):
         self._look(until=ended)
 
     def _look(self, until: float | None = None) -> None:
-        """Report what is on disk, if it was at the time `until`: steps beside it are known then."""
-        self._written += self.checkpoints.written()
+        """Report what is on disk, if it was at the time `until`: steps during it are known then."""
         while self._written:
             ended = self._written[0].ended
             if until is not None and ended > until:
@@ -76,7 +82,7 @@ class Saves(StepCallback):
             self._beside.clear()
 
     def _slowed(self, ended: float) -> float | None:
-        """Seconds by which the steps beside a save that `ended` were longer than as many of those
+        """Seconds by which the steps during a save that `ended` were longer than as many steps
         before it; None where too few are known."""
         beside = [seconds for began, seconds in self._beside if began < ended]
         if beside and (len(self._alone) < FEWEST or len(self._beside) == MOST_BESIDE):

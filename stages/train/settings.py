@@ -1,15 +1,28 @@
-"""Fields of train stages: batches, anomalous steps, early stopping."""
+"""Fields of train stages: anomalous steps, early stopping, generated texts, and all of
+train.causal_lm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 
-from pipeline import Data, PlanView, Problem, traits
-from stages.batches.settings import Count
+from pipeline import (
+    Checkpoints,
+    Data,
+    Measure,
+    ModelSource,
+    Objective,
+    PlanView,
+    Problem,
+    TrainingLength,
+    traits,
+)
+from stages.batches.settings import BatchPlan, Count
+from stages.fields import Period
 
 Action = Literal["stop", "skip", "rollback"]
 NO_SAMPLES = "needs held-out samples, and there are none"
@@ -117,42 +130,98 @@ class Generation:
     """Put each prompt as a user's message into the tokenizer's chat template."""
 
 
-def generation_problems(
-    generate: Generation | None, stage: Any, plan: PlanView
-) -> Iterator[Problem]:
-    """Problems of texts that the model which `stage` trains cannot write, by its config and files
-    if these can be read without a network."""
-    from stages.model.config_checks import config_of, table_of_positions, tokenizer_problems
+@dataclass(frozen=True, kw_only=True)
+class CausalLmFields(BatchPlan):
+    """The settings of a training, its length and its loss."""
 
-    if generate is None:
-        return
-    without = "leave out `generate.chat`" if generate.chat else None
-    for problem in tokenizer_problems(stage, plan, no_template=without):
-        yield replace(problem, key="generate")
-    positions = table_of_positions(config_of(stage, plan) or {})
-    if positions is not None and generate.max_tokens > positions:
-        yield Problem(
-            key="generate.max_tokens",
-            message=f"is {generate.max_tokens}, and the model has {positions} positions",
-            hint="leave room for the prompt, too",
+    workers: Annotated[int, Ge(0)] = 1
+    """Threads that prepare the next micro-batches while the device computes, one more than there
+    are threads, also of the next step; 0 prepares each just before its use. Changes no sample and
+    no order."""
+
+    loss_chunk_size: Count | None = None
+    """Tokens whose logits are in memory at a time, for large vocabularies; null computes all logits
+    of a micro-batch at once. Changes rounding only."""
+
+    router_loss: Annotated[float, Ge(0)] | Literal["config"] | None = None
+    """Weight of the loss by which a mixture of experts keeps its router balanced, added to the mean
+    cross-entropy: a number, or the `router_aux_loss_coef` of the model's config. Null trains on
+    cross-entropy only, whatever the config says. Held-out losses are without it."""
+
+    log_every: Count = 10
+    """Steps between two lines on screen; the first step has one too, and a step after 30 s without
+    any. `metrics.jsonl` has every step."""
+
+    eval_every: Period | None = None
+    """Steps between evaluations on held-out samples, or a part of an epoch: `0.25 epochs`,
+    `1/3 epochs`. A part of an epoch ends with the step that completes it. Null evaluates only
+    at the end."""
+
+    eval_first: bool = False
+    """Evaluate before the first step too."""
+
+    eval_last: bool = True
+    """Evaluate after the last step."""
+
+    early_stopping: EarlyStopping | None = None
+    """End training when the held-out loss stops falling; null trains to the last step."""
+
+    result: Literal["last", "best"] = "last"
+    """The checkpoint that later stages (consolidate, export) take: of the last step, or with the
+    lowest held-out loss, which needs `keep_best` in the checkpoint slot."""
+
+    anomalies: Anomalies = field(default_factory=Anomalies)
+    """Reaction to steps whose gradient is not finite or whose loss spikes."""
+
+    generate: Generation | None = None
+    """Texts to be generated now and then: on screen, in `metrics.jsonl`, in the report and in
+    trackers."""
+
+    profile_steps: tuple[Count, ...] = ()
+    """Steps to record with torch.profiler. Each rank writes a trace for Perfetto to `profile/` in
+    the run folder; `metrics.jsonl` has the step's share of communication."""
+
+    @property
+    def evaluates(self) -> list[str]:
+        """The fields that ask for held-out samples."""
+        asked = {
+            "eval_every": self.eval_every,
+            "eval_first": self.eval_first,
+            "early_stopping": self.early_stopping,
+            "result": self.result == "best",
+        }
+        return [name for name, value in asked.items() if value]
+
+    def length(self, samples: int | None = None) -> TrainingLength:
+        """Length of the training; with epochs, its steps are known if `samples` are."""
+        steps, epoch = self.steps, None
+        if samples is not None:
+            epoch = Fraction(samples, self.global_batch_size)
+        if self.epochs is not None and samples is not None:
+            steps = -(-round(self.epochs * samples) // self.global_batch_size)
+        return TrainingLength(
+            steps=steps,
+            epoch=epoch,
+            eval_every=self.eval_every,
+            eval_first=self.eval_first,
+            saves_first=self.anomalies.rolls_back,
         )
 
+    def length_on(self, data: Data, checkpoints: Checkpoints) -> TrainingLength:
+        """Length of the training on these samples. They are counted only where something depends
+        on their number, which a stream does not know."""
+        counts = isinstance(self.eval_every, str) or checkpoints.counts_epochs
+        return self.length(len(data.train) if counts or self.epochs is not None else None)
 
-def router_loss_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
-    """The problem of a router's loss that the model cannot have, or asks for in vain, by its config
-    if that can be read without a network."""
-    from stages.model.config_checks import config_of, has_experts
+    def objective(self, model: ModelSource) -> Objective:
+        """Return the function to minimise. A stage that inherits from this one may have another."""
+        from stages.objectives.cross_entropy import CrossEntropy
 
-    weight, config = stage.router_loss, config_of(stage, plan)
-    if config is None:
-        return
-    if weight is None and config.get("output_router_logits") is True:
-        yield Problem(
-            key="router_loss",
-            message="the model's config asks for the loss of its router (output_router_logits)",
-            hint="router_loss: config adds it, 0 says that it is left out",
-            warning=True,
-        )
-    if weight is not None and not has_experts(config):
-        message = "the model has no experts"
-        yield Problem(key="router_loss", message=message, hint="leave out router_loss")
+        chunk, by, router = self.loss_chunk_size, model.compiled_by, self.router_loss
+        return CrossEntropy(chunk, compiled_by=by, router=router)
+
+    def measure(self, model: ModelSource) -> Measure:
+        """The held-out loss of each row: a sum over target tokens."""
+        from stages.objectives.cross_entropy import RowLoss
+
+        return RowLoss(self.loss_chunk_size, compiled_by=model.compiled_by)

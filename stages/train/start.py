@@ -22,7 +22,6 @@ from pipeline import (
 from pipeline.checkpoint import start_random_streams
 from stages.batches.feed import Feed
 from stages.train.anomalies import AnomalyMonitor, Recovery
-from stages.train.causal_lm import TrainCausalLm
 from stages.train.flops import known_cost, known_peak
 from stages.train.generate import Writer
 from stages.train.launched import LaunchedSteps
@@ -38,13 +37,13 @@ from stages.train.resuming import (
     require_steps_left,
 )
 from stages.train.saves import Saves
-from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES
+from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES, CausalLmFields
 from stages.train.step import TrainStep
 from stages.train.stragglers import StragglerWatch
 
 
 def train(
-    config: TrainCausalLm,
+    config: CausalLmFields,
     ctx: Context,
     engine: Engine,
     data: Data,

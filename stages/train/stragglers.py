@@ -1,8 +1,8 @@
 """Find ranks that hold up the others.
 
 The time of a step is the same on all ranks, since they wait for each other. So a rank is judged by
-what it does alone: its wait for data, and the same arithmetic on every rank, timed between steps.
-"""
+what it does without others: its wait for data, and the same arithmetic on every rank, timed between
+steps."""
 
 from __future__ import annotations
 

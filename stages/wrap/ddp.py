@@ -43,7 +43,7 @@ class Ddp:
 
     @property
     def sums_in_buckets(self) -> bool:
-        """Whether the live model sums in its buckets, as `torch_compat.sums_in_buckets` tells."""
+        """Whether the live model sums in its buckets, as `torch_compat.sums_in_buckets` says."""
         return self.gradient_as_bucket_view and not (
             self.find_unused_parameters or self.static_graph
         )
@@ -53,4 +53,7 @@ class Ddp:
     ) -> Engine:
         from stages.wrap.ddp_engine import build
 
-        return build(self, ctx, model, precision, optimizer)
+        fields = "bucket_cap_mb", "gradient_as_bucket_view", "static_graph"
+        settings = {name: getattr(self, name) for name in (*fields, "find_unused_parameters")}
+        asked = axes.required(self, ctx.dist.world_size)
+        return build(ctx, model, precision, optimizer, asked, settings)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipeline.checkpoint.division import Tile
+from pipeline.checkpoint.location import locate
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.store import locate
-from pipeline.checkpoint.tiles import Tile
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from stages.checkpoint.sharded import ShardedCheckpoint
@@ -72,10 +72,10 @@ def placed(folder: Path) -> dict[tuple[str, int, int], tuple[str, int]]:
     reader = CheckpointReader(*locate(str(folder)))
     found = {}
     for key, tensor in reader.tensors.items():
-        for piece in reader._places.find(key, Tile(0, tensor.numel)):
+        for piece in reader.places.find(key, Tile(0, tensor.numel)):
             if not key.startswith("random/"):
                 file = reader.manifest.files[piece.file]
-                place = file.name, piece.extent.offset - file.data_start
+                place = file.name, piece.place.start - file.data_start
                 found[key, piece.tile.start, piece.tile.stop] = place
     reader.close()
     return found

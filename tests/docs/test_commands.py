@@ -189,7 +189,7 @@ def test_whole_recipes_pass_the_check(text: str, tmp_path: Path) -> None:
         (tmp_path / needed).parent.mkdir(exist_ok=True)
         (tmp_path / needed).write_text('{"model_type": "llama"}\n')
     made = plan_file(file, forecast=True)
-    assert [step.slot for step in made.steps][-1] == "export"
+    assert [step.slot for step in made.slots][-1] == "export"
 
 
 def test_there_are_whole_recipes() -> None:

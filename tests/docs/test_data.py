@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from stages.data.forms import KEYS, first_form, read
-from stages.data.messages import Conversation
-from stages.data.names import Names
+from stages.data.messages import Conversation, Names
 from stages.data.rows import Row
 from tests.docs.blocks import ROOT
 
@@ -27,6 +26,6 @@ def test_an_example_is_a_row_of_its_form(form: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(EXAMPLES[form] + "\n")
     assert first_form(file, Names()) == form
-    row = Row(file=file, number=1, value=json.loads(EXAMPLES[form]))
-    found = read(row, form, template=True, names=Names(), vocab_size=100)
+    row = Row(file=file, number=1, value=json.loads(EXAMPLES[form]), form=form)
+    found = read(row, template=True, names=Names(), vocab_size=100)
     assert isinstance(found, Conversation) == (form not in ("text", "input_ids"))

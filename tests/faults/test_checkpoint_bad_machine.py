@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoint import local_store
+from pipeline.checkpoint import store as local_store
 from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.restore import Restoration
 from pipeline.distributed.process_group import DistContext

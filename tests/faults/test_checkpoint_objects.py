@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.checkpoint.location import open_store
 from pipeline.checkpoint.manifest import MANIFEST, Damaged
 from pipeline.checkpoint.object_store import ObjectStore
 from pipeline.checkpoint.retention import Retention
-from pipeline.checkpoint.store import open_store
 from tests.support.injection import Fault
 from tests.support.object_faults import Task, install, start
 from tests.support.recorded import ABANDONED, NEW, NEXT, OLD, PATIENT

@@ -29,7 +29,7 @@ NAMES = [f"step-{step:08d}" for step in (1, 2)]
 
 def stop_writer(checkpoints: CheckpointManager, seconds: float) -> None:
     """Stop the writer and let it continue after so many seconds."""
-    pid = checkpoints.writer._process.pid
+    pid = checkpoints.start_writer()._process.pid
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
 
@@ -82,7 +82,7 @@ def begun(dist: DistContext, folder: str) -> list[bool]:
     stage = checkpoint_stage(setting)
     checkpoints = stage.run(ctx, make_engine(ctx, setting))
     found = [checkpoints._writer is not None]
-    assert not checkpoints.due(Progress(step=1))
+    assert not checkpoints.poll()
     found.append(checkpoints._writer is not None)
     checkpoints.save(Progress(step=1))
     checkpoints.finish()

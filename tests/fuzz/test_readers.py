@@ -25,9 +25,7 @@ from pipeline.checkpoint.manifest import Manifest, _framed
 from pipeline.execution.journal import Journal
 from pipeline.launch.exchange import _BEATS
 from pipeline.recipe import read_recipe
-from stages.formats.canonical import Canonical
-from stages.formats.dcp import Dcp
-from stages.formats.deepspeed import DeepSpeed
+from stages.formats.formats import Canonical, Dcp, DeepSpeed
 from stages.model.files import weight_files
 from stages.weights.safetensors import SafetensorsReader
 from tests.fuzz.hostile import Changes, bounded, changed_archive

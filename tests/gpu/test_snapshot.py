@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.location import locate
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.snapshot_buffer import SnapshotBuffer
-from pipeline.checkpoint.store import locate
+from pipeline.checkpoint.snapshot import SnapshotBuffer
 from pipeline.checkpoint.write_plan import DTYPES
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.training import Progress

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.memory_record import read_record, record_memory
+from pipeline.execution.gpu_records import read_record, record_memory
 from pipeline.hardware.telemetry import GpuReading, Telemetry
 from tests.support.runs import context
 

@@ -27,8 +27,7 @@ from pipeline.checkpoint import Reading, open_state
 from pipeline.checkpoint.restore import require_same_model
 from pipeline.contracts.metrics import records
 from pipeline.errors import ResumeRefused
-from stages.formats.canonical import Canonical
-from stages.formats.dcp import Dcp
+from stages.formats.formats import Canonical, Dcp
 from stages.formats.stored import weights_of
 from stages.hf.trainer import HfTrainer
 from stages.precision.policy import PrecisionPolicy

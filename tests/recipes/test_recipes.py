@@ -48,14 +48,14 @@ def test_recipe_passes_the_check_and_names_itself(path: Path) -> None:
             "optimizer", "novel", "wrap", "checkpoint", "train",
             "trained", "tickets", "wrap_chat", "checkpoint_chat", "chat",
         ]  # fmt: skip
-    assert [step.slot for step in plan.steps] == [
+    assert [step.slot for step in plan.slots] == [
         "model", *adapter, "precision", *training, "consolidate", "export",
     ]  # fmt: skip
 
 
 def test_a_recipe_s_second_training_takes_the_model_of_the_first() -> None:
     plan = plan_file(FOLDER / "two_trainings.yaml", (), here=False)
-    taken = {step.slot: set(step.inputs.values()) for step in plan.steps}
+    taken = {step.slot: set(step.inputs.values()) for step in plan.slots}
     assert taken["trained"] == {"train", "model"}
     assert taken["wrap_chat"] == {"trained", "precision", "optimizer"}
     assert taken["chat"] >= {"wrap_chat", "tickets", "checkpoint_chat", "trained"}
@@ -98,7 +98,7 @@ def test_what_is_replicated_fits_no_smaller_gpu() -> None:
 
 def settings(path: Path) -> dict[str, Any]:
     plan = plan_file(path, (), here=False)
-    return {step.slot: (step.use, dataclasses.asdict(step.stage)) for step in plan.steps}
+    return {step.slot: (step.use, dataclasses.asdict(step.stage)) for step in plan.slots}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,8 +13,7 @@ from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
 from stages.data.chat import ChatData
-from stages.data.stream import StreamData
-from stages.data.text import TextData
+from stages.data.text import StreamData, TextData
 from stages.hf.trainer import HfTrainer
 from stages.train.causal_lm import TrainCausalLm
 

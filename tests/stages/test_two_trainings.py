@@ -96,11 +96,11 @@ class Watching(Runner):
         self.engines: dict[str, list[weakref.ref[Any]]] = {}
         self.alive: dict[str, int] = {}
 
-    def _run_step(self, step: PlannedSlot) -> None:
+    def _run_slot(self, step: PlannedSlot) -> None:
         self.alive[f"bytes in {step.slot}"] = bytes_of_tensors()
         for slot, held in self.engines.items():
             self.alive[f"{slot} in {step.slot}"] = sum(each() is not None for each in held)
-        super()._run_step(step)
+        super()._run_slot(step)
         made = self.artifacts.get(step.slot)
         if isinstance(made, Engine):
             modules = [each for module in made.parts for each in module.modules()]

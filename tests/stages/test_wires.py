@@ -34,8 +34,7 @@ from pipeline.testing.helpers import checked
 from stages.adapter.lora import Lora
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.data.chat import ChatData
-from stages.data.stream import StreamData
-from stages.data.text import TextData
+from stages.data.text import StreamData, TextData
 from stages.model.config_checks import config_of, declarations
 from stages.model.hf import ActivationCheckpointing, HfModel
 from stages.optimizer.adamw import AdamW

@@ -11,20 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.file_layout import FileLayout
-from pipeline.checkpoint.manifest import ManifestTemplate
+from pipeline.checkpoint.file_layout import FileLayout, Staging, plan_staging
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.snapshot import Snapshot
-from pipeline.checkpoint.staging import Staging, plan_staging
-from pipeline.checkpoint.write_plan import (
-    LocalShard,
-    decode_division,
-    divide,
-    encode_shards,
-    spans_of,
-)
+from pipeline.checkpoint.write_plan import LocalShard, divide, report
+from pipeline.checkpoint.writer import SaveRequest, Write, WriterSetup
 from pipeline.checkpoint.writer_main import carry_out
-from pipeline.checkpoint.writer_protocol import SaveRequest, Write, WriterSetup
 from pipeline.contracts.engine import WEIGHT, Fragment
 from tests.support.cuts import Cut
 from tests.support.tiny_store import job
@@ -52,26 +44,24 @@ def write(root: Path, cut: Cut, form: FileLayout, *, passage: int | None = None)
     """Save as all ranks of the mesh do. With `passage`, all passes in rounds through a memory of so
     many bytes."""
     flat = content(cut)
-    own = [
-        [
-            LocalShard(KEY, "I32", cut.shape, tile.start, tile.stop, True, tile.stride, tile.count)
-            for tile in cut.tiles(rank)
-        ]
+    held = [
+        [LocalShard(KEY, "I32", cut.shape, tile) for tile in cut.tiles(rank)]
         for rank in range(cut.ranks)
     ]
-    tensors, runs = decode_division(divide([encode_shards(shards) for shards in own], form))
-    table = {entry.key: entry for entry in tensors}
-    layouts = [form.lay_out(r, spans_of(r, tensors, runs), table) for r in range(cut.ranks)]
-    template = ManifestTemplate(
-        world_size=cut.ranks, writer={}, tensors=tensors, runs=runs,
-        files=[file for layout in layouts for file in layout.described],
-    )  # fmt: skip
+    shares = divide([report(own, []) for own in held], form, {})
+    layouts = [
+        form.lay_out(rank, shares.division.of_rank(rank), shares.tensors)
+        for rank in range(cut.ranks)
+    ]
+    files = [file for layout in layouts for file in layout.described]
+    template = shares.model_copy(update={"files": files})
     for rank in reversed(range(cut.ranks)):  # rank 0's writer waits for the others
-        passing = {KEY} if passage else frozenset[str]()
-        staging = plan_staging(layouts[rank], passing, passage or 0)
+        streamed = {KEY} if passage else frozenset[str]()
+        staging = plan_staging(layouts[rank], streamed, passage or 0)
         setup = WriterSetup(
             store=str(root), rank=rank, world_size=cut.ranks, buffer_size=staging.size,
-            files=layouts[rank].files, rounds=staging.rounds, retention=Retention(),
+            files=layouts[rank].files, shared=layouts[rank].shared,
+            rounds=staging.rounds, retention=Retention(),
             template=None if rank else template,
         )  # fmt: skip
         engine: Any = SimpleNamespace(
@@ -81,7 +71,7 @@ def write(root: Path, cut: Cut, form: FileLayout, *, passage: int | None = None)
         plan: Any = SimpleNamespace(template=template)
         snapshot = Snapshot(engine, dist, plan, staging)
         writer: Any = _Writer(snapshot, staging)
-        snapshot.hand_over(writer, job(1, "x"))
+        snapshot.start(writer, job(1, "x"))
         outcome = carry_out(setup, job(1, "x"), memoryview(writer.memory), writer.writes)
         assert outcome.problem == ""
         snapshot.buffer.close()

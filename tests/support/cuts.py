@@ -8,7 +8,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.checkpoint.tiles import Tile
+from hypothesis import strategies as st
+
+from pipeline.checkpoint.division import Tile
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,16 @@ class Cut:
 def elements(tile: Tile) -> list[int]:
     """Return the numbers of a tile's elements in order."""
     return [tile.element(at) for at in range(tile.numel)]
+
+
+@st.composite
+def cuts(draw: st.DrawFn, shape: tuple[int, ...] | None = None) -> Cut:
+    """Draw any cut of a tensor of one to three dimensions."""
+    if shape is None:
+        shape = draw(st.integers(1, 24)), *draw(st.lists(st.integers(1, 9), max_size=2))
+    dims = st.one_of(st.none(), st.integers(0, len(shape) - 1))
+    replicas, shards, tp = (draw(st.integers(1, most)) for most in (3, 4, 4))
+    return Cut(shape, replicas, shards, tp, draw(dims), draw(dims))
 
 
 def _chunk(own: tuple[int, int], count: int, number: int) -> tuple[int, int]:

@@ -21,9 +21,9 @@ from pipeline.distributed.signals import ENDING, signals_blocked
 
 def fork_ranks() -> None:
     """Have this process fork the ranks that it starts."""
-    from pipeline.utils import child
+    from pipeline.utils import processes
 
-    child.subprocess = Ranks  # type: ignore[attr-defined]
+    processes.subprocess = Ranks  # type: ignore[attr-defined]
 
 
 class ForkedRank:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from pipeline.checkpoint.local_store import LocalStore
+from pipeline.checkpoint.store import LocalStore
 from tests.support.sweep import Found, look, save
 from tests.support.tiny_store import Tiny
 

@@ -20,9 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.object_store import ObjectStore
-from pipeline.checkpoint.store import Store
+from pipeline.checkpoint.store import LocalStore, Store
 from pipeline.checkpoint.writer_main import carry_out
 from tests.support import injection
 from tests.support.injection import Fault

@@ -8,15 +8,17 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
+from collections.abc import Sequence
+from typing import Any
 
-from pipeline.checkpoint.division import Run
+from pipeline.checkpoint.division import Division, Piece
+from pipeline.checkpoint.file_layout import Staging, plan_staging
 from pipeline.checkpoint.manifest import ManifestTemplate, TensorEntry
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.retention import Retention
-from pipeline.checkpoint.staging import Staging, plan_staging
 from pipeline.checkpoint.store import Store, step_name
+from pipeline.checkpoint.writer import SaveRequest, SaveResult, WriterSetup
 from pipeline.checkpoint.writer_main import carry_out
-from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
 
 TENSORS = [
     TensorEntry(key="weight/a", dtype="F32", shape=(3, 50)),
@@ -27,54 +29,49 @@ TENSORS = [
 ]
 """`b` is longer than a block of checksums."""
 
-RUNS = [
-    [Run(0, 150, 150, 0)],
-    [Run(0, 4501, 4501, 0), Run(4501, 9000, 4499, 1)],
-    [Run(0, 200, 200, 0), Run(200, 9000, 8800, 1)],
-    [Run(0, 77, 77, 0)],
-    [Run(0, 77, 77, 1)],
+PIECES = [
+    [Piece(0, 0, 150)],
+    [Piece(0, 0, 4501), Piece(1, 4501, 9000)],
+    [Piece(0, 0, 200), Piece(1, 200, 9000)],
+    [Piece(0, 0, 77)],
+    [Piece(1, 0, 77)],
 ]
 COLUMNS = [
-    RUNS[0],
-    [Run(0, 9000, 9000, 0, 0, 1, 0, 100, 2, 1)],
-    [
-        Run(0, 3930, 4000, 0, width=100), Run(30, 4000, 4000, 1, width=100),
-        Run(4000, 9000, 5000, 1),
-    ],
-    *RUNS[3:],
-]  # fmt: skip
-"""The same tensors, `b` divided by columns: evenly, and as no rule would."""
+    PIECES[0],
+    [Piece(0, 0, 50, 100, 90), Piece(1, 50, 100, 100, 90)],
+    [Piece(0, 0, 30, 100, 40), Piece(1, 30, 100, 100, 40), Piece(1, 4000, 9000)],
+    *PIECES[3:],
+]
+"""The same tensors, `b` divided by columns: evenly, and as no strategy would."""
 ARRANGEMENTS = ("sharded", "full", "sharded columns", "full columns")
 
 
-def division(arrangement: str) -> list[list[Run]]:
-    """Return the runs of each of TENSORS."""
-    return COLUMNS if arrangement.endswith("columns") else RUNS
-
-
 def setups(
-    address: str, arrangement: str = "sharded", retention: Retention | None = None
+    address: str,
+    arrangement: str = "sharded",
+    retention: Retention | None = None,
+    tensors: Sequence[TensorEntry] = TENSORS,
+    pieces: Sequence[Sequence[Piece]] | None = None,
 ) -> tuple[list[WriterSetup], list[Staging]]:
     """Return for each rank its WriterSetup and the content of its arena."""
     from pipeline.checkpoint.file_layout import FULL, SHARDED
-    from pipeline.checkpoint.write_plan import spans_of
 
     made = SHARDED if arrangement.startswith("sharded") else FULL
-    runs = {t.key: own for t, own in zip(TENSORS, division(arrangement), strict=True)}
-    ordered = made.in_order(TENSORS)
-    own = [runs[tensor.key] for tensor in ordered]
-    tensors = {tensor.key: tensor for tensor in ordered}
-    layouts = [made.lay_out(rank, spans_of(rank, ordered, own), tensors) for rank in range(2)]
+    pieces = pieces or (COLUMNS if arrangement.endswith("columns") else PIECES)
+    own = {tensor.key: each for tensor, each in zip(tensors, pieces, strict=True)}
+    ordered = made.in_order(tensors)
+    division = Division.of(own[tensor.key] for tensor in ordered)
+    layouts = [made.lay_out(rank, division.of_rank(rank), ordered) for rank in range(2)]
     stagings = [plan_staging(layout, frozenset()) for layout in layouts]
-    files = [file for layout in layouts for file in layout.described]
     template = ManifestTemplate(
         world_size=2, writer={"engine": {"strategy": "tiny"}, "packages": {"torch": "2.0"}},
-        tensors=ordered, runs=own, files=files,
+        tensors=ordered, division=division,
+        files=[file for layout in layouts for file in layout.described],
     )  # fmt: skip
     return [
         WriterSetup(
             store=address, rank=rank, world_size=2, buffer_size=staging.size, files=layout.files,
-            rounds=staging.rounds, template=None if rank else template,
+            shared=layout.shared, rounds=staging.rounds, template=None if rank else template,
             retention=retention or Retention(),
         )
         for rank, (layout, staging) in enumerate(zip(layouts, stagings, strict=True))
@@ -85,34 +82,39 @@ class Tiny:
     """Two writers' setups, and their data at each step. Pickles; needs no torch once made."""
 
     def __init__(
-        self, address: str, arrangement: str = "sharded", retention: Retention | None = None
+        self,
+        address: str,
+        arrangement: str = "sharded",
+        retention: Retention | None = None,
+        **content: Any,
     ) -> None:
-        self.setups, self._stagings = setups(address, arrangement, retention)
-        self._tiles = [
-            {(t.key, tile[0]): tile for t, own in zip(TENSORS, division(arrangement), strict=True)
-             for run in own if (tile := run.of(rank))}
-            for rank in range(2)
-        ]  # fmt: skip
+        self.setups, self._stagings = setups(address, arrangement, retention, **content)
 
     def arena(self, rank: int, step: int) -> memoryview:
         """Return the memory that `rank` writes at `step`."""
         memory = bytearray(self.setups[rank].buffer_size)
         for place, head in self._stagings[rank].heads:
             memory[place : place + len(head)] = head
-        sizes = {tensor.key: tensor.itemsize for tensor in TENSORS}
-        for key, start, numel, place, _ in self._stagings[rank].whole:
-            tile, size, whole = self._tiles[rank][key, start], sizes[key], content(key, step)
-            assert numel == tile.numel
-            runs = range(start, tile.end, tile.stride or tile.run)
+        template = self.setups[0].template
+        assert template is not None
+        writes = {(w.key, w.element): w for w in self._stagings[rank].rounds[0] if w.key}
+        for number, tile in template.division.of_rank(rank):
+            tensor = template.tensors[number]
+            size, whole, write = (
+                tensor.itemsize,
+                content_of(tensor, step),
+                writes[tensor.key, tile.start],
+            )
+            assert write.size == tile.numel * size
+            runs = range(tile.start, tile.end, tile.stride or tile.run)
             part = b"".join(whole[low * size : (low + tile.run) * size] for low in runs)
-            memory[place : place + len(part)] = part
+            memory[write.start : write.start + write.size] = part
         return memoryview(memory).toreadonly()
 
 
-def content(key: str, step: int) -> bytes:
+def content_of(tensor: TensorEntry, step: int) -> bytes:
     """Return the bytes of a tensor at a step."""
-    tensor = next(tensor for tensor in TENSORS if tensor.key == key)
-    return random.Random(f"{key}@{step}").randbytes(tensor.numel * tensor.itemsize)
+    return random.Random(f"{tensor.key}@{step}").randbytes(tensor.nbytes)
 
 
 def job(step: int, identity: str, *, loss: float | None = None) -> SaveRequest:
@@ -135,7 +137,7 @@ def job(step: int, identity: str, *, loss: float | None = None) -> SaveRequest:
 
 def digests(step: int) -> dict[str, str]:
     """Return the expected digest of every tensor at a step."""
-    return {t.key: hashlib.sha256(content(t.key, step)).hexdigest() for t in TENSORS}
+    return {t.key: hashlib.sha256(content_of(t, step)).hexdigest() for t in TENSORS}
 
 
 def read_digests(store: Store, name: str) -> dict[str, str]:

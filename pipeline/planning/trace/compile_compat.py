@@ -13,14 +13,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-BACKEND = "pipetrain_traced"
-
-
-Count = Callable[[bool], contextlib.AbstractContextManager[None]]
-"""Takes whether a piece of compiled code recomputes what activation checkpointing did not keep, and
-counts the piece in its body."""
-COUNTING: list[Count] = []
-"""Those who count pieces of compiled code; the last one does."""
+BACKEND, INDUCTOR = "pipetrain_traced", "torch._inductor.compile_fx"
+COUNTING: list[Callable[[bool], contextlib.AbstractContextManager[None]]] = []
+"""Functions that count a piece of compiled code in their body, of which the last one does. They
+take whether it recomputes what activation checkpointing did not keep."""
 
 
 @functools.cache
@@ -31,8 +27,9 @@ def traced_backend() -> str:
     from torch._dynamo.backends.registry import register_backend
     from torch._functorch.partitioners import min_cut_rematerialization_partition, must_recompute
 
-    def compiler(graph: Any, inputs: Any, *, again: bool = False) -> Any:
+    def compiler(graph: Any, inputs: Any, *, backward: bool = False) -> Any:
         code = boxed_nop(graph, inputs)
+        again = backward and any(map(must_recompute, graph.graph.nodes))
 
         def run(arguments: list[Any]) -> Any:
             with COUNTING[-1](again) if COUNTING else contextlib.nullcontext():
@@ -41,20 +38,13 @@ def traced_backend() -> str:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def backward_compiler(graph: Any, inputs: Any) -> Any:
-        return compiler(graph, inputs, again=any(map(must_recompute, graph.graph.nodes)))
-
     def backend(graph: Any, inputs: Any, **options: Any) -> Any:
-        return aot_autograd(
-            fw_compiler=compiler,
-            bw_compiler=backward_compiler,
-            decompositions=lambda: import_module(
-                "torch._inductor.compile_fx"
-            ).select_decomp_table(),
-            partition_fn=functools.partial(
-                min_cut_rematerialization_partition, compiler="inductor"
-            ),
-        )(graph, inputs)
+        cut = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
+        made = aot_autograd(
+            fw_compiler=compiler, bw_compiler=functools.partial(compiler, backward=True),
+            decompositions=lambda: import_module(INDUCTOR).select_decomp_table(), partition_fn=cut,
+        )  # fmt: skip
+        return made(graph, inputs)
 
     register_backend(name=BACKEND, compiler_fn=backend)
     return BACKEND

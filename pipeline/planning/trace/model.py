@@ -17,21 +17,18 @@ from pipeline.planning.trace.torch_compat import local
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """A model's weights and blocks."""
+    """A model's weights and blocks. root: weights outside of blocks, tied ones once; `tied` says
+    whether two of their names share one. towers: weights of the blocks of other parts than the
+    language model. signatures: everything that distinguishes a block from others but its number.
+    behind, ends: as in `ModelShape`."""
 
     root: Sequence[Weight]
-    """Weights outside of blocks, tied ones once."""
     blocks: Sequence[Sequence[Weight]]
     towers: Sequence[Sequence[Weight]]
-    """Weights of the blocks of other parts than the language model."""
     signatures: Sequence[Any]
-    """Everything that distinguishes a block from others but its number, for each block."""
     tied: bool
-    """Whether two names of the root share one weight."""
     behind: Sequence[str]
-    """Names of the root's weights that come behind the blocks."""
     ends: tuple[tuple[str, ...], tuple[str, ...]]
-    """Names of the weights of the embedding and of the head, as `ModelSource.ends` gives them."""
 
     @property
     def weights(self) -> Sequence[Weight]:
@@ -44,50 +41,42 @@ def structure(source: ModelSource) -> Structure:
     with torch.device("meta"):
         model = source.build()
     source.tie(model)
-    frozen_base = set(source.frozen_base)
+    frozen_base, blocks = set(source.frozen_base), source.blocks(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    blocks = source.blocks(model)
     left = {
-        parameter: Weight(
-            name=name,
-            shape=tuple(parameter.shape),
-            trained=parameter.requires_grad,
-            frozen_base=name in frozen_base,
-            packed=not parameter.is_floating_point(),
+        one: Weight(
+            name=name, shape=tuple(one.shape), trained=one.requires_grad,
+            frozen_base=name in frozen_base, packed=not one.is_floating_point(),
         )
-        for parameter, name in names.items()
-    }
-    inside = {one for block in blocks for one in block.parameters()}
+        for one, name in names.items()
+    }  # fmt: skip
     order = {parameter: place for place, parameter in enumerate(names)}
-    last = max((order[one] for one in inside), default=len(order))
-    embedding, head = source.ends(model)
-    return Structure(
-        ends=(_weights_of(embedding, names), _weights_of(head, names)),
-        behind=[names[one] for one in order if order[one] > last],
+    inside = [order[one] for block in blocks for one in block.parameters()]
+    first_trained = min((n for one, n in order.items() if one.requires_grad), default=len(order))
+
+    def taken(module: nn.Module) -> list[Weight]:
         # A weight that blocks share belongs to the first of them, the rest to the root.
-        blocks=[[left.pop(one) for one in block.parameters() if one in left] for block in blocks],
-        towers=[
-            [left.pop(one) for one in block.parameters() if one in left]
-            for block in source.tower_blocks(model)
-        ],
+        return [left.pop(one) for one in module.parameters() if one in left]
+
+    def signature(block: nn.Module) -> Any:
+        # Backward passes through a block only to trained weights before it.
+        begin = min((order[one] for one in block.parameters()), default=0)
+        parts = ((name, *_traits(one)) for name, one in block.named_modules())
+        return (*parts, first_trained < begin)
+
+    def weights_of(module: nn.Module | None) -> tuple[str, ...]:
+        return () if module is None else tuple(names[one] for one in module.parameters())
+
+    embedding, head = map(weights_of, source.ends(model))
+    return Structure(
+        blocks=[*map(taken, blocks)],
+        towers=[*map(taken, source.tower_blocks(model))],
         root=[*left.values()],
-        signatures=[
-            (*((n, *_traits(one)) for n, one in block.named_modules()), _is_reached(block, order))
-            for block in blocks
-        ],
+        ends=(embedding, head),
+        behind=[names[one] for one in order if order[one] > max(inside, default=len(order))],
+        signatures=[*map(signature, blocks)],
         tied=len([*model.named_parameters(remove_duplicate=False)]) > len(names),
     )
-
-
-def _is_reached(block: nn.Module, order: Mapping[nn.Parameter, int]) -> bool:
-    """Whether backward passes through a block to trained weights before it."""
-    begin = min((order[one] for one in block.parameters()), default=0)
-    return any(one.requires_grad for one, place in order.items() if place < begin)
-
-
-def _weights_of(module: nn.Module | None, names: Mapping[nn.Parameter, str]) -> tuple[str, ...]:
-    """Names of a module's weights."""
-    return () if module is None else tuple(names[one] for one in module.parameters())
 
 
 def _traits(module: nn.Module) -> tuple[Any, ...]:
@@ -127,18 +116,16 @@ class Divided:
             return cls()
         groups, experts = division.divide(model, blocks)
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    part = nn.Parameter(local(parameter).detach(), parameter.requires_grad)
+            for name, one in module._parameters.items():
+                if one is not None:
+                    part = nn.Parameter(local(one).detach(), one.requires_grad)
                     module._parameters[name] = part
-        named = model.named_parameters()
-        shapes = {name: tuple(parameter.shape) for name, parameter in named}
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         return cls(shapes=shapes, experts=experts, groups=groups)
 
     def part(self, weight: Weight) -> Weight:
         """This rank's part of a weight."""
-        shape, experts = self.shapes.get(weight.name, weight.shape), self.experts
-        if weight.packed or (shape == weight.shape and weight.name not in experts):
+        shape, among = self.shapes.get(weight.name, weight.shape), self.experts.get(weight.name, 1)
+        if weight.packed or (shape == weight.shape and among == 1):
             return weight
-        whole, among = weight.shape, experts.get(weight.name, 1)
-        return replace(weight, shape=shape, whole=whole, experts=among)
+        return replace(weight, shape=shape, whole=weight.shape, experts=among)

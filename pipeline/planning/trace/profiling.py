@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pipeline.errors import StageError
 from pipeline.planning.forecast import BACKWARD, FORWARD, Traffic
 from pipeline.planning.planner import Job, TraceScope
-from pipeline.planning.profile import NOTHING, Line, Part, Peak, Profile, fullest
+from pipeline.planning.profile import Line, Part, Peak, Profile, fullest
 from pipeline.planning.shapes import ModelShape, Weight
 from pipeline.planning.trace.model import Structure, kinds, structure
 from pipeline.planning.trace.run import BareModel, declared, run
@@ -19,21 +19,16 @@ from pipeline.planning.trace.tracker import HEAD, INPUT, LOSS, START, Level, Str
 
 SAMPLES = 1, 2
 """Sizes of micro-batches that are run; every other lies on the line through them."""
-ROOT = (
-    ("forward", "embeddings", FORWARD, START),
-    ("forward", "head", FORWARD, HEAD),
-    ("loss", "head", FORWARD, LOSS),
-    ("begin", "head", BACKWARD, START),
-    ("backward", "head", BACKWARD, HEAD),
-    ("backward", "embeddings", BACKWARD, INPUT),
-)
-"""Event and unit of a strategy's moments, phase and mark of a trace, of parts outside blocks."""
-
+ROOT = {
+    "forward embeddings": (FORWARD, START),
+    "forward head": (FORWARD, HEAD),
+    "loss head": (FORWARD, LOSS),
+    "begin head": (BACKWARD, START),
+    "backward head": (BACKWARD, HEAD),
+    "backward embeddings": (BACKWARD, INPUT),
+}
+"""Parts outside of blocks -> phase and mark of a trace."""
 UNEVEN = "experts that get more tokens than others: routing is taken to be balanced"
-"""A cost that a plan of divided experts leaves out."""
-
-Pieces = dict[tuple[str, Any], list[Stretch]]
-"""Phase and part of the model -> its stretches: from its beginning, and from each gradient on."""
 
 
 def profile(job: Job) -> Profile:
@@ -43,23 +38,16 @@ def profile(job: Job) -> Profile:
     numbers = kinds(whole.signatures)
     first = [numbers.index(kind) for kind in range(max(numbers, default=-1) + 1)]
     # One more: no kind is measured on the last block that runs.
-    runs = _runs(job, whole, max(first, default=-1) + 2)
-    parts = _Parts(runs)
+    parts = _Parts(_runs(job, whole, max(first, default=-1) + 2))
+    where: dict[str, tuple[str, Any]] = dict(ROOT)
+    for kind, place in enumerate(first):
+        where |= {f"forward {kind}": (FORWARD, place), f"backward {kind}": (BACKWARD, place)}
     # A model that is trained as a whole has no adapters, which are not exported.
     bare = source.skeleton is not source or all(weight.trained for weight in whole.weights)
     plain = whole if bare else structure(source.export_view)
-    found = {f"{event} {unit}": parts.part(phase, where) for event, unit, phase, where in ROOT}
-    for kind, place in enumerate(first):
-        found[f"forward {kind}"] = parts.part(FORWARD, place)
-        found[f"backward {kind}"] = parts.part(BACKWARD, place)
-    units = {f"backward {kind}": runs[0].built.blocks[place] for kind, place in enumerate(first)}
-    units["backward head"] = [one for one in runs[0].built.root if one.name in parts.early]
-    for name, weights in units.items():
-        sizes = (sum(run.deferred.get(one.name, 0) for one in weights) for run in runs)
-        found[name] = replace(found[name], deferred=_line(*sizes))
     return Profile(
-        model=_shape(source.vocab_size, plain, runs[0], numbers, first, parts),
-        parts=found,
+        model=_shape(source.vocab_size, plain, parts, numbers, first),
+        parts={name: parts.part(*place) for name, place in where.items()},
         recomputed=(*map(parts.repeats, first), *(False for _ in whole.towers)),
     )
 
@@ -76,29 +64,26 @@ def _runs(job: Job, whole: Structure, blocks: int) -> list[BareModel]:
 
 
 class _Parts:
-    """The parts of a model, as functions of samples."""
+    """The parts of a model, as functions of samples. given, early: names of the weights that get a
+    gradient, and of those that get one before blocks do."""
 
     def __init__(self, runs: Sequence[BareModel]) -> None:
-        self._names = runs[0].names
-        self._pieces = [_pieces(one.stretches, self._names) for one in runs]
-        self._groups = runs[0].divided.groups
-        parts = map(runs[0].divided.part, runs[0].built.weights)
-        self._elements = {weight.name: weight.elements for weight in parts}
-        blocks = range(len(runs[0].built.blocks))
-        if any(len(self._pieces[0].get((FORWARD, place), ())) > 1 for place in blocks):
+        self.built, self.divided = runs[0].built, runs[0].divided
+        self._pieces: list[dict[tuple[str, Any], list[Stretch]]] = [{} for _ in runs]
+        for pieces, one in zip(self._pieces, runs, strict=True):
+            for stretch in one.stretches:
+                pieces.setdefault((stretch.phase, stretch.part), []).append(stretch)
+        weights = map(self.divided.part, self.built.weights)
+        self._elements = {weight.name: weight.elements for weight in weights}
+        first = self._pieces[0]
+        if any(len(first.get((FORWARD, n), ())) > 1 for n in range(len(self.built.blocks))):
             raise StageError(
                 "the model runs some of its blocks more than once",
                 hint="`pipe bench` measures its memory",
             )
-        self.given = self._given(*self._pieces[0])
-        """Names of the weights that get a gradient."""
-        self.early = self._given((BACKWARD, START), (BACKWARD, HEAD))
-        """Names of the weights that get a gradient before those of blocks."""
-
-    def _given(self, *parts: tuple[str, Any]) -> Collection[str]:
-        stretches = (one for part in parts for one in self._pieces[0].get(part, ()))
-        names = (self._names.get(str(one.position.part)) for one in stretches)
-        return dict.fromkeys(name for name in names if name)
+        early = [*first.get((BACKWARD, START), ()), *first.get((BACKWARD, HEAD), ())]
+        self.early = {one.given for one in early}
+        self.given = {one.given for one in runs[0].stretches}
 
     def repeats(self, place: int) -> bool:
         """Whether a block is recomputed in backward."""
@@ -106,60 +91,43 @@ class _Parts:
 
     def part(self, phase: str, where: Any) -> Part:
         """Memory and work of a part; empty if it did not run."""
-        first, second = (pieces.get((phase, where), []) for pieces in self._pieces)
-        if not first or len(first) != len(second):
-            return NOTHING
-        base, end = ([stretches[at].levels[at] for stretches in (first, second)] for at in (0, -1))
+        two = [pieces.get((phase, where), []) for pieces in self._pieces]
+        if not two[0] or len(two[0]) != len(two[1]):
+            return Part()
+        base, end = ([stretches[at].levels[at] for stretches in two] for at in (0, -1))
         if (phase, where) == (FORWARD, HEAD):  # begins before the last block has returned
-            base = [_settled(stretches[0].levels) for stretches in (first, second)]
+            base = [_settled(stretches[0].levels) for stretches in two]
 
-        def total(field: str) -> Line:
-            return _line(*(sum(one.work[field] for one in two) for two in (first, second)))
+        def total(what: str | Link) -> Line:
+            return _line(*(sum(one.work[what] for one in stretches) for stretches in two))
 
+        exchanges = []
+        for link in dict.fromkeys(what for one in two[1] for what in one.work):
+            if isinstance(link, Link) and link.group in self.divided.groups and len(link.ranks) > 1:
+                kind = Traffic(
+                    collective=link.collective, bytes=0, ranks=len(link.ranks), waits=True,
+                    apart=link.ranks[1] - link.ranks[0], what=self.divided.groups[link.group],
+                )  # fmt: skip
+                exchanges.append((kind, total(link)))
         return Part(
             kept=_line(*(e.device - b.device for e, b in zip(end, base, strict=True))),
             offloaded=_line(*(e.host - b.host for e, b in zip(end, base, strict=True))),
-            peaks=fullest(self._peaks(first, second, base)),
+            peaks=fullest(self._peaks(two, [one.device for one in base])),
             **{field: total(field) for field in ("products", "attention", "again", "made")},
-            exchanges=tuple(self._exchanges(first, second)),
+            exchanges=tuple(exchanges),
         )
 
-    def _exchanges(
-        self, first: Sequence[Stretch], second: Sequence[Stretch]
-    ) -> Iterator[tuple[Traffic, Line]]:
-        for link in dict.fromkeys(what for one in second for what in one.work):
-            if isinstance(link, Link) and link.group in self._groups and len(link.ranks) > 1:
-                kind = Traffic(
-                    collective=link.collective, bytes=0, ranks=len(link.ranks),
-                    apart=link.ranks[1] - link.ranks[0], what=self._groups[link.group], waits=True,
-                )  # fmt: skip
-                yield kind, _line(*(sum(one.work[link] for one in two) for two in (first, second)))
-
-    def _peaks(
-        self, first: Sequence[Stretch], second: Sequence[Stretch], base: Sequence[Level]
-    ) -> Iterator[Peak]:
+    def _peaks(self, two: Sequence[Sequence[Stretch]], base: Sequence[int]) -> Iterator[Peak]:
         arrived = 0
-        for one, other in zip(first, second, strict=True):
-            # Elements of the weight whose gradient begins the stretch.
-            newest = self._elements.get(self._names.get(str(one.position.part), ""), 0)
+        for pair in zip(*two, strict=True):
+            newest = self._elements.get(pair[0].given, 0)
             arrived += newest
-            levels = [one.levels, other.levels]
-            if len(one.levels) != len(other.levels):  # beginnings, the highest, and ends
+            levels = [[level.device for level in one.levels] for one in pair]
+            if len(levels[0]) != len(levels[1]):  # beginnings, the highest, and ends
                 levels = [[each[0], max(each), each[-1]] for each in levels]
             for number, (low, high) in enumerate(zip(*levels, strict=True)):
-                line = _line(low.device - base[0].device, high.device - base[1].device)
+                line = _line(low - base[0], high - base[1])
                 yield Peak(line, arrived, newest if number == 0 else 0)
-
-
-def _pieces(stretches: Sequence[Stretch], names: Mapping[str, str]) -> Pieces:
-    found: Pieces = {}
-    part: Any = START
-    for stretch in stretches:
-        phase, mark = stretch.position
-        if phase in (FORWARD, BACKWARD):
-            part = part if isinstance(mark, str) and mark in names else mark
-            found.setdefault((phase, part), []).append(stretch)
-    return found
 
 
 def _line(low: float, high: float) -> Line:
@@ -175,25 +143,26 @@ def _settled(levels: Sequence[Level]) -> Level:
 
 
 def _shape(
-    vocabulary: int, plain: Structure, traced: BareModel, numbers: Sequence[int],
-    first: Sequence[int], parts: _Parts,
-) -> ModelShape:  # fmt: skip
-    """The whole model, from the built blocks of each kind (`traced`) and the exported weights
-    (`plain`)."""
-    built, divided = traced.built, traced.divided
-    known = {weight.name for weight in plain.weights}
-    root = _elements([*plain.root, *itertools.chain(*plain.towers)])
-    blocks = [_elements(plain.blocks[place]) for place in first]
-    added = [
-        _elements(one for one in built.blocks[place] if one.trained and one.name not in known)
-        for place in first
-    ]
+    vocabulary: int, plain: Structure, parts: _Parts, numbers: Sequence[int], first: Sequence[int]
+) -> ModelShape:
+    """The whole model, from the built blocks of each kind and the exported weights (`plain`)."""
+    built, known = parts.built, {weight.name for weight in plain.weights}
     idle = [w.name for w in built.weights if w.trained and w.name not in parts.given]
 
+    def elements(weights: Iterable[Weight]) -> int:
+        return sum(weight.elements for weight in weights)
+
     def shaped(weights: Sequence[Weight]) -> tuple[Weight, ...]:
-        own = map(divided.part, weights)
+        own = map(parts.divided.part, weights)
         return tuple(replace(w, trained=w.trained and w.name not in idle) for w in own)
 
+    root = elements([*plain.root, *itertools.chain(*plain.towers)])
+    blocks = [elements(plain.blocks[place]) for place in first]
+    added = [
+        elements(one for one in built.blocks[place] if one.trained and one.name not in known)
+        for place in first
+    ]
+    exported = root + sum(blocks[kind] for kind in numbers)
     return ModelShape(
         root=shaped(built.root),
         kinds=tuple(map(shaped, [*(built.blocks[place] for place in first), *built.towers])),
@@ -204,15 +173,11 @@ def _shape(
         behind=tuple(built.behind),
         ends=built.ends,
         vocabulary=vocabulary,
-        parameters=root + sum(blocks[kind] + added[kind] for kind in numbers),
-        exported=root + sum(blocks[kind] for kind in numbers),
+        parameters=exported + sum(added[kind] for kind in numbers),
+        exported=exported,
         proven=root + max(blocks, default=0),
         caveats=(
             *(f"memory of {name}, which gets no gradient here" for name in idle[:1]),
-            *((UNEVEN,) if divided.experts else ()),
+            *((UNEVEN,) if parts.divided.experts else ()),
         ),
     )
-
-
-def _elements(weights: Iterable[Weight]) -> int:
-    return sum(weight.elements for weight in weights)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from pipeline.chain.binding import Results
 from pipeline.contracts.data import MicroBatch
@@ -25,29 +23,11 @@ from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.execution.in_process import scratch_context
 from pipeline.planning.forecast import BACKWARD, FORWARD, LOAD, UPDATE
 from pipeline.planning.planner import Job, TraceScope
-from pipeline.planning.shapes import Division
-from pipeline.planning.trace.model import Divided, Structure, structure
-from pipeline.planning.trace.torch_compat import (
-    cast_in,
-    deferred_gradients,
-    silent_group,
-    tensors_in,
-)
-from pipeline.planning.trace.tracker import (
-    HEAD,
-    INPUT,
-    LOSS,
-    START,
-    MemoryTracker,
-    Part,
-    Position,
-    offloading,
-)
-from pipeline.utils.fake_tensors import with_values, without_values
-
-DECLARATIONS = (ModelSource, Precision)
-TRACE, RUN = "trace", "run"
-"""Methods: a planner's `trace` replaces its stage's `run`."""
+from pipeline.planning.trace import tracker as tracking
+from pipeline.planning.trace.model import Divided, structure
+from pipeline.planning.trace.torch_compat import cast_in, silent_group, tensors_in
+from pipeline.planning.trace.tracker import HEAD, INPUT, LOSS, START, MemoryTracker, Part
+from pipeline.utils.tensors import with_values, without_values
 
 
 def declared(job: Job) -> ModelSource:
@@ -57,84 +37,68 @@ def declared(job: Job) -> ModelSource:
 
 
 def run(job: Job, scope: TraceScope) -> BareModel:
-    """Run a micro-batch of a job's model on one rank. Raises UsageError if nothing is trained, and
-    StageError for a model that needs values."""
-    tracker = MemoryTracker(fake=True)
-    results = Results.of(job.topology, job.samples, scope)
+    """Run a micro-batch on one rank. Raises UsageError if nothing is trained, and StageError for a
+    model that needs values."""
+    tracker, results = MemoryTracker(fake=True), Results.of(job.topology, job.samples, scope)
     with contextlib.ExitStack() as stack:
         ctx = stack.enter_context(context(job))
         if job.division is not None:
             stack.enter_context(silent_group(job.topology.ranks))
         source = declare(job, results, ctx)
-        built = structure(source)
-        stack.enter_context(offloading(tracker, job.topology.device))
+        precision = results.require(Precision, "no slot of the recipe provides a precision")
+        stack.enter_context(tracking.offloading(tracker, job.topology.device))
         stack.enter_context(without_values())
         stack.enter_context(tracker)
         stack.enter_context(model_errors_as_ours())
-        precision = results.require(Precision, "no slot of the recipe provides a precision")
-        bare = BareModel(source, built, precision, job.division, tracker)
+        bare = BareModel(job, source, precision, tracker)
         results |= Results.of(replace(scope, once=tracker.once, run=bare.run))
-        _give(job, results, ctx, (TrainedRun,), TRACE)
-        if tracker.stretches[-1].position.phase == LOAD:
+        _give(job, results, ctx, (TrainedRun,), "trace")
+        if tracker.stretches[-1].phase == LOAD:
             raise UsageError("nothing is trained that could be traced")
     return bare
 
 
 class BareModel:
     """A model in the compute dtype, whose gradients are dropped as soon as they are computed. Tied
-    weights are separate, so that no gradient waits for another, and blocks are called with the
-    compute dtype, as strategies that gather blocks do: both are up to the strategy. Reports to a
-    tracker which phase and which part of the model runs."""
+    weights are separate, and blocks are called with the compute dtype: both are up to the strategy.
+    Tells a tracker which phase and which part of the model runs."""
 
     def __init__(
-        self, source: ModelSource, built: Structure, precision: Precision,
-        division: Division | None, tracker: MemoryTracker,
-    ) -> None:  # fmt: skip
-        self.source, self.built, self.stretches = source, built, tracker.stretches
-        self._division, self._tracker, self._phase = division, tracker, LOAD
-        self._compute = torch_dtype(precision.compute)
+        self, job: Job, source: ModelSource, precision: Precision, tracker: MemoryTracker
+    ) -> None:
+        self.source, self.stretches = source, tracker.stretches
+        self._division, self._tracker = job.division, tracker
+        self._phase, self._part = LOAD, cast(Part, START)
         with with_values():
+            self.built = structure(source)
             with torch.device("meta"):
                 model = source.build()
             source.tie(model)
             first = {parameter: name for name, parameter in model.named_parameters()}
             every = model.named_parameters(remove_duplicate=False)
-            self.names = {name: first[parameter] for name, parameter in every}
+            names = {name: first[parameter] for name, parameter in every}
             """Parameter -> the parameter it is tied to, or itself."""
-            _cast(first, self._compute)
-            if precision.buffer is not None:
-                _cast(model.buffers(), torch_dtype(precision.buffer))
-            self.divided = Divided.of(division, model, source.blocks(model))
+            for dtype, tensors in ((precision.compute, first), (precision.buffer, model.buffers())):
+                for tensor in tensors:
+                    if dtype is not None and tensor.is_floating_point():
+                        tensor.data = tensor.data.to(torch_dtype(dtype))
+            self.divided = Divided.of(job.division, model, source.blocks(model))
         self._model = model.to_empty(device="cpu").train()
         self._scorer = source.scorer(self._model)
-        self.deferred: dict[str, int] = {}
-        """Bytes of gradients that a pipeline's backward in two halves defers, by parameter."""
-        self._entrances: list[Node] = []
-        self._watch(source.blocks(self._model))
+        self._watch(source.blocks(self._model), names, torch_dtype(precision.compute))
 
     def run(self, batch: MicroBatch, objective: Objective) -> None:
         """Run a micro-batch forward and backward."""
-        self._step(batch, objective)
-        self._begin(UPDATE)
-
-    def _step(self, batch: MicroBatch, objective: Objective) -> None:
         own = batch if self._division is None else self._division.own(batch)
         terms = objective(self._scorer(own, own, objective.request), own).terms
-        self._begin(BACKWARD)
+        self._enter(START, BACKWARD)
         loss, *more = (term / 1.0 for term in terms.values())  # an engine divides by its counts
-        loss = sum(more, loss)
-        if self._entrances and self._division is not None and self._division.stages > 1:
-            trained = ((n, p) for n, p in self._model.named_parameters() if p.requires_grad)
-            self.deferred = deferred_gradients(loss, self._entrances[0], trained)
-        self._entrances.clear()
-        loss.backward()  # type: ignore[no-untyped-call]
+        sum(more, loss).backward()  # type: ignore[no-untyped-call]
+        self._enter(START, UPDATE)
 
-    def _begin(self, phase: str) -> None:
-        self._phase = phase
-        self._enter(START)
-
-    def _enter(self, part: Part) -> None:
-        self._tracker.enter(Position(self._phase, part))
+    def _enter(self, part: Part, phase: str | None = None, given: str = "") -> None:
+        self._phase, self._part = phase or self._phase, part
+        self._tracker.enter(self._phase, part, given)
 
     def _mark(self, tensors: Any, part: Part) -> None:
         """Begin the part when backward gives the first of these tensors its gradient."""
@@ -142,50 +106,39 @@ class BareModel:
         if first is not None and first.requires_grad:
             first.register_hook(lambda _: self._enter(part))  # type: ignore[no-untyped-call]
 
-    def _watch(self, blocks: Sequence[nn.Module]) -> None:
-        def before(*_: Any) -> None:
-            self._begin(FORWARD)
-
+    def _watch(self, blocks: Any, names: Any, compute: torch.dtype) -> None:
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
             self._enter(LOSS)
             self._mark(output, HEAD)
 
-        self._model.register_forward_pre_hook(before, prepend=True)
-        self._model.register_forward_hook(after)
-        for place, block in enumerate(blocks):
-            self._watch_block(place, block, last=place == len(blocks) - 1)
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad:
-                drop = functools.partial(self._drop_gradient, name)
-                parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
-
-    def _watch_block(self, place: int, block: nn.Module, *, last: bool) -> None:
-        def before(module: nn.Module, inputs: Any, named: Any) -> Any:
-            cast = cast_in((inputs, named), self._compute)
-            made = (one.grad_fn for one in tensors_in(cast) if one.grad_fn is not None)
-            self._entrances += itertools.islice(made, 1)
+        def before_block(place: int, module: nn.Module, inputs: Any, named: Any) -> Any:
+            cast = cast_in((inputs, named), compute)
             self._enter(place)
             if place == 0:
                 self._mark(cast, INPUT)
             return cast
 
-        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        def after_block(place: int, module: nn.Module, inputs: Any, output: Any) -> None:
             self._mark(output, place)
-            if last:
+            if place == len(blocks) - 1:
                 self._enter(HEAD)
 
-        block.register_forward_pre_hook(before, with_kwargs=True)
-        block.register_forward_hook(after)
+        def drop(name: str, parameter: Tensor) -> None:
+            parameter.grad = None
+            self._enter(self._part, given=names[name])
 
-    def _drop_gradient(self, name: str, parameter: Tensor) -> None:
-        parameter.grad = None
-        self._enter(name)
+        def begin(*_: Any) -> None:
+            self._enter(START, FORWARD)
 
-
-def _cast(tensors: Any, dtype: torch.dtype) -> None:
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
+        self._model.register_forward_pre_hook(begin, prepend=True)
+        self._model.register_forward_hook(after)
+        for place, block in enumerate(blocks):
+            before = functools.partial(before_block, place)
+            block.register_forward_pre_hook(before, with_kwargs=True)
+            block.register_forward_hook(functools.partial(after_block, place))
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(functools.partial(drop, name))  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -219,18 +172,18 @@ def model_errors_as_ours() -> Iterator[None]:
 def declare(job: Job, results: Results, ctx: Context) -> ModelSource:
     """Run the stages that give declarations, on real tensors. Raises UsageError without a model."""
     with model_errors_as_ours():
-        _give(job, results, ctx, DECLARATIONS, TRACE, RUN)
+        _give(job, results, ctx, (ModelSource, Precision), "trace", "run")
     return results.require(ModelSource, "no slot of the recipe provides a model to trace")
 
 
 def _give(job: Job, results: Results, ctx: Context, gives: tuple[type, ...], *methods: str) -> None:
     """Run the stages that give one of these types, by the first of `methods` that each has. Raises
     UsageError for a stage that lacks an input."""
-    for step in job.plan.steps:
-        owners = {TRACE: job.planners.get(step.slot), RUN: step.stage}
+    for planned in job.plan.slots:
+        owners = {"trace": job.planners.get(planned.slot), "run": planned.stage}
         found = [(owners[method], method) for method in methods if hasattr(owners[method], method)]
-        if found and issubclass(step.gives or object, gives):
+        if found and issubclass(planned.gives or object, gives):
             missing = results.missing(*found[0])
             if missing:
-                raise UsageError(f"slot `{step.slot}` cannot be traced without {missing[0]}")
-            results[step.slot] = results.call(*found[0], ctx)
+                raise UsageError(f"slot `{planned.slot}` cannot be traced without {missing[0]}")
+            results[planned.slot] = results.call(*found[0], ctx)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._prims import rng_prims
-from torch.autograd.graph import Node
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-from torch.distributed.pipelining import _backward as halves
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -24,6 +21,17 @@ from pipeline.planning.forecast import Collective
 ALONE = 4, 2
 """References to a gradient and its storage that a watcher sees at its addition, if only the
 autograd engine holds them."""
+COLLECTIVES: dict[str, Collective] = {
+    "allreduce_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+    "all_reduce": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+}
+"""Operators of torch's two families of collectives that a model may call."""
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -58,35 +66,21 @@ def adds_gradients(function: Any, args: Any) -> bool:
     """Whether this is the autograd engine's addition of two gradients of one tensor. Without a
     dispatch mode it happens in place, if the first argument is no DTensor and nothing else holds
     it."""
-    if function is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
-        return False
-    if torch._C._current_graph_task_id() == -1:
+    in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    if function is not torch.ops.aten.add.Tensor or not in_backward:
         return False
     first, second = args
-    if isinstance(first, DTensor):
+    if isinstance(first, DTensor) or not isinstance(second, Tensor):
         return False
-    if not isinstance(second, Tensor) or (first.shape, first.dtype) != (second.shape, second.dtype):
-        return False
+    alike = (first.shape, first.dtype) == (second.shape, second.dtype)
     storage = first.untyped_storage()
-    return (first._use_count(), torch._C._storage_Use_Count(storage._cdata)) == ALONE
+    held = first._use_count(), torch._C._storage_Use_Count(storage._cdata)
+    return alike and held == ALONE
 
 
 def computes_again() -> bool:
     """Whether activation checkpointing is recomputing a forward pass during backward."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
-
-
-COLLECTIVES: dict[str, Collective] = {
-    "allreduce_": "all-reduce",
-    "_allgather_base_": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "alltoall_base_": "all-to-all",
-    "all_reduce": "all-reduce",
-    "all_gather_into_tensor": "all-gather",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "all_to_all_single": "all-to-all",
-}
-"""Operators of torch's two families of collectives that a model may call."""
 
 
 class Link(NamedTuple):
@@ -98,23 +92,20 @@ class Link(NamedTuple):
 
 
 def collective(function: Any, arguments: Sequence[Any]) -> tuple[Link, int] | None:
-    """The collective that an operation is, and its bytes as the largest tensor of a rank has them;
-    None for other operations."""
+    """The collective that an operation is, and bytes of its largest tensor; None for others."""
     if function.namespace not in ("c10d", "_c10d_functional"):
         return None
     kind = COLLECTIVES.get(function._overloadpacket.__name__)
     if kind is None:
         return None
+    size = max(one.numel() * one.itemsize for one in tensors_in(arguments))
     if function.namespace == "c10d":
         boxed = next(one for one in arguments if isinstance(one, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(boxed)
     else:
         group = _resolve_process_group(arguments[-1])
-    size = max(one.numel() * one.itemsize for one in tensors_in(arguments))
-    if function.namespace != "c10d" and kind == "all-gather":
-        size *= group.size()
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return Link(kind, group.group_name, ranks), size
+        size *= group.size() if kind == "all-gather" else 1
+    return Link(kind, group.group_name, tuple(dist.get_process_group_ranks(group))), size
 
 
 def tensors_in(given: Any) -> Iterator[Tensor]:
@@ -127,23 +118,6 @@ def cast_in(given: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(
         Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, given
     )
-
-
-def deferred_gradients(
-    loss: Tensor, entrance: Node, named: Iterable[tuple[str, nn.Parameter]]
-) -> dict[str, int]:
-    """Bytes of the gradients that torch's backward in two halves keeps from the half for inputs to
-    that for weights. Weights that need the same gradients are a group, for which one of their names
-    stands. `entrance` is the node that made the stage's input."""
-    nodes: Any = halves._get_grad_fn_or_grad_acc
-    of_weights = {nodes(weight): name for name, weight in named}
-    edges = halves.construct_reverse_graph([nodes(loss)])
-    found = {}
-    for group in halves.get_param_groups([entrance], [*of_weights], edges):
-        kept = (one for node in group["intermediates"] for one in node._input_metadata)
-        name = min(of_weights[node] for node in group["params"])
-        found[name] = sum(math.prod(one.shape) * one.dtype.itemsize for one in kept)
-    return found
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

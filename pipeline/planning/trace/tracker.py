@@ -18,29 +18,22 @@ from pipeline.planning.forecast import LOAD
 from pipeline.planning.trace import torch_compat
 from pipeline.planning.trace.compile_compat import COUNTING
 from pipeline.planning.trace.torch_compat import Link, storage_key, tensors_in
-from pipeline.utils.fake_tensors import device_of, has_values
+from pipeline.utils.tensors import device_of, has_values
 
 aten = torch.ops.aten
 ATTENTION, PRODUCTS = "attention", "products"
-KEPT = 4 / 5
-"""Share of the products of an attention kernel's backward that do not repeat forward."""
 CPU_KERNELS: dict[Any, tuple[Any, int, float]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 1.0),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4, KEPT),
-}
-"""Kernel -> formula, the number of tensors whose shapes it takes, and the share that counts."""
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        sdpa_backward_flop_count, 4, 4 / 5,
+    ),
+}  # fmt: skip
+"""Kernel -> formula, the number of tensors whose shapes it takes, and the share that counts: of an
+attention kernel's backward, without the products that repeat forward."""
 Part = int | str
 START, HEAD, LOSS, INPUT = "start", "head", "loss", "input"
 """Parts of a model that are no block. In forward: before the first block, after the last, after the
 model. In backward: before everything (START), after the loss (HEAD), after all blocks (INPUT)."""
-
-
-class Position(NamedTuple):
-    """Position of a program: its phase, and the part of the model that runs (a block's number or a
-    name)."""
-
-    phase: str
-    part: Part
 
 
 class Level(NamedTuple):
@@ -52,23 +45,24 @@ class Level(NamedTuple):
 
 @dataclass(kw_only=True)
 class Stretch:
-    """A program from one position to the next. levels: at its beginning and at each change of
-    memory. work: `products`, `attention`, `again`: floating-point operations of matrix products, of
-    attention kernels, and of both when recomputed; `made`: bytes of new tensors; bytes that ranks
-    exchange by link. repeats: whether anything is recomputed."""
+    """A program while one part of the model runs in a phase. given: name of the weight whose
+    gradient begins it; else empty. levels: at its beginning and at each change of memory. work:
+    `products`, `attention`, `again`: floating-point operations of matrix products, of attention
+    kernels, and of both when recomputed; `made`: bytes of new tensors; bytes that ranks exchange by
+    link. repeats: whether anything is recomputed."""
 
-    position: Position
-    levels: list[Level]
+    phase: str
+    part: Part
+    given: str = ""
+    levels: list[Level] = field(default_factory=list)
     work: defaultdict[str | Link, float] = field(default_factory=lambda: defaultdict(float))
     repeats: bool = False
 
 
 class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
-    """Inside, count every storage that an operation makes until it is freed.
-
-    Tensors on the meta device have no memory. With `fake`, tensors with values have none either,
-    and a program that asks for a number gets 1.
-    """
+    """Inside, count every storage that an operation makes until it is freed. Tensors on the meta
+    device have no memory. With `fake`, tensors with values have none either, and a program that
+    asks for a number gets 1."""
 
     def __init__(self, *, fake: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,28 +72,29 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         self._on_host: set[int] = set()
         self._now = self._host = 0
         self._region: dict[int, int] | None = None
-        """Storages that the running piece of compiled code has made, and their bytes, without those
-        that were counted."""
+        """Bytes of storages that the running compiled code has made and nobody has counted."""
         self.stretches: list[Stretch] = []
-        self.enter(Position(LOAD, ""))
+        self.enter(LOAD)
 
-    def enter(self, position: Position) -> None:
+    def enter(self, phase: str, part: Part = "", given: str = "") -> None:
         """Begin a stretch."""
-        self.stretches.append(Stretch(position=position, levels=[self._level()]))
+        self.stretches.append(Stretch(phase=phase, part=part, given=given))
+        self._record()
+
+    def _record(self) -> None:
+        self.stretches[-1].levels.append(Level(self._now - self._host, self._host))
 
     def once(self, key: Any, function: Callable[[], Any]) -> Any:
-        """Run a function, or count the work of an earlier one with the same key in the same stretch
-        and return its result."""
-        here, key = self.stretches[-1], (len(self.stretches), key)
+        """Run a function, or count and return what the key had in this stretch."""
+        work, key = self.stretches[-1].work, (len(self.stretches), key)
         if key not in self._ran:
-            before = here.work.copy()
+            before = work.copy()
             result = function()
-            work = {what: amount - before[what] for what, amount in here.work.items()}
-            self._ran[key] = result, work
+            self._ran[key] = result, {what: work[what] - before[what] for what in [*work]}
             return result
-        result, work = self._ran[key]
-        for what, amount in work.items():
-            here.work[what] += amount
+        result, more = self._ran[key]
+        for what, amount in more.items():
+            work[what] += amount
         return result
 
     def move_to_host(self, tensor: Tensor) -> None:
@@ -108,7 +103,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         if key in self._sizes and key not in self._on_host:
             self._on_host.add(key)
             self._host += self._sizes[key]
-            self.stretches[-1].levels.append(self._level())
+            self._record()
 
     def __enter__(self) -> MemoryTracker:
         COUNTING.append(self._fused)
@@ -135,26 +130,23 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         """Run an operation on tensors, and count what it makes and computes."""
         before = self._now
         out = self._run(function, arguments, named)
-        here = self.stretches[-1]
+        here, again = self.stretches[-1], torch_compat.computes_again()
         exchanged = torch_compat.collective(function, arguments)
         if exchanged is not None:
             here.work[exchanged[0]] += exchanged[1]
         kind, amount = operations(function, arguments, named, out)
+        here.repeats |= again
+        here.work["again" if again else kind] += amount
         new = max(self._now - before, 0)
-        here.work["made"] += self._written(new, amount, (arguments, named), out)
-        here.repeats |= torch_compat.computes_again()
-        here.work["again" if torch_compat.computes_again() else kind] += amount
-        return out
-
-    def _written(self, new: int, amount: float, given: Any, out: Any) -> int:
-        """Bytes that an operation writes: the `new` ones, but in fused code only those of products,
-        and of what products read."""
         if self._region is None:
-            return new
+            here.work["made"] += new
+            return out
+        # Of fused code, only products write, and what products read is written.
         made = [*self._storages(out)]
         self._region |= {key: self._sizes[key] for key in made if key in self._sizes and new}
-        read = [*made, *self._storages(given)] if amount else ()
-        return sum(self._region.pop(key, 0) for key in read)
+        read = [*made, *self._storages((arguments, named))] if amount else ()
+        here.work["made"] += sum(self._region.pop(key, 0) for key in read)
+        return out
 
     def _storages(self, nested: Any) -> Iterator[int]:
         for tensor in map(torch_compat.local, tensors_in(nested)):
@@ -172,36 +164,31 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         if function is not aten.detach.default:
             for tensor in map(torch_compat.local, tensors_in(out)):
                 if device_of(tensor).type != "meta" and not (self._fake and has_values(tensor)):
-                    self._add(tensor.untyped_storage())
+                    storage = tensor.untyped_storage()
+                    key = storage_key(storage)
+                    if key not in self._sizes:
+                        self._sizes[key] = 0
+                        weakref.finalize(storage, self._free, key)
+                        self._change(key, storage.nbytes())
         return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage_key(storage)
-        if key not in self._sizes:
-            self._sizes[key] = 0
-            weakref.finalize(storage, self._free, key)
-            self._change(key, storage.nbytes())
 
     def _change(self, key: int, size: int) -> None:
         more = size - self._sizes[key]
         self._sizes[key] = size
         self._now += more
         self._host += more if key in self._on_host else 0
-        self.stretches[-1].levels.append(self._level())
+        self._record()
 
     def _free(self, key: int) -> None:
         self._change(key, 0)
         del self._sizes[key]
         self._on_host.discard(key)
 
-    def _level(self) -> Level:
-        return Level(self._now - self._host, self._host)
-
 
 @contextlib.contextmanager
 def offloading(tracker: MemoryTracker, device: str) -> Iterator[None]:
     """Inside, activations that checkpointing moves to the host count as the host's, unless the host
-    is the device. A trace runs on CPUs, where torch would move nothing."""
+    is the device. On CPUs, where a trace runs, torch would move nothing."""
     original = torch.autograd.graph.save_on_cpu
 
     def pack(tensor: Tensor) -> Tensor:
@@ -239,7 +226,5 @@ def operations(
         # Each row of the first is multiplied with its group's matrix; or gradients of that.
         return PRODUCTS, 2.0 * math.prod(arguments[0].shape) * arguments[1].shape[-1]
     counted = flop_registry.get(packet)
-    if counted is None:
-        return PRODUCTS, 0.0
-    kind = ATTENTION if "attention" in str(packet) else PRODUCTS
-    return kind, float(counted(*arguments, **named, out_val=out))
+    amount = 0.0 if counted is None else float(counted(*arguments, **named, out_val=out))
+    return (ATTENTION if counted and "attention" in str(packet) else PRODUCTS), amount

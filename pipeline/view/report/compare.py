@@ -10,11 +10,10 @@ from typing import Any
 from pipeline.execution.run_state import Training, measured
 from pipeline.recipe.nodes import leaves
 from pipeline.utils.terminal import shown
-from pipeline.utils.text import align, duration, human
+from pipeline.utils.text import align, count, duration, human, number, percent
 from pipeline.view.report.facts import busy_seconds, where
 from pipeline.view.report.page import Plot, Series, curve, render
 from pipeline.view.run import History, slots_that_train
-from pipeline.view.words import count, number, percent
 
 MISSING = "-"
 Records = Sequence[Mapping[str, Any]]

@@ -11,9 +11,8 @@ from typing import Any
 from pipeline.contracts.metrics import kind_of
 from pipeline.execution.run_state import Training
 from pipeline.utils.terminal import shown
-from pipeline.utils.text import duration, human, plural
+from pipeline.utils.text import count, duration, human, number, percent, plural
 from pipeline.view.run import History
-from pipeline.view.words import count, number, percent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,11 @@ from pipeline.execution import rundir
 from pipeline.utils.files import replace_text
 from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
-from pipeline.utils.text import duration
+from pipeline.utils.text import count, duration, number
 from pipeline.view.ending import REPORT
 from pipeline.view.report.facts import busy_seconds, where
 from pipeline.view.report.page import Plot, Series, curve, render
 from pipeline.view.run import History
-from pipeline.view.words import count, number
 
 MOST_DRAWN = 12
 """Newest runs whose curves are drawn."""

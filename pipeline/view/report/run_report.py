@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.contracts.metrics import training_of
 from pipeline.execution import rundir
-from pipeline.execution.hardware_record import hardware_records
+from pipeline.execution.gpu_records import hardware_records
 from pipeline.execution.origins import origins
 from pipeline.execution.run_state import Training, measured
 from pipeline.hardware.gpus import GIB
@@ -23,12 +23,11 @@ from pipeline.recipe.nodes import leaves
 from pipeline.utils.files import replace_text
 from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
-from pipeline.utils.text import duration
+from pipeline.utils.text import duration, gib, percent
 from pipeline.view.ending import REPORT, prompts
 from pipeline.view.report import facts
 from pipeline.view.report.page import MOST_POINTS, Curve, Plot, Series, curve, render, rounded
 from pipeline.view.run import PLANNED, History, json_in
-from pipeline.view.words import gib, percent
 
 MOST_MARKS = 200
 MOST_ROWS = 400

@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pipeline import (
-    WEIGHT,
     Context,
     Engine,
     ModelSource,
@@ -31,7 +30,7 @@ from pipeline import (
     torch_dtype,
 )
 from pipeline.utils import replace_text, with_values
-from stages.wrap.axes import Axes, required
+from stages.wrap.axes import Axes, parameter_mesh, required, warn_of_slow_groups
 from stages.wrap.build import (
     build_empty,
     cast_buffers,
@@ -42,11 +41,9 @@ from stages.wrap.build import (
     verify_engine,
 )
 from stages.wrap.context.attention import divide_sequence
-from stages.wrap.load_weights import LocalShard, load_weights
-from stages.wrap.mesh import parameter_mesh, warn_of_slow_groups
-from stages.wrap.optimizer_groups import groups_of
-from stages.wrap.optimizer_state import require_zeros
+from stages.wrap.optimizer_state import groups_of, require_zeros
 from stages.wrap.passes import ModulePasses
+from stages.wrap.shards import load_weights
 from stages.wrap.tensor.divide import divide_layers, replace_parameters
 from stages.wrap.zero import compat
 from stages.wrap.zero.config import generate, rule_problems
@@ -101,11 +98,7 @@ def build(
         ctx.on_exit(lambda: (alive := close()) and alive())
         # Load masters and make parameters from them: masters that DeepSpeed makes from
         # parameters have lost what the compute dtype rounds off.
-        shards = (
-            LocalShard(one.name, one.start, one.state[WEIGHT], one.stride, one.count)
-            for one in engine.weights()
-        )
-        load_weights(shards, reader, ctx)
+        load_weights(engine.weights(), reader, ctx)
         engine.sync_compute_weights()
     verify_engine(ctx, engine, _expected(stage, ctx, precision, plan))
     return engine

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline import DistContext, OptimizerPart, dtype_name
-from stages.wrap.gradients import LossScaler
 from stages.wrap.zero.operators_compat import keep_operators
 
 
@@ -147,7 +146,7 @@ def facts(live: Any) -> dict[str, Any]:
         "offload_param": on_parameters,
         "max_grad_norm": zero.clip_grad or None,
         "accumulation": "managed" if live.managed_gradient_accumulation() else "unmanaged",
-        "loss_scaling": bool(getattr(getattr(zero, "loss_scaler", None), "dynamic", False)),
+        "loss_scaling": is_scaling(zero),
     }
 
 
@@ -157,12 +156,17 @@ def running_grad_norm(live: Any) -> float:
     return float(live.optimizer._global_grad_norm)
 
 
-def set_loss_scale(zero: Any, scaler: LossScaler | None) -> None:
-    """Set the scale of the next backward, if there is loss scaling. Left to itself, DeepSpeed grows
-    the scale before it unscales the gradients of the same step, which halves them, and ends the run
-    at its least scale."""
-    if scaler is not None:
-        zero.loss_scaler.cur_scale, zero.loss_scaler.min_scale = scaler.scale, 0.0
+def is_scaling(zero: Any) -> bool:
+    """Whether losses are scaled, by a scale that may change."""
+    return bool(getattr(getattr(zero, "loss_scaler", None), "dynamic", False))
+
+
+def set_loss_scale(zero: Any, scale: float) -> None:
+    """Set the scale of the next backward, if there is one. Left to itself, DeepSpeed grows the
+    scale before it unscales the gradients of the same step, which halves them, and ends the run at
+    its least scale."""
+    if is_scaling(zero):
+        zero.loss_scaler.cur_scale, zero.loss_scaler.min_scale = scale, 0.0
 
 
 def start_optimizer_state(

@@ -66,7 +66,7 @@ class ZeroEngine(TorchEngine):
         if plan.parts:
             # Groups are renewed when a checkpoint is loaded, base rates are not.
             self._base_rates = [group["lr"] for group in self.zero.optimizer.param_groups]
-            compat.set_loss_scale(self.zero, self.scaler)
+            compat.set_loss_scale(self.zero, self._scale)
 
     @property
     def zero(self) -> Any:
@@ -76,6 +76,10 @@ class ZeroEngine(TorchEngine):
     @functools.cached_property
     def _flats(self) -> list[FlatMaster]:
         return list(flat_masters(self.zero, self.parts[0])) if self.plan.parts else []
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     def accumulate(
         self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
@@ -91,8 +95,7 @@ class ZeroEngine(TorchEngine):
         live, optimizer, (rule,) = self.deepspeed, self.zero.optimizer, self.plan.parts
         for group, base in zip(optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * lr_scales[0]
-        scale = 1.0 if self.scaler is None else self.scaler.scale
-        update, asked = optimizer.step, list[bool]()
+        scale, update, asked = self._scale, optimizer.step, list[bool]()
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             # DeepSpeed updates in several parts, and asks for none where gradients overflowed.
@@ -110,7 +113,7 @@ class ZeroEngine(TorchEngine):
         finite = bool(live.was_step_applied())
         if self.scaler is not None:
             self.scaler.update(overflowed=not finite)
-        compat.set_loss_scale(self.zero, self.scaler)
+        compat.set_loss_scale(self.zero, self._scale)
         applied = finite and all(asked)
         self._applied += applied
         norm = float(live.get_global_grad_norm())
@@ -152,7 +155,7 @@ class ZeroEngine(TorchEngine):
         compat.restore_bias_correction(self.zero.optimizer)
         if self.scaler is not None and state.loss_scale is not None:
             self.scaler.restore(state.loss_scale)
-        compat.set_loss_scale(self.zero, self.scaler)
+        compat.set_loss_scale(self.zero, self._scale)
 
     def _trained(self, *, write: bool) -> Iterator[Fragment]:
         for flat in self._flats:

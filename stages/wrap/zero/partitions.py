@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from pipeline import WEIGHT, Fragment, StageError
 from pipeline.checkpoint import Tile
-from stages.wrap.load_weights import stored_tensors
-from stages.wrap.shards import part_of, tiles_of
+from stages.wrap.shards import part_of, stored_tensors, tile_fragments, tiles_of
 from stages.wrap.zero import compat
 
 
@@ -174,13 +173,6 @@ def _fragments(
 ) -> Iterator[Fragment]:
     """The elements in `state` by their places in the full tensor; they are those from `start` on of
     what tensor parallelism leaves to this rank."""
-    whole, shape, end = compat.whole_of(tensor), compat.full_shape(tensor), 0
-    stop = start + state[WEIGHT].numel()
+    whole, stop = compat.whole_of(tensor), start + state[WEIGHT].numel()
     own = [Tile(0, stop)] if whole is None else tiles_of(name, whole)
-    for tile in part_of(own, start, stop):
-        begin, end = end, end + tile.numel
-        values = {kind: values[begin:end] for kind, values in state.items()}
-        yield Fragment(
-            name=name, shape=shape, start=tile.start, state=values,
-            stride=tile.stride, count=tile.count,
-        )  # fmt: skip
+    yield from tile_fragments(name, compat.full_shape(tensor), part_of(own, start, stop), state)

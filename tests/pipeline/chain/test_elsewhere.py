@@ -10,7 +10,7 @@ from pipeline.chain.elsewhere import explained
 from pipeline.chain.registry import Registry
 from pipeline.errors import COMMAND_LINE, Location, Problem
 from pipeline.recipe import load_recipe
-from pipeline.recipe.unknown import MissingKey, UnknownKey
+from pipeline.recipe.nodes import MissingKey, UnknownKey
 
 RECIPE = """\
 name: a

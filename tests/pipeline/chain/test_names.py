@@ -91,11 +91,11 @@ def test_every_name_is_resolved_at_its_place(
     assert resolved(plan, {}, ask=False) == plan
     done = resolved(plan, {})
     assert not [*unpinned(done.recipe, done.view.slots)]
-    model, data = done.steps[0].stage, done.view.slots["data"]
+    model, data = done.slots[0].stage, done.view.slots["data"]
     assert (model.revision, model.tokenizer_revision) == (FIRST, SECOND)
     assert [source.revision for source in data.sources] == [None, SECOND]
-    assert done.steps[2].stage is data
-    assert done.steps[3].stage is plan.steps[3].stage
+    assert done.slots[2].stage is data
+    assert done.slots[3].stage is plan.slots[3].stage
     again = yaml.safe_load(done.recipe.dump())["stages"]
     assert again["data"]["sources"][1] == {"dataset": "tiny/rows", "revision": SECOND}
     assert again["model"]["tokenizer_revision"] == SECOND

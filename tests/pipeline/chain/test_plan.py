@@ -46,7 +46,7 @@ def planned(registry: Registry, tmp_path: Path) -> Callable[..., Plan]:
 
 
 def test_stages_are_typed_instances(planned: Callable[..., Plan]) -> None:
-    stages = {step.slot: step.stage for step in planned().steps}
+    stages = {step.slot: step.stage for step in planned().slots}
     assert list(stages) == ["model", "data", "optimizer", "wrap", "checkpoint", "train"]
     assert stages["model"].layers == 4
     assert stages["data"].files == (Path("a.txt"), Path("b.txt"))
@@ -57,7 +57,7 @@ def test_stages_are_typed_instances(planned: Callable[..., Plan]) -> None:
 
 
 def test_inputs_come_from_the_slots_that_give_them(planned: Callable[..., Plan]) -> None:
-    inputs = {step.slot: dict(step.inputs) for step in planned().steps}
+    inputs = {step.slot: dict(step.inputs) for step in planned().slots}
     assert inputs == {
         "model": {},
         "data": {"model": "model"},
@@ -70,7 +70,7 @@ def test_inputs_come_from_the_slots_that_give_them(planned: Callable[..., Plan])
 
 def test_the_latest_earlier_slot_wins(planned: Callable[..., Plan]) -> None:
     text = RECIPE.replace("  optimizer:", "  adapter: {use: model.fake}\n  optimizer:")
-    inputs = {step.slot: step.inputs for step in planned(text=text).steps}
+    inputs = {step.slot: step.inputs for step in planned(text=text).slots}
     assert (inputs["data"]["model"], inputs["wrap"]["model"]) == ("model", "adapter")
 
 
@@ -183,12 +183,12 @@ def test_a_result_that_nobody_reads_and_nobody_else_gives(planned: Callable[...,
 
 def test_an_optional_need_may_stay_open(planned: Callable[..., Plan]) -> None:
     plan = planned("checkpoint=null")
-    assert plan.steps[-1].inputs["checkpoints"] is None
+    assert plan.slots[-1].inputs["checkpoints"] is None
 
 
 def test_last_readers(planned: Callable[..., Plan]) -> None:
     plan = planned()
-    last = {step.slot: plan.last_reader(step.slot) for step in plan.steps}
+    last = {step.slot: plan.last_reader(step.slot) for step in plan.slots}
     assert last == {
         "model": "wrap",
         "data": "train",
@@ -210,7 +210,7 @@ def test_who_reads_what_an_artifact_was_made_into_reads_it_too(
     file = tmp_path / "r.yaml"
     file.write_text(RECIPE.replace("  train:", "  around: {use: average.mine}\n  train:"))
     plan = make_plan(load_recipe(file), registry=known)
-    last = {step.slot: plan.last_reader(step.slot) for step in plan.steps}
+    last = {step.slot: plan.last_reader(step.slot) for step in plan.slots}
     assert (last["wrap"], last["around"], last["model"]) == ("train", "train", "wrap")
     assert [*plan.view.wiring.readers("wrap")] == ["checkpoint", "around", "train"]
     assert [*plan.view.wiring.producers("train", Engine)] == ["around", "wrap"]

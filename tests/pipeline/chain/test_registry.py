@@ -166,7 +166,7 @@ def test_the_rate_of_the_file_stays(use: str) -> None:
     before = plan_file(RECIPE, forecast=True)
     plan = plan_file(RECIPE, [f"optimizer.use={use}"], forecast=True)
     old, new = (
-        next(step.stage for step in made.steps if step.slot == "optimizer")
+        next(step.stage for step in made.slots if step.slot == "optimizer")
         for made in (before, plan)
     )
     assert (new.lr, new.schedule, new.warmup_ratio) == (old.lr, old.schedule, old.warmup_ratio)

@@ -94,7 +94,7 @@ TAKES = RECIPE.replace("train.distil}", "train.distil, takes: {teacher: teacher}
 
 
 def inputs(plan: Plan, slot: str) -> Mapping[str, str | None]:
-    return next(step.inputs for step in plan.steps if step.slot == slot)
+    return next(step.inputs for step in plan.slots if step.slot == slot)
 
 
 def test_a_recipe_names_the_slot(planned: Callable[..., Plan]) -> None:

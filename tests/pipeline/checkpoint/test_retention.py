@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.retention import Retention, expected_count, purge
-from pipeline.checkpoint.store import step_name, step_number, steps_in_order
+from pipeline.checkpoint.store import LocalStore, step_name, step_number, steps_in_order
 from pipeline.contracts.training import TrainingLength
 from tests.support.tiny_store import Tiny, write
 
@@ -93,16 +93,20 @@ def test_steps_that_no_training_has() -> None:
     assert [step_number(f"step-{n}") for n in (10**18, 10**30, "9" * 5000, "٣" * 8)] == [None] * 4
 
 
+NEVER, LAST = Retention(), Retention(last=2)
+EVALS = {"eval_every": 50}
+
+
 @pytest.mark.parametrize(
     ("retention", "every", "length", "number"),
     [
-        (Retention(last=2), None, {}, 1),  # the last step's
-        (Retention(last=2), 100, {}, 3),  # the newest two, and the third while it is written
-        (Retention(last=2), 600, {}, 2),  # 600 and 1000 are the only ones
-        (Retention(), 100, {}, 10),
-        (Retention(), 300, {}, 4),  # 300, 600, 900 and the last
-        (Retention(), 100, {"saves_first": True}, 11),
-        (Retention(), 100, {"eval_first": True}, 10),
+        (LAST, None, {}, 1),  # the last step's
+        (LAST, 100, {}, 3),  # the newest two, and the third while it is written
+        (LAST, 600, {}, 2),  # 600 and 1000 are the only ones
+        (NEVER, 100, {}, 10),
+        (NEVER, 300, {}, 4),  # 300, 600, 900 and the last
+        (NEVER, 100, {"saves_first": True}, 11),
+        (NEVER, 100, {"eval_first": True}, 10),
         (Retention(best=1), 100, {"eval_first": True, "eval_every": 200}, 11),
         (Retention(last=2, every=250), 100, {}, 4),  # 500; 800, 900; and 1000 while it is written
         (Retention(last=2, every=200), 100, {}, 6),  # 200, 400, 600; 800, 900; and 1000
@@ -110,58 +114,25 @@ def test_steps_that_no_training_has() -> None:
         (Retention(last=2, best=1), None, {"eval_every": 100}, 4),  # saved after evaluations too
         (Retention(best=1), 500, {"eval_every": 250}, 4),  # 250, 500, 750, 1000
         # Evaluations at 50, 150, ... may be the newest, so that all ten except the last are older.
-        (Retention(last=2, every=100, best=1), 100, {"eval_every": 50}, 2 + 9 + 1 + 1),
+        (Retention(last=2, every=100, best=1), 100, EVALS, 2 + 9 + 1 + 1),
+        # Nobody knows the number of steps.
+        (LAST, None, EVALS | {"steps": None}, 1),
+        (LAST, 100, EVALS | {"steps": None}, 3),
+        (NEVER, 100, EVALS | {"steps": None}, 2),
+        (Retention(last=2, every=250), 100, EVALS | {"steps": None}, 3),
+        (Retention(last=2, best=1), None, EVALS | {"steps": None}, 4),
+        # Parts of an epoch.
+        (NEVER, "0.5 epochs", {"epoch": Fraction(2001, 10)}, 10),  # 101, 201, ..., 901 and 1000
+        (NEVER, "1/3 epochs", {"epoch": Fraction(300)}, 10),
+        (LAST, "1/3 epochs", {"epoch": Fraction(300)}, 3),
+        (LAST, "4 epochs", {"epoch": Fraction(300)}, 1),
+        (LAST, "0.5 epochs", {"epoch": None}, 3),  # somewhere in these steps
+        (NEVER, "0.5 epochs", {"epoch": None}, 2),
     ],
 )
-def test_by_hand(retention: Retention, every: int | None, length: Any, number: int) -> None:
-    found = expected_count(retention, every, TrainingLength(steps=1000, **length))
+def test_by_hand(retention: Retention, every: int | str | None, length: Any, number: int) -> None:
+    found = expected_count(retention, every, TrainingLength(**{"steps": 1000} | length))
     assert found == number
-
-
-@pytest.mark.parametrize(
-    ("retention", "every", "number"),
-    [
-        (Retention(last=2), None, 1),
-        (Retention(last=2), 100, 3),
-        (Retention(), 100, 2),
-        (Retention(last=2, every=250), 100, 3),
-        (Retention(last=2, best=1), None, 4),
-    ],
-)
-def test_of_a_training_whose_steps_nobody_knows(
-    retention: Retention, every: int | None, number: int
-) -> None:
-    assert expected_count(retention, every, TrainingLength(eval_every=50)) == number
-
-
-@pytest.mark.parametrize(
-    ("retention", "every", "epoch", "number"),
-    [
-        (Retention(), "0.5 epochs", Fraction(2001, 10), 10),  # at 101, 201, 301, ..., 901 and 1000
-        (Retention(), "1/3 epochs", Fraction(300), 10),
-        (Retention(last=2), "1/3 epochs", Fraction(300), 3),
-        (Retention(last=2), "4 epochs", Fraction(300), 1),
-        (Retention(last=2), "0.5 epochs", None, 3),  # somewhere in these steps
-        (Retention(), "0.5 epochs", None, 2),
-    ],
-)
-def test_parts_of_an_epoch(
-    retention: Retention, every: str, epoch: Fraction | None, number: int
-) -> None:
-    assert expected_count(retention, every, TrainingLength(steps=1000, epoch=epoch)) == number
-
-
-class Names:
-    """A store that consists of names."""
-
-    def __init__(self) -> None:
-        self.there: list[str] = []
-
-    def names(self) -> list[str]:
-        return list(self.there)
-
-    def delete(self, name: str) -> None:
-        self.there.remove(name)
 
 
 @given(
@@ -171,9 +142,10 @@ class Names:
 def test_as_many_are_there_at_once_as_are_counted(
     steps: int, every: int, last: int | None, for_good: int | None
 ) -> None:
-    retention, store, most = Retention(last=last, every=for_good), Names(), 0
+    retention, there, most = Retention(last=last, every=for_good), list[str](), 0
+    store: Any = SimpleNamespace(names=lambda: list(there), delete=there.remove)
     for step in sorted({steps, *range(every, steps, every)}):
-        store.there.append(step_name(step))
-        most = max(most, len(store.there))
-        assert not purge(store, retention)  # type: ignore[arg-type]
+        there.append(step_name(step))
+        most = max(most, len(there))
+        assert not purge(store, retention)
     assert expected_count(retention, every, TrainingLength(steps=steps)) == most

@@ -17,8 +17,7 @@ from pipeline.checkpoint.formats import Reading
 from pipeline.cli import main
 from pipeline.contracts.engine import EngineState, ParameterGroup
 from pipeline.contracts.training import Progress
-from stages.formats.canonical import Canonical
-from stages.formats.dcp import Dcp
+from stages.formats.formats import Canonical, Dcp
 from stages.formats.stored import MOMENTS, MappedSource, whole
 from tests.support.formats import digest_of
 
@@ -126,7 +125,7 @@ def test_deepspeed_is_read_without_it(checkpoint: Path, tmp_path: Path) -> None:
     convert(checkpoint, tmp_path / "ds", "--to", "deepspeed")
     program = (
         "import sys; from pathlib import Path\n"
-        "from stages.formats.deepspeed import DeepSpeed\n"
+        "from stages.formats.formats import DeepSpeed\n"
         "from pipeline.checkpoint.formats import Reading\n"
         "DeepSpeed().open(Path(sys.argv[1]), Reading())\n"
         "sys.exit('deepspeed' in sys.modules)\n"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from pipeline.checkpoint.local_store import LocalStore
+from pipeline.checkpoint.store import LocalStore
 from pipeline.cli import main
 from pipeline.execution import clean, rundir
 from pipeline.execution.journal import Journal

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.contracts.plan_view import Wiring
 from pipeline.contracts.resources import ResourceNeed
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Checkpoints, TrainedRun
-from pipeline.contracts.wiring import Wiring
 from pipeline.execution.preflight import look_ahead, run_dry
 from pipeline.testing import context
 
@@ -28,7 +28,7 @@ class Saving(Checkpoints):
     def begin(self, length: Any) -> None: ...
     def due(self, progress: Any) -> bool: ...
     def save(self, progress: Any) -> None: ...
-    def written(self) -> Any: ...
+    def poll(self) -> Any: ...
     def restore(self, validate: Any) -> None: ...
     def resource_needs(self, length: Any) -> Any: ...
     def best(self) -> Any: ...
@@ -78,7 +78,7 @@ def plan(**inputs: str | None) -> Plan:
     view = SimpleNamespace(
         wiring=Wiring(kinds=kinds, inputs={one.slot: one.inputs for one in steps})
     )
-    return Plan(recipe=SimpleNamespace(), view=view, steps=steps, per_node=1)  # type: ignore[arg-type]
+    return Plan(recipe=SimpleNamespace(), view=view, slots=steps, per_node=1)  # type: ignore[arg-type]
 
 
 def test_needs_and_dry_runs_get_what_the_slot_is_wired_to(tmp_path: Path) -> None:

@@ -43,13 +43,13 @@ def test_a_rank_has_the_plan_of_its_launcher(
 ) -> None:
     text = RunSpec.of(plan.until("train"), tmp_path, ("model",)).dump()
     (tmp_path / "recipe.yaml").unlink()
-    train = type(plan.steps[6].stage)
+    train = type(plan.slots[6].stage)
     monkeypatch.setattr(train, "check", lambda *_: pytest.fail("a rank checks nothing"))
     spec = RunSpec.load(text)
     found = spec.plan(Started(procs=2, per_node=2))
-    assert [step.slot for step in found.steps] == [step.slot for step in plan.steps[:7]]
-    assert [step.stage for step in found.steps] == [step.stage for step in plan.steps[:7]]
-    assert [step.inputs for step in found.steps] == [step.inputs for step in plan.steps[:7]]
+    assert [step.slot for step in found.slots] == [step.slot for step in plan.slots[:7]]
+    assert [step.stage for step in found.slots] == [step.stage for step in plan.slots[:7]]
+    assert [step.inputs for step in found.slots] == [step.inputs for step in plan.slots[:7]]
     ours = digests(plan)
     assert digests(found) == {slot: ours[slot] for slot in digests(found)}
     assert found.recipe.launch == plan.recipe.launch
@@ -64,7 +64,7 @@ def test_the_values_of_environment_variables_stay_at_home(
     assert "hunter2" not in text
     other = str(tmp_path / "elsewhere.txt")  # machines have their files in places of their own
     monkeypatch.setenv("DATA", other)
-    assert RunSpec.load(text).plan(Started()).steps[2].stage.files == other
+    assert RunSpec.load(text).plan(Started()).slots[2].stage.files == other
     monkeypatch.delenv("DATA")
     with pytest.raises(RecipeError, match=r"data\.files: environment variable `DATA` is not set"):
         RunSpec.load(text).plan(Started())

@@ -17,9 +17,9 @@ import pytest
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.metrics import Metrics
+from pipeline.contracts.plan_view import Wiring
 from pipeline.contracts.signature import gives
 from pipeline.contracts.stage import Context, Durable
-from pipeline.contracts.wiring import Wiring
 from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
@@ -154,7 +154,7 @@ def plan(*steps: PlannedSlot, seed: int = 0) -> Plan:
     view = SimpleNamespace(
         wiring=Wiring(kinds=kinds, inputs={one.slot: one.inputs for one in steps})
     )
-    return Plan(recipe=SimpleNamespace(seed=seed), view=view, steps=steps, per_node=1)  # type: ignore[arg-type]
+    return Plan(recipe=SimpleNamespace(seed=seed), view=view, slots=steps, per_node=1)  # type: ignore[arg-type]
 
 
 def chain(size: int = 1, fail: bool = False) -> Plan:

@@ -186,7 +186,7 @@ class Odd:
 
 def test_what_json_does_not_know_is_text() -> None:
     real = plan()
-    odd = replace(real, steps=(replace(real.steps[0], stage=Odd()),))
+    odd = replace(real, slots=(replace(real.slots[0], stage=Odd()),))
     fields = identity(odd, 8).stages["model"]
     assert fields == {
         "use": "model.hf", "limit": "inf", "names": ["a", "b"], "folder": "/x",

@@ -79,6 +79,6 @@ def test_an_export_in_another_layout_is_left_to_its_stage(run: Path) -> None:
 def test_a_recipe_that_lacks_what_is_read(run: Path, tmp_path: Path) -> None:
     opener = Opener(Subject(run=run), context(tmp_path / "scratch"))
     last = SimpleNamespace(slot="export", inputs={}, gives=None, stage=None)
-    vars(opener)["_plan"] = SimpleNamespace(steps=(last,))
+    vars(opener)["_plan"] = SimpleNamespace(slots=(last,))
     with pytest.raises(UsageError, match="no slot of the run's recipe returns Weights"):
         opener.trained()

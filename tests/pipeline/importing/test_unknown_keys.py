@@ -21,7 +21,7 @@ from pipeline.importing.translator import installed_translators
 from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
 from pipeline.recipe import load_recipe
 from pipeline.recipe.dump import render
-from pipeline.recipe.unknown import MissingKey, UnknownKey
+from pipeline.recipe.nodes import MissingKey, UnknownKey
 from stages.importing.hugging_face import KINDS, TABLES
 
 RECIPE = """\

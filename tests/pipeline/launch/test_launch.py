@@ -28,8 +28,7 @@ from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.local import restarted, run_ranks, set_threads
 from pipeline.launch.ranks import LocalRanks
 from pipeline.recipe import Launch, load_recipe
-from pipeline.utils.child import start_child
-from pipeline.utils.process_tree import GRACE, none_left, own_module
+from pipeline.utils.processes import GRACE, none_left, own_module, start_child
 from pipeline.view.screen import Screen
 
 STUCK = """
@@ -148,7 +147,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     (tmp_path / "random.py").write_text("raise SystemExit(9)")  # in the user's folder
     monkeypatch.setenv("PYTHONPATH", str(path))
     monkeypatch.setattr(
-        "pipeline.utils.child.own_module", lambda _, *rest: own_module("misbehaving", *rest)
+        "pipeline.utils.processes.own_module", lambda _, *rest: own_module("misbehaving", *rest)
     )
     monkeypatch.chdir(tmp_path)
     scratch = tmp_path / "scratch"

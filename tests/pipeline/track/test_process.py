@@ -21,7 +21,7 @@ from pipeline.testing import context
 from pipeline.track.feeder import Feeder
 from pipeline.track.start import RunningFeeder, start_feeder
 from pipeline.utils.files import private_folder
-from pipeline.utils.process_tree import kill_sessions
+from pipeline.utils.processes import kill_sessions
 from tests.pipeline.track.test_feeder import Noted
 from tests.pipeline.view.folders import made, step
 from tests.support.plugins import install

@@ -14,9 +14,9 @@ from rich.console import Console
 from pipeline.execution.rundir import locked
 from pipeline.hardware.telemetry import GpuReading
 from pipeline.utils.files import replace_text
+from pipeline.utils.text import sparkline
 from pipeline.view.live import ASCII, Header, drawing
 from pipeline.view.run import Run
-from pipeline.view.words import sparkline
 from tests.pipeline.view.folders import SLOTS, add, made, step
 
 GIB = 1 << 30

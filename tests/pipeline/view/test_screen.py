@@ -243,7 +243,7 @@ def test_gpus_are_recorded_behind_the_end_of_a_display(
             if len(looks) == 1:
                 raise KeyError("a defect")
 
-    monkeypatch.setattr("pipeline.execution.hardware_record.HardwareRecord", Record)
+    monkeypatch.setattr("pipeline.execution.gpu_records.HardwareRecord", Record)
     failing = Failing(OSError(5, "terminal is gone"))
     monkeypatch.setattr(Display, "_made", lambda self, plan, folder: failing)
     plan = SimpleNamespace(view=SimpleNamespace(device="cuda"))

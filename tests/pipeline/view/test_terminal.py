@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.contracts.metrics import records
+from pipeline.utils.text import BARS
 from pipeline.view.live import UNICODE
-from pipeline.view.words import BARS
 from tests.support.pipe import Pipe
 from tests.support.terminal import Terminal
 from tests.support.tiny_project import CHAIN, tiny_project

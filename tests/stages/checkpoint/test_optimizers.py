@@ -15,6 +15,7 @@ from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from stages.optimizer.lion import Lion
 from stages.optimizer.settings import GroupSettings
+from tests.stages.checkpoint.test_any_to_any import travel
 from tests.stages.checkpoint.test_continuation import require_same_after_resume
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -24,7 +25,6 @@ from tests.support.state import (
     checkpoint_stage,
     load_run,
     make_engine,
-    relay_run,
     save_run,
 )
 from tests.support.tier import spread
@@ -107,13 +107,7 @@ CHAINS: dict[str, tuple[Any, list[tuple[str, int]]]] = {
 @pytest.mark.parametrize("name", spread(list(CHAINS), 2))
 def test_state_travels_between_strategies_and_world_sizes(name: str, tmp_path: Path) -> None:
     optimizer, chain = CHAINS[name]
-    saved = None
-    for wrap, ranks in chain:
-        setting = Setting(wrap=wrap, optimizer=optimizer)
-        told = run_ranks(relay_run, ranks, str(tmp_path), setting)[0]
-        assert saved is None or told["before"] == saved, f"into {wrap} on {ranks}"
-        saved = told["after"]
-    assert saved is not None
+    saved = travel(tmp_path, chain, optimizer=optimizer)[-1]
     # this includes Lion's, whose state has no count
     assert f", {2 * len(chain)})" in saved["updates"]
     # embeddings have half the rate of the others

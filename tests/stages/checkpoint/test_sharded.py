@@ -1,7 +1,9 @@
-"""Effects of the checkpoint stages' settings on a training."""
+"""Settings of the checkpoint stages: their effects on a training, and mistakes that are found
+before a process starts."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ from safetensors.torch import load_file
 
 from pipeline.contracts.metrics import records
 from pipeline.distributed.process_group import DistContext
-from stages.checkpoint.sharded import ShardedCheckpoint
+from pipeline.testing import plan_view
+from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
 from tests.support.processes import RankFailed, run_ranks
 from tests.support.runs import context, toy_data
 from tests.support.state import Setting, hashed, load_run, make_engine, save_run, source
+
+PLAN = plan_view({})
 
 
 def train(dist: DistContext, folder: str, **checkpoint: Any) -> list[dict[str, Any]]:
@@ -71,3 +76,48 @@ def test_fewer_bits_are_loaded_only_when_that_is_accepted(tmp_path: Path) -> Non
     assert saved["model.norm.weight"].dtype == torch.float32
     for name, weight in saved.items():
         assert loaded[f"weight/{name}"] == hashed(weight.bfloat16())
+
+
+@pytest.fixture
+def no_google(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "gcsfs" else find(name)
+    )
+
+
+@pytest.mark.usefixtures("no_google")
+@pytest.mark.parametrize("key", ["folder", "start_from"])
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("foo://x/y", "foo:// is not opened"),
+        ("gs://bucket/x", "gs:// needs a package"),
+        ("memory://x", None),
+        (str(Path(__file__).parent), None),
+        (None, None),
+    ],
+)
+def test_addresses(key: str, address: str | None, told: str | None) -> None:
+    (*found,) = ShardedCheckpoint(**{key: address}).check(PLAN)
+    assert [(problem.key, problem.message) for problem in found] == ([(key, told)] if told else [])
+    assert all(problem.hint for problem in found)
+
+
+def test_a_start_that_is_not_there_is_a_warning() -> None:
+    """A run that has checkpoints of its own does not need it any more."""
+    (problem,) = ShardedCheckpoint(start_from="runs/gone").check(PLAN)
+    assert (problem.key, problem.warning) == ("start_from", True)
+    assert problem.message == "runs/gone does not exist here, and a new run needs it"
+
+
+def test_the_full_checkpoint_starts_from_the_same() -> None:
+    (problem,) = FullCheckpoint(start_from="foo://x").check(PLAN)
+    assert (problem.key, problem.message) == ("start_from", "foo:// is not opened")
+
+
+@pytest.mark.parametrize("folder", ["s3://bucket/x", "s3:/bucket/x", "foo://x"])
+def test_the_full_checkpoint_takes_a_path(folder: str) -> None:
+    (problem,) = FullCheckpoint(folder=folder).check(PLAN)
+    found = (problem.key, problem.message, problem.hint)
+    assert found == ("folder", f"{folder} is an address, not a path", "use checkpoint.sharded")

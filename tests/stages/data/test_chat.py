@@ -1,30 +1,26 @@
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import json
 import logging
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.contracts.data import NO_TARGET, Sample
-from pipeline.contracts.stage import Context
-from pipeline.errors import DataError, StageError
-from pipeline.testing import plan_view
-from stages.data.chat import ChatData
-from stages.data.encode import Dropped, Encoded, RowEncoder
-from stages.data.mistakes import Mistake
-from stages.data.rendering import with_date
+from pipeline import NO_TARGET, Context, Data, Sample
+from pipeline.testing import plan_view, problems
+from stages.data.chat import ChatData, ChatSource
+from stages.model.hf import HfModel
+from tests.stages.data.conftest import Chats, trained_ids
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
-from tests.support.tier import examples, times
+from tests.support.tier import times
 
-END, START, STOP = SPECIAL["<|end|>"], SPECIAL["<|s|>"], SPECIAL["<|e|>"]
+START, STOP = SPECIAL["<|s|>"], SPECIAL["<|e|>"]
+RECIPES = Path(__file__).parents[3] / "recipes"
+MODEL = RECIPES / "models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 _ = NO_TARGET
 
 
@@ -34,53 +30,27 @@ def message(role: str, content: Any) -> dict[str, Any]:
 
 HELLO = [message("user", "A"), message("assistant", "b")]
 TWO_TURNS = [*HELLO, message("user", "C"), message("assistant", "d")]
+ONE, TWO, SILENT = {"messages": HELLO}, {"messages": TWO_TURNS}, {"messages": HELLO[:1]}
 
 
-@pytest.fixture
-def chat(tmp_path: Path) -> Any:
-    """Return a call that writes rows to a file and makes a ChatData stage with its own cache."""
-
-    def make(*rows: Any, **fields: Any) -> ChatData:
-        path = tmp_path / "rows.jsonl"
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        path.write_text("\n".join(lines), encoding="utf-8")
-        return ChatData(files=str(path), **{"cache": str(tmp_path / "cache"), **fields})
-
-    return make
-
-
-def only(ctx: Context, source: FakeSource, stage: ChatData) -> Sample:
-    data = stage.run(ctx, source)
+def only(data: Data) -> Sample:
     assert len(data.train) == 1
     sample = data.train[0]
     assert data.train.targets(0) == int((sample.labels != NO_TARGET).sum())
     return sample
 
 
-def trained(sample: Sample) -> list[int]:
-    return [int(label) for label in sample.labels if label != NO_TARGET]
-
-
-def turn(role: str, content: str) -> list[int]:
-    return [START, *ids(f"{role}\n{content}"), STOP, *ids("\n")]
-
-
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_golden_tokens_and_mask(ctx: Context, chat: Any, template: str) -> None:
-    sample = only(ctx, FakeSource(template), chat({"messages": HELLO}))
+def test_golden_tokens_and_mask(chats: Chats, template: str) -> None:
+    sample = only(chats.run(ONE, chat_template=template))
     user = [START, 84, 82, 68, 81, 198, 32, STOP, 198]
     assistant = [START, 64, 82, 82, 72, 82, 83, 64, 77, 83, 198, 65, STOP]
     assert sample.input_ids.tolist() == user + assistant
     assert sample.labels.tolist() == [_] * 19 + [65, STOP, _]
-
-
-@pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_all_turns_or_the_last(ctx: Context, chat: Any, template: str) -> None:
-    source = FakeSource(template)
-    both = only(ctx, source, chat({"messages": TWO_TURNS}))
-    assert trained(both) == [*ids("b"), STOP, *ids("d"), STOP]
-    last = only(ctx, source, chat({"messages": TWO_TURNS}, loss="last"))
-    assert trained(last) == [*ids("d"), STOP]
+    both = only(chats.run(TWO, chat_template=template))
+    assert trained_ids(both) == [*ids("b"), STOP, *ids("d"), STOP]
+    last = only(chats.run(TWO, chat_template=template, loss="last"))
+    assert trained_ids(last) == [*ids("d"), STOP]
     assert last.input_ids.tolist() == both.input_ids.tolist()
 
 
@@ -94,183 +64,123 @@ def test_all_turns_or_the_last(ctx: Context, chat: Any, template: str) -> None:
     marked=st.booleans(),
 )
 def test_targets_spell_what_the_assistant_said(
-    ctx: Context, chat: Any, contents: list[str], marked: bool
+    chats: Chats, contents: list[str], marked: bool
 ) -> None:
     roles = ["user", "assistant"] * 3
     messages = [message(role, text) for role, text in zip(roles, contents, strict=False)]
     source = FakeSource(MARKED if marked else PLAIN)
-    sample = only(ctx, source, chat({"messages": messages}))
+    sample = only(chats.run({"messages": messages}, source=source))
     said = "".join(f"{m['content']}<|e|>" for m in messages if m["role"] == "assistant")
-    assert source.fast.decode(trained(sample)) == said
+    assert source.fast.decode(trained_ids(sample)) == said
     shown = source.fast.decode([*sample.input_ids.tolist(), *ids("\n")])
     assert shown == source.fast.apply_chat_template(messages, tokenize=False)
 
 
-def test_system_tools_and_template_arguments(ctx: Context, chat: Any) -> None:
-    template = "{{ tools[0].name }}{{ mood }}" + PLAIN
+def test_system_tools_and_template_arguments(chats: Chats) -> None:
     row = {
-        "id": 7,
-        "tokenize": True,
-        "tools": [{"name": "T"}],
-        "chat_template_kwargs": {"mood": "M"},
+        "id": 7, "tokenize": True, "tools": [{"name": "T"}], "chat_template_kwargs": {"mood": "M"},
         "messages": [message("system", "S"), *HELLO],
-    }
-    sample = only(ctx, FakeSource(template), chat(row))
-    expected = [*ids("TM"), *turn("system", "S"), *turn("user", "A"), *turn("assistant", "b")]
-    assert sample.input_ids.tolist() == expected[:-1]
-    assert trained(sample) == [*ids("b"), STOP]
+    }  # fmt: skip
+    sample = only(chats.run(row, chat_template="{{ tools[0].name }}{{ mood }}" + PLAIN))
+    turns = [("system", "S"), ("user", "A"), ("assistant", "b")]
+    texts = [[START, *ids(f"{role}\n{text}"), STOP, *ids("\n")] for role, text in turns]
+    assert sample.input_ids.tolist() == [*ids("TM"), *texts[0], *texts[1], *texts[2]][:-1]
+    assert trained_ids(sample) == [*ids("b"), STOP]
 
 
-def test_an_assistant_message_may_hold_only_a_tool_call(ctx: Context, chat: Any) -> None:
+def test_an_assistant_message_may_hold_only_a_tool_call(chats: Chats) -> None:
     template = PLAIN.replace("{{ m.content }}", "{{ m.content or m.tool_calls[0].name }}")
     messages = [HELLO[0], {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
     row = {"messages": messages, "tools": []}
-    assert trained(only(ctx, FakeSource(template), chat(row))) == [
-        *ids("f"),
-        STOP,
-    ]
+    assert trained_ids(only(chats.run(row, chat_template=template))) == [*ids("f"), STOP]
 
 
-def test_prompt_and_completion(ctx: Context, chat: Any) -> None:
-    source = FakeSource()
-    as_messages = only(ctx, source, chat({"messages": HELLO}))
-    as_text = only(ctx, source, chat({"prompt": "A", "completion": "b"}))
+def test_prompt_and_completion(chats: Chats) -> None:
+    as_messages = only(chats.run(ONE))
+    as_text = only(chats.run({"prompt": "A", "completion": "b"}))
     assert as_text.labels.tolist() == as_messages.labels.tolist()
-    lists = only(ctx, source, chat({"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}))
-    assert trained(lists) == [*ids("d"), STOP]
-
-
-def test_text_without_a_template(ctx: Context, chat: Any) -> None:
-    stage = chat({"prompt": "ab ", "completion": " cd"}, template=False)
-    sample = only(ctx, FakeSource(None), stage)
+    lists = only(chats.run({"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}))
+    assert trained_ids(lists) == [*ids("d"), STOP]
+    plain = {"prompt": "ab ", "completion": " cd"}
+    sample = only(chats.run(plain, chat_template=None, template=False))
     assert sample.input_ids.tolist() == ids("ab  cd")
-    assert sample.labels.tolist() == [_, _, *ids(" cd"), END]
-    with pytest.raises(StageError, match=r"no chat template.*template: false"):
-        dataclasses.replace(stage, template=True).run(ctx, FakeSource(None))
+    assert sample.labels.tolist() == [_, _, *ids(" cd"), SPECIAL["<|end|>"]]
+    assert re.search(r"no chat template.*template: false", chats.error(plain, chat_template=None))
 
 
-def test_too_long(
-    ctx: Context, chat: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    source = FakeSource()
-    long, behind = {"messages": TWO_TURNS}, {"messages": [message("user", "x" * 50), HELLO[1]]}
-    with caplog.at_level(logging.INFO):
-        data = chat(long, behind, sequence_length=22).run(ctx, source)
+def test_too_long(chats: Chats, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    after = {"messages": [message("user", "x" * 50), HELLO[1]]}
+    caplog.set_level(logging.INFO)
+    data = chats.run(TWO, after, sequence_length=22)
     assert re.search(
-        r"rows\.jsonl: 2 rows \(messages\), 1 sample, 22 tokens, 2 trained on, 2 rows cut to 22 "
+        r"a\.jsonl: 2 rows \(messages\), 1 sample, 22 tokens, 2 trained on, 2 rows cut to 22 "
         r"tokens, 1 row dropped, \d\.\d s$",
         caplog.text,
         re.MULTILINE,
     )
-    assert str(tmp_path) not in caplog.text.split("rows.jsonl:", 1)[1].splitlines()[0]
+    assert str(tmp_path) not in caplog.text.split("a.jsonl:", 1)[1].splitlines()[0]
     assert len(data.train) == 1
     assert len(data.train[0].input_ids) == 21
     assert str(data.identity["rows_cut_to"]).startswith("sequence_length tokens")
-    assert trained(data.train[0]) == [*ids("b"), STOP]
+    assert trained_ids(data.train[0]) == [*ids("b"), STOP]
     assert "dropped 1 row whose trained tokens all come after `sequence_length`" in caplog.text
-    assert "rows.jsonl:2" in caplog.text
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: 46 tokens, but `sequence_length` is 22"):
-        chat(long, sequence_length=22, too_long="error").run(ctx, source)
-    caplog.clear()
-    with caplog.at_level(logging.INFO):
-        stage = chat(long, {"messages": HELLO}, sequence_length=30, too_long="drop")
-        data = stage.run(ctx, source)
+    assert "a.jsonl:2" in caplog.text
+    found = chats.error(TWO, sequence_length=22, too_long="error")
+    assert found.startswith("a.jsonl:1: 46 tokens, but `sequence_length` is 22")
+    data = chats.run(TWO, ONE, sequence_length=30, too_long="drop")
     assert "1 row dropped (1 longer than 30 tokens)" in caplog.text
-    assert len(data.train) == 1
-    assert trained(data.train[0]) == [*ids("b"), STOP]
+    assert trained_ids(only(data)) == [*ids("b"), STOP]
 
 
 @pytest.mark.parametrize("treatment", ["truncate", "drop", "error"])
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_row_of_as_many_tokens_as_a_sample_may_have(
-    ctx: Context, chat: Any, treatment: str, packing: bool
+    chats: Chats, treatment: str, packing: bool
 ) -> None:
-    stage = chat({"messages": TWO_TURNS}, too_long=treatment, packing=packing, sequence_length=46)
-    data = stage.run(ctx, FakeSource())
+    data = chats.run(TWO, too_long=treatment, packing=packing, sequence_length=46)
     assert len(data.train[0].input_ids) == 45  # the last token is only predicted
     assert "rows_cut_to" not in data.identity  # as in earlier versions
 
 
-def truncated(row: Encoded, length: int) -> Encoded | Dropped:
-    stage = ChatData(files="unused", sequence_length=length)
-    nothing: Any = None
-    encoder = RowEncoder(
-        stage=stage,
-        names=stage.names(),
-        tokens=nothing,
-        vocab_size=99,
-        start=[],
-        dtype="<u2",
-    )
-    found = encoder._cut(nothing, row)
-    assert not isinstance(found, Mistake)
-    return found
-
-
-@given(length=st.integers(2, 60), count=st.integers(2, 60))
-@examples(30)
-def test_a_row_is_cut_to_the_tokens_that_the_field_says(length: int, count: int) -> None:
-    """TRL's `max_length` counts in the same way."""
-    whole = Encoded(ids=np.arange(count), trained=np.ones(count, bool))
-    found = truncated(whole, length)
-    assert isinstance(found, Encoded)
-    assert found.ids.tolist() == list(range(min(length, count)))
-    assert found.long == found.kept_more == (count > length)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "answer", "same"),
-    [(9, 6, False), (10, 6, False), (10, 8, False), (10, 9, True), (8, 6, True)],
-)
-def test_rows_that_earlier_versions_treated_otherwise(tokens: int, answer: int, same: bool) -> None:
-    """They kept rows of `sequence_length` + 1 tokens; one that is trained on from `answer` on."""
-    row = Encoded(ids=np.arange(tokens), trained=np.arange(tokens) >= answer)
-    assert truncated(row, 8).kept_more is not same
-
-
-def test_the_first_of_many_dropped_rows_is_named(
-    ctx: Context, chat: Any, caplog: pytest.LogCaptureFixture
+def test_rows_without_targets_are_dropped(
+    chats: Chats, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    silent = {"messages": [message("user", "A")]}
-    chat({"messages": HELLO}, *[silent] * 6).run(ctx, FakeSource())
+    chats.run(ONE, *[SILENT] * 6)
     (told,) = [each for each in caplog.messages if each.startswith("dropped")]
     assert told.startswith("dropped 6 rows without a message of the assistant, the first: ")
-    assert told.endswith("rows.jsonl:2")
-
-
-def test_a_set_without_targets_is_refused(ctx: Context, chat: Any, tmp_path: Path) -> None:
-    silent = {"messages": [message("user", "A"), message("user", "b")]}
-    with pytest.raises(StageError) as caught:
-        chat(silent, silent).run(ctx, FakeSource())
-    assert str(caught.value) == (
+    assert told.endswith("a.jsonl:2")
+    assert chats.error({"messages": [HELLO[0], message("user", "b")]}, SILENT) == (
         "no token to train on in 2 rows: 2 rows without a message of the assistant "
         "(check `loss`, the roles of the messages, the chat template and `sequence_length`)"
     )
-    held = tmp_path / "held.jsonl"
-    held.write_text(json.dumps(silent))
-    with pytest.raises(StageError, match="no token to train on in 1 row: 1 row "):
-        chat({"messages": HELLO}, heldout_files=str(held)).run(ctx, FakeSource())
+    unseen = {"messages": [HELLO[0], {**HELLO[1], "train": False}]}
+    assert chats.error(SILENT, unseen).startswith(
+        "no token to train on in 2 rows: 1 row without a message of the assistant; "
+        "1 row without a token to train on (check `loss`"
+    )
+    (tmp_path / "held.jsonl").write_text(json.dumps(SILENT))
+    found = chats.error(ONE, heldout_files=str(tmp_path / "held.jsonl"))
+    assert found.startswith("no token to train on in 1 row: 1 row ")
 
 
-def test_held_out_samples_are_the_last(ctx: Context, chat: Any) -> None:
+def test_held_out_samples_are_the_last(chats: Chats) -> None:
     rows = [{"prompt": "A", "completion": letter} for letter in "bcdefgh"]
-    data = chat(*rows, heldout_fraction=0.3).run(ctx, FakeSource())
-    assert [chr(trained(s)[0] + 33) for s in map(data.train.__getitem__, range(5))] == list("bcdef")
+    data = chats.run(*rows, heldout_fraction=0.3)
+    assert [trained_ids(data.train[index])[0] for index in range(5)] == ids("bcdef")
     assert data.heldout is not None
-    assert [trained(data.heldout[i])[0] for i in range(len(data.heldout))] == ids("gh")
+    assert [trained_ids(data.heldout[i])[0] for i in range(len(data.heldout))] == ids("gh")
     with pytest.raises(IndexError):
         data.train[5]
 
 
 def test_the_cache_knows_the_template_and_the_settings(
-    ctx: Context, chat: Any, monkeypatch: pytest.MonkeyPatch
+    chats: Chats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = chat({"messages": TWO_TURNS})
     prints = [
-        stage.run(ctx, FakeSource()).fingerprint,
-        stage.run(ctx, FakeSource(MARKED)).fingerprint,
-        dataclasses.replace(stage, loss="last").run(ctx, FakeSource()).fingerprint,
-        dataclasses.replace(stage, sequence_length=30).run(ctx, FakeSource()).fingerprint,
+        chats.run(TWO).fingerprint,
+        chats.run(TWO, chat_template=MARKED).fingerprint,
+        chats.run(TWO, loss="last").fingerprint,
+        chats.run(TWO, sequence_length=30).fingerprint,
     ]
     assert len(set(prints)) == 4
 
@@ -278,75 +188,42 @@ def test_the_cache_knows_the_template_and_the_settings(
         raise AssertionError("tokenised again")
 
     monkeypatch.setattr("stages.data.encode.RowEncoder.batch", no_encoder)
-    again = stage.run(ctx, FakeSource())
+    again = chats.run(TWO)
     assert again.fingerprint == prints[0]
-    assert trained(again.train[0]) == [*ids("b"), STOP, *ids("d"), STOP]
+    assert trained_ids(again.train[0]) == [*ids("b"), STOP, *ids("d"), STOP]
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_a_template_is_told_the_date_that_is_set(ctx: Context, chat: Any, template: str) -> None:
+def test_a_template_is_told_the_date_that_is_set(chats: Chats, template: str) -> None:
     source = FakeSource("\n  {{ strftime_now('%d %b %Y, 100%%d') }}" + template)
-    stage = chat({"messages": HELLO})
-    sample = only(ctx, source, stage)
-    conversation = [*turn("user", "A"), *turn("assistant", "b")][:-1]
-    assert sample.input_ids.tolist() == [*ids("\n  26 Jul 2024, 100%d"), *conversation]
-    assert trained(sample) == [*ids("b"), STOP]
-    other = dataclasses.replace(stage, today="2031-01-02")
-    assert only(ctx, source, other).input_ids.tolist()[:14] == ids("\n  02 Jan 2031")
-    assert other.run(ctx, source).fingerprint != stage.run(ctx, source).fingerprint
+    data, plain = chats.run(ONE, source=source), chats.run(ONE)
+    expected = [*ids("\n  26 Jul 2024, 100%d"), *plain.train[0].input_ids.tolist()]
+    assert only(data).input_ids.tolist() == expected
+    assert trained_ids(data.train[0]) == [*ids("b"), STOP]
+    other = chats.run(ONE, source=source, today="2031-01-02")
+    assert only(other).input_ids.tolist()[:14] == ids("\n  02 Jan 2031")
+    assert other.fingerprint != data.fingerprint
 
 
 @pytest.mark.parametrize("bad", ["tomorrow", "2024-02-30", "20240726", "26 Jul 2024"])
-def test_what_is_no_date(chat: Any, bad: str) -> None:
-    (problem,) = chat(today=bad).check(plan_view())
+def test_what_is_no_date(chats: Chats, bad: str) -> None:
+    (problem,) = chats.stage(ONE, today=bad).check(plan_view())
     assert str(problem) == f"today: {bad!r} is not a date (write it as YYYY-MM-DD)"
 
 
-@examples(25)
-@given(
-    before=st.text(" \n-x", max_size=4),
-    date=st.datetimes(datetime.datetime(1970, 1, 1), datetime.datetime(2099, 1, 1)),
-)
-def test_the_template_renders_as_if_it_were_that_day(before: str, date: Any) -> None:
-    asked = ["%d %b %Y", "%-d/%-m/%y %A", "100%% %%d %j", "%H:%M:%S %p %F"]
-    template = before + "{% for m in messages %}{{ strftime_now(m.content) }};{% endfor %}"
-    plain = template.replace("strftime_now(m.content)", "m.content")
-    day = date.replace(hour=0, minute=0, second=0, microsecond=0)
-    fast = FakeSource().fast
-
-    def rendered(template: str, contents: list[str]) -> str:
-        said = [message("user", content) for content in contents]
-        return str(fast.apply_chat_template(said, chat_template=template, tokenize=False))
-
-    told = rendered(with_date(template, f"{day:%Y-%m-%d}"), asked)
-    assert told == rendered(plain, [day.strftime(each) for each in asked])
+def test_each_turn_and_every_token_exclude_each_other() -> None:
+    found = [str(each) for each in ChatData(files="x", turns="each", loss="all").check(plan_view())]
+    assert any(each.startswith("turns: trains each answer") for each in found)
 
 
-def test_parquet_rows(ctx: Context, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow
-
-    table = pyarrow.table({"messages": [HELLO, TWO_TURNS], "source": ["x", "y"]})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    stage = ChatData(files=str(tmp_path / "a.parquet"), cache=str(tmp_path / "cache"))
-    data = stage.run(ctx, FakeSource())
-    assert [trained(data.train[i]) for i in range(2)] == [
-        [*ids("b"), STOP],
-        [*ids("b"), STOP, *ids("d"), STOP],
-    ]
-
-
-def test_a_template_that_forgets_earlier_turns(ctx: Context, chat: Any) -> None:
+def test_a_template_that_forgets_earlier_turns(chats: Chats) -> None:
     """Templates that show the reasoning of the last answer only do this."""
-    template = PLAIN.replace("{{ m.content }}", "{{ 'R' if loop.last }}{{ m.content }}")
-    stage = chat({"messages": TWO_TURNS})
-    sample = only(ctx, FakeSource(template), stage)
-    assert trained(sample) == [*ids("b"), STOP, *ids("Rd"), STOP]
-    with pytest.raises(DataError, match=r"leaves out content of messages\[0\] and 3 more"):
-        stage.run(ctx, FakeSource("{{ messages|length }}"))
-    marked = MARKED.replace("{{ m.content }}", "{{ 'R' if loop.last }}{{ m.content }}")
-    sample = only(ctx, FakeSource(marked), stage)
-    assert trained(sample) == [*ids("b"), STOP, *ids("Rd"), STOP]
+    for template in (PLAIN, MARKED):
+        last = template.replace("{{ m.content }}", "{{ 'R' if loop.last }}{{ m.content }}")
+        sample = only(chats.run(TWO, chat_template=last))
+        assert trained_ids(sample) == [*ids("b"), STOP, *ids("Rd"), STOP]
+    found = chats.error(TWO, chat_template="{{ messages|length }}")
+    assert "leaves out content of messages[0] and 3 more" in found
 
 
 HEADED = (
@@ -362,32 +239,67 @@ templates of Qwen do."""
 @pytest.mark.parametrize(
     ("fields", "said"), [({}, "bd"), ({"loss": "last"}, "d"), ({"loss": "assistant"}, "bd")]
 )
-def test_markers_are_taken_at_their_word(
-    ctx: Context, chat: Any, fields: dict[str, Any], said: str
-) -> None:
-    sample = only(
-        ctx, FakeSource(HEADED), chat({"messages": [*TWO_TURNS, message("user", "e")]}, **fields)
-    )
-    assert trained(sample) == [t for word in said for t in (*ids(f"\n{word}"), STOP, *ids("\n"))]
+def test_markers_are_taken_at_their_word(chats: Chats, fields: dict[str, Any], said: str) -> None:
+    rows = {"messages": [*TWO_TURNS, message("user", "e")]}
+    sample = only(chats.run(rows, chat_template=HEADED, **fields))
+    expected = [t for word in said for t in (*ids(f"\n{word}"), STOP, *ids("\n"))]
+    assert trained_ids(sample) == expected
     silent = [TWO_TURNS[0], {**TWO_TURNS[1], "train": False}, *TWO_TURNS[2:]]
-    sample = only(ctx, FakeSource(HEADED), chat({"messages": silent}, **fields))
-    assert trained(sample) == [*ids("\nd"), STOP, *ids("\n")]
+    sample = only(chats.run({"messages": silent}, chat_template=HEADED, **fields))
+    assert trained_ids(sample) == [*ids("\nd"), STOP, *ids("\n")]
 
 
-@pytest.mark.parametrize("marked", ["{% if m.role == 'user' %}", "{% if m.role == 'tool' %}"])
-def test_markers_in_the_wrong_place_are_refused(ctx: Context, chat: Any, marked: str) -> None:
-    template = MARKED.replace("{% if m.role == 'assistant' %}", marked)
-    with pytest.raises(DataError, match="markers do not mark the assistant's turns"):
-        chat({"messages": HELLO}).run(ctx, FakeSource(template))
-
-
-def test_a_slow_tokenizer_is_refused(ctx: Context, source: FakeSource, chat: Any) -> None:
+def test_a_slow_tokenizer_is_refused(chats: Chats, source: FakeSource) -> None:
     source.fast = type("Slow", (), {"is_fast": False})()
-    with pytest.raises(StageError, match=r"tokenizer\.json"):
-        chat({"messages": HELLO}).run(ctx, source)
+    assert "tokenizer.json" in chats.error(ONE, source=source)
 
 
-def test_the_bundled_conversations(ctx: Context, tmp_path: Path) -> None:
-    bundled = Path(__file__).parents[3] / "recipes/data/chat.jsonl"
-    data = ChatData(files=str(bundled), cache=str(tmp_path)).run(ctx, FakeSource())
-    assert len(data.train) == 64
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_published_model_and_the_bundled_conversations(
+    ctx: Context, tmp_path: Path, packing: bool
+) -> None:
+    """The tokenizer and template of the model that recipes train (recipes/fetch_smollm.py)."""
+    file = RECIPES / "data/chat.jsonl"
+    stage = ChatData(
+        files=str(file), sequence_length=512, packing=packing, cache=str(tmp_path / "cache")
+    )
+    model = HfModel(path=str(MODEL)).run(ctx)
+    data, tokenizer = stage.run(ctx, model), model.tokenizer()
+    said: list[str] = []
+    for index in range(len(data.train)):
+        labels = data.train[index].labels
+        text = tokenizer.decode(labels[labels != NO_TARGET])
+        said += text.removesuffix("<|im_end|>").split("<|im_end|>")
+        assert data.train.targets(index) == int((labels != NO_TARGET).sum())
+    rows = [json.loads(line)["messages"] for line in file.read_text("utf-8").splitlines()]
+    wanted = [each["content"] for row in rows for each in row if each["role"] == "assistant"]
+    assert sorted(said) == sorted(wanted)
+    assert len(rows) == 64
+    assert len(data.train) == (7 if packing else len(rows))
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "message"),
+    [
+        ({"columns": {"mesages": "x"}}, "columns.mesages", "is not a key of a row or a"),
+        ({"columns": {"prompt": "x", "text": "x"}}, "columns.text", "'x' is `prompt` already"),
+        ({"role_names": {"bot": "asistant"}}, "role_names.bot", "'asistant' is not a role"),
+        ({"sources": (ChatSource(files="a.txt", role_names={"bot": "x"}),), "files": ()},
+         "sources.0.role_names.bot", "'x' is not a role"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: Any, key: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("x")
+    (problem,) = ChatData(**{"files": "a.txt", **fields}).check(plan_view())
+    assert problem.key == key
+    assert problem.message.startswith(message)
+
+
+def test_the_recipe_s_check_knows_the_fields() -> None:
+    fields = {"columns": {"messages": "dialog"}, "role_names": {"bot": "user"}}
+    assert [problem.key for problem in problems(ChatData, fields)] == ["files"]
+    found = problems(ChatData, {**fields, "columns": {"messages": 3}})
+    assert [problem.key for problem in found] == ["columns.messages"]

@@ -136,12 +136,11 @@ def test_nothing_is_left_by_what_is_garbage_together(limited: Limited) -> None:
         os.kill(child, 0)
 
 
-@pytest.mark.parametrize("name", ["times", "loops"])
-def test_show_names_the_template(name: str, tmp_path: Path, limited: Limited) -> None:
+def test_show_names_the_template(tmp_path: Path, limited: Limited) -> None:
     """A model that somebody has sent is looked at."""
     random_source(tiny_llama_config(), tmp_path).config.save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(HOSTILE[name])
+    (tmp_path / "model" / "chat_template.jinja").write_text(HOSTILE["times"])
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}, '
                                           '{"role": "assistant", "content": "b"}]}\n')  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(RECIPE)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pipeline import NO_TARGET, DataError, StageError
-from pipeline.contracts.stage import Context
-from pipeline.testing import plan_view
-from stages.data.chat import ChatData
-from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
+from pipeline import DataError, StageError
+from tests.stages.data.conftest import Chats, decoded, trained_ids
+from tests.stages.data.fakes import MARKED, PLAIN
 from tests.support.tier import times
 
 HEAD = "{% for m in messages %}<|s|>{{ m.role }}\n"
@@ -24,7 +21,7 @@ LAST_BLOCK = HEAD + "{{ '[]' if m.role == 'assistant' and loop.last }}{{ m.conte
 OPENS = PLAIN.replace("<|s|>assistant\n{% endif", "<|s|>assistant\n<t>\n{% endif")
 """Its generation prompt opens a thought that a finished answer does not have, as R1 Distill's."""
 CLOSES = PLAIN + "{% if not add_generation_prompt %}<|end|>{% endif %}"
-"""Ends with a token of its own unless more is to come, as Phi-3's."""
+"""Ends with another token unless more is to come, as Phi-3's."""
 THINKS = HEAD + "{% if loop.last and m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
 THINKS += "{{ m.content }}" + TAIL
 """Leaves out the thoughts of earlier turns."""
@@ -55,27 +52,12 @@ THOUGHTS = [CHAT[0], said("assistant", "b", reasoning_content="why"), *CHAT[2:]]
 
 
 @pytest.fixture
-def trained(ctx: Context, tmp_path: Path) -> Any:
-    """Return a call that gives the trained runs of each sample of some rows, as text."""
+def trained(chats: Chats) -> Any:
+    """Return a call that returns the trained runs of each sample of some rows, as text."""
 
     def run(template: str, *rows: Any, **fields: Any) -> list[list[str]]:
-        path, source = tmp_path / "rows.jsonl", FakeSource(template)
-        chats = [row if isinstance(row, dict) else {"messages": row} for row in rows]
-        path.write_text("\n".join(json.dumps({"tools": [], **row}) for row in chats), "utf-8")
-        stage = ChatData(
-            files=str(path), cache=str(tmp_path / "cache"), **{"loss": "assistant", **fields}
-        )
-        data = stage.run(ctx, source)
-        return [list(runs(source, data.train[index])) for index in range(len(data.train))]
-
-    def runs(source: FakeSource, sample: Any) -> Any:
-        run: list[int] = []
-        for label in [*sample.labels.tolist(), NO_TARGET]:
-            if label != NO_TARGET:
-                run.append(label)
-            elif run:
-                yield source.fast.decode(run)
-                run = []
+        given = [{"tools": [], **(r if isinstance(r, dict) else {"messages": r})} for r in rows]
+        return chats.trained(*given, chat_template=template, **{"loss": "assistant", **fields})
 
     return run
 
@@ -89,7 +71,7 @@ def trained(ctx: Context, tmp_path: Path) -> Any:
         (ENDLESS, ["b<|s|>", "d<|s|>"]),
         (PARTS, ["b<|e|>", "d<|e|>"]),
     ],
-    ids=["last block", "opens a thought", "end of its own", "next token", "parts"],
+    ids=["last block", "opens a thought", "another end", "next token", "parts"],
 )
 def test_turns_of_templates_that_render_a_turn_by_its_place(
     trained: Any, template: str, turns: list[str]
@@ -136,7 +118,7 @@ def test_every_turn_is_trained_from_its_first_to_its_last_character(
         (said("assistant", "b", thinking="why"), "thoughts of messages[1]"),
         (said("assistant", "b", tool_calls=[call(arguments={"x": 1})]), "call 1 ('f')"),
     ],
-    ids=["call", "call alone", "function_call", "reasoning", "thinking", "content and call"],
+    ids=["call", "only a call", "function_call", "reasoning", "thinking", "content and call"],
 )
 def test_what_a_template_leaves_out_is_an_error(
     trained: Any, caplog: pytest.LogCaptureFixture, message: Any, lost: str
@@ -144,28 +126,13 @@ def test_what_a_template_leaves_out_is_an_error(
     template = PLAIN.replace("m.content", "m.content or ''")
     with pytest.raises(DataError) as caught:
         trained(template, CHAT, [CHAT[0], message])
-    assert f"rows.jsonl:2: the chat template leaves out {lost}" in str(caught.value)
+    assert f"a.jsonl:2: the chat template leaves out {lost}" in str(caught.value)
     assert trained(template, CHAT, [CHAT[0], message], unrendered="drop") == [["b<|e|>", "d<|e|>"]]
     assert "dropped 1 row whose chat template leaves out part of what is said" in caplog.text
     content = message.get("content") or ""
     rows = trained(template, [CHAT[0], message], unrendered="allow")
     assert rows == [[f"{content}<|e|>"]]
     assert "1 row whose chat template leaves out part of what is said" in caplog.text
-
-
-def test_a_call_of_several_that_is_left_out(trained: Any) -> None:
-    """GPT-OSS's template renders the first alone."""
-    template = CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
-    both = said("assistant", "", tool_calls=[call(), call()])
-    with pytest.raises(DataError, match=r"leaves out call 2 \('f'\) of messages\[1\] and 1 more"):
-        trained(template, [CHAT[0], both])
-
-
-def test_a_result_of_a_tool_that_is_left_out(trained: Any) -> None:
-    template = CALLS.replace("m.content or ''", "(m.content or '') if m.role != 'tool'")
-    called = said("assistant", "", tool_calls=[call()])
-    with pytest.raises(DataError, match=r"leaves out content of messages\[2\] \("):
-        trained(template, [CHAT[0], called, said("tool", "d"), CHAT[3]])
 
 
 def test_arguments_in_the_form_that_the_template_takes(
@@ -183,20 +150,6 @@ def test_arguments_in_the_form_that_the_template_takes(
     assert trained(prints, *rows) == wanted  # not Python's {'town': 'Oslo'}
 
 
-def test_arguments_that_the_template_asks_for_by_name(trained: Any) -> None:
-    template = CALLS.replace("(c.function.arguments | tojson) +", "c.function.arguments.x ~")
-    chat = [CHAT[0], said("assistant", "", tool_calls=[call(arguments={"x": 7})])]
-    assert trained(template, chat) == [["[f7]<|e|>"]]
-    with pytest.raises(DataError, match="leaves out arguments of call 1"):
-        trained(template, [CHAT[0], said("assistant", "", tool_calls=[call(arguments={"y": 7})])])
-
-
-def test_thoughts_under_the_key_that_the_template_reads(trained: Any) -> None:
-    template = THINKS.replace("m.reasoning_content", "m.thinking")
-    chat = [CHAT[0], said("assistant", "b", reasoning_content="why")]
-    assert trained(template, chat) == [["[why]b<|e|>"]]
-
-
 @pytest.mark.parametrize("keys", [("reasoning_content", "thinking"), ("reasoning", "thinking")])
 def test_thoughts_under_two_keys(trained: Any, keys: tuple[str, str]) -> None:
     template = THINKS.replace("m.reasoning_content", "m.thinking")
@@ -209,57 +162,26 @@ def test_thoughts_under_two_keys(trained: Any, keys: tuple[str, str]) -> None:
     assert trained(template, CHAT, [CHAT[0], other], bad_rows="drop") == [["b<|e|>", "d<|e|>"]]
 
 
-def test_each_turn_as_a_sample(trained: Any) -> None:
-    with pytest.raises(DataError, match=r"leaves out thoughts of messages\[1\] .*`turns: each`"):
-        trained(THINKS, THOUGHTS)
-    assert trained(THINKS, THOUGHTS, loss="last") == [["d<|e|>"]]
-    assert trained(THINKS, THOUGHTS, turns="each") == [["[why]b<|e|>"], ["d<|e|>"]]
-    assert trained(THINKS, THOUGHTS, unrendered="allow") == [["b<|e|>", "d<|e|>"]]
-    silent = [THOUGHTS[0], {**THOUGHTS[1], "train": False}, *THOUGHTS[2:]]
-    assert trained(THINKS, silent, turns="each") == [["d<|e|>"]]
-    assert trained(THINKS, silent) == [["d<|e|>"]]
-
-
 @pytest.mark.parametrize(
     ("fraction", "answers", "held"),
-    [
-        (0.1, "bcccdd", 2),
-        (0.5, "bcccdd", 2),
-        (0.5, "bbbc", 1),
-        (0.25, "bbcccc", 4),
-        (0.5, "bc", 1),
-    ],
+    [(0.1, "bcccdd", 2), (0.5, "bcccdd", 2), (0.5, "bbbc", 1), (0.25, "bbcccc", 4), (0.5, "bc", 1)],
 )
 @pytest.mark.parametrize("packing", [False, True])
 def test_turns_of_a_conversation_are_held_out_together(
-    ctx: Context, tmp_path: Path, fraction: float, answers: str, held: int, packing: bool
+    chats: Chats, fraction: float, answers: str, held: int, packing: bool
 ) -> None:
-    file = tmp_path / "rows.jsonl"
     counts = {letter: answers.count(letter) for letter in answers}
     rows = [[CHAT[0], said("assistant", letter)] * count for letter, count in counts.items()]
-    file.write_text("\n".join(json.dumps({"messages": row}) for row in rows), "utf-8")
-    stage = ChatData(
-        files=str(file),
-        cache=str(tmp_path / "cache"),
-        turns="each",
-        heldout_fraction=fraction,
-        packing=packing,
-        sequence_length=128,
-    )
-    source = FakeSource()
+    data = chats.run(
+        *({"messages": row} for row in rows), turns="each", heldout_fraction=fraction,
+        packing=packing, sequence_length=128,
+    )  # fmt: skip
 
     def found(samples: Any) -> str:
-        labels = [token for at in range(len(samples)) for token in samples[at].labels.tolist()]
-        text = source.fast.decode([each for each in labels if each != NO_TARGET])
-        return "".join(sorted(text.replace("<|e|>", "")))
+        labels = [token for at in range(len(samples)) for token in trained_ids(samples[at])]
+        return "".join(sorted(decoded(labels).replace("<|e|>", "")))
 
-    data = stage.run(ctx, source)
     assert (found(data.train), found(data.heldout)) == (answers[:-held], answers[-held:])
-
-
-def test_one_conversation_has_nothing_to_hold_out(trained: Any) -> None:
-    with pytest.raises(StageError, match="leaves none to train on"):
-        trained(PLAIN, CHAT, turns="each", heldout_fraction=0.5)
 
 
 def test_a_turn_that_nothing_ends(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -281,12 +203,6 @@ def test_empty_answers(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
         trained(PLAIN, empty, CHAT, empty="error")
     unseen = [CHAT[0], said("assistant", "", train=False), *CHAT[2:]]
     assert trained(PLAIN, unseen, empty="error") == [["d<|e|>"]]
-
-
-def test_empty_answers_in_parts(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """As SmolVLM's template takes them."""
-    assert trained(PARTS, [*CHAT[:3], said("assistant", "")]) == [["b<|e|>", "<|e|>"]]
-    assert "1 row with an empty answer, which is trained as the end of a turn" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -312,75 +228,76 @@ def test_a_turn_that_ends_otherwise_where_it_is_the_last(
     assert "no special token ends" not in caplog.text
 
 
-def test_tools_that_are_not_shown(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
-    row = {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}
-    assert trained(PLAIN, row) == [["b<|e|>", "d<|e|>"]]
-    assert "1 row with `tools` or `documents` that the chat template does not show" in caplog.text
+EMPTY_TOO = PLAIN.replace("m.content", "m.content or ''")
+BY_NAME = CALLS.replace("(c.function.arguments | tojson) +", "c.function.arguments.x ~")
+THINKING = THINKS.replace("m.reasoning_content", "m.thinking")
+UPPER = "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}<|e|> {% endfor %}"
+UPPER += "{% if add_generation_prompt %}ASSISTANT: <think>\n{% endif %}"
+ICONS = said("user", "".join(map(chr, range(0xF0000, 0xF0009))))
+"""Fonts with icons use the private planes of Unicode, as marks do."""
+OLDER = {"name": "f", "arguments": "{}"}
 
 
-def test_markers_are_checked_for_what_is_said_too(trained: Any) -> None:
-    with pytest.raises(DataError, match="leaves out thoughts"):
-        trained(MARKED, THOUGHTS[:2])
+def calling(*calls: Any, user: Any = CHAT[0]) -> list[Any]:
+    return [user, {"role": "assistant", "content": None, "tool_calls": list(calls)}]
 
 
-def test_a_begin_and_an_end_that_a_text_has_already(
-    ctx: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("template", "row", "error"),
+    [
+        (CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), calling(call(), call()),
+         "leaves out call 2 ('f') of messages[1] and 1 more"),
+        (CALLS.replace("m.content or ''", "(m.content or '') if m.role != 'tool'"),
+         [*calling(call()), said("tool", "d"), CHAT[3]], "leaves out content of messages[2] ("),
+        (BY_NAME, calling(call(arguments={"y": 7})), "leaves out arguments of call 1"),
+        (MARKED, THOUGHTS[:2], "leaves out thoughts"),
+        (EMPTY_TOO, calling(call(), user=ICONS), "leaves out call 1"),
+        (EMPTY_TOO, [CHAT[0], {"role": "assistant", "content": None, "function_call": OLDER}],
+         "leaves out call ('f')"),
+        (THINKS, THOUGHTS, "leaves out thoughts of messages[1] (set `turns: each`"),
+    ],
+)  # fmt: skip
+def test_what_is_left_out(trained: Any, template: str, row: Any, error: str) -> None:
+    with pytest.raises(DataError, match=re.escape(error)):
+        trained(template, row)
+
+
+BOTH = ["b<|e|>", "d<|e|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "fields", "samples"),
+    [
+        (BY_NAME, calling(call(arguments={"x": 7})), {}, [["[f7]<|e|>"]]),
+        (CALLS, calling(call(arguments="")), {}, [["[f{}]<|e|>"]]),
+        (THINKING, [CHAT[0], said("assistant", "b", reasoning_content="why")], {},
+         [["[why]b<|e|>"]]),
+        (LAST_BLOCK, [ICONS, CHAT[1], ICONS, CHAT[3]], {}, [["b<|e|>", "[]d<|e|>"]]),
+        (UPPER, CHAT, {}, [BOTH]),
+        (UPPER, CHAT[1:], {}, [BOTH]),
+        (PLAIN, CHAT[1:], {}, [BOTH]),
+        (OPENS, CHAT[1:], {}, [BOTH]),
+        (CLOSES, CHAT[1:], {}, [["b<|e|>", "d<|e|>\n<|end|>"]]),
+        (THINKS, THOUGHTS, {"loss": "last"}, [["d<|e|>"]]),
+        (THINKS, THOUGHTS, {"turns": "each"}, [["[why]b<|e|>"], ["d<|e|>"]]),
+        (THINKS, THOUGHTS, {"unrendered": "allow"}, [BOTH]),
+        (THINKS, [THOUGHTS[0], {**THOUGHTS[1], "train": False}, *THOUGHTS[2:]], {"turns": "each"},
+         [["d<|e|>"]]),
+        (THINKS, [THOUGHTS[0], {**THOUGHTS[1], "train": False}, *THOUGHTS[2:]], {}, [["d<|e|>"]]),
+    ],
+)  # fmt: skip
+def test_what_is_trained_on(
+    trained: Any, template: str, row: Any, fields: Any, samples: list[list[str]]
 ) -> None:
-    texts = ["<|s|>a<|end|>", "a<|end|>\n", "<|s|>a", "a"]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text}) for text in texts), "utf-8")
-    source = FakeSource(None, bos="<|s|>")
-    data = ChatData(files=str(path), cache=str(tmp_path / "cache"), special_tokens="allow").run(
-        ctx, source
-    )
-    shown = []
-    for index in range(len(data.train)):
-        sample = data.train[index]
-        shown.append(source.fast.decode([*sample.input_ids.tolist(), sample.labels.tolist()[-1]]))
-    assert shown == ["<|s|>a<|end|>", "<|s|>a<|end|>\n", "<|s|>a<|end|>", "<|s|>a<|end|>"]
-    assert "3 rows with their own begin or end token, which got no second one" in caplog.text
+    assert trained(template, row, **fields) == samples
 
 
-def test_characters_that_marks_are_made_of(trained: Any) -> None:
-    """Fonts with icons use the private planes of Unicode."""
-    icons = "".join(map(chr, range(0xF0000, 0xF0009)))
-    lost = [said("user", icons), said("assistant", "", tool_calls=[call()])]
-    with pytest.raises(DataError, match="leaves out call 1"):
-        trained(PLAIN.replace("m.content", "m.content or ''"), lost)
-    kept = [
-        said("user", icons),
-        said("assistant", "b"),
-        said("user", icons),
-        said("assistant", "d"),
-    ]
-    assert trained(LAST_BLOCK, kept) == [["b<|e|>", "[]d<|e|>"]]
-
-
-def test_a_header_without_a_special_token(trained: Any) -> None:
-    template = "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}<|e|> {% endfor %}"
-    template += "{% if add_generation_prompt %}ASSISTANT: <think>\n{% endif %}"
-    assert trained(template, CHAT) == [["b<|e|>", "d<|e|>"]]
-    assert trained(template, CHAT[1:]) == [["b<|e|>", "d<|e|>"]]
-
-
-@pytest.mark.parametrize("template", [PLAIN, OPENS, CLOSES])
-def test_an_assistant_that_begins(trained: Any, template: str) -> None:
-    (runs,) = trained(template, CHAT[1:])
-    assert [run.removesuffix("\n<|end|>") for run in runs] == ["b<|e|>", "d<|e|>"]
-
-
-def test_calls_as_openai_writes_them(trained: Any) -> None:
-    alone = {"role": "assistant", "content": None, "tool_calls": [call(arguments="")]}
-    assert trained(CALLS, [CHAT[0], alone]) == [["[f{}]<|e|>"]]
-    older = {
-        "role": "assistant",
-        "content": None,
-        "function_call": {"name": "f", "arguments": "{}"},
-    }
-    with pytest.raises(DataError, match=r"leaves out call \('f'\)"):
-        trained(PLAIN.replace("m.content", "m.content or ''"), [CHAT[0], older])
-
-
-def test_each_turn_and_every_token_exclude_each_other() -> None:
-    found = [str(each) for each in ChatData(files="x", turns="each", loss="all").check(plan_view())]
-    assert any(each.startswith("turns: trains each answer") for each in found)
+def test_notes(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
+    row = {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert trained(PLAIN, row) == [BOTH]
+    assert "1 row with `tools` or `documents` that the chat template does not show" in caplog.text
+    # in parts, as SmolVLM's template takes them
+    assert trained(PARTS, [*CHAT[:3], said("assistant", "")]) == [["b<|e|>", "<|e|>"]]
+    assert "1 row with an empty answer, which is trained as the end of a turn" in caplog.text
+    with pytest.raises(StageError, match="leaves none to train on"):
+        trained(PLAIN, CHAT, turns="each", heldout_fraction=0.5)

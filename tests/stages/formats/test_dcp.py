@@ -23,9 +23,8 @@ from pipeline.checkpoint.formats import Reading, StateSource
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.contracts.engine import EngineState
 from pipeline.errors import CheckpointError
-from stages.formats.canonical import Canonical
-from stages.formats.dcp import Dcp
 from stages.formats.dcp_compat import read_metadata, require_cover
+from stages.formats.formats import Canonical, Dcp
 from stages.formats.stored import Box, Stored, group
 from tests.support.damage import Bomb
 from tests.support.formats import digest_of, load_dcp, same, save_dcp

@@ -17,9 +17,8 @@ from pipeline.contracts.precision import LossScaling
 from pipeline.contracts.training import Progress
 from pipeline.errors import CheckpointError
 from stages.formats import stored
-from stages.formats.canonical import Canonical
-from stages.formats.deepspeed import DeepSpeed
 from stages.formats.deepspeed_native import ADMITTED, Fragment
+from stages.formats.formats import Canonical, DeepSpeed
 from tests.support.damage import Bomb
 from tests.support.formats import (
     STEP,

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from pipeline.checkpoint.formats import Reading, StateFormat
 from pipeline.errors import CheckpointError
-from stages.formats.dcp import Dcp
-from stages.formats.deepspeed import DeepSpeed
+from stages.formats.formats import Dcp, DeepSpeed
 from tests.support.damage import Bomb
 from tests.support.formats import tiny_native, tiny_universal
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint.formats import Reading, StateSource
 from pipeline.errors import CheckpointError, StageError
-from stages.formats.canonical import Canonical
+from stages.formats.formats import Canonical
 from stages.formats.stored import assembled
 from stages.hf.checkpoint import Trainer
 from stages.hf.checkpoint_source import identify

@@ -12,8 +12,7 @@ import pytest
 from pipeline.testing import plan_view
 from pipeline.testing.helpers import checked
 from stages.data.chat import ChatData
-from stages.data.stream import StreamData
-from stages.data.text import TextData
+from stages.data.text import StreamData, TextData
 from stages.model.hf import HfModel
 from tests.support.models import save_tokenizer, tiny_llama_config
 

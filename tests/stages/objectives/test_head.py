@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.contracts.precision import Precision
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
-from pipeline.utils.fake_tensors import without_values
+from pipeline.utils.tensors import without_values
 from stages.batches.layout import collate
 from stages.objectives.cross_entropy import CrossEntropy
 from stages.objectives.documents_compat import known_documents
-from stages.objectives.head import ReplacedHead
+from stages.objectives.scoring import ReplacedHead
 from stages.optimizer.adamw import AdamW
 from stages.wrap.ddp import Ddp
 from tests.support.batches import accumulated, evaluated, micro_batch, summed_loss

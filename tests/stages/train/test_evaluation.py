@@ -18,7 +18,7 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
-from stages.data.stream import StreamData
+from stages.data.text import StreamData
 from stages.optimizer.adamw import AdamW
 from stages.train import start
 from stages.train.causal_lm import TrainCausalLm

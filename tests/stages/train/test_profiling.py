@@ -15,10 +15,9 @@ from pipeline.errors import UsageError
 from pipeline.planning.planner import Trial
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
-from stages.planners import CheckpointPlanner
+from stages.planners import CausalLmPlanner, CheckpointPlanner
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.meter import PEAKS
-from stages.train.planner import CausalLmPlanner
 from stages.train.profiling import STEP, WAIT, Breakdown, breakdown
 from stages.train.settings import Anomalies, EarlyStopping
 from tests.support.processes import run_ranks

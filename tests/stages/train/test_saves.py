@@ -29,7 +29,7 @@ class Disk:
     def finish(self) -> str:
         return "here"
 
-    def written(self) -> list[WrittenCheckpoint]:
+    def poll(self) -> list[WrittenCheckpoint]:
         found, self.done = self.done, []
         return found
 
@@ -62,6 +62,7 @@ class Run:
             self.now += one
             self.step += 1
             record = {"time": self.now, "step_seconds": one, **more}
+            self.saves.poll()
             self.saves.on_step(self.step, Progress(step=self.step), record)
 
     def save(self) -> None:

@@ -14,8 +14,7 @@ from pipeline.planning.forecast import Copies, Moment
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Topology, Weight
 from stages.wrap.axes import TensorParallel
 from stages.wrap.zero import OptimizerOffload, ParameterOffload, PlusPlus, Zero
-from stages.wrap.zero.memory import ZeroMemory
-from stages.wrap.zero.planner import ZeroPlanner
+from stages.wrap.zero.planner import ZeroMemory, ZeroPlanner
 
 HOST = {"offload_optimizer": OptimizerOffload()}
 BOTH = {**HOST, "offload_param": ParameterOffload()}

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.planning.trace.torch_compat import silent_group
-from stages.wrap.gradients import total_norm
 from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
+from stages.wrap.torch_engine import total_norm
 from tests.support.batches import micro_batch
 from tests.support.processes import run_ranks
 

@@ -1,0 +1,149 @@
+"""Child processes: started with a message, and ended with their parent and their own children."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.utils.files import anonymous_file, read_all
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+REAP_SECONDS = 5.0
+GRACE = "--outlives="
+"""Last argument of a process that ends by itself, with the seconds by which it may outlive the one
+that started it."""
+
+
+def own_module(module: str, *arguments: str) -> list[str]:
+    """The command that runs one of the project's modules in a new process, whatever modules of the
+    same name lie in the current folder or on PYTHONPATH."""
+    return [sys.executable, "-P", "-m", "pipetrain", "-m", module, *arguments]
+
+
+def ended_with_this(command: Sequence[str]) -> list[str]:
+    """The command so that it ends with this process, however that ends, and with it everything that
+    it has started. It should lead a session, and be asked to end by SIGTERM."""
+    return own_module("pipeline.utils.ended_with", str(os.getpid()), *command)
+
+
+def die_with(parent: int) -> None:
+    """Ask Linux to kill this process when its parent, process `parent`, dies; exit if it has.
+
+    The parent may have died before the request, so it is looked for afterwards.
+    """
+    signal_with(parent, signal.SIGKILL)
+
+
+def signal_with(parent: int, number: int) -> None:
+    """As `die_with`, by another signal, which this process handles."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+@contextlib.contextmanager
+def none_left(waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Kill what the body started in other sessions (ranks have their own) and left running, once
+    those with GRACE have had their time, in which `waiting` is called now and then.
+
+    Descendants whose parent died are found too: they become children of this process.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        try:
+            began = time.monotonic()
+            while any(time.monotonic() - began < _grace(child) for child in _children_elsewhere()):
+                waiting()
+                time.sleep(0.05)
+        finally:
+            _kill_children()
+            prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+def kill_sessions(leaders: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Kill processes that lead sessions, with their groups, and wait for them."""
+    for process in leaders:
+        # the number of a group that has ended may have been given to another by now
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _grace(process: int) -> float:
+    """Seconds that the process was given when it was started; 0 for one that has ended."""
+    with contextlib.suppress(OSError, ValueError):
+        *_, last, _ = Path(f"/proc/{process}/cmdline").read_text().split("\0")
+        return float(last.removeprefix(GRACE)) if last.startswith(GRACE) else 0.0
+    return 0.0
+
+
+def _kill_children() -> None:
+    # A child's own children become ours when it dies, so this repeats until there are none.
+    deadline = time.monotonic() + REAP_SECONDS
+    while (children := _children_elsewhere()) and time.monotonic() < deadline:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+        time.sleep(0.02)
+
+
+def _children_elsewhere() -> list[int]:
+    """Children of this process that are not in its session."""
+    me, session = os.getpid(), os.getsid(0)
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # after the name in brackets: state, parent, process group, session
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == me and int(fields[3]) != session:
+                found.append(int(folder.name))
+    return found
+
+
+def start_child(
+    module: str,
+    message: Any,
+    *shown: str,
+    pass_fds: Sequence[int] = (),
+    **options: Any,
+) -> subprocess.Popen[bytes]:
+    """Start a module of the project, which finds `message` by `received`. `ps` shows the arguments
+    `shown`, such as the run's folder. `options` are Popen's. Raises OSError."""
+    descriptor = anonymous_file("message")
+    try:
+        os.write(descriptor, json.dumps(message).encode())
+        return subprocess.Popen(
+            own_module(module, str(descriptor), *shown),
+            pass_fds=[*pass_fds, descriptor],
+            **options,
+        )
+    finally:
+        os.close(descriptor)
+
+
+def received(argument: str) -> Any:
+    """The message to this process, whose first argument is `argument`."""
+    descriptor = int(argument)
+    try:
+        return json.loads(read_all(descriptor))
+    finally:
+        os.close(descriptor)

@@ -1,1 +1,0 @@
-"""The live half of data.stream: its order, its shards, and their tokens."""

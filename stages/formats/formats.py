@@ -1,0 +1,135 @@
+"""Formats of training states: canonical, torch.distributed.checkpoint and DeepSpeed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline import CheckpointError
+from pipeline.checkpoint import Reading, StateFormat, StateSource
+from pipeline.utils import read_whole
+
+
+class Canonical(StateFormat):
+    """A manifest and, for each rank that wrote, a file of parts of tensors; every byte checksummed.
+    Any number of ranks resumes from it. Written by one process it has one such file."""
+
+    name = "canonical"
+    full = False
+    """Whether the layout is the one of `Full`."""
+
+    def detect(self, folder: Path) -> bool:
+        is_full = (folder / "model.safetensors").is_file()
+        return (folder / "manifest.json").is_file() and is_full == self.full
+
+    def open(self, folder: Path, reading: Reading) -> StateSource:
+        from pipeline.checkpoint import CheckpointReader, LocalStore
+
+        folder = folder.resolve()
+        reader = CheckpointReader(LocalStore(folder.parent), folder.name)
+        reader.require_files()
+        return reader
+
+    def target(self, folder: Path, step: int) -> Path:
+        from pipeline.checkpoint import step_target
+
+        return step_target(folder, step)
+
+    def write(self, source: StateSource, folder: Path) -> Sequence[str]:
+        from pipeline.checkpoint import FULL, SHARDED, LocalStore, write_checkpoint
+
+        layout = FULL if self.full else SHARDED
+        write_checkpoint(source, LocalStore(folder.parent), folder.name, layout)
+        return ()
+
+
+class Full(Canonical):
+    """Weights in a file that other tools load, optimizer state in another, and a manifest."""
+
+    name = "full"
+    full = True
+
+
+MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+"""Folders of accelerate's and the Trainer's sharded state."""
+
+
+class Dcp(StateFormat):
+    """Model and optimizer as torch.distributed.checkpoint saves what `get_model_state_dict` and
+    `get_optimizer_state_dict` return, flattened (torchtitan) or not (accelerate, Trainer).
+
+    `.metadata` is a pickle, of which only the classes that describe tensors are admitted. A tied
+    weight is stored under each of its names; equal copies become one tensor again. A parameter
+    without optimizer state counts as frozen.
+    """
+
+    name = "dcp"
+
+    def detect(self, folder: Path) -> bool:
+        return (folder / ".metadata").is_file() or (folder / MODEL / ".metadata").is_file()
+
+    def open(self, folder: Path, reading: Reading) -> StateSource:
+        from stages.formats.dcp_state import open_dcp
+        from stages.formats.stored import understood
+
+        parts = [folder / MODEL, folder / OPTIMIZER] if (folder / MODEL).is_dir() else [folder]
+        with understood(folder, "torch.distributed.checkpoint"):
+            return open_dcp(folder, [part for part in parts if part.is_dir()], reading)
+
+    def write(self, source: StateSource, folder: Path) -> Sequence[str]:
+        from stages.formats.dcp_state import write_dcp
+        from stages.formats.stored import understood
+
+        with understood(source.where, "pipe"):
+            return write_dcp(source, folder)
+
+
+POINTERS = ("latest", "latest_universal")
+"""Files that name the sub-folder of the newest state."""
+
+
+class DeepSpeed(StateFormat):
+    """Checkpoints of `DeepSpeedEngine.save_checkpoint` under ZeRO-1, 2 and 3, with or without the
+    whole optimizer state in host memory, and DeepSpeed's universal checkpoints; only these are
+    written.
+
+    A universal checkpoint is loaded on any number of ranks with `checkpoint: {load_universal:
+    true}` in DeepSpeed's configuration. `write` returns the limits that DeepSpeed 0.19 has there.
+    """
+
+    name = "deepspeed"
+
+    def detect(self, folder: Path) -> bool:
+        pointed = any((folder / name).is_file() for name in POINTERS)
+        return pointed or any(folder.glob("*_model_states.pt"))
+
+    def open(self, folder: Path, reading: Reading) -> StateSource:
+        from stages.formats.deepspeed_native import open_native
+        from stages.formats.deepspeed_universal import open_universal
+        from stages.formats.stored import understood
+
+        state = _state_folder(folder)
+        with understood(state, "DeepSpeed"):
+            if (state / "zero").is_dir():
+                return open_universal(state, reading)
+            return open_native(folder, state, reading)
+
+    def write(self, source: StateSource, folder: Path) -> Sequence[str]:
+        from stages.formats.deepspeed_universal import write_universal
+        from stages.formats.stored import understood
+
+        with understood(source.where, "pipe"):
+            return write_universal(source, folder)
+
+
+def _state_folder(folder: Path) -> Path:
+    """The sub-folder that a pointer names, or the folder itself if there is no pointer."""
+    for pointer in (folder / name for name in POINTERS):
+        if pointer.is_file():
+            tag = read_whole(pointer, most=1000).decode("utf-8", "replace").strip()
+            named = re.fullmatch(r"(?!\.)[\w.-]{1,200}", tag, re.ASCII)
+            if not named or not (folder / tag).is_dir():
+                raise CheckpointError(f"{pointer}: names no folder next to it: {tag[:100]!r}")
+            return folder / tag
+    return folder

@@ -1,0 +1,93 @@
+"""Several trainings in a chain: what is of which, and what no training takes from another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pipeline.chain.artifacts import training_of, training_slots
+from pipeline.chain.plan import Plan, plan_file
+from pipeline.errors import RecipeError
+
+FILE = Path(__file__).parents[3] / "recipes" / "two_trainings.yaml"
+
+
+def planned(*overrides: str) -> Plan:
+    return plan_file(FILE, overrides, here=False)
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as refused:
+        planned(*overrides)
+    return [
+        f"{one.key}: {one.message} ({one.hint})"
+        for one in refused.value.problems
+        if not one.warning
+    ]
+
+
+def test_each_slot_is_of_a_training() -> None:
+    wiring = planned().view.wiring
+    assert training_slots(wiring) == ["train", "chat"]
+    of = {slot: training_of(wiring, slot) for slot in wiring.kinds}
+    assert {slot for slot, training in of.items() if training == "chat"} == {
+        "wrap_chat", "checkpoint_chat", "chat", "consolidate", "export",
+    }  # fmt: skip
+    # what stands between belongs to the training that is over: an export of it, for one
+    assert {of["trained"], of["tickets"], of["train"], of["model"]} == {""}
+
+
+def test_a_finished_training_is_no_training_of_the_recipe(tmp_path: Path) -> None:
+    finished = f"train={{use: train.finished, checkpoint: {tmp_path}}}"
+    wiring = planned(finished, "wrap=null", "checkpoint=null", "novel=null").view.wiring
+    assert training_slots(wiring) == ["chat"]
+    assert training_of(wiring, "checkpoint_chat") == ""
+
+
+OWN = "and after slot `train`: each training takes its own"
+
+
+@pytest.mark.parametrize(
+    ("left_out", "said"),
+    [
+        (
+            ["checkpoint_chat"],
+            [f"chat.use: `train.causal_lm` needs a slot `checkpoint` before it {OWN} (add "
+             "`checkpoint2: {use: checkpoint.sharded}` before slot `chat`, or checkpoint.full)"],
+        ),
+        (
+            ["wrap_chat"],
+            [f"checkpoint_chat.use: `checkpoint.sharded` needs a slot `wrap` before it {OWN} (add "
+             "`wrap2: {use: wrap.fsdp}` before slot `checkpoint_chat`, or wrap.zero, wrap.ddp, "
+             "wrap.accelerate)"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_training_takes_no_engine_and_no_checkpoints_of_another(
+    left_out: Sequence[str], said: list[str]
+) -> None:
+    assert problems(*(f"{slot}=null" for slot in left_out)) == said
+
+
+def test_a_training_that_nothing_goes_on_from_is_a_warning() -> None:
+    (warning,) = planned("trained=null").warnings
+    assert str(warning).partition(": ")[2] == (
+        "train.use: no slot reads its result (to train it further, add a slot after it that "
+        "returns its model (pipe stages model))"
+    )
+    assert planned().warnings == ()
+
+
+def test_the_part_of_a_plan_that_is_of_a_training() -> None:
+    plan = planned()
+    parts = {slot: plan.of_training(slot) for slot in ("train", "chat")}
+    assert [step.slot for step in parts["train"].slots] == [
+        "model", "precision", "optimizer", "novel", "wrap", "checkpoint", "train",
+    ]  # fmt: skip
+    assert [step.slot for step in parts["chat"].slots] == [
+        "model", "precision", "optimizer", "trained", "tickets", "wrap_chat", "checkpoint_chat",
+        "chat", "consolidate", "export",
+    ]  # fmt: skip
+    assert list(parts["chat"].view.slots) == [step.slot for step in parts["chat"].slots]
