@@ -8,6 +8,7 @@ strategy stay outside.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pipeline.utils import own_chunk
 from stages.collectives import all_reduce, sum_gradients
 
 Forward = Callable[..., Any]
+Change = Callable[[Tensor], Tensor]
 Values = Mapping[nn.Module, Mapping[str, Callable[[], Tensor]]]
 """Module -> name of a direct parameter -> function that returns the local tensor to use."""
 
@@ -47,33 +49,22 @@ def use_local_values(module: nn.Module, values: Values) -> None:
 
 def replace_forward(module: nn.Module, around: Callable[..., Any]) -> None:
     """Call `around(forward, *args, **kwargs)` in place of the forward method."""
-    forward = module.forward
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return around(forward, *args, **kwargs)
-
-    module.forward = replaced
+    module.forward = functools.partial(around, module.forward)
 
 
-def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Apply `change` to the hidden states that `module` is called with."""
+def change(module: nn.Module, *, before: Change | None = None, after: Change | None = None) -> None:
+    """Change the hidden states that `module` takes, and those that it returns, by themselves or
+    first in a tuple."""
 
     def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            return forward(change(args[0]), *args[1:], **kwargs)
-        return forward(**{**kwargs, "hidden_states": change(kwargs["hidden_states"])})
-
-    replace_forward(module, around)
-
-
-def change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Apply `change` to the hidden states that `module` returns, or returns first in a tuple."""
-
-    def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if before is not None and args:
+            args = before(args[0]), *args[1:]
+        elif before is not None:
+            kwargs = {**kwargs, "hidden_states": before(kwargs["hidden_states"])}
         output = forward(*args, **kwargs)
-        if isinstance(output, tuple):
-            return (change(output[0]), *output[1:])
-        return change(output)
+        if after is None:
+            return output
+        return (after(output[0]), *output[1:]) if isinstance(output, tuple) else after(output)
 
     replace_forward(module, around)
 
