@@ -70,11 +70,8 @@ def build(
     compat.start(ctx.dist, ctx.log)
     import deepspeed
 
-    axes, model, device = (
-        required(stage, ctx.dist.world_size),
-        source_of(model, plan),
-        ctx.dist.device,
-    )
+    axes, device = required(stage, ctx.dist.world_size), ctx.dist.device
+    model = source_of(model, plan)
     # Opened first: this compares the weights with the model.
     with contextlib.closing(model.weights()) as reader:
         module, groups = make_module(stage, ctx, model, precision, config, axes)
