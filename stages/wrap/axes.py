@@ -223,10 +223,12 @@ def required(stage: Any, procs: int) -> Axes:
     return axes
 
 
-def data_ranks(stage: Any, procs: int) -> int:
-    """See `pipeline.DividesRanks`."""
-    axes = Axes.of(stage, procs)
-    return 0 if axes is None else axes.data
+class OnAxes:
+    """A wrap stage with fields of axes; see `pipeline.DividesRanks`."""
+
+    def data_ranks(self, procs: int) -> int:
+        axes = Axes.of(self, procs)
+        return 0 if axes is None else axes.data
 
 
 def least_microbatches(schedule: str, ranks: int, count: int) -> int:

@@ -217,14 +217,12 @@ def verify_engine(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> 
         raise EngineMismatch("what runs is not what the recipe asks for: " + "; ".join(differences))
 
 
-def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
-    """The module's parameters, tied ones once, as an OptimizerPlan groups them."""
-    yield from named_parts(module, [module])
-
-
-def named_parts(whole: nn.Module, parts: Iterable[nn.Module]) -> Iterator[NamedParameter]:
-    """The parameters of the whole model; those of other ranks' parts are without memory."""
-    here = {name: one for part in parts for name, one in part.named_parameters()}
+def named_parameters(
+    whole: nn.Module, parts: Iterable[nn.Module] | None = None
+) -> Iterator[NamedParameter]:
+    """The model's parameters, tied ones once, as an OptimizerPlan groups them. Where ranks have
+    parts of the model, of which these are `parts`, those of the others are without memory."""
+    here = {name: one for part in parts or () for name, one in part.named_parameters()}
     for name, parameter in whole.named_parameters():
         kind = type(whole.get_submodule(name.rpartition(".")[0]))
         own, number = here.get(name, parameter), 0

@@ -21,7 +21,7 @@ from pipeline import (
     StageError,
 )
 from pipeline.utils import local_part
-from stages.wrap.build import named_parts
+from stages.wrap.build import named_parameters
 from stages.wrap.shards import aliases, flat, stored_tensors
 from stages.wrap.whole_matrices import MatrixExchange
 
@@ -52,7 +52,7 @@ def make_optimizers(
     parts = [module] if parts is None else parts
     here = {one for part in parts for one in part.parameters()}
     found = []
-    divided = plan.divide(named_parts(module, parts))
+    divided = plan.divide(named_parameters(module, parts))
     for number, (part, own) in enumerate(zip(plan.parts, divided, strict=True)):
         groups = []
         for group in groups_of(part, own) if own else ():
@@ -292,7 +292,7 @@ def grouped_state(
 ) -> EngineState:
     """The part of a training state that never changes, in the plan's groups of parameters of the
     whole `module`, of which this rank has `parts`."""
-    held = [one for one in named_parts(module, parts) if one.parameter.numel()]
+    held = [one for one in named_parameters(module, parts) if one.parameter.numel()]
     names = {one.parameter: one.name for one in held}
     groups = [
         group_state(part, group, [names[one] for one in group["params"]])

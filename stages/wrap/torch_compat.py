@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pipeline import StageError, dtype_name
-from pipeline.utils import plural
+from pipeline.utils import local_part, plural
 
 
 def no_buffer_sync() -> dict[str, Any]:
@@ -109,9 +110,13 @@ def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(tensors)
 
 
-def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors of one device and dtype, in place, by a scalar, in few kernels."""
-    torch._foreach_mul_(tensors, factor)
+def multiply(tensors: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply tensors, in place, by a scalar that is the same on every rank, in few kernels."""
+    kinds: dict[Any, list[Tensor]] = defaultdict(list)
+    for part in map(local_part, tensors):
+        kinds[part.device, part.dtype].append(part)
+    for (device, _), same in kinds.items():
+        torch._foreach_mul_(same, factor.to(device))
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:

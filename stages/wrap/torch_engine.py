@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -51,7 +50,7 @@ from stages.wrap.optimizer_state import (
 )
 from stages.wrap.passes import Passes
 from stages.wrap.shards import flat, stored_tensors, tile_fragments, tiles_of
-from stages.wrap.torch_compat import divides_gradients, multiply_all, norms_of, step_divided
+from stages.wrap.torch_compat import divides_gradients, multiply, norms_of, step_divided
 
 
 def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
@@ -82,15 +81,6 @@ def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
         torch.distributed.all_reduce(total)
         return total.sqrt()
     return norm
-
-
-def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply the gradients, in place, by a scalar that is the same on every rank."""
-    kinds: dict[Any, list[Tensor]] = defaultdict(list)
-    for part in map(local_part, gradients):
-        kinds[part.device, part.dtype].append(part)
-    for (device, _), same in kinds.items():
-        multiply_all(same, factor.to(device))
 
 
 GROWTH, BACKOFF = 2.0, 0.5

@@ -7,7 +7,6 @@ from the same values in the same place, whatever divides it, and copies get equa
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import defaultdict
@@ -34,7 +33,7 @@ class MatrixExchange:
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[int, ...], list[_Bucket]] = {}
-        self._group = functools.cache(_group)
+        self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
 
     def __call__(
         self,
@@ -58,7 +57,14 @@ class MatrixExchange:
         for layout in map(_layout, parameters):
             by_ranks[layout.ranks].append(layout)
         for ranks, layouts in by_ranks.items():
-            group, work = self._group(ranks), [0] * len(ranks)
+            if len(ranks) > 1 and ranks not in self._groups:  # collective among these ranks
+                everyone = len(ranks) == dist.get_world_size()
+                self._groups[ranks] = (
+                    dist.group.WORLD
+                    if everyone
+                    else dist.new_group(list(ranks), use_local_synchronization=True)
+                )
+            group, work = self._groups.get(ranks), [0] * len(ranks)
             bucket, matrices, elements = list[_Layout](), 0, 0
             for layout in sorted(layouts, key=lambda one: -one.cost):
                 bucket.append(layout)
@@ -69,16 +75,6 @@ class MatrixExchange:
                     bucket, matrices, elements = [], 0, 0
             if bucket:
                 yield _Bucket(bucket, work, group)
-
-
-def _group(ranks: tuple[int, ...]) -> ProcessGroup | None:
-    """The group of these ranks (collective among them); None for one rank."""
-    if len(ranks) == 1:
-        return None
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    group: ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
-    return group
 
 
 class _Layout(NamedTuple):

@@ -21,8 +21,8 @@ from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
 from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.passes import ModulePasses
-from stages.wrap.torch_compat import divides_gradients
-from stages.wrap.torch_engine import TorchEngine, multiply, total_norm
+from stages.wrap.torch_compat import divides_gradients, multiply
+from stages.wrap.torch_engine import TorchEngine, total_norm
 from tests.support.processes import run_ranks
 
 FP32 = Precision(master="fp32", compute="fp32", reduce="fp32", buffer=None, loss_scaling=None)
