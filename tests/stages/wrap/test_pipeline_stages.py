@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.errors import StageError
 from pipeline.planning.trace.torch_compat import silent_group
 from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
-from stages.wrap.pipeline.split import keep_layers, layer_list
+from stages.wrap.pipeline.split import keep_layers, layer_list, layer_ranges
 from stages.wrap.torch_engine import total_norm
 from tests.support.batches import micro_batch
 from tests.support.processes import run_ranks
@@ -77,6 +77,18 @@ def test_what_stands_for_other_stages_returns_what_they_would(kind: str) -> None
         expected = whole.base_model(ids, use_cache=False).last_hidden_state
         hidden = parts[1]._forward(parts[0]._forward(ids))
     torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
+
+
+def test_the_head_counts_as_the_blocks_that_it_takes_as_long_as() -> None:
+    def sizes(*args: Any) -> list[int]:
+        return [len(one) for one in layer_ranges(*args)]
+
+    assert sizes(32, 4, 128256 * 4096, 218_112_000) == [8, 9, 9, 6]  # Llama-3.1-8B
+    assert sizes(126, 16, 66, 100) == [7, *14 * [8], 7]
+    assert sizes(5, 2, 2, 5) == [3, 2]
+    assert sizes(4, 4, 9, 1) == [1, 1, 1, 1]
+    assert sizes(7, 3) == [2, 3, 2]
+    assert [range(2), range(2, 3)] == layer_ranges(3, 2, 1, 2)
 
 
 def test_a_model_without_one_list_of_blocks_is_refused() -> None:
