@@ -2,8 +2,8 @@
 
 Everything but attention runs on the slice. Around attention, ranks exchange heads for parts of the
 sequence (Ulysses, Jacobs et al. 2023), so each attends over the whole sequence with a share of the
-heads, by the model's own attention function. Every rank's gradients are a part of the whole; they
-are to be summed over these ranks as over those of the data axis.
+heads, by the model's own attention function. Gradients are partial sums, and must be reduced over
+the context group as over data ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from stages.wrap.types_compat import refuse_type
 
 
 def divide_sequence(model: nn.Module, axes: Axes, device: str) -> ProcessGroup | None:
-    """Install attention that sees the whole sequence, of which each rank of the returned group has
-    a slice; None without a context axis (collective). Raises StageError for a model whose attention
-    cannot be divided."""
+    """Install Ulysses attention if there is a context axis; returns the group of ranks that share a
+    sequence (collective). Raises StageError for a model whose attention cannot be divided."""
     if axes.context == 1:
         return None
     group = context_group(axes, device)
@@ -37,8 +36,8 @@ def divide_sequence(model: nn.Module, axes: Axes, device: str) -> ProcessGroup |
 
 
 def require_divisible(model: Any, ranks: int, tensor: int) -> None:
-    """Raise StageError unless attention of `model`, a transformers model, can be divided among
-    context-parallel `ranks`, each of which may have the heads of one of `tensor` ranks."""
+    """Raise StageError unless attention of a transformers model divides among context-parallel
+    `ranks`, each with the heads of one of `tensor` ranks."""
     refuse_type("context_parallel", model.config)
     implementation, among = compat.implementation(model), ranks * tensor
     heads = model.config.get_text_config().num_attention_heads
@@ -69,12 +68,12 @@ class ContextParallel:
         require_divisible(model, self._count, tensor)
         self._base = compat.implementation(model)
         self._mask = compat.mask_function(self._base)
-        self._positions: Tensor | None = None
-        self._documents: Tensor | None = None
+        self._positions: Tensor
+        """Positions of the whole sequence in the running forward, shape (samples, length)."""
         name = f"ulysses_{group.group_name}_{self._base}"
         compat.install(model, name, self._attend, self._whole_mask)
         for angles in document_angles(model):
-            angles.lengths = self._lengths
+            angles.lengths = lambda _: self._own(document_lengths(self._positions))
         # Stages of a pipeline call this one, not the model around it.
         model.base_model.register_forward_pre_hook(self._give_slice, with_kwargs=True)
 
@@ -87,34 +86,20 @@ class ContextParallel:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Note the whole sequence, and pass on what the model needs of it."""
         whole: Tensor = kwargs["position_ids"]
-        self._positions, self._documents = whole, compat.documents(whole)
+        self._positions = whole
         # A mask of two dimensions states the length of keys, and that masks are only for padding:
         # otherwise a slice's positions would decide on packed documents.
         seen = torch.ones_like(whole, dtype=torch.bool)
         passed = {**kwargs, "position_ids": self._own(whole), "attention_mask": seen}
         return args, passed | flash_documents(model, whole)
 
-    def _lengths(self, own: Tensor) -> Tensor:
-        """Length of each token's document, for this rank's slice of the positions."""
-        assert self._positions is not None
-        return self._own(document_lengths(self._positions))
-
-    def _whole_mask(
-        self, *, kv_length: int, mask_function: Callable[..., Any],
-        allow_is_causal_skip: bool = True, **rest: Any,
-    ) -> Any:  # fmt: skip
-        """Called by the model for a mask of its slice: return that of the whole sequence."""
+    def _whole_mask(self, *, kv_length: int, mask_function: Callable[..., Any], **rest: Any) -> Any:
+        """Called by the model for the mask of its slice; returns the whole sequence's mask."""
         assert self._mask is not None
-        if self._documents is not None and self._positions is not None:
-            mask_function = compat.within_documents(mask_function, self._positions, self._documents)
-            allow_is_causal_skip = False
-        changed = {"q_length": kv_length, "attention_mask": None}
-        return self._mask(
-            kv_length=kv_length,
-            mask_function=mask_function,
-            allow_is_causal_skip=allow_is_causal_skip,
-            **rest | changed,
-        )
+        changed = {"q_length": kv_length, "attention_mask": None, "mask_function": mask_function}
+        if (within := compat.within_documents(mask_function, self._positions)) is not None:
+            changed |= {"mask_function": within, "allow_is_causal_skip": False}
+        return self._mask(**rest | changed, kv_length=kv_length)
 
     def _attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
@@ -149,13 +134,9 @@ class _Changed:
 
 
 def gather_sequence(states: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Give every rank the whole sequence of its share of the heads.
-
-    Each of `states` has shape (samples, heads, length, width) and holds this rank's slice of the
-    sequence. The results have shape (samples, heads / ranks, length * ranks, width), ranks being
-    those of `group`. Heads that do not divide, as of keys and values, are repeated until they do.
-    One all-to-all for all of `states`.
-    """
+    """Exchange slices of the sequence for a share of the heads: shapes (samples, heads, length,
+    width) become (samples, heads / ranks, length * ranks, width). Heads that do not divide, as of
+    keys and values, are repeated until they do. One all-to-all for all of `states`."""
     ranks, shares = dist.get_world_size(group), []
     for state in states:
         heads = state.shape[1]
@@ -172,8 +153,8 @@ def gather_sequence(states: Sequence[Tensor], group: ProcessGroup) -> list[Tenso
 
 
 def scatter_sequence(output: Tensor, group: ProcessGroup) -> Tensor:
-    """Give every rank all heads of its slice of the sequence, from attention's output: shape
-    (samples, length * ranks, heads / ranks, width) becomes (samples, length, heads, width)."""
+    """Exchange back attention's output: shape (samples, length * ranks, heads / ranks, width)
+    becomes (samples, length, heads, width)."""
     ranks = dist.get_world_size(group)
     slices = torch.unflatten(output, 1, (ranks, -1)).movedim(1, 0)
     return all_to_all(slices.contiguous(), group).movedim(0, 2).flatten(2, 3)

@@ -21,8 +21,7 @@ def implementation(model: Any) -> str:
 
 
 def install(model: Any, name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Have the model's language part use functions for attention and masks, as implementation
-    `name`."""
+    """Register functions for attention and masks, and let the model's language part use them."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention)
@@ -49,23 +48,14 @@ def attention_function(implementation: str, module: nn.Module) -> Callable[..., 
     return found
 
 
-def documents(positions: Tensor) -> Tensor | None:
-    """The number of the document of each token, shape (samples, length); None if every sample is
-    one document."""
-    from transformers.masking_utils import find_packed_sequence_indices
+def within_documents(pattern: Callable[..., Any], positions: Tensor) -> Callable[..., Any] | None:
+    """A mask's `pattern` within each document, by positions in it; None if every sample is one
+    document."""
+    from transformers import masking_utils
 
-    found: Tensor | None = find_packed_sequence_indices(positions)
-    return found
-
-
-def within_documents(
-    pattern: Callable[..., Any], positions: Tensor, documents: Tensor
-) -> Callable[..., Any]:
-    """A mask's `pattern` within each document, by positions in it."""
-    from transformers.masking_utils import packed_sequence_compatibility_function as within
-
-    found: Callable[..., Any] = within(pattern, positions, documents)
-    return found
+    numbers = masking_utils.find_packed_sequence_indices(positions)
+    within = masking_utils.packed_sequence_compatibility_function
+    return None if numbers is None else within(pattern, positions, numbers)
 
 
 def reason_not_divisible(model: Any) -> str:

@@ -49,8 +49,8 @@ def forward_only(schedule: Any) -> Iterator[None]:
 
 
 def adapt(stage: Any, numbered: Any) -> None:
-    """Set the attribute `number` of an object to that of the micro-batch before each forward pass
-    of a stage of torch, and mend two faults of torch 2.13 where backward runs in two halves.
+    """Number the micro-batches that pass a stage of torch (`numbered.number`), and mend two faults
+    of torch 2.13 where backward runs in two halves.
 
     The half for inputs keeps their gradients until the next step, which takes as much memory as all
     that was received. The half for weights is hidden from FSDP, so that gradients of several

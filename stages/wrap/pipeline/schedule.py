@@ -64,12 +64,9 @@ inputs."""
 
 
 class Stage:
-    """Gives a model, cut down to its layers, the forward method of a stage.
-
-    The module's forward is replaced, not the module: its names and a strategy's hooks stay. It is
-    called with token ids (first stage) or hidden states, and returns hidden states, or a scalar
-    (last stage). `beat` is called at each forward pass, as a sign of life.
-    """
+    """Replaces the forward method of a model that is cut down to its layers; names and a strategy's
+    hooks stay. It takes token ids (first stage) or hidden states, and returns hidden states, or a
+    scalar (last stage). `beat` is called at each forward pass, as a sign of life."""
 
     number = 0
     """The micro-batch that passes, of `batches`."""
@@ -114,12 +111,9 @@ class Pipeline:
         self._made: tuple[tuple[int, int, int], Any] | None = None
 
     def run(self, batches: Sequence[Passed], end: End) -> None:
-        """Forward of all micro-batches, and backward from what `end` returns, unless gradients are
-        off.
-
-        Every rank of the group gives the same batches, all of one shape, at least as many as
-        `least` says. Ranks know them, so only hidden states are sent.
-        """
+        """Run forward of all micro-batches, and backward from what `end` returns unless gradients
+        are off. Every rank of the group passes the same batches, all of one shape, at least as many
+        as `least` says."""
         own = [one for _, one in batches]
         schedule = self._schedule(len(own), *own[0].input_ids.shape)
         for stage in self._stages:

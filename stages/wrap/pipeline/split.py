@@ -19,11 +19,10 @@ from stages.wrap.types_compat import refuse_type
 
 
 def layer_ranges(layers: int, stages: int, head: int = 0, layer: int = 1) -> list[range]:
-    """Return the layers of each stage, consecutive, such that the busiest stage has as little work
-    as possible. The head belongs to the last stage; `head` and `layer` are elements of its matrix
-    and of a layer's, each of which is multiplied once for a token. Left-over layers go to middle
-    stages first, since the first also has the embedding. Raises StageError for more stages than
-    layers."""
+    """Consecutive layers of each stage, such that the busiest stage has as little work as possible:
+    `head` and `layer` are elements of the matrices of the head, which the last stage has, and of a
+    layer. Left-over layers go to middle stages first, since the first also has the embedding.
+    Raises StageError for more stages than layers."""
     if stages > layers:
         raise StageError(f"pipeline_parallel: {layers} blocks do not make {stages} stages")
     sizes, last = [1] * stages, stages - 1
@@ -38,12 +37,10 @@ def layer_ranges(layers: int, stages: int, head: int = 0, layer: int = 1) -> lis
 
 
 def stages_of(rank: int, ranks: int, per_rank: int, *, folded: bool) -> list[int]:
-    """Numbers of a rank's stages, of `ranks` times `per_rank`: every `ranks`-th one, or `folded`,
-    where the second round goes back from the last rank to the first."""
-    rounds = range(per_rank)
-    if folded:
-        return [n * ranks + (ranks - 1 - rank if n % 2 else rank) for n in rounds]
-    return [n * ranks + rank for n in rounds]
+    """Numbers of a rank's stages, of `ranks` times `per_rank`: every `ranks`-th one; `folded`, the
+    second round goes back from the last rank to the first."""
+    places = (ranks - 1 - rank if folded and turn % 2 else rank for turn in range(per_rank))
+    return [turn * ranks + place for turn, place in enumerate(places)]
 
 
 _TUPLES = re.compile(r"hidden_states = \w+\[0\]|hidden_states, attn_weights = ")
@@ -51,15 +48,15 @@ _TUPLES = re.compile(r"hidden_states = \w+\[0\]|hidden_states, attn_weights = ")
 
 
 class Absent(nn.Module):
-    """In the place of a module that another stage holds: returns its first argument."""
+    """Stands in for a module that another stage holds: returns its first argument."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if args else next(iter(kwargs.values()))
 
 
 class AbsentBlock(Absent):
-    """In the place of a block of another stage. It has what the model reads of a block, and returns
-    its first argument as the block does, by itself or as the first of several."""
+    """Stands in for a block of another stage. It has what the model reads of a block, and returns
+    its first argument as the block does, by itself or first of several."""
 
     def __init__(self, block: nn.Module, *, several: bool) -> None:
         super().__init__()
@@ -77,16 +74,16 @@ class AbsentBlock(Absent):
 
 
 class AbsentTable(Absent):
-    """In the place of an embedding that another stage holds, such as that of positions: returns
-    zeros, shape (..., 1), to be added to hidden states that are discarded."""
+    """Stands in for an embedding that another stage holds, such as of positions: returns zeros,
+    shape (..., 1), to be added to hidden states that are discarded."""
 
     def forward(self, numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return numbers.new_zeros(*numbers.shape, 1)
 
 
 class StageInput(AbsentBlock):
-    """In the place of the layer before a stage's first: returns what that layer returned on the
-    stage before. Whatever the model computed before it is discarded."""
+    """Stands in for the layer before a stage's first: returns what that layer returned on the stage
+    before. Whatever the model computed before it is discarded."""
 
     received: Tensor | None = None
 
@@ -96,12 +93,9 @@ class StageInput(AbsentBlock):
 
 
 def keep_layers(model: Any, layers: range) -> None:
-    """Remove from `model`, a causal language model of transformers, everything but the given
-    layers; what comes before layer 0 stays with it, and what comes after the last layer with that.
-    A head that is tied to the embedding keeps it, with its name (`ties.TiedEmbedding`).
-
-    Raises StageError for a model that does not say how it divides.
-    """
+    """Remove all other layers from a causal language model of transformers. What comes before layer
+    0 stays with it, what comes after the last layer with that; a tied head keeps the embedding
+    (`ties.TiedEmbedding`). Raises StageError for a model that does not say how it divides."""
     before, name, after = layer_list(model)
     base, head = model.base_model, model.get_output_embeddings()
     every = getattr(base, name)
@@ -128,7 +122,7 @@ def keep_layers(model: Any, layers: range) -> None:
 
 
 def is_tied(model: Any) -> bool:
-    """Whether the head's weight is that of the embedding."""
+    """Whether the head and the embedding share a weight."""
     head = model.get_output_embeddings()
     return getattr(head, "weight", None) is model.get_input_embeddings().weight
 

@@ -44,17 +44,14 @@ def divide_layers(
     config: TensorParallel, model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh,
     compiled: Sequence[nn.Module] = (), *, late: bool = False,
 ) -> None:  # fmt: skip
-    """Divide `model`, whose parameters are on the meta device, over the one axis `mesh`, in place,
-    as a recipe asks for it; `compiled` modules have compiled forward methods, and `late` parameters
-    are there no earlier than the modules that have them run. Raises StageError for a model that
-    does not divide so.
+    """Divide a model on the meta device over the one axis of `mesh`, in place. `compiled` modules
+    have compiled forward methods; `late` parameters are there only while their own modules run.
+    Raises StageError for a model that does not divide so.
 
-    Every parameter becomes a DTensor on `mesh`, tied ones stay one object; its elements are not
-    communicated. The forward takes the same tokens on every rank, and returns logits that are a
-    DTensor sharded by the vocabulary if the plan divides the output layer, else complete. With
-    `sequence` the length has to divide among the ranks.
-
-    Gradients are those of a loss that every rank computes alike: parts where weights are divided,
+    Every parameter becomes a DTensor on `mesh`, tied ones stay one object. The forward takes the
+    same tokens on every rank, and returns logits that are a DTensor sharded by the vocabulary if
+    the plan divides the output layer, else complete. With `sequence` the length has to divide among
+    the ranks. Every rank computes the same loss; gradients are parts where weights are divided,
     complete and equal on all ranks where they are not.
     """
     plan = resolve_plan(config, model, blocks)
@@ -142,22 +139,21 @@ class _Installer:
     def _values(self, name: str, module: nn.Module) -> dict[str, Callable[[], Tensor]]:
         """What returns this rank's part of each of a module's own parameters."""
         entry, found = innermost(name, self.plan.styles), dict[str, Callable[[], Tensor]]()
-        heads = self.plan.shared_heads.get(entry)
-        if heads is not None:
+        rank, size = self.mesh.get_local_rank(), self.plan.size
+        heads = self.plan.shared_heads.get(entry, 1)
+        if entry in self.plan.shared_heads:
             attention: Any = self.modules[entry.rpartition(".")[0]]
             if not getattr(attention, "keys_are_shared", False):
-                attention.num_key_value_groups *= heads
-                attention.num_key_value_groups //= self.plan.size
+                attention.num_key_value_groups = attention.num_key_value_groups * heads // size
                 attention.keys_are_shared = True
+        # Rows of the one head that this rank's queries attend to.
+        head = (1, 0) if ".lora_A." in f"{name}." else (heads, rank * heads // size)
         for leaf in (leaf for leaf, one in module._parameters.items() if one is not None):
-            summed, part = f"{name}.{leaf}".removeprefix(".") in self.plan.summed, None
-            if heads is not None and ".lora_A." not in f"{name}.":
-                part = functools.partial(_own_head, mesh=self.mesh, heads=heads)
-            elif leaf == "bias" and self.plan.styles.get(entry) in ROWS:
-                # Outputs are summed over ranks, so one adds it.
-                part = functools.partial(torch.mul, other=float(self.mesh.get_local_rank() == 0))
-            group = self.group if summed else None
-            found[leaf] = functools.partial(_local_value, module, leaf, group, part)
+            group = self.group if f"{name}.{leaf}".removeprefix(".") in self.plan.summed else None
+            # Outputs of row layers are summed over ranks, so one adds the bias.
+            once = leaf == "bias" and self.plan.styles.get(entry) in ROWS
+            factor = 0.0 if once and rank > 0 else 1.0
+            found[leaf] = functools.partial(_local_value, module, leaf, group, head, factor)
         return found
 
     def _use_values_within(self, module: nn.Module) -> None:
@@ -246,18 +242,14 @@ class _Installer:
 
 
 def _local_value(
-    module: nn.Module, name: str, group: ProcessGroup | None,
-    part: Callable[[Tensor], Tensor] | None,
-) -> Tensor:  # fmt: skip
-    """This rank's part of a parameter, differentiable; its gradients are summed over `group`, in
-    fp32."""
+    module: nn.Module, name: str, group: ProcessGroup | None, chunk: tuple[int, int], factor: float
+) -> Tensor:
+    """This rank's part of a parameter, differentiable: one of several equal chunks of it, times a
+    factor. Its gradients are summed over `group`, in fp32."""
     parameter: Any = module._parameters[name]
     value = local_part(parameter)
     if group is not None:
         value = sum_gradients(value.float(), group).to(value.dtype)
-    return value if part is None else part(value)
-
-
-def _own_head(whole: Tensor, *, mesh: DeviceMesh, heads: int) -> Tensor:
-    """Rows of the one key or value head that this rank's queries attend to."""
-    return whole.chunk(heads)[mesh.get_local_rank() * heads // mesh.size()]
+    count, number = chunk
+    value = value if count == 1 else value.chunk(count)[number]
+    return value if factor == 1.0 else value * factor

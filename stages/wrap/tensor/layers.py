@@ -3,7 +3,6 @@ parameter, and what does not divide."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -77,11 +76,11 @@ def _heads(model: nn.Module, name: str) -> int | None:
 def check_layers(
     model: nn.Module, styles: Mapping[str, str], size: int, shared: Mapping[str, int]
 ) -> None:
-    """Raise StageError, naming the layer, for one that does not divide among `size` ranks in its
-    style; `shared` layers have fewer heads than ranks."""
+    """Raise StageError for a layer that does not divide among `size` ranks in its style; `shared`
+    ones have fewer heads than ranks."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, style in styles.items():
-        linear, parts = style in (*COLUMNS, *ROWS), _parts(style, size)
+        linear, parts = style in (*COLUMNS, *ROWS), size * (2 if style.startswith("packed") else 1)
         if name in parameters:
             shape = parameters[name].shape
             dim = shape[-1 if style in ROWS or len(shape) < 2 else -2]
@@ -99,37 +98,22 @@ def check_layers(
             kind = type(module).__name__
             raise StageError(f"{name}: {style} is for embeddings, this is a {kind}")
         if linear:
-            _check_linear(model, name, style, size, shared=name in shared)
+            heads = _heads(model, name) if style == "colwise" and name not in shared else None
+            head = getattr(model, "get_output_embeddings", lambda: None)() is module
+            _check_linear(name, module, style, parts, uneven=head or name in shared)
+            if heads and heads % size:
+                message = f"{heads} attention heads do not divide among {size} ranks"
+                raise StageError(f"{name}: {message}")
 
 
-def _parts(style: str, size: int) -> int:
-    return size * (2 if style.startswith("packed") else 1)
-
-
-def _check_linear(model: nn.Module, name: str, style: str, size: int, *, shared: bool) -> None:
-    module, parts = model.get_submodule(name), _parts(style, size)
+def _check_linear(name: str, module: nn.Module, style: str, parts: int, *, uneven: bool) -> None:
     sizes = layer_sizes(module)
     if sizes is None:
         kind = type(module).__name__
         raise StageError(f"{name}: {style} is for linear layers, this is a {kind}")
     if any(".lora_magnitude_vector." in f".{key}." for key, _ in module.named_parameters()):
         raise StageError(f"{name}: DoRA needs whole rows of the weight; set dora: false")
-    head = getattr(model, "get_output_embeddings", lambda: None)() is module
     divided, what = (sizes[1], "outputs") if style in COLUMNS else (sizes[0], "inputs")
-    # Where a divided layer takes up what another gives, parts may differ in size.
-    if divided % parts and not (style in ("colwise", "rowwise") or head or shared):
+    # Parts of these may differ in size, as a divided layer consumes what another returns.
+    if divided % parts and not (style in ("colwise", "rowwise") or uneven):
         raise StageError(f"{name}: {divided} {what} do not divide into {parts} parts")
-    heads = _heads(model, name) if style == "colwise" else None
-    if heads and heads % size and not shared:
-        raise StageError(f"{name}: {heads} attention heads do not divide among {size} ranks")
-
-
-def check_ties(model: nn.Module, placements: Mapping[str, Any]) -> None:
-    """Raise StageError for tied weights whose placements differ."""
-    tied: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tied[parameter][name] = placements[name]
-    for found in tied.values():
-        if len(set(found.values())) > 1:
-            listed = ", ".join(f"{name} {placement}" for name, placement in found.items())
-            raise StageError(f"tied weights would be placed differently: {listed}")

@@ -9,6 +9,7 @@ entries match a name, the last counts.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,6 @@ from stages.wrap.tensor.layers import (
     STYLES,
     SUMMED,
     check_layers,
-    check_ties,
     innermost,
     layer_sizes,
     placement_of,
@@ -39,8 +39,8 @@ class Region:
     name: str
     block: str
     plain: bool
-    """Whether all that reads its input is sharded by columns, so that the gradient of the input is
-    a summand; otherwise each such layer sums the gradient of its own input."""
+    """Whether all readers of its input are sharded by columns, so that the gradient of the input is
+    a summand; otherwise each of them all-reduces its own input gradient."""
     divides: bool
     """Whether activations inside are sharded by features."""
 
@@ -90,13 +90,18 @@ def resolve(
     shared = shared_heads(model, styles, size)
     check_layers(model, styles, size, shared)
     entries, placements = dict[str, str](), dict[str, Any]()
+    tied: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         entry, placements[name] = innermost(name, styles), Replicate()
         entries[name] = entry
         if entry and entry not in shared:
             module = model.get_submodule(name.rpartition(".")[0])
             placements[name] = placement_of(name, parameter, styles[entry], module)
-    check_ties(model, placements)
+        tied[parameter][name] = placements[name]
+    for found in tied.values():
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{name} {placement}" for name, placement in found.items())
+            raise StageError(f"tied weights would be placed differently: {listed}")
     regions = [*_regions(model, block_names, styles, entries)]
     summed = []
     for name in (name for name, placement in placements.items() if placement.is_replicate()):
@@ -172,20 +177,12 @@ def _regions(
             names = [f"{name}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
             layers = all(style in (*COLUMNS, *ROWS, SUMMED) for style in inside.values())
             whole = all(entries[n] not in ("", n) for n in names)
-            yield Region(
-                name=name,
-                block=block,
-                plain=divided and layers and whole and _paired(model, inside),
-                divides="colwise" in inside.values(),
-            )
-
-
-def _paired(model: nn.Module, inside: Mapping[str, str]) -> bool:
-    """Whether every column layer of a region takes the region's own input, and a row layer follows.
-    Otherwise a layer may consume another's output, and must all-reduce its own input gradient."""
-    columns = [n for n, style in inside.items() if style in COLUMNS]
-    if not any(inside[n] == "colwise_gather_output" for n in columns):
-        return True
-    sizes = [layer_sizes(model.get_submodule(n)) for n in columns]
-    widths = {None if one is None else one[0] for one in sizes}
-    return len(widths) == 1 and any(style in ROWS for style in inside.values())
+            plain = divided and layers and whole
+            if plain and "colwise_gather_output" in inside.values():
+                # A layer may consume another's output, and must all-reduce its own input gradient,
+                # unless all column layers take the region's own input, and a row layer follows.
+                readers = (model.get_submodule(n) for n, s in inside.items() if s in COLUMNS)
+                widths = {sizes and sizes[0] for sizes in map(layer_sizes, readers)}
+                plain = len(widths) == 1 and any(style in ROWS for style in inside.values())
+            divides = "colwise" in inside.values()
+            yield Region(name=name, block=block, plain=plain, divides=divides)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from stages.collectives import all_reduce, sum_gradients
 
 Forward = Callable[..., Any]
 Values = Mapping[nn.Module, Mapping[str, Callable[[], Tensor]]]
-"""Module -> name of a parameter of its own -> what returns the local tensor to compute with."""
+"""Module -> name of a direct parameter -> function that returns the local tensor to use."""
 
 
 def use_local_values(module: nn.Module, values: Values) -> None:
@@ -125,19 +126,19 @@ SEEDS = 1 << 40
 STRIDE = 0x9E3779B1  # odd, so that places in one block have different seeds
 
 
+@dataclass(frozen=True)
 class Streams:
-    """Random numbers of dropout, of which this rank is one of `size`: other masks on what ranks
-    divide, equal ones on what each has whole.
+    """Random numbers of dropout on one of `size` ranks: different masks on what ranks divide, equal
+    ones on what each has whole.
 
     Ranks of a group begin a step with equal states of torch's generators. Within `own`, generators
-    are seeded by a number that all ranks draw alike, with or without their rank. Nothing is kept
-    from one place to the next: states that are saved and restored between steps, and by activation
-    checkpointing, are all that there is. The number is part of the seed, so that it is known
-    inside, in a recomputed part too. No device is waited for.
+    are seeded by a number that all ranks draw alike, with or without their rank. There is no other
+    state, so checkpoints and activation checkpointing need not know. The number is part of the
+    seed, so that it is known in a recomputed part too. No device is waited for.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+    rank: int
+    size: int
 
     @contextlib.contextmanager
     def own(self) -> Iterator[None]:
@@ -156,11 +157,11 @@ class Streams:
 
     def switch(self, place: int, *, shared: bool) -> None:
         """Inside of `own`: go on with a place's numbers, up to the end of `own` or `shared`."""
-        drawn = torch.initial_seed() // (self._size + 1)
+        drawn = torch.initial_seed() // (self.size + 1)
         self._seed((drawn + place * STRIDE) % SEEDS, shared=shared)
 
     def _seed(self, drawn: int, *, shared: bool) -> None:
-        torch.manual_seed(drawn * (self._size + 1) + (0 if shared else 1 + self._rank))
+        torch.manual_seed(drawn * (self.size + 1) + (0 if shared else 1 + self.rank))
 
 
 def _restored() -> AbstractContextManager[None]:

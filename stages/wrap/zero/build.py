@@ -47,7 +47,7 @@ from stages.wrap.shards import load_weights
 from stages.wrap.tensor.divide import divide_layers, replace_parameters
 from stages.wrap.zero import compat
 from stages.wrap.zero.config import generate, rule_problems
-from stages.wrap.zero.engine import ZeroEngine, ZeroModel
+from stages.wrap.zero.engine import ZeroEngine
 from stages.wrap.zero.fields import ZeroFields, uses_cpu_adam
 
 BEYOND_BUCKET = (
@@ -92,13 +92,13 @@ def build(
                     mpu=groups,
                 )
         passes = ModulePasses(module, model.scorer(live, group=group), ctx.dist, axes)
-        engine = (ZeroEngine if plan.parts else ZeroModel)(live, passes, precision, plan)
+        engine = ZeroEngine(live, passes, precision, plan)
         # Held weakly, so that its memory can be freed before the run ends.
         close = weakref.WeakMethod(engine.close)
         ctx.on_exit(lambda: (alive := close()) and alive())
         # Load masters and make parameters from them: masters that DeepSpeed makes from
         # parameters have lost what the compute dtype rounds off.
-        load_weights(engine.weights_to_load(), reader, ctx)
+        load_weights(engine.weights(), reader, ctx)
         engine.sync_compute_weights()
     verify_engine(ctx, engine, _expected(stage, ctx, precision, plan))
     return engine

@@ -85,10 +85,11 @@ def partitioner(config: Mapping[str, Any], groups: Any) -> Callable[[nn.Paramete
     return lambda parameter: init._convert_to_zero_parameters([parameter])
 
 
-def forget_groups() -> None:
-    """Drop the groups that an engine has left to the next one of this process."""
+def destroy(live: Any) -> None:
+    """Free an engine, and drop the groups that it leaves to the next one of this process."""
     from deepspeed.utils import groups
 
+    live.destroy()
     groups.mpu = None
 
 
@@ -128,7 +129,7 @@ def offload_devices(optimizer: Any) -> tuple[str | None, str | None]:
 
 
 def facts(live: Any) -> dict[str, Any]:
-    """The part of an engine's description that DeepSpeed has names of its own for."""
+    """The part of an engine's description that is read under DeepSpeed's names."""
     zero, apart = live.optimizer, int(live.mp_world_size)
     on_optimizer, on_parameters = offload_devices(zero)
     reduce = getattr(zero, "communication_data_type", None) or live.communication_data_type
@@ -139,26 +140,33 @@ def facts(live: Any) -> dict[str, Any]:
         "world_size": torch.distributed.get_world_size(zero.dp_process_group) * apart,
         "tensor_parallel": apart,
         "device": str(live.device).partition(":")[0],
+        "master": sorted({dtype_name(one.dtype) for one in master_partitions(zero)}),
         "reduce": dtype_name(reduce),
         "offload_optimizer": on_optimizer,
         "offload_param": on_parameters,
         "max_grad_norm": zero.clip_grad or None,
         "accumulation": "managed" if live.managed_gradient_accumulation() else "unmanaged",
-        "loss_scaling": bool(getattr(getattr(zero, "loss_scaler", None), "dynamic", False)),
+        "loss_scaling": is_scaling(zero),
     }
 
 
 def running_grad_norm(live: Any) -> float:
     """Norm of the gradients that the running step is about to apply; the engine's own norm is still
-    that of the step before."""
+    of the step before."""
     return float(live.optimizer._global_grad_norm)
 
 
+def is_scaling(zero: Any) -> bool:
+    """Whether losses are scaled, by a scale that may change."""
+    return bool(getattr(getattr(zero, "loss_scaler", None), "dynamic", False))
+
+
 def set_loss_scale(zero: Any, scale: float) -> None:
-    """Set the scale of the next backward. Left to itself, DeepSpeed grows the scale before it
-    unscales the gradients of the same step, which halves them, and ends the run at its least
-    scale."""
-    zero.loss_scaler.cur_scale, zero.loss_scaler.min_scale = scale, 0.0
+    """Set the scale of the next backward, if there is one. Left to itself, DeepSpeed grows the
+    scale before it unscales the gradients of the same step, which halves them, and ends the run at
+    its least scale."""
+    if is_scaling(zero):
+        zero.loss_scaler.cur_scale, zero.loss_scaler.min_scale = scale, 0.0
 
 
 def start_optimizer_state(

@@ -58,7 +58,7 @@ def generate(
     if precision.loss_scaling is not None:
         config["fp16"] = {
             "enabled": True,
-            "loss_scale": 0,  # dynamic: the engine sets it, see `ZeroEngine.set_loss_scale`
+            "loss_scale": 0,  # dynamic; the engine sets it
             "initial_scale_power": round(math.log2(precision.loss_scaling.initial_scale)),
             "loss_scale_window": 2**62,
             "hysteresis": 1,

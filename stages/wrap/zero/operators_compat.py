@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
@@ -44,10 +43,8 @@ def keep_operators() -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
         with library.with_suffix(".lock").open("w") as file:
             wait_for_lock(file)
-            # torch's own lock is not freed when its holder is killed; other programs hold it too
-            lock = library.parent / "lock"
-            if not _is_open(lock):
-                lock.unlink(missing_ok=True)
+            # torch's own lock, which is not freed when its holder is killed
+            (library.parent / "lock").unlink(missing_ok=True)
             if not library.exists():
                 LOG.info("compiling DeepSpeed's %s, once: it is kept in %s", builder.name, root)
             try:
@@ -62,17 +59,6 @@ def keep_operators() -> None:
         return module
 
     OpBuilder.jit_load = jit_load
-
-
-def _is_open(file: Path) -> bool:
-    """Whether a process of this machine that this user can look at has a file open. torch's
-    FileBaton has its lock open for as long as it holds it."""
-    name = os.path.realpath(file)
-    for link in Path("/proc").glob("[0-9]*/fd/*") if file.exists() else ():
-        with contextlib.suppress(OSError):
-            if str(link.readlink()) == name:
-                return True
-    return False
 
 
 class _Subprocess:

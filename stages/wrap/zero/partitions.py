@@ -2,7 +2,7 @@
 optimizer state, and of what is not trained.
 
 Masters are flat tensors, one per group (stages 1 and 2) or per sub-group (stage 3).
-`tests/stages/wrap/test_deepspeed_contract.py` guards the private names.
+`tests/stages/wrap/zero/test_compat.py` guards the private names.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ class MasterPart(NamedTuple):
     def of(self, flat: Tensor) -> Tensor:
         """The part in a flat master or moment, as a live view."""
         return flat.detach().view(-1)[self.low : self.low + self.length]
+
+    def fragments(self, state: Mapping[str, Tensor]) -> Iterator[Fragment]:
+        """The elements in `state` by their places in the full parameter."""
+        return _fragments(self.name, self.parameter, self.start, state)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,10 +165,10 @@ def frozen_fragments(module: nn.Module, zero: Any) -> Iterator[Fragment]:
         else:
             start, length = _own_range(zero, tensor, shard.numel())
             view = shard.detach().view(-1)[:length]
-        yield from fragments_of(name, tensor, start, {WEIGHT: view})
+        yield from _fragments(name, tensor, start, {WEIGHT: view})
 
 
-def fragments_of(
+def _fragments(
     name: str, tensor: Tensor, start: int, state: Mapping[str, Tensor]
 ) -> Iterator[Fragment]:
     """The elements in `state` by their places in the full tensor; they are those from `start` on of

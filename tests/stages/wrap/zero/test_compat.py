@@ -36,37 +36,28 @@ METHODS: dict[Any, dict[str, list[str]]] = {
 }
 ATTRIBUTES: dict[Any, list[str]] = {
     DeepSpeedZeroOptimizer: [
-        "self.single_partition_of_fp32_groups",
-        "self.round_robin_bit16_groups",
-        "self.round_robin_bit16_padding",
-        "self.dp_process_group",
+        "self.single_partition_of_fp32_groups", "self.round_robin_bit16_groups",
+        "self.round_robin_bit16_padding", "self.dp_process_group", "self.optimizer.step()",
         "self._global_grad_norm = scaled_global_grad_norm / prev_scale",
     ],
     BF16_Optimizer: [
-        "self.bf16_groups",
-        "self.fp32_groups_flat_partition",
+        "self.bf16_groups", "self.fp32_groups_flat_partition", "self.optimizer.step()",
         "self._global_grad_norm = all_groups_norm",
     ],
     DeepSpeedZeroOptimizer_Stage3: [
-        "self.fp16_groups",
-        "self.fp32_partitioned_groups_flat",
-        "self.fp16_partitioned_groups_flat_numel",
+        "self.fp16_groups", "self.fp32_partitioned_groups_flat",
+        "self.fp16_partitioned_groups_flat_numel", "self.sub_group_to_group_id",
         "self.grad_position[param_id] = [int(i), int(current_offset), int(num_elements)]",
-        "self.sub_group_to_group_id",
-        "def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id)",
+        "def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id)", "optimizer.step()",
         "self.persistent_parameters",
         "self._global_grad_norm = scaled_global_grad_norm / self.loss_scale",
     ],
-    DynamicLossScaler: ["self.cur_scale", "self.cur_iter", "self.last_overflow_iter"],
+    DynamicLossScaler: ["self.cur_scale", "self.min_scale"],
     DeepSpeedCPUAdam: [
-        "self.fp32_optimizer_states",
-        "self.ds_opt_adam",
-        "self.opt_id",
-        "state['step'] = 0",
-        "state['exp_avg'] = torch.zeros_like",
-        "state['exp_avg_sq'] = torch.zeros_like",
+        "self.fp32_optimizer_states", "self.ds_opt_adam", "self.opt_id", "state['step'] = 0",
+        "state['exp_avg'] = torch.zeros_like", "state['exp_avg_sq'] = torch.zeros_like",
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.__name__)
@@ -90,13 +81,13 @@ class Recorded(dict[str, Any]):
         super().__init__(items)
         self.asked: set[str] = set()
 
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.asked.add(str(key))
+        return super().get(key, default)
+
     def __getitem__(self, key: str) -> Any:
         self.asked.add(key)
         return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
 
     def __contains__(self, key: object) -> bool:
         self.asked.add(str(key))
@@ -121,3 +112,10 @@ def test_refused_keys_of_zero_are_those_of_its_model() -> None:
     known = {key for name, field in fields for key in (name, field.alias or name)}
     assert {key.partition(".")[2] for key in REFUSED if key.startswith(f"{ZERO}.")} <= known
     assert DeepSpeedZeroConfig.model_config["extra"] == "forbid"
+
+
+def test_deepspeed_has_no_quantizing_kernels_for_the_cpu() -> None:
+    from deepspeed.ops.op_builder import cpu
+
+    with pytest.raises(ValueError, match="not been implemented on CPU"):
+        getattr(cpu, "QuantizerBuilder", cpu.NotImplementedBuilder)().load()

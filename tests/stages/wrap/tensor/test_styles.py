@@ -32,11 +32,10 @@ SAMPLES, TOKENS, WIDTH, HEADS = 2, 16, 32, 4
 
 
 class Dropped(NamedTuple):
-    """One call of dropout."""
+    """One call of dropout: the mask's shape, and whether both ranks have the same."""
 
     shape: tuple[int, ...]
     equal: bool
-    """Whether both ranks have the same mask."""
 
 
 @contextmanager
@@ -57,12 +56,15 @@ def recorded(masks: list[Tensor]) -> Iterator[None]:
 
 
 def forward_masks(
-    dist: DistContext,
-    folder: str,
-    config: dict[str, Any],
-    fields: dict[str, Any],
+    dist: DistContext, folder: str, config: dict[str, Any], fields: dict[str, Any],
     lora: dict[str, Any] | None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
+    def everybodys(own: Tensor) -> bool:
+        """Return whether all ranks have the same values."""
+        lists = [torch.empty_like(own) for _ in range(dist.world_size)]
+        torch.distributed.all_gather(lists, own.contiguous())
+        return all(torch.equal(lists[0], other) for other in lists)
+
     ctx = context(dist, folder)
     model: Any = HfModel(config=config, init="random", attention="eager").run(ctx)
     if lora is not None:
@@ -75,20 +77,12 @@ def forward_masks(
     masks: list[Tensor] = []
     torch.manual_seed(5)
     ids = torch.arange(SAMPLES * TOKENS).view(SAMPLES, TOKENS) % 101
-    batch = micro_batch(ids, ids)
     with recorded(masks):
-        accumulated(engine, [batch], 1)
-    after = everybodys(dist, torch.rand(4))
-    found = [(list(mask.shape), everybodys(dist, mask.to(torch.uint8))) for mask in masks]
+        accumulated(engine, [micro_batch(ids, ids)], 1)
+    after = everybodys(torch.rand(4))
+    found = [(list(mask.shape), everybodys(mask.to(torch.uint8))) for mask in masks]
     engine.close()
     return {"masks": found, "equal after": after}
-
-
-def everybodys(dist: DistContext, own: Tensor) -> bool:
-    """Return whether all ranks have the same values."""
-    lists = [torch.empty_like(own) for _ in range(dist.world_size)]
-    torch.distributed.all_gather(lists, own.contiguous())
-    return all(torch.equal(lists[0], other) for other in lists)
 
 
 def dropped(
@@ -99,30 +93,26 @@ def dropped(
     return [Dropped(tuple(shape), equal) for shape, equal in first["masks"]]
 
 
+WHOLE = Dropped((SAMPLES, TOKENS, WIDTH), equal=True)
+PART = Dropped((SAMPLES, TOKENS // 2, WIDTH), equal=False)
+SCORES = Dropped((SAMPLES, HEADS, TOKENS, TOKENS), equal=True)  # gathered by the plan
+
+
 @pytest.mark.parametrize("sequence", [False, True])
 def test_divided_heads_drop_differently(sequence: bool, tmp_path: Any) -> None:
     found = dropped(tmp_path, LLAMA_DROPPING, sequence=sequence)
     assert found == [Dropped((SAMPLES, HEADS // 2, TOKENS, TOKENS), equal=False)] * 2
 
 
-def test_whole_activations_drop_alike(tmp_path: Any) -> None:
-    found = dropped(tmp_path, GPT2_DROPPING, sequence=False, plan=GPT2_PLAN)
-    whole = Dropped((SAMPLES, TOKENS, WIDTH), equal=True)
-    scores = Dropped((SAMPLES, HEADS, TOKENS, TOKENS), equal=True)  # gathered by the plan
-    assert found == [whole, *[scores, whole, whole] * 2]
-
-
-def test_parts_of_the_sequence_drop_differently(tmp_path: Any) -> None:
-    found = dropped(tmp_path, GPT2_DROPPING, sequence=True, plan=GPT2_PLAN)
-    embedding = Dropped((SAMPLES, TOKENS, WIDTH), equal=True)
-    scores = Dropped((SAMPLES, HEADS, TOKENS, TOKENS), equal=True)
-    part = Dropped((SAMPLES, TOKENS // 2, WIDTH), equal=False)
-    assert found == [embedding, *[scores, part, part] * 2]
+@pytest.mark.parametrize(("sequence", "states"), [(False, WHOLE), (True, PART)])
+def test_whole_activations_drop_alike(sequence: bool, states: Dropped, tmp_path: Any) -> None:
+    found = dropped(tmp_path, GPT2_DROPPING, sequence=sequence, plan=GPT2_PLAN)
+    assert found == [WHOLE, *[SCORES, states, states] * 2]
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_slices_of_an_updates_input_drop_differently(sequence: bool, tmp_path: Any) -> None:
-    """Attention gives all heads; the layer behind it splits them by features."""
+    """Attention returns all heads; the next layer splits them by features."""
     lora = {"rank": 4, "targets": ("attn.c_proj",), "dropout": 0.2}
     found = dropped(tmp_path, GPT2, lora, sequence=sequence, plan=GPT2_PLAN)
     assert found == [Dropped((SAMPLES, TOKENS, WIDTH // 2), equal=False)] * 2
