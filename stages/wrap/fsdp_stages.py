@@ -13,7 +13,7 @@ from pipeline import Precision, planning
 from pipeline.planning import IN_BACKWARD, Kind, ModelShape, Moment, Pass, PipelineRank, Topology
 from stages.wrap.axes import FOLDED, least_microbatches, required
 from stages.wrap.fsdp import Fsdp
-from stages.wrap.fsdp_planner import Sharded
+from stages.wrap.fsdp_memory import Sharded
 from stages.wrap.pipeline.split import layer_ranges, stages_of
 from stages.wrap.torch_planner import EMBEDDINGS, ROOT, UnitAmounts
 
