@@ -93,15 +93,15 @@ def require_reduced(model: nn.Module) -> None:
 def split_of(placement: Placement) -> int | None:
     """Number of chunks into which a dimension is split before each is cut for the ranks: 1, or
     more where a later axis cuts it again, as tensor parallelism under fully_shard. None for a
-    placement that is no cut."""
+    placement that does not cut."""
     if isinstance(placement, _StridedShard):
         return int(placement.split_factor)
     return 1 if type(placement) is Shard else None
 
 
 def packed(dim: int, parts: int) -> Placement:
-    """Placement of a matrix that holds `parts` equal matrices one after the other along `dim`, each
-    of which is sharded."""
+    """Placement of a matrix that holds `parts` equal matrices one after the other along `dim`; each
+    is sharded."""
     return _StridedShard(dim, split_factor=parts)
 
 

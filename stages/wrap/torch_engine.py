@@ -110,7 +110,7 @@ class LossScaler:
         return LossScale(scale=self.scale, good_steps=self._good_steps)
 
     def restore(self, saved: LossScale) -> None:
-        """Go on from a checkpoint. The interval stays the recipe's."""
+        """Continue from a checkpoint. The interval stays the recipe's."""
         self.scale, self._good_steps = saved.scale, saved.good_steps % self._interval
 
 
@@ -154,7 +154,7 @@ class TorchEngine(Engine):
         return self.passes.axes.data * self.passes.axes.context
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Surround one forward and backward; in the `last` of a step, gradients have to be reduced
+        """Surround one forward and backward; in the `last` of a step, gradients must be reduced
         over ranks."""
         return nullcontext()
 
@@ -169,7 +169,7 @@ class TorchEngine(Engine):
         return self.passes.evaluate(batches, measure)
 
     def common_facts(self) -> dict[str, Any]:
-        """The facts of `describe` that all torch engines share. Parameters have to be sharded."""
+        """The facts of `describe` that all torch engines share. Parameters must be sharded."""
         parameters = [one for part in self.parts for one in part.parameters()]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         master = dtype_names(trained)
@@ -215,7 +215,7 @@ class TorchEngine(Engine):
         return StepReport(grad_norm=sent, applied=applied, loss_scale=scale)
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Norm of the whole model's gradient, of which this rank has `gradients` (collective)."""
+        """Norm of the whole model's gradient; this rank has `gradients` of it (collective)."""
         return total_norm(gradients)
 
     def _update(self, gradients: list[list[Tensor]], norm: Tensor, scale: float) -> None:

@@ -99,7 +99,7 @@ class _Layout(NamedTuple):
 
 def _layout(parameter: nn.Parameter) -> _Layout:
     """The layout of a DTensor, or of a tensor that all ranks hold. Raises StageError for a
-    placement that is no division."""
+    placement that does not divide."""
     extra = max(2 - parameter.ndim, 0)
     shape = (1,) * extra + tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
@@ -171,7 +171,7 @@ class _Bucket:
     def __init__(
         self, layouts: Sequence[_Layout], work: list[int], group: ProcessGroup | None
     ) -> None:
-        """`work` is the work of each rank so far, to which that of this bucket is added."""
+        """`work` is the work of each rank so far; the bucket adds its own."""
         self._layouts, self._group = layouts, group
         own, everyone = 0 if group is None else dist.get_rank(group), range(len(work))
         owned: list[list[_Matrix]] = [[] for _ in work]
@@ -257,7 +257,7 @@ class _Bucket:
             yield parameter, own
 
     def _memory(self, parts: Sequence[Tensor]) -> Tensor:
-        """An empty tensor of the parts' dtype, on the device that exchanges them: that of the mesh,
+        """An empty tensor of the parts' dtype, on the device that exchanges them: the mesh's device,
         for offloaded parameters too."""
         dtype, *others = {part.dtype for part in parts}
         if others:
@@ -271,7 +271,7 @@ class _Bucket:
         self, like: Tensor, outgoing: Sequence[Route], send: Visit, incoming: Sequence[Route],
         take: Visit, *, several: bool = True,
     ) -> None:  # fmt: skip
-        """Call `send` to fill the memory of each outgoing piece, and `take` with that of each
+        """Call `send` to fill the memory of each outgoing piece, and `take` with the memory of each
         incoming one, which other ranks have sent if there are `several` (collective)."""
         out, into = (
             [sum(math.prod(piece.shape) for piece in route) for route in routes]
