@@ -160,8 +160,8 @@ def require_known(
 def _require_declared(
     state: Mapping[str, Any], part: OptimizerPart, optimizer: str, *, least: bool = True
 ) -> None:
-    """Raise StageError for keys that the part does not have; some of its own may be missing without
-    `least`, as before a first update."""
+    """Raise StageError for keys that the part does not have; with `least`, for
+    missing ones too, which a first update may still make."""
     counted = {UPDATES} if part.counts_updates else set[str]()
     kept = {key for key, value in state.items() if value is not None} - counted
     if kept - set(part.moments) or (least and kept != set(part.moments)):

@@ -257,8 +257,8 @@ class _Bucket:
             yield parameter, own
 
     def _memory(self, parts: Sequence[Tensor]) -> Tensor:
-        """An empty tensor of the parts' dtype, on the device that exchanges them: the mesh's device,
-        for offloaded parameters too."""
+        """An empty tensor of the parts' dtype, on the device that exchanges them: of offloaded
+        parameters, the mesh's."""
         dtype, *others = {part.dtype for part in parts}
         if others:
             raise StageError(f"parts of whole matrices have dtypes {dtype} and {others[0]}")
