@@ -133,9 +133,7 @@ def main(arguments: list[str]) -> int:
 
 
 # Files of stages that predict without a planner in their name.
-PREDICTION = frozenset(
-    {"fsdp_memory", "fsdp_stages", "model_parts", "compiled_memory", "memory", "order"}
-)
+PREDICTION = frozenset({"fsdp_memory", "fsdp_stages", "model_parts"})
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

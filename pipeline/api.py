@@ -81,7 +81,7 @@ class RunOutcome:
     def _plan(self) -> Plan:
         from pipeline.chain.plan import plan_file
 
-        return plan_file(self.folder / rundir.RECIPE, ran=True)
+        return plan_file(self.folder / rundir.RECIPE, skip_checks=True)
 
 
 def run(
@@ -108,7 +108,7 @@ def run(
     from pipeline.importing.unknown_keys import plan_recipe
 
     with _file_of(recipe) as file:
-        made = plan_recipe(file, overrides, here=True)
+        made = plan_recipe(file, overrides, for_this_machine=True)
         Selection(last=until).again(made)  # a slot that is not there is a mistake
         folder = Path(run_dir) if run_dir else rundir.create(Path(runs), made.recipe.name)
         options = ["--run-dir", str(folder), *(["--until", until] if until else [])]
@@ -124,7 +124,7 @@ def resume(
     accept: Sequence[str] = (),
     on_event: Listener | None = None,
 ) -> RunOutcome:
-    """Go on with a run, under another `recipe` if one is given, and wait until it has ended.
+    """Continue with a run, under another `recipe` if one is given, and wait until it has ended.
 
     `accept` names changes that are intended, as `pipe resume --accept`. Raises as `run` does.
     """
@@ -134,7 +134,7 @@ def resume(
     accepted = [word for name in accept for word in ("--accept", name)]
     with contextlib.ExitStack() as stack:
         file = None if recipe is None else stack.enter_context(_file_of(recipe))
-        plan_recipe(file or folder / rundir.RECIPE, overrides, here=True)
+        plan_recipe(file or folder / rundir.RECIPE, overrides, for_this_machine=True)
         other = [] if file is None else ["--recipe", str(file)]
         _call(["resume", str(folder), *overrides, *other, *accepted], folder, on_event)
     return RunOutcome(folder.resolve())

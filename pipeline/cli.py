@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 
 import click
 
-from pipeline.errors import PipeError, UsageError, in_words, is_expected
-from pipeline.execution.rank_logging import hush_asides
+from pipeline.errors import PipeError, UsageError, in_words, is_user_error
+from pipeline.execution.rank_logging import quiet_loggers
 from pipeline.utils.activities import show_in
 from pipeline.utils.garbage import collect_rarely
-from pipeline.utils.terminal import guard
+from pipeline.utils.terminal import redact_output
 from pipeline.view.terminal_activity import CommandActivities
 
 HEADINGS = {
@@ -85,7 +85,7 @@ class Commands(click.Group):
     """Imports a command's module when that command is used, and turns errors into messages."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        guard()
+        redact_output()
         collect_rarely()
         return super().main(*args, **kwargs)
 
@@ -148,7 +148,7 @@ class Commands(click.Group):
         except Exception as error:
             if isinstance(error, PermissionError) and error.filename:
                 _leave(f"error: {in_words(error)}", UsageError.exit_code)
-            if not is_expected(error):
+            if not is_user_error(error):
                 _give_up(error)
             click.echo(f"error: {in_words(error)}", err=True)
             sys.exit(1)
@@ -187,7 +187,7 @@ def _leave(last_words: str, code: int) -> NoReturn:
 @click.version_option(package_name="pipetrain", prog_name="pipe")
 def main() -> None:
     """Train a transformer from one recipe, with any parallelism strategy."""
-    hush_asides()
+    quiet_loggers()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Location:
 
     @property
     def on_command_line(self) -> bool:
-        """Whether this is no file."""
+        """Whether this is not a file."""
         return self.file.startswith(COMMAND_LINE)
 
     def __str__(self) -> str:
@@ -192,7 +192,7 @@ class RunFailed(PipeError):
 
 
 class RunStopped(PipeError):
-    """A signal asked the run to end, and all that was done is kept: the same command goes on. The
+    """A signal asked the run to end, and all that was done is kept: the same command continues. The
     exit code is EX_TEMPFAIL of sysexits.h."""
 
     folder: Path
@@ -244,7 +244,7 @@ def kind_of(error: OSError) -> type[PipeError]:
     return StageError if error.errno in _LATER_IT_MAY_GO else UsageError
 
 
-def is_expected(error: BaseException) -> bool:
+def is_user_error(error: BaseException) -> bool:
     """Whether a person can act on the error and needs no traceback: an error of this package, or
     one that only the machine can cause (a full disk), wherever it is raised."""
     machine = isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
@@ -274,7 +274,7 @@ def _owner(error: OSError) -> str:
     return ""
 
 
-def first_mistake(error: ValidationError) -> str:
+def first_validation_error(error: ValidationError) -> str:
     """The first problem of a file that pydantic has refused, after its dotted key."""
     first = error.errors(include_url=False)[0]
     return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
@@ -283,7 +283,7 @@ def first_mistake(error: ValidationError) -> str:
 @contextlib.contextmanager
 def system_errors_as(kind: type[PipeError]) -> Iterator[None]:
     """Raise an OSError of the body as an error of this kind; one of the machine, such as a full
-    disk, is no UsageError."""
+    disk, is not a UsageError."""
     try:
         yield
     except OSError as error:

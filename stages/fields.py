@@ -18,7 +18,7 @@ _EPOCHS = f"^({_DECIMAL}|{_RATIO}) epochs?$"
 
 
 def _in_words(value: str) -> str:
-    """Refuse a text that is no part of an epoch, without a regular expression in the message."""
+    """Refuse a text that is not part of an epoch, without a regular expression in the message."""
     if not re.fullmatch(_EPOCHS, value):
         raise PydanticCustomError(
             "period",

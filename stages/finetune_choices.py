@@ -214,7 +214,7 @@ def _sequence(survey: DataSurvey, given: int | None, why: dict[str, str]) -> int
 
 
 def _blocks(tokens: int, length: int) -> int:
-    """Blocks of a text: its first token is no target."""
+    """Blocks of a text: its first token is not a target."""
     return max(1, -(-(tokens - 1) // length))
 
 

@@ -47,9 +47,9 @@ LOW_BIT: dict[Moments, tuple[float, float, float]] = {
     "bf16": (16, 0, 24),
     "8bit": (8 + 1 / 8, 8, 49),
 }
-"""Bits of one moment with its block's scale (0: those of a weight). Temporary bytes of an update
-for each element of a parameter, if torch's kernels do not compute it: compiled (buffers of the code
-that torch 2.13 generates for CPUs, counted by a test), and not compiled, as traced."""
+"""Bits of one moment with its block's scale (0: a weight's). Temporary bytes of an update for each
+element of a parameter, if torch's kernels do not compute it: compiled (buffers of the code that
+torch 2.13 generates for CPUs, counted by a test), and not compiled, as traced."""
 ROUNDING = (4, 12)
 """Further temporary bytes for each element with stochastic rounding, likewise."""
 BUFFERS = 64 << 20

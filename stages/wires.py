@@ -60,7 +60,7 @@ def _of_one_training(plan: PlanView, slot: str) -> Iterator[str]:
 def mixed_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     """Yield a model or an optimizer that a stage gets and that its engine was not built from, an
     engine that trains nothing, and checkpoints that save another engine. An adapter after the wrap
-    slot is a mistake of its own slot."""
+    slot is a mistake of the adapter's slot."""
     wires, slot = plan.wiring, plan.slot(stage)
     for wrap in [*wires.producers(slot, Engine)][-1:]:
         built, own = wires.producer(wrap, ModelSource), wires.producer(slot, ModelSource)

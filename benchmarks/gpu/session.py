@@ -75,7 +75,7 @@ def _measure(job: Job, result: dict[str, Any], stack: contextlib.ExitStack) -> N
     """Run the recipe's chain, with samples of our own; the callback ends it, but for a setting that
     saves."""
     ctx = _context(job, stack)
-    plan = plan_file(job.recipe, here=True)
+    plan = plan_file(job.recipe, for_this_machine=True)
     tokens = _tokens(job)
     artifacts: dict[str, Any] = {}
     seconds = result.setdefault("slots", {})

@@ -13,7 +13,7 @@ from pipeline.chain.registry import Registry
 from pipeline.cli import COMMANDS, main
 from pipeline.contracts.signature import gives, needs
 from pipeline.recipe.field_docs import FieldRow, field_rows
-from pipeline.recipe.load import Header
+from pipeline.recipe.load import RecipeSettings
 
 CHAIN = [
     "model", "adapter", "precision", "data", "optimizer", "wrap", "average", "checkpoint", "track",
@@ -81,7 +81,7 @@ def recipe_page() -> str:
         "Keys at the top of a recipe, next to `stages` and `extends`. "
         "[Recipes](../recipes.md) says how files are merged."
     )
-    return "\n\n".join(["# Top-level keys", words, *fields(field_rows(Header), "recipe")])
+    return "\n\n".join(["# Top-level keys", words, *fields(field_rows(RecipeSettings), "recipe")])
 
 
 def fields(rows: Sequence[FieldRow], place: str) -> Iterator[str]:

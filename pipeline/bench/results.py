@@ -83,7 +83,7 @@ class Row:
     measured: RunMeasurement | None = None
     error: str = ""
     efficiency: float | None = None
-    """T_N / (N * T_1), or with `efficiency_base` in place of 1."""
+    """T_N / (N * T_1), or with `efficiency_base` instead of 1."""
     efficiency_base: int | None = None
     """Smallest number of processes of the strategy's runs."""
 

@@ -26,7 +26,7 @@ from pipeline.execution.journal import Journal
 from pipeline.planning.forecast import RESUME, SAVE
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import estimate_plan
-from pipeline.utils.processes import none_left, own_module
+from pipeline.utils.processes import kill_descendants, module_command
 
 STOP_SECONDS = 60.0
 """Time limit of this process when it is stopped; the run gets half of it."""
@@ -95,7 +95,7 @@ class Benchmark:
             with system_errors_as(StageError):
                 folder.mkdir(parents=True)
                 file.write_text(trial.text, "utf-8")
-                plan = plan_file(file, registry=self.registry, here=True)
+                plan = plan_file(file, registry=self.registry, for_this_machine=True)
                 return replace(trial.row, measured=self._run(plan, file, folder))
         except RecipeError as error:
             first = replace(error.problems[0], location=None)  # in a file that nobody wrote
@@ -135,8 +135,8 @@ def _clear(folder: Path, *, failed: bool) -> None:
 def _call(arguments: list[str], output: int, seconds: float) -> int | None:
     """Exit code of `pipe ARGUMENTS` in a separate session; None if it was ended after `seconds`. No
     process that it started outlives this call."""
-    command = own_module("pipeline.commands.supervised", str(os.getpid()))
-    with none_left():
+    command = module_command("pipeline.commands.supervised", str(os.getpid()))
+    with kill_descendants():
         process = subprocess.Popen(
             [*command, *arguments],
             stdin=subprocess.DEVNULL,

@@ -148,7 +148,7 @@ def say_which(plan: Plan) -> None:
 
 
 def shortened_slots(plan: Plan, trial: Trial) -> dict[str, Slot]:
-    """Slots up to the one that trains, shortened, without trackers: a benchmark is no run of
+    """Slots up to the one that trains, shortened, without trackers: a benchmark is not a run of
     theirs. Raises UsageError if none trains, or it cannot be shortened."""
     found, written = {}, plan.recipe.public()["stages"]
     planners = Planners.installed()

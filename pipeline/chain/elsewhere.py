@@ -18,7 +18,7 @@ from pipeline.recipe import Recipe
 from pipeline.recipe.dump import inline
 from pipeline.recipe.field_example import owner_of
 from pipeline.recipe.fields import build
-from pipeline.recipe.load import HEADER_KEYS, Header
+from pipeline.recipe.load import HEADER_KEYS, RecipeSettings
 from pipeline.recipe.nodes import MissingKey, NoSlot, UnknownKey
 from pipeline.recipe.shipped import by_use
 
@@ -213,7 +213,7 @@ def _other_slot(unknown: UnknownKey, slots: Slots) -> str:
     name, slot = unknown.name, unknown.slot
     if name in HEADER_KEYS and slot:
         return f"`{name}` stands at the top of a recipe, not in a slot"
-    block = next((one for one in HEADER_KEYS if owner_of(Header, (one, name))), "")
+    block = next((one for one in HEADER_KEYS if owner_of(RecipeSettings, (one, name))), "")
     if block and slot != block and len(unknown.path) != 2:
         value = f"write {override(f'{block}.{name}', unknown.value)}"
         return value if unknown.on_command_line else f"`{name}` belongs to `{block}`"

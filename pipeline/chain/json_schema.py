@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from pipeline.chain.registry import Registry
 from pipeline.contracts.signature import needs
 from pipeline.recipe.fields import WithDocs, adapter
-from pipeline.recipe.load import HEADER_KEYS, SLOT, Header
+from pipeline.recipe.load import HEADER_KEYS, SLOT, RecipeSettings
 from pipeline.recipe.nodes import TAKES, USE
 
 _REFERENCE = {"type": "string", "pattern": r"\$\{", "description": "an interpolation: ${...}"}
@@ -29,7 +29,7 @@ def recipe_schema(registry: Registry) -> dict[str, Any]:
         name: _of(adapter(registry.load(name)), f"#/$defs/{name}/$defs/{{model}}")
         for name in registry.names()
     }
-    header = _of(adapter(Header), "#/$defs/{model}")
+    header = _of(adapter(RecipeSettings), "#/$defs/{model}")
     definitions = header.pop("$defs", {})
     required = {name: part.pop("required", []) for name, part in parts.items()}
     for name, part in parts.items():

@@ -16,7 +16,7 @@ from pipeline.chain.wiring import SlotType, missing_inputs, unread_results, wire
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.plan_view import Checked, PlanView, Wiring
 from pipeline.contracts.training import TrainedRun
-from pipeline.distributed.launch import Launch, Started
+from pipeline.distributed.launch import Launch, LaunchInfo
 from pipeline.errors import Location, PluginError, Problem, RecipeError, UsageError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
@@ -108,18 +108,24 @@ def make_plan(
     recipe: Recipe,
     *,
     registry: Registry | None = None,
-    here: bool = False,
-    ran: bool = False,
-    started: Started | None = None,
+    for_this_machine: bool = False,
+    skip_checks: bool = False,
+    started: LaunchInfo | None = None,
 ) -> Plan:
     """Check everything that can be checked before starting. Raises RecipeError with all problems.
 
-    `here` also asks whether this machine can run it. `ran` leaves out the stages' own checks, for a
-    run that has passed them: they depend on how it was started. `started` is what another launcher
-    has already decided.
+    `for_this_machine` also asks whether this machine can run it. `skip_checks` leaves out the
+    stages' own checks, for a run that has passed them: they depend on how it was started. `started`
+    is what another launcher has already decided.
     """
     known = registry or Registry.installed()
-    plan, problems = _draft(recipe, known, here=here, ran=ran, started=started or Started())
+    plan, problems = _draft(
+        recipe,
+        known,
+        for_this_machine=for_this_machine,
+        skip_checks=skip_checks,
+        started=started or LaunchInfo(),
+    )
     if problems:
         raise RecipeError(in_order(explained(problems, recipe, known)))
     return plan
@@ -130,10 +136,10 @@ def plan_file(
     overrides: Sequence[str] = (),
     *,
     registry: Registry | None = None,
-    here: bool = False,
+    for_this_machine: bool = False,
     forecast: bool = False,
-    ran: bool = False,
-    started: Started | None = None,
+    skip_checks: bool = False,
+    started: LaunchInfo | None = None,
     foreign: Foreign | None = None,
 ) -> Plan:
     """`load_recipe` and `make_plan` in one, so that the problems of both come together; `forecast`
@@ -142,13 +148,19 @@ def plan_file(
     recipe, problems = read_recipe(path, overrides, known.common_fields)
     if recipe is None:
         raise RecipeError(in_order(problems))
-    given = started or Started()
+    given = started or LaunchInfo()
     astray = any(
         one.key == "stages" or (isinstance(one, UnknownKey) and one.misplaced_slot)
         for one in problems
     )
     plan, more = _draft(
-        recipe, known, here=here, forecast=forecast, ran=ran, started=given, incomplete=astray
+        recipe,
+        known,
+        for_this_machine=for_this_machine,
+        forecast=forecast,
+        skip_checks=skip_checks,
+        started=given,
+        incomplete=astray,
     )
     problems += unless_reported(more, problems)
     if problems:
@@ -179,10 +191,10 @@ def _draft(
     recipe: Recipe,
     registry: Registry,
     *,
-    here: bool,
+    for_this_machine: bool,
     forecast: bool = False,
-    ran: bool = False,
-    started: Started,
+    skip_checks: bool = False,
+    started: LaunchInfo,
     incomplete: bool = False,
 ) -> tuple[Plan, list[Problem]]:
     """The plan as far as there is one, and the mistakes. Needs are not looked at in an `incomplete`
@@ -196,16 +208,16 @@ def _draft(
         problems += unread_results(links, wiring, recipe.places)
     problems += recipe.replaced
     view = _view(recipe, stages, wiring, started, forecast)
-    for slot, stage in stages.items() if not ran else ():
+    for slot, stage in stages.items() if not skip_checks else ():
         problems += _checked(slot, recipe.stages[slot].use, stage, view, recipe.places)
-    if pins_asked() and not ran:
+    if pins_asked() and not skip_checks:
         problems += [replace(one, warning=False) for one in unpinned(recipe, stages)]
     if not recipe.stages and not incomplete:
         location = recipe.places.value(("stages",))
         problems.append(
             MissingKey(message="a recipe needs at least one stage", key="stages", location=location)
         )
-    if here:
+    if for_this_machine:
         problems += _impossible_here(recipe, started)
     slots = tuple(
         PlannedSlot(
@@ -247,7 +259,7 @@ def _load(
 
 
 def _view(
-    recipe: Recipe, stages: Mapping[str, Any], wiring: Wiring, started: Started, forecast: bool
+    recipe: Recipe, stages: Mapping[str, Any], wiring: Wiring, started: LaunchInfo, forecast: bool
 ) -> PlanView:
     launch, gpus = recipe.launch, gpu_count()
     device: str = launch.device
@@ -265,7 +277,7 @@ def _view(
     )
 
 
-def _impossible_here(recipe: Recipe, started: Started) -> list[Problem]:
+def _impossible_here(recipe: Recipe, started: LaunchInfo) -> list[Problem]:
     """Why the recipe cannot run on this machine, or with what was started; at most one problem."""
     launch, gpus = recipe.launch, gpu_count()
     if launch.device == "cuda" and not gpus:
@@ -284,7 +296,7 @@ def _impossible_here(recipe: Recipe, started: Started) -> list[Problem]:
     return [Problem(message=message, key=f"launch.{key}", hint=hint, location=location)]
 
 
-def _not_as_started(launch: Launch, started: Started) -> tuple[str, str, str] | None:
+def _not_as_started(launch: Launch, started: LaunchInfo) -> tuple[str, str, str] | None:
     """Key, message and hint where what was started contradicts the recipe."""
     here = started.per_node or (started.procs if launch.most_nodes in (None, 1) else None)
     if launch.procs is not None and here not in (None, launch.procs):
@@ -308,7 +320,7 @@ def _not_as_started(launch: Launch, started: Started) -> tuple[str, str, str] | 
 
 
 def require_sound(plan: Plan, kind: type) -> None:
-    """Make the own checks of a plan's stages of a kind, which `ran` has left out. Raises
+    """Make the own checks of a plan's stages of a kind, which `skip_checks` has left out. Raises
     RecipeError."""
     problems = [
         problem

@@ -63,7 +63,7 @@ def wired(links: Sequence[SlotType]) -> Wiring:
 
 
 def wrong_takes(links: Sequence[SlotType], places: SourceMap) -> Iterator[Problem]:
-    """A problem for every name in `takes` that is no parameter, or no slot that can give it."""
+    """A problem for every name in `takes` that is not a parameter, or no slot that can give it."""
     for index, link in enumerate(links):
         wanted = {need.parameter: need for need in link.needs}
         for parameter, slot in link.takes.items() if link.kind else ():
@@ -128,7 +128,7 @@ def missing_inputs(
 def unread_results(links: Sequence[SlotType], wiring: Wiring, places: SourceMap) -> list[Problem]:
     """A mistake for every result that no slot reads though another slot returns such a result too,
     or an earlier slot could have read it; and otherwise a warning, in a chain that leads to a
-    result that lasts. Those may be read by nobody: they are what a run is for."""
+    result that lasts. Those may be read by no one: they are what a run is for."""
     if any(link.kind is None for link in links):
         return []
     read = {slot for inputs in wiring.inputs.values() for slot in inputs.values()}

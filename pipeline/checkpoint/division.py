@@ -234,9 +234,9 @@ def require_cover(tiles: Iterable[Tile | Piece], numel: int) -> int:
 def _require_tiled(boxes: Iterable[Tile], rows: int, width: int) -> None:
     """Raise CoverageError unless the boxes are disjoint and are together all rows.
 
-    How often an element is there is the sum of the corners above and to the left of it, of which
-    two of each box count as 1 and two as -1. So everything is there once if the corners add up to
-    the whole's."""
+    How often an element is there is the sum of the corners above and to the left of it, two of
+    each box count as 1 and two as -1. So everything is there once if the corners add up to the
+    whole's."""
     corners: Counter[tuple[int, int]] = Counter()
     for sign, (start, stop, _, count) in (
         (-1, Tile(0, width, width, rows)), *((1, box) for box in boxes)

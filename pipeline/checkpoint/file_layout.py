@@ -2,10 +2,10 @@
 buffer, on their way to the writer.
 
 Files are one a rank, or whole tensors in shared files; no rank ever holds a whole tensor that it
-does not train whole. Some pieces are copied to the buffer whole before training goes on. The others
-are streamed in rounds through the two halves of a memory of a given size: one is filled while the
-writer takes the other. Only the last two rounds are still unwritten when training goes on.
-"""
+does not train whole. Some pieces are copied to the buffer whole before training continues. The
+others are streamed in rounds through the two halves of a memory of a given size: one is filled
+while the writer takes the other. Only the last two rounds are still unwritten when training
+continues."""
 
 from __future__ import annotations
 

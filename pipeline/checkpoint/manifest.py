@@ -1,8 +1,7 @@
 """The manifest of a checkpoint, `manifest.json`: its content, places and checksums.
 
-The file is JSON: `{"checkpoint": BODY, "sha256": "..."}`, the digest being that of BODY's bytes as
-they stand in the file.
-"""
+The file is JSON: `{"checkpoint": BODY, "sha256": "..."}`, the digest is of BODY's bytes as they
+stand in the file."""
 
 from __future__ import annotations
 

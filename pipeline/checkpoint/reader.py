@@ -36,7 +36,7 @@ class PlacedTile(NamedTuple):
     place: Tile
     rank: int
     first_sum: int
-    """Number of its first block's checksum among those of the rank."""
+    """Number of its first block's checksum among the rank's."""
 
 
 class Strip(NamedTuple):
@@ -130,8 +130,8 @@ class Places:
 
 class CheckpointReader(StateSource):
     """One committed checkpoint. Raises Damaged, naming file and tensor, for bytes that differ from
-    what was written; CheckpointError when it cannot be read for another reason, or is no checkpoint
-    of this program."""
+    what was written; CheckpointError when it cannot be read for another reason, or is not a
+    checkpoint of this program."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.name = name

@@ -16,7 +16,7 @@ from pipeline.errors import CheckpointError, in_words
 
 
 class Retention(BaseModel):
-    """Rules, each of which keeps a checkpoint; without `last`, all are kept."""
+    """Rules that each keep a checkpoint; without `last`, all are kept."""
 
     last: int | None = None
     """Number of the newest checkpoints to keep."""
@@ -76,8 +76,8 @@ def heldout_loss(manifest: Manifest) -> float | None:
 def expected_count(retention: Retention, every: int | str | None, length: TrainingLength) -> int:
     """The largest number of checkpoints at one time, including the one being written, if the
     training saves every `every` steps, as `TrainingLength.in_steps` reads them (None: only at the
-    end). If all are kept and the number of steps is unknown, or that of an epoch's where `every`
-    counts epochs, it is 2."""
+    end). If all are kept and the number of steps is unknown, or an epoch's where `every` counts
+    epochs, it is 2."""
     asked = [each for each in (every, length.eval_every if retention.best else None) if each]
     found = [length.in_steps(each) for each in asked]
     periods = [Fraction(1) if period is None else period for period in found]

@@ -23,7 +23,7 @@ from pipeline.checkpoint.write_plan import DTYPES, WritePlan, random_key, tile_o
 from pipeline.checkpoint.writer import SaveRequest, SaveResult, Write, WriterProcess
 from pipeline.contracts.resources import ResourceNeed
 from pipeline.errors import CheckpointError
-from pipeline.utils.files import anonymous_file
+from pipeline.utils.files import memory_file
 from pipeline.utils.page_lock import PageLock, address
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class SnapshotBuffer:
     """`size` bytes that a child process can map too (`descriptor`)."""
 
     def __init__(self, size: int) -> None:
-        self.descriptor = anonymous_file("snapshot")
+        self.descriptor = memory_file("snapshot")
         os.truncate(self.descriptor, max(size, 1))
         self._map = mmap.mmap(self.descriptor, max(size, 1))
         self.memory = memoryview(self._map)[:size]
@@ -60,7 +60,7 @@ class SnapshotBuffer:
 
     def take(self, device: torch.device) -> None:
         """Allocate the memory, so that no page fault stops the training loop, and lock the pages
-        for copies from a GPU. Seconds for tens of GB, in which other threads go on. Raises
+        for copies from a GPU. Seconds for tens of GB, in which other threads continue. Raises
         CheckpointError for memory that the system does not give."""
         for start in range(0, len(self.memory), TAKEN_AT_ONCE):
             if self.closing:

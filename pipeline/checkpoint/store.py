@@ -1,7 +1,7 @@
 """Stores of checkpoints: their interface, and the one that is a folder of a file system.
 
 A store holds checkpoints under the names `step-NNNNNNNN`. One is written in a transaction, whose
-files nobody looks at, and appears whole when the transaction is committed.
+files no one looks at, and appears whole when the transaction is committed.
 
 In a folder it is written next to its place and renamed into it. The order of fsyncs: every file,
 the transaction's folder, then the rename, then the parent folder. So a checkpoint under its final
@@ -163,7 +163,7 @@ class Store(ABC):
 
     @abstractmethod
     def clean(self) -> None:
-        """Remove what unfinished attempts and deletions left. Only while nobody writes."""
+        """Remove what unfinished attempts and deletions left. Only while no one writes."""
 
 
 class LocalStore(Store):

@@ -19,8 +19,8 @@ from pipeline.checkpoint.manifest import ManifestTemplate
 from pipeline.checkpoint.retention import Retention
 from pipeline.distributed.signals import signals_blocked
 from pipeline.errors import CheckpointError, WriterDied
-from pipeline.utils.files import anonymous_file
-from pipeline.utils.processes import own_module
+from pipeline.utils.files import memory_file
+from pipeline.utils.processes import module_command
 
 
 class Write(NamedTuple):
@@ -49,7 +49,7 @@ class WriterSetup(BaseModel):
     files: Sequence[tuple[str, int]]
     """Names and sizes."""
     shared: bool
-    """Whether ranks write parts of the same files, of which the header is rank 0's."""
+    """Whether ranks write parts of the same files; rank 0 writes the header."""
     rounds: Sequence[Sequence[Write]]
     """File by file, each from its start to its end."""
     template: ManifestTemplate | None
@@ -94,9 +94,9 @@ class WriterProcess:
 
     def __init__(self, setup: WriterSetup, buffer: int) -> None:
         self._rank = setup.rank
-        command = own_module("pipeline.checkpoint.writer_main")
+        command = module_command("pipeline.checkpoint.writer_main")
         # A pipe holds 64 KiB, and training would wait until Python has started and reads it.
-        with os.fdopen(anonymous_file("setup"), "wb") as file:
+        with os.fdopen(memory_file("setup"), "wb") as file:
             file.write(setup.model_dump_json().encode())
             file.flush()
             given = (file.fileno(), buffer)

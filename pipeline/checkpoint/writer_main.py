@@ -1,4 +1,4 @@
-"""Write checkpoints: the process that writes one rank's part of each while training goes on, and
+"""Write checkpoints: the process that writes one rank's part of each while training continues, and
 the stream that writes a whole one from a state of any format. Imports no torch.
 
 `python -m pipeline.checkpoint.writer_main SETUP BUFFER PARENT`: descriptors of a file that holds
@@ -39,7 +39,7 @@ from pipeline.distributed.signals import ignore_signals
 from pipeline.errors import CheckpointError, UsageError, in_words
 from pipeline.utils.files import page_aligned, read_all, sync, sync_tree
 from pipeline.utils.processes import die_with
-from pipeline.utils.terminal import guard, hide_environment
+from pipeline.utils.terminal import hide_environment, redact_output
 
 NICENESS = 10
 """Training on the same processors keeps nine tenths of one while a writer is at work, and a writer
@@ -55,7 +55,7 @@ LONGEST_PAUSE = 0.2
 def main(argv: Sequence[str]) -> None:
     """Write until standard input ends."""
     die_with(int(argv[2]))
-    guard()
+    redact_output()
     hide_environment()
     os.nice(NICENESS)
     # terminals and schedulers send these to all processes of a run; the rank decides what they mean

@@ -15,7 +15,7 @@ from pipeline.chain.registry import Registry
 from pipeline.commands.hardware_options import EXISTING, asked_for, machine_options
 from pipeline.commands.options import Count, out_option, trust_options
 from pipeline.errors import NoFit, UsageError, system_errors_as
-from pipeline.utils.files import try_writing
+from pipeline.utils.files import check_writable
 
 if TYPE_CHECKING:
     from pipeline.planning.advise import AdviceRequest
@@ -95,7 +95,7 @@ class Draft:
     data: Path | None
     lora: bool
     reason: str = ""
-    """Why low-rank updates, or all weights, if nobody has asked for them."""
+    """Why low-rank updates, or all weights, if no one has asked for them."""
     sequence: int | None
     global_batch: int | None = None
     micro_batch: int | None = None
@@ -183,7 +183,7 @@ def require_writable(target: Path) -> None:
     if target.exists():
         raise UsageError(f"{target} exists", hint="name another file with --out")
     with system_errors_as(UsageError):
-        try_writing(target)
+        check_writable(target)
 
 
 def require_whole(machines: HardwareOptions) -> None:

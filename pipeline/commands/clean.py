@@ -12,7 +12,7 @@ from pipeline.errors import PipeError, RunLocked, UsageError, in_words
 from pipeline.utils.text import align, human, plural
 
 if TYPE_CHECKING:
-    from pipeline.execution.clean import Finding
+    from pipeline.execution.clean import CleanResult
 
 
 @click.command("clean")
@@ -51,7 +51,7 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
         raise PipeError(f"{plural(failures, 'failure')}: see above")
 
 
-def _look(folder: Path, yes: bool, all_checkpoints: bool) -> Finding:
+def _look(folder: Path, yes: bool, all_checkpoints: bool) -> CleanResult:
     """Return what was found, or removed. A run that is in use is noted, any other
     error is a failure."""
     from pipeline.execution import clean, rundir
@@ -60,15 +60,15 @@ def _look(folder: Path, yes: bool, all_checkpoints: bool) -> Finding:
         if yes:
             return clean.clean(folder, all_checkpoints=all_checkpoints)
         if rundir.is_locked(folder):
-            return clean.Finding(notes=("is under way: all of it stays",))
+            return clean.CleanResult(notes=("is under way: all of it stays",))
         return clean.find(folder, all_checkpoints=all_checkpoints)
     except RunLocked as error:
-        return clean.Finding(notes=(in_words(error),))
+        return clean.CleanResult(notes=(in_words(error),))
     except (PipeError, OSError) as error:
-        return clean.Finding(failures=(in_words(error),))
+        return clean.CleanResult(failures=(in_words(error),))
 
 
-def _show(folder: Path, finding: Finding) -> Finding:
+def _show(folder: Path, finding: CleanResult) -> CleanResult:
     notes = (*finding.notes, *finding.failures)
     if finding.waste or notes:
         click.echo(f"{folder}:")

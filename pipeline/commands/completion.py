@@ -1,7 +1,6 @@
 """Completion in shells: `pipe completion`, and what arguments can be completed to.
 
-Shells call `pipe` itself for this (click's mechanism), so all of it has to be fast and silent.
-"""
+Shells call `pipe` itself for this (click's mechanism), so all of it must be fast and silent."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import click
 from pipeline.commands.hardware_options import GPUS
 from pipeline.commands.options import json_option, out_option
 from pipeline.errors import MachineUnfit, UsageError, system_errors_as
-from pipeline.utils.files import try_writing
+from pipeline.utils.files import check_writable
 from pipeline.utils.text import plural
 
 
@@ -47,7 +47,7 @@ def doctor(
     place = folder or (Path("runs") if Path("runs").is_dir() else Path())
     with stoppable(), system_errors_as(UsageError):
         if out is not None:
-            try_writing(out)
+            check_writable(out)
         machine = examine(place, procs=procs, quick=quick)
         found = findings(machine)
         report = {**machine.model_dump(), "findings": [finding.model_dump() for finding in found]}

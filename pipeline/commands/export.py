@@ -23,7 +23,7 @@ from pipeline.utils.files import replace_text
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
-    from pipeline.distributed.launch import Started
+    from pipeline.distributed.launch import LaunchInfo
     from pipeline.view.display import Display
 
 
@@ -83,7 +83,7 @@ def export(
     choose = functools.cache(lambda: chosen(source, step=step, model=model, to=out))
 
     @system_errors_as(UsageError)
-    def plan(started: Started) -> Plan:
+    def plan(started: LaunchInfo) -> Plan:
         choice = choose()
         settings: Mapping[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
         given = {key: value for key, value in settings.items() if value is not None}
@@ -93,7 +93,7 @@ def export(
         (choice.job / rundir.JOURNAL).unlink(missing_ok=True)
         file = choice.job / "export.yaml"
         replace_text(file, recipe_text(choice, given, count))
-        made = plan_file(file, here=True, started=started)
+        made = plan_file(file, for_this_machine=True, started=started)
         say(f"{choice.checkpoint} -> {choice.folder}")
         return made
 

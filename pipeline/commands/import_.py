@@ -81,7 +81,7 @@ def import_(
 
 def _problems(translation: Translation) -> list[str]:
     """Return what `pipe check` refuses about the recipe, but for what this machine lacks, and what
-    is to be filled in."""
+    is filled in."""
     from pipeline.chain.plan import plan_file
     from pipeline.importing import translator
 

@@ -83,7 +83,7 @@ def init(
 
 
 def _low_rank(given: bool | None, survey: Any, *, asks: bool) -> tuple[bool, str]:
-    """Return whether low-rank updates are trained, and why, if nobody has said so."""
+    """Return whether low-rank updates are trained, and why, if no one has said so."""
     from pipeline.planning.advise import Templates
 
     if given is not None:

@@ -56,7 +56,7 @@ def ls(runs: Path, as_json: bool) -> None:
 
 def _runs(root: Path, closed: list[Path]) -> Iterator[dict[str, Any]]:
     """Yield descriptions of runs; add the folders to `closed` that others have not opened. A run
-    that cannot be read is no reason to list no other."""
+    that cannot be read is not a reason to list no other."""
     from pipeline.execution import rundir
 
     for folder in sorted(root.iterdir()) if root.is_dir() else ():

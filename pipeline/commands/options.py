@@ -117,7 +117,7 @@ pinned_option = _permission("--pinned")
 
 
 def trust_options(command: F) -> F:
-    """Add the options to read pickles, and to run code that is no installed stage."""
+    """Add the options to read pickles, and to run code that is not an installed stage."""
     return _permission("--trust-pickle")(_permission("--trust-remote-code")(command))
 
 

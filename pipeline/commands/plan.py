@@ -20,7 +20,7 @@ from pipeline.commands.options import (
     trust_options,
 )
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
-from pipeline.utils.files import try_writing
+from pipeline.utils.files import check_writable
 from pipeline.utils.terminal import set_display
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def plan(
         set_display("quiet")
     machines, margins = asked_for(**hardware)
     with system_errors_as(UsageError):
-        try_writing(out) if out else None
+        check_writable(out) if out else None
     known = registry or Registry.installed()
     with stoppable():
         checked = check(recipe, overrides, machines, known)

@@ -21,7 +21,7 @@ from pipeline.utils.text import align
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
-    from pipeline.distributed.launch import Started
+    from pipeline.distributed.launch import LaunchInfo
     from pipeline.view.display import Display
 
 SHARES = ("compute", "communication", "data", "idle")
@@ -64,7 +64,7 @@ def profile(
     from pipeline.launch.start import start
 
     require_no_launcher("pipe profile")
-    original = plan_recipe(recipe, overrides, here=True)
+    original = plan_recipe(recipe, overrides, for_this_machine=True)
     say_which(original)
     runs = Path("runs")
     if run_dir is not None and (run_dir / rundir.RECIPE).exists():
@@ -74,8 +74,8 @@ def profile(
         file = folder / "profile.yaml"
         replace_text(file, profiled_recipe(original, steps))
 
-    def plan(started: Started) -> Plan:
-        return plan_file(file, here=True, started=started)
+    def plan(started: LaunchInfo) -> Plan:
+        return plan_file(file, for_this_machine=True, started=started)
 
     start(Job(plan=plan, folder=lambda _: folder.resolve(), display=display))
     recorded = [one for one in records(folder / rundir.METRICS) if one.get("profiled")]

@@ -28,7 +28,7 @@ from pipeline.execution.rank_logging import say
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
-    from pipeline.distributed.launch import Started
+    from pipeline.distributed.launch import LaunchInfo
     from pipeline.execution.resume import Selection
     from pipeline.launch.job import Job
     from pipeline.view.display import Display
@@ -100,16 +100,16 @@ def run(
     """
     from pipeline.chain.commits import resolved
     from pipeline.distributed.environment import is_worker, worker_local_world_size
-    from pipeline.distributed.launch import Started
+    from pipeline.distributed.launch import LaunchInfo
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
-    from pipeline.execution.resume import rehearsal
+    from pipeline.execution.resume import preview_lines
     from pipeline.execution.saved_plan import require_planned
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.job import Job
 
-    def plan(started: Started) -> Plan:
-        made = plan_recipe(recipe, overrides, here=True, started=started)
+    def plan(started: LaunchInfo) -> Plan:
+        made = plan_recipe(recipe, overrides, for_this_machine=True, started=started)
         selection.again(made)  # a slot that is not there is a mistake
         if planned is not None:
             known = Journal(run_dir / rundir.JOURNAL).state().commits if run_dir else {}
@@ -129,10 +129,10 @@ def run(
         return found.resolve()
 
     if dry_run:
-        made = plan(Started())
+        made = plan(LaunchInfo())
         if run_dir is not None:
             rundir.require_free(run_dir, fresh=fresh)
-        click.echo("\n".join(rehearsal(made, run_dir, selection)))
+        click.echo("\n".join(preview_lines(made, run_dir, selection)))
         return
     job = Job(plan=plan, folder=folder, display=display, selection=selection, begun=run_dir)
     _start(job, where)
@@ -157,12 +157,12 @@ def beside_on_gpus(plan: Plan, folder: Path) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def with_plan(make: Callable[[Started], Plan]) -> Iterator[Callable[[Started], Plan]]:
+def with_plan(make: Callable[[LaunchInfo], Plan]) -> Iterator[Callable[[LaunchInfo], Plan]]:
     """Where the body, which makes its plan by the yielded function, runs out of memory, say what
     that plan is."""
     made: list[Plan] = []
 
-    def kept(started: Started) -> Plan:
+    def kept(started: LaunchInfo) -> Plan:
         made.append(make(started))
         return made[-1]
 
@@ -221,15 +221,15 @@ def resume(
     processes, the micro-batch size and the accumulation may change. A different model, tokenizer,
     data, order or global batch is refused unless --accept names it.
     """
-    from pipeline.distributed.launch import Started
+    from pipeline.distributed.launch import LaunchInfo
     from pipeline.execution import rundir
-    from pipeline.execution.resume import rehearsal
+    from pipeline.execution.resume import preview_lines
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.job import Job
 
-    def plan(started: Started) -> Plan:
+    def plan(started: LaunchInfo) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE
-        made = plan_recipe(path, overrides, here=True, started=started)
+        made = plan_recipe(path, overrides, for_this_machine=True, started=started)
         selection.again(made)
         return made
 
@@ -237,7 +237,7 @@ def resume(
         return rundir.existing(run_dir).resolve()
 
     if dry_run:
-        click.echo("\n".join(rehearsal(plan(Started()), run_dir, selection)))
+        click.echo("\n".join(preview_lines(plan(LaunchInfo()), run_dir, selection)))
         return
     job = Job(
         plan=plan, folder=folder, display=display, accept=accept, selection=selection, begun=run_dir

@@ -19,7 +19,7 @@ from pipeline.commands.options import Count, json_option, overrides_argument, re
 from pipeline.errors import RecipeError
 from pipeline.execution.data_preview import Preview, Token, documents, previews
 from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
-from pipeline.recipe import Header, Recipe, read_recipe, unless_reported
+from pipeline.recipe import Recipe, RecipeSettings, read_recipe, unless_reported
 from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.load import HEADER_KEYS, reserved
@@ -80,7 +80,7 @@ def _resolved(
     if problems:
         raise RecipeError(in_order(explained(problems, recipe, registry, of_other_tools)))
     public = recipe.public()
-    header = plain_value(Header(**{key: getattr(recipe, key) for key in HEADER_KEYS}))
+    header = plain_value(RecipeSettings(**{key: getattr(recipe, key) for key in HEADER_KEYS}))
     written = public.get("stages") or {}
     slots = {
         slot: {**reserved(written[slot]), **_filled(plain_value(stage), written[slot])}

@@ -30,7 +30,7 @@ def track(run: Path, overrides: tuple[str, ...]) -> None:
     state = History(folder).state
     if state == "running":
         raise UsageError(f"{folder} is under way, and is sent while it runs")
-    plan = plan_file(folder / rundir.RECIPE, overrides, ran=True)
+    plan = plan_file(folder / rundir.RECIPE, overrides, skip_checks=True)
     require_sound(plan, TrackerStage)
     found = feeders(folder, plan)
     if not found:

@@ -1,7 +1,7 @@
 """Types that stages give each other and are given; importing them imports no torch.
 
-stage.py, signature.py   a stage, its context, and what its methods take and give
-wiring.py, traits.py     who gives a stage its artifacts; what stages tell checks of others
+stage.py, signature.py   a stage, its context, and what its methods take and return
+plan_view.py, traits.py  the slot of each artifact that a stage takes; what stages tell checks
 model.py, data.py, precision.py, optimizer.py   declarations: nothing of them is real yet
 engine.py                the model with its optimizer, on this process's device
 tensors.py               named tensors that are read range by range

@@ -42,10 +42,9 @@ class StepCallback(ABC):
         is overridden.
 
         Called on every rank before each step, also before the first. One rank's reason is enough:
-        all ranks end after the same step, and the run continues with a save and with later slots.
-        A step that was launched before the numbers of the last one were known still counts:
-        `on_step` and `on_evaluation` are called for it, but nobody is asked again.
-        """
+        all ranks end after the same step, and the run continues with a save and with later slots. A
+        step that was launched before the numbers of the last one were known still counts: `on_step`
+        and `on_evaluation` are called for it, but no one is asked again."""
         return ""
 
     def state(self) -> Mapping[str, Any]:
@@ -67,7 +66,7 @@ class Callbacks(StepCallback):
     state."""
 
     def __init__(self, *callbacks: StepCallback | None) -> None:
-        """Raises StageError for what is no StepCallback."""
+        """Raises StageError for what is not a StepCallback."""
         self._callbacks: dict[str, StepCallback] = {}
         self._reasons: dict[str, str] = {}
         """Callback -> its reason to end the training, the same on all ranks."""
@@ -113,7 +112,7 @@ class Callbacks(StepCallback):
 
     def agree_to_end(self, dist: DistContext) -> str:
         """Ask the callbacks that can end the training, and return the reason of the first rank that
-        has one, the same on all ranks (collective); empty if training goes on."""
+        has one, the same on all ranks (collective); empty if training continues."""
         if not self._reasons and any(map(_can_end, self._callbacks.values())):
             own = self._own_reasons()
             if dist.any(bool(own)):  # the reasons themselves are only sent at the end
@@ -139,7 +138,7 @@ class Callbacks(StepCallback):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Give each callback its state. A callback that keeps a state decides by it whether the
-        training is still over, perhaps under other settings; the reason of one without a state
+        training is still over, possibly under other settings; the reason of one without a state
         stands for as long as the recipe has the callback."""
         reasons = state.get(REASONS, {})
         self._reasons = {name: why for name, why in reasons.items() if name in self._callbacks}
@@ -149,7 +148,7 @@ class Callbacks(StepCallback):
 
 
 REASONS = "reasons to end"
-"""Key of reasons in the state of callbacks, which is no class's name."""
+"""Key of reasons in the state of callbacks, which is not a class's name."""
 
 
 def _can_end(callback: StepCallback) -> bool:

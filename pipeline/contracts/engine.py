@@ -99,7 +99,7 @@ class LossScale:
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_MANIFEST)
 class EngineState:
-    """Training state that is no tensor; the same on every rank, under every strategy.
+    """Training state that is not a tensor; the same on every rank, under every strategy.
 
     A checkpoint's manifest holds it as JSON, without `shapes`: these are in its list of tensors.
     """
@@ -160,7 +160,7 @@ class EngineState:
 
 StepGuard = Callable[[float], bool]
 """Function of the whole model's gradient norm, before clipping, that says whether to apply the
-update. The answer has to be the same on all ranks."""
+update. The answer must be the same on all ranks."""
 
 
 class Engine(ABC):

@@ -48,8 +48,8 @@ class Metrics:
             jsonl.append_line(self.path, plain)
 
     def write_length(self, step: int, total: int) -> None:
-        """Append the number of steps of the whole training, at `step` of which it stands, unless
-        the file has it already."""
+        """Append the number of steps of the whole training, which is at `step`, unless the file has
+        it already."""
         if self.path is not None:
             own = (one for one in records(self.path) if training_of(one) == self.training)
             known = [one["total_steps"] for one in own if one.get("total_steps")]

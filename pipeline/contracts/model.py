@@ -160,8 +160,8 @@ class ModelSource(ABC):
         return trained
 
     def passed_through(self) -> TensorReader | None:
-        """Open the tensors of the source's files that are no part of the module, and that an export
-        holds as they are, under their names there; None if there are none."""
+        """Open the tensors of the source's files that are not part of the module, and that an
+        export holds as they are, under their names there; None if there are none."""
         return None
 
     @abstractmethod

@@ -22,7 +22,7 @@ class DeclaresConfig(Protocol):
 @runtime_checkable
 class ChangesBlocks(Protocol):
     """A model whose blocks may be compiled, and may repeat single operations of forward in
-    backward. Those of another do neither."""
+    backward. Blocks of another model do neither."""
 
     compile: Any | None
     """How; None if they are not."""
@@ -47,7 +47,7 @@ class NeedsWholeWeights(Protocol):
 
 @runtime_checkable
 class DeclaresDtypes(Protocol):
-    """A precision whose dtypes are known before it runs. Those of another are not checked."""
+    """A precision whose dtypes are known before it runs. Dtypes of another are not checked."""
 
     master: str
     compute: str
@@ -65,7 +65,7 @@ class DeclaresRules(Protocol):
 
 @runtime_checkable
 class LimitsLength(Protocol):
-    """Data whose samples have at most `sequence_length` tokens. Those of others may have any
+    """Data whose samples have at most `sequence_length` tokens. Samples of others may have any
     number."""
 
     sequence_length: int
@@ -80,7 +80,7 @@ class HoldsOut(Protocol):
 
 @runtime_checkable
 class HasEpochs(Protocol):
-    """Data whose samples may not be counted. Those of others are."""
+    """Data whose samples may not be counted. Samples of others are counted."""
 
     has_epochs: bool
     """Whether the number of samples in an epoch is known."""
@@ -112,7 +112,7 @@ class NamesFormat(Protocol):
 
 @runtime_checkable
 class StartsFrom(Protocol):
-    """A stage that goes on from what another run has saved."""
+    """A stage that continues from what another run has saved."""
 
     start_from: str | None
 

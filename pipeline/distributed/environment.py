@@ -6,7 +6,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-from pipeline.distributed.launch import Started
+from pipeline.distributed.launch import LaunchInfo
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 TOKEN = "PIPE_RDZV_TOKEN"
@@ -26,7 +26,7 @@ LOOPBACK = "lo"
 @dataclass(frozen=True, kw_only=True)
 class Shared:
     """What a rank that `pipe` has started shares with its launcher: descriptors of files in memory
-    that nobody else can open and that end with the two."""
+    that no one else can open and that end with the two."""
 
     launcher: int
     """The launcher's process."""
@@ -85,9 +85,9 @@ def worker_local_world_size() -> int | None:
     return int(size) if is_worker() and size else None
 
 
-def started() -> Started:
+def started() -> LaunchInfo:
     """Processes that another launcher has started, as far as it says."""
-    return Started(procs=worker_world_size(), per_node=worker_local_world_size())
+    return LaunchInfo(procs=worker_world_size(), per_node=worker_local_world_size())
 
 
 def is_single_node() -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pipeline.distributed.environment import shared
-from pipeline.utils.files import anonymous_file
+from pipeline.utils.files import memory_file
 
 _FIELDS = 8
 """Numbers of one rank: time, phase, step, waits, landmarks, and three that are not used, so that no
@@ -93,7 +93,7 @@ class Heartbeats:
     `descriptor` is what they open."""
 
     def __init__(self, ranks: int) -> None:
-        self.descriptor = anonymous_file("heartbeats")
+        self.descriptor = memory_file("heartbeats")
         os.truncate(self.descriptor, ranks * _FIELDS * 8)
         self._map = mmap.mmap(self.descriptor, ranks * _FIELDS * 8)
         self._numbers = memoryview(self._map).cast("d")
@@ -125,7 +125,7 @@ def _beat(numbers: memoryview[float]) -> Beat:
 
 
 def own_heartbeat() -> Heartbeat:
-    """This rank's place in its launcher's memory; private memory where nobody looks."""
+    """This rank's place in its launcher's memory; private memory where no one looks."""
     own = shared()
     if own is None:
         return Heartbeat()

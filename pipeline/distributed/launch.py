@@ -18,7 +18,7 @@ class Nodes:
     """Bounds of the number of nodes of an elastic run."""
 
     min: Annotated[int, Field(ge=1, le=65_536)] = 1
-    """Nodes without which the run does not go on."""
+    """Nodes without which the run does not continue."""
     max: Annotated[int, Field(ge=1, le=65_536)]
     """Nodes that the run starts with, if all come in time, and returns to when lost ones come
     back."""
@@ -34,9 +34,8 @@ class Restarts:
 
     A rank that was killed, that stalled, or whose node was lost is restarted. One that raised an
     error is restarted only if this start had saved a checkpoint before: otherwise the same would
-    happen again. An error that a person has to act on (a full disk, broken data, a loss that is no
-    number) ends the run.
-    """
+    happen again. An error that a person has to act on (a full disk, broken data, a loss that is not
+    a number) ends the run."""
 
     limit: Annotated[int, Field(ge=0)] = 3
     """Restarts in a row without a new checkpoint or a finished stage; 0 never restarts."""
@@ -98,7 +97,7 @@ class Launch:
     procs: Annotated[int, Field(ge=1, le=65_536)] | None = None
     """Processes on each node; null is one per GPU, or one on the CPU."""
     nodes: Annotated[int, Field(ge=1, le=65_536)] | Nodes | None = None
-    """Nodes, or `{min, max}` for a run that goes on with the nodes that are left; null is as many
+    """Nodes, or `{min, max}` for a run that continues with the nodes that are left; null is as many
     as the launcher has, or one."""
     device: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
     """Device to compute on; auto is cuda if there is a GPU, and gpu is another name of cuda."""
@@ -125,12 +124,12 @@ class Launch:
 
     @property
     def fewest_nodes(self) -> int | None:
-        """Nodes without which the run does not go on; None if the recipe does not say."""
+        """Nodes without which the run does not continue; None if the recipe does not say."""
         return self.nodes.min if isinstance(self.nodes, Nodes) else self.nodes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started:
+class LaunchInfo:
     """Processes that a launcher has started, or is about to start, as far as that is known."""
 
     procs: int | None = None

@@ -17,7 +17,7 @@ FROZEN_SECONDS = 20.0
 """Seconds after which a process that somebody has stopped (SIGSTOP) counts as stalled."""
 SUSPENDED_SECONDS = 5.0
 """Seconds without a look after which this process itself must have been suspended, the others
-perhaps with it."""
+possibly with it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,13 @@ from pipeline.distributed.environment import rank_environment
 from pipeline.errors import in_words
 from pipeline.hardware.host import cores_each
 from pipeline.utils import jsonl
-from pipeline.utils.processes import die_with, kill_sessions, none_left, received, start_child
+from pipeline.utils.processes import (
+    die_with,
+    kill_descendants,
+    kill_sessions,
+    received,
+    start_child,
+)
 
 POLL_SECONDS = 0.02
 LONGEST_REASON = 300
@@ -56,7 +62,7 @@ def measure(target: str, settings: Mapping[str, Any], *, procs: int, seconds: fl
         scratch = tempfile.TemporaryDirectory(prefix="pipe-doctor-")
     except OSError as error:
         return RankResults(failure=f"it has no folder for its files: {in_words(error)}")
-    with scratch as name, none_left():
+    with scratch as name, kill_descendants():
         folder = Path(name)
         processes: list[subprocess.Popen[bytes]] = []
         try:

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.errors import UsageError, first_mistake, system_errors_as
+from pipeline.errors import UsageError, first_validation_error, system_errors_as
 from pipeline.utils.foreign import read_whole
 
 SCHEMA_VERSION: Final = 1
@@ -221,6 +221,6 @@ def read_machine(path: Path) -> MachineReport:
         return MachineReport.model_validate_json(content)
     except ValidationError as error:
         raise UsageError(
-            f"{path} does not describe a machine: {first_mistake(error)}",
+            f"{path} does not describe a machine: {first_validation_error(error)}",
             hint=f"pipe doctor --out {path} writes such a file",
         ) from error

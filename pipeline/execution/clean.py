@@ -1,4 +1,4 @@
-"""The files in a run's folder that nobody needs any more, and their removal.
+"""The files in a run's folder that no one needs any more, and their removal.
 
 Nothing outside the folder is looked at, and no link is followed. A checkpoint gets another name
 before its files go, so a removal that is cut short leaves a run as it is before or after it, and
@@ -34,7 +34,7 @@ TEMPORARY = ("*.tmp", ".offload-*", "*.partial")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waste:
+class Removable:
     """A file or folder that can be removed."""
 
     path: Path
@@ -52,20 +52,20 @@ class Waste:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class CleanResult:
     """The files of a run that can be removed or have been, and why others stay."""
 
-    waste: tuple[Waste, ...] = ()
+    waste: tuple[Removable, ...] = ()
     notes: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
     """Reasons for which files that should have gone have stayed."""
 
 
-def find(folder: Path, *, all_checkpoints: bool = False) -> Finding:
-    """Look at a run that nobody works on. With `all_checkpoints`, the last one goes too, if the
+def find(folder: Path, *, all_checkpoints: bool = False) -> CleanResult:
+    """Look at a run that no one works on. With `all_checkpoints`, the last one goes too, if the
     run's model is exported. Raises JournalDamaged."""
     if _is_exported_from(folder):
-        return Finding(notes=("is being exported: all of it stays",))
+        return CleanResult(notes=("is being exported: all of it stays",))
     journal = Journal(folder / rundir.JOURNAL)
     finished = journal.state().ended_well
     notes = [] if finished else ["has not finished: its checkpoints stay"]
@@ -93,10 +93,10 @@ def find(folder: Path, *, all_checkpoints: bool = False) -> Finding:
                 rules = _retention(plan, slot)
                 everything = all_checkpoints and exported
                 found += _checkpoints(place, rules, journal, everything=everything)
-    return Finding(waste=tuple(found), notes=tuple(notes))
+    return CleanResult(waste=tuple(found), notes=tuple(notes))
 
 
-def clean(folder: Path, *, all_checkpoints: bool = False) -> Finding:
+def clean(folder: Path, *, all_checkpoints: bool = False) -> CleanResult:
     """Remove what `find` finds, and return what has gone and what has not. Raises RunLocked for a
     run that is under way, and JournalDamaged."""
     with rundir.locked(folder):
@@ -113,7 +113,7 @@ def clean(folder: Path, *, all_checkpoints: bool = False) -> Finding:
                 failures.append(f"{name} could not be removed: {in_words(error)}")
             else:
                 gone.append(waste)
-    return Finding(waste=tuple(gone), notes=found.notes, failures=tuple(failures))
+    return CleanResult(waste=tuple(gone), notes=found.notes, failures=tuple(failures))
 
 
 def _is_exported_from(folder: Path) -> bool:
@@ -130,7 +130,7 @@ def _elsewhere(folder: Path, training: str, place: str) -> str:
 
 def _checkpoints(
     place: Path, rules: Retention, journal: Journal, *, everything: bool
-) -> Iterator[Waste]:
+) -> Iterator[Removable]:
     """Yield the checkpoints of a training that a finished run does not need."""
     store = LocalStore(place)
     records = (done.record or {} for done in journal.state().finished.values())
@@ -144,7 +144,7 @@ def _checkpoints(
 
 
 def _retention(plan: Plan, training: str) -> Retention:
-    """Return the rules of a training's checkpoint stage, with one newest in place of several."""
+    """Return the rules of a training's checkpoint stage, with one newest instead of several."""
     given = (
         one.stage.retention for one in plan.slots if isinstance(one.stage, RetainsCheckpoints)
         and training_of(plan.view.wiring, one.slot) == training
@@ -158,7 +158,7 @@ def _plan(folder: Path) -> tuple[Plan | None, str]:
     from pipeline.recipe import load_recipe
 
     try:
-        return make_plan(load_recipe(rundir.existing(folder) / rundir.RECIPE), ran=True), ""
+        return make_plan(load_recipe(rundir.existing(folder) / rundir.RECIPE), skip_checks=True), ""
     except PipeError as error:
         return None, in_words(error).splitlines()[0]
 
@@ -175,6 +175,6 @@ def _is_exported(plan: Plan, journal: Journal) -> bool:
     return False
 
 
-def _waste(path: Path, why: str) -> Waste:
+def _waste(path: Path, why: str) -> Removable:
     inside = path.rglob("*") if path.is_dir() else iter(())
-    return Waste(path=path, why=why, size=sum(one.lstat().st_size for one in (path, *inside)))
+    return Removable(path=path, why=why, size=sum(one.lstat().st_size for one in (path, *inside)))

@@ -166,7 +166,7 @@ def _finished(checkpoint: str) -> dict[str, Any]:
 def _kept(
     recipe: str, content: Mapping[str, Any], trained: dict[str, Any], choice: Choice
 ) -> Slots:
-    """The slots that the export needs, with `trained` in place of the one that trains, and each
+    """The slots that the export needs, with `trained` instead of the one that trains, and each
     earlier training as it ended."""
     assert choice.run is not None
     links = list(_links(content))

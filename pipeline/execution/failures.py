@@ -28,7 +28,7 @@ from pipeline.errors import (
     RunFailed,
     UsageError,
     in_words,
-    is_expected,
+    is_user_error,
 )
 from pipeline.utils.files import private_folder, read_all, remove_folder, replace_text
 from pipeline.utils.foreign import parse_json, read_whole
@@ -81,7 +81,7 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
             "rank": rank,
             "slot": slot,
             "message": shown(describe(error)),
-            "expected": is_expected(error),
+            "expected": is_user_error(error),
             "refused": isinstance(error, ResumeRefused),
             "mistake": isinstance(error, MISTAKES),
             "memory": _memory(error),
@@ -101,8 +101,8 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
         if own is not None:
             with Path(f"/proc/self/fd/{own.failures}").open("a", encoding="utf-8") as memory:
                 memory.write(facts + "\n")
-        if own is None or not is_expected(error):
-            print(describe(error) if is_expected(error) else trace, file=sys.stderr)
+        if own is None or not is_user_error(error):
+            print(describe(error) if is_user_error(error) else trace, file=sys.stderr)
 
 
 def _restart(error: BaseException) -> Restart:
@@ -110,7 +110,7 @@ def _restart(error: BaseException) -> Restart:
     an accident."""
     if isinstance(error, PipeError):
         return error.restart
-    return "never" if is_expected(error) else "after progress"
+    return "never" if is_user_error(error) else "after progress"
 
 
 def _memory(error: BaseException) -> str:
@@ -137,7 +137,7 @@ def _snapshot(run_dir: Path, rank: int) -> str | None:
 
 def describe(error: BaseException) -> str:
     """The error in one paragraph; a PipeError's message stands for itself."""
-    if is_expected(error):
+    if is_user_error(error):
         return in_words(error)
     name = type(error).__name__
     lines = str(error).strip().splitlines()
@@ -190,7 +190,7 @@ def first_rank(run_dir: Path) -> int | None:
 
 
 def refused(run_dir: Path) -> bool:
-    """Whether a rank refused to go on under the recipe that it was given."""
+    """Whether a rank refused to continue under the recipe that it was given."""
     return any(report["refused"] for report in _reports(run_dir))
 
 
@@ -263,7 +263,7 @@ ON_EVERY_NODE = "  to continue, start the same command again on every node"
 
 
 def continuation(run_dir: Path, *, mistake: bool = False) -> str:
-    """The line that says how to continue, perhaps after a `mistake` was corrected."""
+    """The line that says how to continue, possibly after a `mistake` was corrected."""
     when = "after the change" if mistake else "continue with"
     return f"  {when}: pipe resume {shlex.quote(str(run_dir))}"
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
-from pipeline.errors import UsageError, first_mistake, in_words
+from pipeline.errors import UsageError, first_validation_error, in_words
 from pipeline.execution import rundir
 from pipeline.hardware.telemetry import Telemetry
 from pipeline.utils.files import replace_text
@@ -51,7 +51,7 @@ class HardwareRecord:
 
     def look(self) -> None:
         """Write a record, if it is time for one. Without GPUs, or where it cannot be written, do
-        nothing from now on: the run has to go on."""
+        nothing from now on: the run has to continue."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -153,7 +153,7 @@ def read_record(place: Path) -> MemoryRecord:
         hint = f"a run writes {MEMORY} in its folder when it has trained on GPUs"
         raise UsageError(f"{file} cannot be read: {in_words(error)}", hint=hint) from error
     except ValidationError as error:
-        problem = first_mistake(error)
+        problem = first_validation_error(error)
         raise UsageError(f"{file} is not a record of a run's memory: {problem}") from error
 
 

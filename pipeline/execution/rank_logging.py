@@ -90,7 +90,7 @@ def compilers_aside(log: logging.Logger) -> Iterator[None]:
 
 
 class _LineHandler(logging.StreamHandler[Any]):
-    """Writes records to a stream. When that takes no more, it says so once, and goes on trying:
+    """Writes records to a stream. When that takes no more, it says so once, and continues trying:
     `logging` would print two stacks for each record."""
 
     def __init__(self, stream: Any, name: str, screen: int) -> None:
@@ -121,7 +121,7 @@ ASIDES = ("py.warnings", "torchao", "torch.utils._pytree")
 write to the screen."""
 
 
-def hush_asides() -> None:
+def quiet_loggers() -> None:
     """Keep the loggers of ASIDES off the screen of a command without a log. With a handler of their
     own, logging does not fall back to printing them."""
     for aside in map(logging.getLogger, ASIDES):

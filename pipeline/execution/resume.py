@@ -99,8 +99,8 @@ def _needed(
 
 def _live_again(plan: Plan, todo: ResumePlan) -> str | None:
     """Return a finished slot whose work was only in memory and which later slots that now run may
-    need: no slot reads its result, and nothing of it is on disk. A slot does not count if a model
-    would have to be built only for it."""
+    need: no slot reads its result, and nothing of it is on disk. A slot that would be the only one
+    to need a model does not count."""
     durable = {
         planned.slot
         for planned in plan.slots
@@ -229,7 +229,7 @@ class Selection:
         return order[order.index(self.first) :]
 
     def of(self, plan: Plan) -> Plan:
-        """Return the part of the plan that is to be done."""
+        """Return the part of the plan that is done."""
         return plan.until(self.only or self.last)
 
     def set_aside(self, plan: Plan, journal: Journal) -> None:
@@ -252,7 +252,7 @@ def ends_early(plan: Plan) -> str | None:
     return None if last == list(plan.recipe.stages)[-1] else last
 
 
-def rehearsal(plan: Plan, folder: Path | None, selection: Selection) -> Iterator[str]:
+def preview_lines(plan: Plan, folder: Path | None, selection: Selection) -> Iterator[str]:
     """Yield lines for people: each slot, whether it would run, and why not. `folder` is the run's,
     if it has one already. Raises UsageError for a slot that the plan does not have."""
     journal = Journal((folder or Path("a run that is not there")) / rundir.JOURNAL)

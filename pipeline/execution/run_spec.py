@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chain.plan import Plan, make_plan
-from pipeline.distributed.launch import Started
+from pipeline.distributed.launch import LaunchInfo
 from pipeline.errors import Location
 from pipeline.recipe.load import recipe_of
 from pipeline.utils.terminal import display
@@ -56,12 +56,14 @@ class RunSpec:
         facts = json.loads(text)
         return cls(**facts | {key: tuple(facts[key]) for key in ("accept", "warnings")})
 
-    def plan(self, started: Started, *, here: bool = False) -> Plan:
-        """The plan, whose stages are built of the values and not checked again. `here` asks whether
-        this machine has the GPUs. Raises RecipeError."""
+    def plan(self, started: LaunchInfo, *, for_this_machine: bool = False) -> Plan:
+        """The plan, whose stages are built of the values and not checked again. `for_this_machine`
+        asks whether this machine has the GPUs. Raises RecipeError."""
         place = Location(file=f"{self.run_dir}/recipe.yaml")
         recipe = recipe_of(self.recipe, place)
-        return make_plan(recipe, here=here, ran=True, started=started).until(self.last)
+        return make_plan(
+            recipe, for_this_machine=for_this_machine, skip_checks=True, started=started
+        ).until(self.last)
 
 
 _current: RunSpec | None = None

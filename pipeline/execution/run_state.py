@@ -19,7 +19,7 @@ ENDS: Mapping[str, State] = {
     "run stopped": "stopped",
     "run finished": "finished",
 }
-"""Events that end a start of a run -> what becomes of the slot that was running."""
+"""Events that end a start of a run -> state of the slot that was running."""
 SILENT = "no end was recorded: the run was killed, or its machine went down"
 WEIGHTED = ("tokens_per_second", "mfu", "data_wait_share")
 """Fields of a step's record whose means are taken over time."""
@@ -100,7 +100,7 @@ class Training:
     best: dict[str, Any] | None = None
     """Lowest held-out loss, `eval_loss`, and its `step`; None before an evaluation."""
     ended_early: str = ""
-    """Why it ended before its last step; empty if it did not, or went on since."""
+    """Why it ended before its last step; empty if it did not, or continued since."""
     _total: int = 0
 
     def add(self, record: dict[str, Any]) -> None:

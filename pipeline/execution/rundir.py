@@ -1,18 +1,12 @@
 """The run's folder: its names, its creation, and the lock that keeps a second process out.
 
-recipe.yaml      the merged recipe; `pipe resume` reads it
-environment.json versions and command of the newest start; the journal has those of every start
-engine.json      what really ran; engine-SLOT.json of each further training
-journal.jsonl    stages started, finished, failed
-metrics.jsonl    one record a step
-hardware.jsonl   readings of the GPUs of the first node
-memory.json      what training took of a GPU's memory
-logs/            rank-N.log
-failures/        rank-N.json and rank-N.txt (the traceback) of the newest failure
-checkpoints/     step-NNNNNNNN; checkpoints-SLOT/ of each further training, by the slot that trains
-checkpoints.at   where they are
-export/          the exported model
-"""
+recipe.yaml the merged recipe; `pipe resume` reads it environment.json versions and command of the
+newest start; the journal has every start's engine.json what really ran; engine-SLOT.json of each
+further training journal.jsonl stages started, finished, failed metrics.jsonl one record a step
+hardware.jsonl readings of the GPUs of the first node memory.json what training took of a GPU's
+memory logs/ rank-N.log failures/ rank-N.json and rank-N.txt (the traceback) of the newest failure
+checkpoints/ step-NNNNNNNN; checkpoints-SLOT/ of each further training, by the slot that trains
+checkpoints.at where they are export/ the exported model"""
 
 from __future__ import annotations
 
@@ -77,8 +71,8 @@ def claim(folder: Path, *, fresh: bool = False) -> Path:
 
 
 def require_free(folder: Path, *, fresh: bool = False) -> None:
-    """Raise UsageError if `folder` holds a run and another is to be `fresh`, and if it holds what
-    another run has left, from which a new one would go on."""
+    """Raise UsageError if `folder` holds a run and another is `fresh`, and if it holds what another
+    run has left, from which a new one would continue."""
     if (folder / RECIPE).exists():
         if fresh:
             raise UsageError(

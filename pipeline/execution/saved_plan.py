@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.chain.plan import Plan, PlannedSlot
-from pipeline.errors import PlanDrift, UsageError, first_mistake, in_words
+from pipeline.errors import PlanDrift, UsageError, first_validation_error, in_words
 from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.load import reserved
 from pipeline.recipe.nodes import mapped
@@ -75,7 +75,7 @@ def identity(plan: Plan, per_node: int | None) -> Identity:
 
 
 def require_planned(plan: Plan, per_node: int | None, file: Path) -> None:
-    """Raise PlanDrift, listing everything that differs, and UsageError for a file that is no
+    """Raise PlanDrift, listing everything that differs, and UsageError for a file that is not a
     plan."""
     try:
         planned = SavedPlan.model_validate_json(read_whole(file)).identity
@@ -83,7 +83,7 @@ def require_planned(plan: Plan, per_node: int | None, file: Path) -> None:
         raise UsageError(f"{file} cannot be read: {in_words(error)}") from error
     except ValidationError as error:
         raise UsageError(
-            f"{file} is not a saved plan: {first_mistake(error)}",
+            f"{file} is not a saved plan: {first_validation_error(error)}",
             hint=f"pipe plan RECIPE --out {file} writes one",
         ) from error
     if per_node is None:

@@ -44,7 +44,7 @@ MOST = 1 << 28
 """Most bytes of an export's manifest."""
 PARTIAL = ".partial"
 NO_CHECKPOINT = "."
-"""In place of a checkpoint, where only the model that it started from is read."""
+"""Instead of a checkpoint, where only the model that it started from is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,7 @@ class Opener:
         choice = Choice(checkpoint, run, None, scratch / EXPORT, scratch, of)
         file = scratch / rundir.RECIPE
         file.write_text(recipe_text(choice, {}, 1), encoding="utf-8")
-        return plan_file(file, ran=True)
+        return plan_file(file, skip_checks=True)
 
     @property
     def _exporter(self) -> OpensText:

@@ -42,7 +42,7 @@ from pipeline.utils.activities import in_thread, show_in
 from pipeline.utils.files import cache_folder
 from pipeline.utils.garbage import collect_as_usual, collect_rarely
 from pipeline.utils.processes import die_with, received
-from pipeline.utils.terminal import guard, hide_environment, set_display
+from pipeline.utils.terminal import hide_environment, redact_output, set_display
 
 if TYPE_CHECKING:
     import logging
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     die_with(own.launcher)
     join(own)
     default_signals()
-    guard()
+    redact_output()
     hide_environment()
     set_display(spec.display)
     faulthandler.register(DUMP, own.stacks)
@@ -94,7 +94,7 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
         stack.callback(collect_as_usual)
         current: list[Context] = []
         try:
-            plan = spec.plan(started(), here=True)
+            plan = spec.plan(started(), for_this_machine=True)
             dist = stack.enter_context(process_group(plan, store))
             stack.enter_context(compilers_aside(log))
             ctx = context(plan, run_dir, dist, log)

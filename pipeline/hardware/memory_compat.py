@@ -37,7 +37,7 @@ def summary_of(path: Path) -> Path:
 @contextlib.contextmanager
 def memory_history() -> Iterator[None]:
     """Have snapshots say, of what is allocated and freed in the body, by which line it was. After
-    an error it goes on, so that a snapshot of it says so too."""
+    an error it continues, so that a snapshot of it says so too."""
     import torch
 
     torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, stacks="python")

@@ -15,7 +15,7 @@ from pipeline.errors import PipeError, PluginError
 from pipeline.importing.translator import KeyOutcome, Translator, Translators
 from pipeline.recipe.field_example import fits, owner_of
 from pipeline.recipe.fields import adapter
-from pipeline.recipe.load import HEADER_KEYS, Header
+from pipeline.recipe.load import HEADER_KEYS, RecipeSettings
 from pipeline.recipe.nodes import UnknownKey
 
 Places: TypeAlias = Sequence[tuple[Spot, Any]]
@@ -130,7 +130,7 @@ def _translated(places: Places, every: Places, unknown: UnknownKey, slots: Slots
 def _owner(spot: Spot, slots: Slots) -> type | None:
     """Return the dataclass that has the field; None if there is no such field."""
     if not spot.slot or spot.slot in HEADER_KEYS:
-        return owner_of(Header, tuple(spot.key.split(".")))
+        return owner_of(RecipeSettings, tuple(spot.key.split(".")))
     use = slots.usual(spot.slot)
     with contextlib.suppress(PluginError):
         stage = slots.registry.load(use) if use in slots.registry else None

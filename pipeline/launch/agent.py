@@ -26,12 +26,12 @@ from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.stalls import landmarks
 from pipeline.recipe import load_recipe
-from pipeline.utils.processes import none_left
+from pipeline.utils.processes import kill_descendants
 from pipeline.view.screen import Screen
 
 SILENCE = 1.2
 """Part of node 0's `timeouts.node` without an answer after which this node ends its ranks: by then
-the others go on without it."""
+the others continue without it."""
 
 
 SOON = 5.0
@@ -39,7 +39,7 @@ SOON = 5.0
 
 
 class _RoundOverError(Exception):
-    """The round has ended elsewhere, or nobody answers any more."""
+    """The round has ended elsewhere, or no one answers any more."""
 
 
 class Agent:
@@ -138,7 +138,7 @@ class Agent:
         per_node = self._plan.per_node
         ranks = LocalRanks([common | _place(place, n, per_node) for n in range(per_node)])
         try:
-            with none_left(self._screen.refresh), ranks:
+            with kill_descendants(self._screen.refresh), ranks:
                 ranks.start(spec, output=self._screen.output)
 
                 def obey(interrupted: Interrupted | None) -> None:
@@ -182,7 +182,7 @@ class Agent:
     ) -> None:
         """Do as the coordinator says: raise Interrupted for a stop, unless the ranks have been
         `interrupted` already, and _RoundOverError for the end of the round. A signal to this
-        process is reported to the others, whatever becomes of its ranks."""
+        process is reported to the others, however its ranks end."""
         if interrupted is not None and interrupted.cause != link.beat.stopping:
             link.tell(stopping=interrupted.cause)
         done = landmarks(ranks.heartbeats, len(ranks.places))

@@ -1,4 +1,4 @@
-"""The decisions of a run of several nodes: who takes part, when it ends, whether it goes on.
+"""The decisions of a run of several nodes: who takes part, when it ends, whether it continues.
 
 Each node has an agent, which beats about once a second: it reports its state to the coordinator,
 which answers what to do. The coordinator runs on node 0 and is the only one that decides, so nodes
@@ -26,12 +26,12 @@ LAST_CALL_SECONDS = 5.0
 GATHER_SECONDS = 2.0
 """Seconds to wait for further reports after the first, and for a beat of the nodes that have sent
 none: a lost peer makes others fail first."""
-GRAVITY = ("raised", "stalled", "died", "lost")
+FAILURE_PRIORITY = ("raised", "stalled", "died", "lost")
 """Kinds of failures: of several in a round, the last of these is the cause."""
 
 
 class Restarted(NamedTuple):
-    """A failure after which the run goes on."""
+    """A failure after which the run continues."""
 
     text: str
     number: int
@@ -59,7 +59,7 @@ class Coordinator:
     rendezvous_seconds: float
     lost_seconds: float = LOST_SECONDS
     notes: list[Restarted] = field(default_factory=list)
-    """Restarts that nobody has recorded yet."""
+    """Restarts that no one has recorded yet."""
     run: str = ""
     """Name of the run, and of the scheduler's job if there is one: two may have come by one
     port."""
@@ -197,7 +197,7 @@ class Coordinator:
         others = set(self._alive()) - set(self._members)
         if any(self._nodes[n].beat.stopping for n in self._members) or "stopped" in kinds:
             self._stop = self._stop or "for good"
-        if kinds & set(GRAVITY):
+        if kinds & set(FAILURE_PRIORITY):
             self._failed_at = now if self._failed_at is None else self._failed_at
             heard = self._failed_at + GATHER_SECONDS
             if all(report or self._beats_after(n, heard) for n, report in reports.items()):
@@ -213,7 +213,7 @@ class Coordinator:
             self._stop = "to regroup"
 
     def _report(self, agent: str, now: float) -> Report | None:
-        """How a member's part in this round has ended; None while it goes on."""
+        """How a member's part in this round has ended; None while it continues."""
         node = self._nodes[agent]
         if self._is_lost(agent, now):
             text = f"{self._name(agent)} was lost: no sign of life for {self.lost_seconds:g} s"
@@ -234,9 +234,9 @@ class Coordinator:
         self.over = Over(kind="stopped", text=text)
 
     def _decide(self, reports: list[Report], now: float) -> None:
-        """Go on after a failure, or give up."""
-        failed = [report for report in reports if report.kind in GRAVITY]
-        cause = max(failed, key=lambda report: (GRAVITY.index(report.kind), -report.time))
+        """Continue after a failure, or give up."""
+        failed = [report for report in reports if report.kind in FAILURE_PRIORITY]
+        cause = max(failed, key=lambda report: (FAILURE_PRIORITY.index(report.kind), -report.time))
         if self._stop == "for good":
             if _by_stop(failed):
                 self._end_by_stop()

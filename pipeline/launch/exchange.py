@@ -79,7 +79,7 @@ class Server:
 
     def own(self, beat: Beat) -> Reply:
         """The coordinator's answer to this process's own agent, without any network. Raises what
-        has ended its looks at the clock: nobody would notice lost nodes any more."""
+        has ended its looks at the clock: no one would notice lost nodes any more."""
         if self._failure is not None:
             raise self._failure
         with self._lock:
@@ -128,7 +128,7 @@ class _Handler(BoundedHandler):
 
 class Link:
     """Beats for this node, about once a second, in a separate thread: work of the main thread and
-    an address that does not answer keep nobody waiting."""
+    an address that does not answer keep no one waiting."""
 
     def __init__(self, host: str, port: int, beat: Beat) -> None:
         """Raises UsageError as `wire.token` does."""
@@ -158,7 +158,7 @@ class Link:
 
     def silent_for(self) -> float:
         """Seconds since the coordinator's last answer, or since the start. Raises RunFailed where
-        something unexpected has ended the beats: nobody would hear of this node any more."""
+        something unexpected has ended the beats: no one would hear of this node any more."""
         if self._failure is not None:
             raise RunFailed(
                 f"node {self.beat.node} cannot take part any more: {in_words(self._failure)}\n"
@@ -197,7 +197,7 @@ class Link:
             connection.close()
 
     def _refusal(self, status: int, nonce: str, content: bytes, signed: str) -> str:
-        """Why an answer is no reply to this node; empty if it is one."""
+        """Why an answer is not a reply to this node; empty if it is one."""
         if status == http.HTTPStatus.FORBIDDEN:
             return f"{TOKEN} is another one there"
         if status != http.HTTPStatus.OK:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.chain.commits import resolved
 from pipeline.chain.plan import Plan
-from pipeline.distributed.launch import Started
+from pipeline.distributed.launch import LaunchInfo
 from pipeline.execution import rundir
 from pipeline.execution.journal import Journal
 from pipeline.execution.resume import Selection
@@ -21,9 +21,9 @@ Beside = Callable[[Plan, Path], AbstractContextManager[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run to start, or to go on with."""
+    """A run to start, or to continue with."""
 
-    plan: Callable[[Started], Plan]
+    plan: Callable[[LaunchInfo], Plan]
     """Makes the plan for what a launcher has started."""
     folder: Callable[[Plan], Path]
     """Makes or finds the run's folder; called once in the whole run."""
@@ -36,7 +36,7 @@ class Job:
     begun: Path | None = None
     """The run's folder, where it may be there already."""
 
-    def planned(self, given: Started) -> Plan:
+    def planned(self, given: LaunchInfo) -> Plan:
         """Return the plan, in which names of the hub have the commits that they had when the run
         began, or have now. Raises RecipeError, and what `plan` raises."""
         plan = self.plan(given)

@@ -27,9 +27,9 @@ from pipeline.execution.rundir import saved_step
 from pipeline.hardware.host import cores_each
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.stalls import landmarks, recorder_environment, report_stall
-from pipeline.utils.files import anonymous_file
+from pipeline.utils.files import memory_file
 from pipeline.utils.garbage import collect_as_usual
-from pipeline.utils.processes import none_left
+from pipeline.utils.processes import kill_descendants
 from pipeline.utils.terminal import shown
 from pipeline.view.screen import Screen
 
@@ -66,7 +66,7 @@ def launch(plan: Plan, spec: RunSpec, screen: Screen) -> None:
             [common | rank_environment(n, plan.per_node) for n in range(plan.per_node)]
         )
         try:
-            with none_left(screen.refresh), ranks:
+            with kill_descendants(screen.refresh), ranks:
                 try:
                     run_ranks(ranks, settings, spec, screen)
                     return
@@ -106,9 +106,9 @@ def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float)
 
 
 def run_ranks(ranks: LocalRanks, settings: Launch, spec: RunSpec, screen: Screen) -> None:
-    """Run the ranks to their end. They meet in a file in memory, which nobody else can open and
+    """Run the ranks to their end. They meet in a file in memory, which no one else can open and
     which ends with them."""
-    store = anonymous_file("store")
+    store = memory_file("store")
     try:
         ranks.start(spec, store, screen.output)
     except OSError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.chain.plan import Plan
-from pipeline.distributed.launch import Started
+from pipeline.distributed.launch import LaunchInfo
 from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, RunStopped, UsageError
@@ -37,7 +37,7 @@ def start_node(job: Job, found: NodePlacement) -> None:
     """Take part in the run as this node. Raises RunFailed, RunStopped, UsageError where strangers
     could take part too, and what the job raises."""
     token(found.host)  # first, while nothing has been started
-    given = Started(per_node=found.procs, nodes=found.max_nodes)
+    given = LaunchInfo(per_node=found.procs, nodes=found.max_nodes)
     if found.node_rank > 0:
         plan = job.plan(given)
         try:

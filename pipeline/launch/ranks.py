@@ -15,7 +15,7 @@ from pipeline.distributed.heartbeat import Heartbeats
 from pipeline.execution.failures import Exit
 from pipeline.execution.run_spec import RunSpec
 from pipeline.hardware.host import oom_kills
-from pipeline.utils.files import anonymous_file, read_all
+from pipeline.utils.files import memory_file, read_all
 from pipeline.utils.processes import kill_sessions, start_child
 
 SHUTDOWN_SECONDS = 10
@@ -34,8 +34,8 @@ class LocalRanks:
         self.places = places
         self.heartbeats = Heartbeats(len(places))
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._stacks = [anonymous_file("stacks") for _ in places]
-        self._failures = anonymous_file("failures")
+        self._stacks = [memory_file("stacks") for _ in places]
+        self._failures = memory_file("failures")
         self._oom_kills = oom_kills()
 
     def __enter__(self) -> LocalRanks:

@@ -72,7 +72,7 @@ def _show_results(plan: Plan, folder: Path) -> None:
 
 
 def _continues(plan: Plan, folder: Path, journal: Journal) -> str:
-    """Say from where a run goes on."""
+    """Say from where a run continues."""
     done = finished_in(plan, journal)
     left = [planned for planned in plan.slots if planned.slot not in done]
     trains = [one.slot for one in left if issubclass(one.gives or object, TrainedRun)]
@@ -208,7 +208,7 @@ class Before:
         """None before the run's first start."""
 
     def put_back(self) -> None:
-        """Write them again, and have nobody count the failure. Raises OSError."""
+        """Write them again, and have no one count the failure. Raises OSError."""
         for name, content in self._files.items():
             if content is None:
                 (self._folder / name).unlink(missing_ok=True)
@@ -218,9 +218,9 @@ class Before:
 
 
 def did_nothing(folder: Path) -> bool:
-    """Whether the newest command, which has failed, is to be undone: it changed the settings of a
-    run that was there, or the training refused to go on under them, and neither a step nor a
-    checkpoint nor a durable result came of it. Raises OSError, JournalDamaged."""
+    """Whether the newest command, which has failed, is undone: it changed the settings of a run
+    that was there, or the training refused to continue under them, and it led to neither a step nor
+    a checkpoint nor a durable result. Raises OSError, JournalDamaged."""
     command = Journal(folder / rundir.JOURNAL).newest_command()
     starts = [event for event in command if event["event"] == "run started"]
     changed = starts[0].get("changed") if starts else None

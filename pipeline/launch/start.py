@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.distributed.environment import STOPPED, is_worker, started, worker_rank
-from pipeline.distributed.launch import Started
+from pipeline.distributed.launch import LaunchInfo
 from pipeline.distributed.launchers import placement, require_task
 from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlacement, combined
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
@@ -76,7 +76,7 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
 
 
 def _start_here(job: Job, procs: int | None) -> None:
-    plan = job.planned(Started(per_node=procs))
+    plan = job.planned(LaunchInfo(per_node=procs))
     folder = job.folder(plan)
     with rundir.locked(folder):
         plan = job.prepared(plan, folder)

@@ -68,8 +68,8 @@ def packed(message: DataclassInstance) -> bytes:
 
 
 def signature(secret: bytes, kind: Literal["beat", "reply"], nonce: str, body: bytes) -> str:
-    """The HMAC-SHA-256 (RFC 2104) of a message, as hexadecimal digits, from which nobody learns
-    the secret. `nonce` is a random number of the beat's, so that no reply fits another beat."""
+    """The HMAC-SHA-256 (RFC 2104) of a message, as hexadecimal digits, from which no one learns the
+    secret. `nonce` is a random number of the beat's, so that no reply fits another beat."""
     return hmac.new(secret, f"{kind}\0{nonce}\0".encode() + body, "sha256").hexdigest()
 
 

@@ -50,8 +50,8 @@ class AdviceRequest:
     """The training to draft a recipe for; None leaves a number to the template. model: fields of
     the model slot. sequence: tokens of a sample. global_batch, micro_batch: samples of an optimizer
     step, and most of a forward pass. compute: dtype that suits the devices, such as `bf16`. survey:
-    the template's survey of the data. reasons: more lines that say why. folder: that of the recipe,
-    from which it names files near it."""
+    the template's survey of the data. reasons: more lines that say why. folder: the recipe's, from
+    which it names files near it."""
 
     name: str
     model: Mapping[str, Any]

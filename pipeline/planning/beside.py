@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chain.plan import Plan
-from pipeline.distributed.launch import Started
+from pipeline.distributed.launch import LaunchInfo
 from pipeline.errors import PipeError
 from pipeline.execution import rundir
 from pipeline.execution.run_spec import RunSpec
@@ -34,7 +34,7 @@ KINDNESS = 19
 
 @contextlib.contextmanager
 def planned_beside(plan: Plan, folder: Path) -> Iterator[None]:
-    """Plan the run in `folder` in a process of its own while the body runs it. Without a plan of
+    """Plan the run in `folder` in a separate process while the body runs it. Without a plan of
     memory, whatever the reason, the run is shown without it."""
     process = None
     with contextlib.suppress(OSError):
@@ -89,7 +89,7 @@ def record(found: MemoryPlan) -> dict[str, Any]:
 def main(spec: RunSpec, procs: int, per_node: int) -> int:
     """Write the plan of a run on so many processes into its folder. Returns the exit code."""
     os.nice(KINDNESS)
-    started = Started(procs=procs, per_node=per_node, nodes=procs // per_node)
+    started = LaunchInfo(procs=procs, per_node=per_node, nodes=procs // per_node)
     try:
         found = estimated(spec.plan(started))
     except PipeError as error:

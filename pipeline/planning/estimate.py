@@ -70,7 +70,7 @@ def ask_planners(job: Job, profile: Profile) -> Results:
 
 
 def combine(topology: Topology, results: Results) -> Estimate:
-    """Combine all forecasts. Raises UsageError without that of a strategy or a step."""
+    """Combine all forecasts. Raises UsageError without a strategy's or a step's."""
     why = "this recipe cannot be planned: {}"
     profile = results.require(Profile, "the model has no profile")
     step = results.require(Step, why.format("no slot forecasts a training step"))

@@ -143,8 +143,8 @@ class PipelineStage:
 @dataclass(frozen=True, kw_only=True)
 class PipelineRank:
     """One of `ranks` ranks of a pipeline, whose numbers are `apart` from each other: its stages,
-    and its passes in order. idle: share of a step in which it has nothing to do. microbatches:
-    those of the schedule, which may be more than those with samples."""
+    and its passes in order. idle: share of a step in which it has nothing to do. microbatches: the
+    schedule's, which may be more than there are with samples."""
 
     ranks: int = 1
     apart: int = 1

@@ -39,7 +39,7 @@ others published, 25 took over 8 % more than their plans."""
 RUNS = Path("runs")
 """Default folder of runs."""
 FULL_ENOUGH = 0.25
-"""Least share of a GPU's memory in tensors for its loss to be that of a full GPU."""
+"""Least share of a GPU's memory in tensors for its loss to be a full GPU's."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Rate:
 class Hardware:
     """Machines of one kind. kind, device_memory, price: the device's name, bytes, and price per
     hour. host_memory: bytes of a node. rates: by resource. peak: operations per second by the data
-    sheet, of which large matrix products reach the share `matmul`. None: not known."""
+    sheet; large matrix products reach the share `matmul`. None: not known."""
 
     kind: str | None = None
     device_memory: int | None = None

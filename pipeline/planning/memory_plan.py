@@ -11,13 +11,13 @@ from pipeline.chain.artifacts import training_slots
 from pipeline.chain.plan import Plan
 from pipeline.chain.registry import Registry
 from pipeline.contracts.precision import Precision
-from pipeline.distributed.launch import Started
+from pipeline.distributed.launch import LaunchInfo
 from pipeline.importing.unknown_keys import plan_recipe
 from pipeline.planning import hardware as machinery
 from pipeline.planning.estimate import Estimate, ask_planners, combine
 from pipeline.planning.hardware import Hardware, HardwareOptions, Margins
 from pipeline.planning.planner import Job, Planners, no_planner
-from pipeline.planning.profile import profile_of
+from pipeline.planning.profile_cache import profile_of
 from pipeline.planning.shapes import ModelShape, Topology
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
 
@@ -114,7 +114,7 @@ def check(
     """Check a recipe for the machines of the options. Raises RecipeError."""
     # Options replace the recipe's device; one in the overrides contradicts them.
     lines = [*(["launch.device=cuda"] if machines.on_gpus else []), *overrides]
-    started = Started(procs=machines.procs)
+    started = LaunchInfo(procs=machines.procs)
     return plan_recipe(recipe, lines, registry=registry, forecast=True, started=started)
 
 

@@ -3,11 +3,11 @@
 A planner has an entry point in the group `pipe.planners`, under the stage's name; a stage that
 needs nothing worth counting says so instead, with a class attribute `nothing_to_plan = True`. A
 planner derives from `Planner`, and may have two more methods, whose further parameters are
-annotated, like those of `run`, with the types that they need from earlier slots:
+annotated, as in `run`, with the types that they need from earlier slots:
 
 - `forecast(self, topology, ...)` returns the stage's needs (`pipeline.planning.forecast`);
 - `trace(self, ctx, ...)` stands for the stage's `run` where the model is profiled on tensors
-  without values: a stage that gives the model returns it, one that trains calls `TraceScope.run`.
+  without values: a stage that returns the model does, one that trains calls `TraceScope.run`.
 
 Importing a planner imports no torch.
 """
@@ -50,8 +50,8 @@ class TraceScope:
 @dataclass(frozen=True, kw_only=True)
 class Saving:
     """A change of a stage's own fields with which a step needs less memory. order: position among
-    the savings of all stages, which are tried in order; one for each kind. beside: fields of other
-    slots to change with it, by the type that the slot gives."""
+    the savings of all stages, which are tried in order; one for each kind. `beside`: fields of
+    other slots to change with it, by the type that the slot returns."""
 
     order: int
     what: str
@@ -162,7 +162,7 @@ class Planners(Plugins[type[Planner[Any]]]):
     noun = "planner of stage"
 
     def fault(self, loaded: Any) -> str:
-        """The reason why an object is no planner; empty for a planner."""
+        """The reason why an object is not a planner; empty for a planner."""
         is_planner = isinstance(loaded, type) and issubclass(loaded, Planner)
         return "" if is_planner else "is not a Planner"
 

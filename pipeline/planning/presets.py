@@ -38,7 +38,7 @@ class Strategy(Preset):
 
 def presets(planners: Planners, use: str) -> Mapping[str, Preset]:
     """Presets of a stage's planner by name. Raises PluginError, naming the planner, if it cannot
-    give them or one of them is no Preset."""
+    give them or one of them is not a Preset."""
     kind = planners.find(use) or Planner
     try:
         found = dict(kind.presets())

@@ -49,8 +49,8 @@ def overrides(changes: Changes) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchBase:
-    """A recipe on given machines, whose plans with changes are compared. options: those that name
-    these machines, if they are not those of the command. cannot: orders of savings that the model
+    """A recipe on given machines, whose plans with changes are compared. options: the ones that
+    name these machines, if they are not the command's. cannot: orders of savings that the model
     turned out not to support."""
 
     recipe: Path
@@ -93,7 +93,8 @@ class AppliedSaving(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A recipe with savings, possibly under another strategy. start: changes besides savings."""
+    """A recipe with savings, possibly under another strategy. start: changes in addition to
+    savings."""
 
     base: SearchBase
     start: Changes
@@ -107,7 +108,7 @@ class Candidate:
 
     @property
     def changes(self) -> Changes:
-        """All changes; those of fields go into the new slot where a whole slot is replaced."""
+        """All changes; changes of fields go into the new slot where a whole slot is replaced."""
         made = dict(self.start)
         for path, value in self.saving.items():
             slot, _, name = path.partition(".")
@@ -327,7 +328,7 @@ def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]
 
 
 def remedies(memory_plan: MemoryPlan, base: SearchBase) -> Iterator[Candidate]:
-    """Changes with which a recipe would fit, at most one of each kind: savings of its own stages,
+    """Changes with which a recipe would fit, at most one of each kind: savings of its stages,
     another strategy, more nodes. Raises PipeError if the recipe itself cannot be planned."""
     own = relaxed(most_saving(base, {}))
     if own.fits:

@@ -47,7 +47,7 @@ class Weight:
         return math.prod(self.whole or self.shape)
 
     def holders(self, shards: int) -> int:
-        """Number of shards of the part, if weights that are no experts have `shards`."""
+        """Number of shards of the part, if weights that are not experts have `shards`."""
         return max(shards // self.experts, 1)
 
     def bytes(self, size: int) -> int:
@@ -64,12 +64,12 @@ class Weight:
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A language model's weights by unit: the root's, which belong to no block, in module order,
-    and those of one block of each kind; blocks of a kind differ in their names only. blocks: the
-    number of each block's kind. late: names of the root's trained weights whose gradients come
-    before those of any block. tied: whether the embedding is the head as well. parameters: elements
-    of all weights, with each 4-bit number as one; exported: without adapters; proven: of the root
-    and the largest block of the export. behind: names of the root's weights after the blocks. ends:
-    names of the weights of the embedding, if that is a plain table, and of the head."""
+    and one block's of each kind; blocks of a kind differ in their names only. blocks: the number of
+    each block's kind. late: names of the root's trained weights whose gradients come before any
+    block's. tied: whether the embedding is the head as well. parameters: elements of all weights,
+    with each 4-bit number as one; exported: without adapters; proven: of the root and the largest
+    block of the export. `behind`: names of the root's weights after the blocks. ends: names of the
+    weights of the embedding, if that is a plain table, and of the head."""
 
     root: tuple[Weight, ...]
     kinds: tuple[tuple[Weight, ...], ...]
@@ -178,9 +178,8 @@ class OptimizerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Ranks of a run: processes over all nodes, one a device, and those of one node; `device` is
-    `cpu` or `cuda`. shares: number of data-parallel ranks; None: all. stages: ranks of a
-    pipeline."""
+    """Ranks of a run: processes over all nodes, one a device, and one node's; `device` is `cpu` or
+    `cuda`. shares: number of data-parallel ranks; None: all. stages: ranks of a pipeline."""
 
     ranks: int
     local_ranks: int

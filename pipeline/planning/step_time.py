@@ -18,9 +18,9 @@ PRODUCTS = 0.8
 """Rate of a training's matrix products against the best ones (`Accelerator.matmul`): 70 % of an
 A100's peak, 64 % of an H100's. Fitted to the throughputs above."""
 ATTENTION = 0.55
-"""Rate of attention kernels against that of products. Forward and backward of FlashAttention-2
-reach about 190 TFLOP/s on an A100 (Dao 2023) and 350 on an H100 (Shah et al. 2024) on long causal
-samples: 0.7 and 0.45 of the best products."""
+"""Rate of attention kernels, as a part of the rate of products. Forward and backward of
+FlashAttention-2 reach about 190 TFLOP/s on an A100 (Dao 2023) and 350 on an H100 (Shah et al. 2024)
+on long causal samples: 0.7 and 0.45 of the best products."""
 REACHED = {MEMORY: 0.75, INSIDE: 0.75, BETWEEN: 0.75, UP: 0.8, DOWN: 0.8}
 """Share of a data sheet's rate that programs reach. Copies within a GPU's memory reach nine tenths;
 kernels of a step are smaller. NCCL's large all-reduces reach 230 of an A100's 300 GB/s (nccl-tests,

@@ -84,7 +84,7 @@ def inline(value: Any) -> str:
 
 
 def with_value(text: str, path: KeyPath, value: Any, *, after: str, note: str) -> str | None:
-    """The text with a value at `path`: in place of the one that is there, or else as a new entry
+    """The text with a value at `path`: instead of the one that is there, or else as a new entry
     after the key `after` of the same mapping. `note` becomes a comment of a new line. None where
     that would change anything else, as in a layout with anchors, or where the text has neither."""
     written, expected = _edited(text, path, value, after=after, note=note), _values(text)

@@ -1,8 +1,7 @@
 """Data -> a stage, or every problem in it.
 
 pydantic validates the plain dataclass, strictly. Data is validated as JSON, in which text becomes a
-path and a list a tuple, but "8" is no number and 1 is no boolean.
-"""
+path and a list a tuple, but "8" is not a number and 1 is not a boolean."""
 
 from __future__ import annotations
 

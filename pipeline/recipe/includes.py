@@ -22,7 +22,7 @@ MAX_FILES = 100
 
 class Sources:
     """Reads files into one tree; keeps every file read and every problem found. A file without any
-    of the top-level `keys` is no recipe, and nothing in it is shown."""
+    of the top-level `keys` is not a recipe, and nothing in it is shown."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = keys
@@ -162,7 +162,7 @@ def hint_for(path: Path) -> str:
 
 
 def other_kind(path: Path) -> str:
-    """Return what to do with a file that is no recipe."""
+    """Return what to do with a file that is not a recipe."""
     if path.suffix in DATA or path.suffix == ".json":
         init = f"it looks like data: pipe init --data {shown_path(path)} writes a recipe"
         return init if path.suffix != ".json" else f"{init}; {OTHER_TOOLS}"

@@ -37,7 +37,7 @@ SLOT = re.compile(r"[a-z][a-z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Header:
+class RecipeSettings:
     """Top-level settings of a recipe, without its stages."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
@@ -54,7 +54,7 @@ class Header:
     start."""
 
 
-HEADER_KEYS = tuple(Header.__dataclass_fields__)
+HEADER_KEYS = tuple(RecipeSettings.__dataclass_fields__)
 TOP_LEVEL = (*HEADER_KEYS, "extends", "stages")
 
 
@@ -70,7 +70,7 @@ class SlotSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(Header):
+class Recipe(RecipeSettings):
     """A merged recipe. Fields of stages are not validated yet; `make_plan` does that."""
 
     stages: Mapping[str, SlotSpec]
@@ -126,10 +126,10 @@ def read_recipe(
     data, unresolved = resolve(tree)
     places = places_of(tree)
     given = {key: value for key, value in data.items() if key in HEADER_KEYS}
-    header, wrong_header = build(Header, given, places=places, path=())
+    header, wrong_header = build(RecipeSettings, given, places=places, path=())
     stages, wrong_slots = _slots(data.get("stages"), places)
     recipe = Recipe(
-        **vars(header or Header(name="unnamed")),
+        **vars(header or RecipeSettings(name="unnamed")),
         stages=stages,
         places=places,
         source_files=tuple(sources.files),
@@ -147,7 +147,10 @@ def recipe_of(values: Mapping[str, Any], place: Location) -> Recipe:
     data, problems = resolve(tree)
     places = places_of(tree)
     header, wrong = build(
-        Header, {key: data[key] for key in HEADER_KEYS if key in data}, places=places, path=()
+        RecipeSettings,
+        {key: data[key] for key in HEADER_KEYS if key in data},
+        places=places,
+        path=(),
     )
     stages, wrong_slots = _slots(data.get("stages"), places)
     if header is None or problems or wrong or wrong_slots:
@@ -253,7 +256,7 @@ def _as_slot(slot: str, value: Any, *, command_line: bool) -> str:
 
 
 def reserved(slot: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a slot that are no fields of its stage."""
+    """The keys of a slot that are not fields of its stage."""
     return {key: slot[key] for key in RESERVED if slot.get(key)}
 
 

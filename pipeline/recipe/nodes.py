@@ -12,7 +12,7 @@ from pipeline.recipe.scalars import Scalar
 KeyPath = tuple[str | int, ...]
 """Keys and list indexes from the recipe's root: `("stages", "train", "steps")`."""
 USE, TAKES = RESERVED = "use", "takes"
-"""Keys of a slot that are no fields of its stage: the stage's name, and the slots that give its
+"""Keys of a slot that are not fields of its stage: the stage's name, and the slots that give its
 artifacts."""
 
 
@@ -141,12 +141,12 @@ def places_of(root: Node) -> SourceMap:
 
 @dataclass(frozen=True, kw_only=True)
 class MissingKey(Problem):
-    """A key that has to be there."""
+    """A key that must be there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoSlot(Problem):
-    """A key at the place of a slot whose value is no mapping."""
+    """A key at the place of a slot whose value is not a mapping."""
 
     name: str
 

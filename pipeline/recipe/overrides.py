@@ -37,7 +37,8 @@ class Meant:
 
 
 def torn(word: str, after: Sequence[str]) -> Meant | None:
-    """Return what is meant by a word that is no override, given those after it; None for one."""
+    """Return what is meant by a word that is not an override, given those after it; None for
+    one."""
     if word.endswith((".yaml", ".yml")) and "=" not in word:
         hint = "a command takes one recipe; name one that it is laid over in its `extends`"
         return Meant(hint=hint)

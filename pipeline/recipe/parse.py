@@ -70,7 +70,7 @@ class _Open:
 
 def parse(text: str, *, locate: Locate, folder: Path) -> tuple[Node | None, list[Problem]]:
     """The root node and every mistake found. The node is None for an empty text and when the text
-    is no YAML at all (then there is a problem)."""
+    is not YAML at all (then there is a problem)."""
     return _Parser(locate, folder).parse(text)
 
 

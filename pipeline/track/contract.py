@@ -32,7 +32,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, run: RunFacts, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Begin, or go on in the run that an earlier call began. `state` is what that call
+        """Begin, or continue in the run that an earlier call began. `state` is what that call
         returned, as JSON; empty the first time."""
 
     @abstractmethod

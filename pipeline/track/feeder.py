@@ -91,7 +91,7 @@ class Feeder:
             yield
 
     def open(self, run: RunFacts) -> None:
-        """Begin, or go on where an earlier process has ended."""
+        """Begin, or continue where an earlier process has ended."""
         kept = json_object(self._file)
         self.sent = Sent(**kept.get("sent", {}))
         self._state = self.tracker.open(run, kept.get("state", {}))

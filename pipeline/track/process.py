@@ -21,7 +21,7 @@ from pipeline.execution.run_spec import RunSpec
 from pipeline.track.contract import Outcome
 from pipeline.track.feeder import Feeder, facts_of, failure, feeders
 from pipeline.utils.processes import received
-from pipeline.utils.terminal import guard, hide_environment
+from pipeline.utils.terminal import hide_environment, redact_output
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks at the run's folder."""
@@ -36,7 +36,7 @@ def main(spec: RunSpec, slot: str, seconds: float) -> int:
     # libraries print what nobody asked for, and what they start would keep it open
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    guard()
+    redact_output()
     hide_environment()
     ending, folder = listen(seconds), Path(spec.run_dir)
     try:

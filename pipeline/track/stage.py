@@ -25,7 +25,7 @@ class TrackerStage(ABC):
 
     nothing_to_plan: ClassVar[bool] = True
     package: ClassVar[str] = ""
-    """Module that has to be installed; empty if none has."""
+    """Module that must be installed; empty if none has."""
     extra: ClassVar[str] = ""
     """Extra of this distribution that installs it."""
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from pipeline.utils.processes import none_left, signal_with
+from pipeline.utils.processes import kill_descendants, signal_with
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -23,8 +23,8 @@ def main(parent: int, command: Sequence[str]) -> int:
     for number in ENDING:
         signal.signal(number, _leave)
     signal_with(parent, signal.SIGTERM)
-    with none_left():
-        # `none_left` finds what is in another session
+    with kill_descendants():
+        # `kill_descendants` finds what is in another session
         code = subprocess.Popen(command, start_new_session=True).wait()
     return code if code >= 0 else 128 - code
 

@@ -134,7 +134,7 @@ def overwrite(path: Path, text: str) -> None:
 
 def wait_for_lock(file: IO[Any]) -> None:
     """Hold the lock of an open file until it is closed; the system frees the lock of a killed
-    process. Where the file system has no locks, nobody waits for anybody."""
+    process. Where the file system has no locks, no one waits for anybody."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
@@ -142,7 +142,7 @@ def wait_for_lock(file: IO[Any]) -> None:
             raise
 
 
-def anonymous_file(purpose: str) -> int:
+def memory_file(purpose: str) -> int:
     """A descriptor of a file in memory, which is gone with the last process that has it open."""
     return os.memfd_create(f"pipe-{purpose}")
 
@@ -152,7 +152,7 @@ def read_all(descriptor: int) -> bytes:
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
-def try_writing(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Raise OSError where a file could not be written, before the work whose result it is for. An
     existing file stays, and no new one is left."""
     new = not path.exists()

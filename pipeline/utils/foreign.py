@@ -1,8 +1,7 @@
 """Files that others may have made: only regular ones, and no more bytes than there should be.
 
-A folder that somebody has sent can hold a FIFO or a device in place of a file, which would be read
-for ever, a link to any file of ours, and files of any size that take no room on the disk.
-"""
+A folder that somebody has sent can hold a FIFO or a device instead of a file, which would be read
+for ever, a link to any file of ours, and files of any size that take no room on the disk."""
 
 from __future__ import annotations
 

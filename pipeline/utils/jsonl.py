@@ -83,8 +83,8 @@ class Tail:
         return self._file is not None
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the complete records that are new; none if there is no file. A line that is no
-        JSON object is passed over, and one without an end is read when it has one. Raises
+        """Return the complete records that are new; none if there is no file. A line that is not
+        a JSON object is passed over, and one without an end is read when it has one. Raises
         OSError."""
         self.replaced = False
         try:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.utils.files import anonymous_file, read_all
+from pipeline.utils.files import memory_file, read_all
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -24,7 +24,7 @@ GRACE = "--outlives="
 that started it."""
 
 
-def own_module(module: str, *arguments: str) -> list[str]:
+def module_command(module: str, *arguments: str) -> list[str]:
     """The command that runs one of the project's modules in a new process, whatever modules of the
     same name lie in the current folder or on PYTHONPATH."""
     return [sys.executable, "-P", "-m", "pipetrain", "-m", module, *arguments]
@@ -33,7 +33,7 @@ def own_module(module: str, *arguments: str) -> list[str]:
 def ended_with_this(command: Sequence[str]) -> list[str]:
     """The command so that it ends with this process, however that ends, and with it everything that
     it has started. It should lead a session, and be asked to end by SIGTERM."""
-    return own_module("pipeline.utils.ended_with", str(os.getpid()), *command)
+    return module_command("pipeline.utils.ended_with", str(os.getpid()), *command)
 
 
 def die_with(parent: int) -> None:
@@ -53,7 +53,7 @@ def signal_with(parent: int, number: int) -> None:
 
 
 @contextlib.contextmanager
-def none_left(waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
+def kill_descendants(waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Kill what the body started in other sessions (ranks have their own) and left running, once
     those with GRACE have had their time, in which `waiting` is called now and then.
 
@@ -128,11 +128,11 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Start a module of the project, which finds `message` by `received`. `ps` shows the arguments
     `shown`, such as the run's folder. `options` are Popen's. Raises OSError."""
-    descriptor = anonymous_file("message")
+    descriptor = memory_file("message")
     try:
         os.write(descriptor, json.dumps(message).encode())
         return subprocess.Popen(
-            own_module(module, str(descriptor), *shown),
+            module_command(module, str(descriptor), *shown),
             pass_fds=[*pass_fds, descriptor],
             **options,
         )

@@ -48,7 +48,7 @@ def device_of(tensor: Tensor) -> torch.device:
 
 class HostCopy:
     """A copy of a small tensor that the device sends to the host once it has computed it, so that
-    the host can go on until it needs the numbers."""
+    the host can continue until it needs the numbers."""
 
     def __init__(self, values: Tensor) -> None:
         self._values, self._sent = values, None

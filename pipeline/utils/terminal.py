@@ -1,6 +1,6 @@
 """Text for people that cannot command their terminal and shows no environment variable's value.
 
-All that a process writes to its standard output and error goes through a `Guarded` stream.
+All that a process writes to its standard output and error goes through a `RedactingStream` stream.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _spelled(match: re.Match[str]) -> str:
     return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
 
 
-class Guarded:
+class RedactingStream:
     """A text stream that writes what may be shown. The carriage return that a progress bar begins
     with is let through."""
 
@@ -265,19 +265,19 @@ class Guarded:
         return getattr(self.stream, name)
 
 
-def guard() -> None:
-    """Wrap this process's standard output and error in a `Guarded` stream, once, and hide the
+def redact_output() -> None:
+    """Wrap this process's standard output and error in a `RedactingStream`, once, and hide the
     environment's secrets. See `hide_environment` for processes of a run."""
     hide_secrets()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, Guarded):
-            setattr(sys, name, Guarded(stream))
+        if stream is not None and not isinstance(stream, RedactingStream):
+            setattr(sys, name, RedactingStream(stream))
 
 
 def bare(stream: TextIO) -> TextIO:
     """The stream itself, for our own colours and bars of text that is `shown` already."""
-    return stream.stream if isinstance(stream, Guarded) else stream
+    return stream.stream if isinstance(stream, RedactingStream) else stream
 
 
 class ShownFormatter(logging.Formatter):

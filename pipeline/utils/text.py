@@ -66,7 +66,7 @@ def human(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return `0:05`, `12:34`, `3:05:09` or `2 d 3:05:09`; `?` for what is no number."""
+    """Return `0:05`, `12:34`, `3:05:09` or `2 d 3:05:09`; `?` for what is not a number."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(max(0, round(seconds)), 60)

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from pipeline.hardware.telemetry import GpuReading, Telemetry
-from pipeline.utils.terminal import Guarded, bare, shown
+from pipeline.utils.terminal import RedactingStream, bare, shown
 from pipeline.view.live import ASCII, UNICODE, Header, drawing
 from pipeline.view.run import Run
 from pipeline.view.screen import LinePipe, Now, Screen
@@ -89,7 +89,7 @@ def _printing_above(console: Console) -> Iterator[None]:
     """Have what this process prints in the body appear above the display, guarded as before."""
 
     def above(stream: TextIO) -> TextIO:
-        return cast(TextIO, Guarded(cast(TextIO, FileProxy(console, bare(stream)))))
+        return cast(TextIO, RedactingStream(cast(TextIO, FileProxy(console, bare(stream)))))
 
     before = sys.stdout, sys.stderr
     replaced = sys.stdout, sys.stderr = above(sys.stdout), above(sys.stderr)

@@ -1,4 +1,4 @@
-"""A run by its folder: while it goes on, and all that the folder says of it."""
+"""A run by its folder: while it continues, and all that the folder says of it."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class History(Run):
     """All that a run's folder says of it: for reports, comparisons and other programs."""
 
     def __init__(self, folder: Path, *, ended: bool = False) -> None:
-        """Read the folder; with `ended` it is known that nothing goes on there. Raises UsageError
+        """Read the folder; with `ended` it is known that nothing continues there. Raises UsageError
         if it holds no run, RecipeError if its recipe cannot be read, and JournalDamaged. A recipe
         that names variables which are not set here is read."""
         rundir.existing(folder)
@@ -219,8 +219,8 @@ class History(Run):
 
 
 def labelled(found: Mapping[str, Training], slots: Callable[[], Sequence[str]]) -> list[Training]:
-    """A run's trainings in order; one without records if there are none. Those of several have
-    their slots as labels: `slots` returns the slots that train, and is called only then."""
+    """A run's trainings in order; one without records if there are none. Several have their slots
+    as labels: `slots` returns the slots that train, and is called only then."""
     if found.keys() <= {""}:
         return [found.get("", Training())]
     first, *others = slots() or ("the first training",)

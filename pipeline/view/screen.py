@@ -117,7 +117,7 @@ class LinePipe:
     """A pipe for another process's lines, which never makes this one wait."""
 
     SIZE = 1 << 20
-    """Bytes that it holds while nobody reads, if the system allows as much."""
+    """Bytes that it holds while no one reads, if the system allows as much."""
 
     def __init__(self) -> None:
         self._read, self.write = os.pipe()

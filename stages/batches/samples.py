@@ -1,8 +1,7 @@
 """Samples of a data slot in micro-batches, compared with what the slot promises of them.
 
 The loss of a step is divided by the number of targets that `targets` says, before a sample is read:
-a wrong number would scale the gradient, and nobody would see it.
-"""
+a wrong number would scale the gradient, and no one would see it."""
 
 from __future__ import annotations
 
@@ -81,8 +80,8 @@ def read(
 def _per_token(
     data: Data, samples: Samples, index: int, sample: Sample
 ) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Columns with an entry for each token, other than ids. Raises DataError for labels that are no
-    tokens, positions that are not of whole documents, and names that are taken."""
+    """Columns with an entry for each token, other than ids. Raises DataError for labels that are
+    not tokens, positions that are not of whole documents, and names that are taken."""
     labels = np.asarray(sample.labels)
     yield "labels", labels
     if odd := labels[(labels < 0) & (labels != NO_TARGET)].tolist():

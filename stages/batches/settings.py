@@ -21,7 +21,7 @@ class BatchPlan:
         ("steps", "epochs"),
         ("micro_batch_size", "accumulation"),
     )
-    """Fields of which at most one is set, for hints."""
+    """At most one of these fields is set, for hints."""
 
     global_batch_size: Count
     """Samples in one optimizer step, over all ranks and micro-batches."""

@@ -54,7 +54,7 @@ class CheckpointSettings:
 
     @property
     def retention(self) -> Retention:
-        """Rules of which checkpoints to keep."""
+        """Rules for checkpoints to keep."""
         from pipeline.checkpoint import Retention
 
         return Retention(last=self.keep, every=self.keep_every, best=self.keep_best)

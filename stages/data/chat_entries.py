@@ -27,8 +27,8 @@ Made = Sequence[encode.Encoded | encode.Dropped]
 FORM = "form "
 """Prefix of the counts of an entry's rows by form."""
 NULLS, CUT = "nulls", "cut shorter"
-"""Further counts of rows: of JSON files, of which nulls were removed; and of which earlier versions
-kept a token more."""
+"""Further counts of rows: of JSON files without their nulls; and with a token more in earlier
+versions."""
 DROPPED = {encode.UNRENDERED: "dropped as unrendered", encode.EMPTY_ANSWER: "dropped as empty"}
 """Reasons why `data.chat` drops turns that it may train on, and the counts of the rows."""
 _BATCH = 64

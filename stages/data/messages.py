@@ -220,7 +220,7 @@ def checked(row: Row, messages: Any, key: str, names: Names) -> list[dict[str, A
 def listed(row: Row, value: Any, where: str) -> Any:
     """Return a list of objects that is written in another way as a list: as JSON text, or as an
     object of lists, one for each key, as `datasets` writes sequences of objects. Other values are
-    returned as they are. Raises DataError for text that is no JSON, and lists of other lengths."""
+    returned as they are. Raises DataError for text that is not JSON, and lists of other lengths."""
     if isinstance(value, str):
         if value.strip() not in ("", "null") and value.lstrip()[0] not in "[{":
             raise row.error(f"`{where}` is text, not a list")

@@ -125,7 +125,7 @@ class Mistakes:
             self._errors.append(error)
 
     def add_file(self, error: DataError) -> None:
-        """Count a file that cannot be read; raise where rows are dropped: a file is no row."""
+        """Count a file that cannot be read; raise where rows are dropped: a file is not a row."""
         if self._treatment == "drop":
             raise error
         self.add(error)

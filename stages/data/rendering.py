@@ -187,8 +187,8 @@ class Renderer:
         return str(text)
 
     def explained(self, chat: Conversation, *refused: Refused) -> DataError:
-        """Return what a template refuses of a conversation, for people: of the first of its forms
-        of which it takes the most messages."""
+        """Return what a template refuses of a conversation, for people: of the form whose messages
+        it takes most of."""
 
         def renders(messages: Messages, extra: Mapping[str, Any] = chat.extra) -> bool:
             other = dataclasses.replace(chat, extra=extra)

@@ -21,7 +21,7 @@ PARQUET = (".parquet",)
 KNOWN = TEXT + JSON_LINES + JSON + PARQUET
 
 Report = Callable[[DataError], object]
-"""Takes a row that cannot be read; raises, or returns to go on with the next."""
+"""Takes a row that cannot be read; raises, or returns to continue with the next."""
 
 LARGEST_LINE = 64 << 20
 """Bytes. A longer line is a mistake, and would be held in memory many times over."""
@@ -178,7 +178,7 @@ _MARKING = json.JSONDecoder(object_pairs_hook=_marked)
 
 def parsed_json(row: Row, text: str, what: str = "") -> Any:
     """Return the value of a JSON text in a row; `what` names the text unless it is the whole row.
-    Raises the row's error if it is no JSON, or has an object with a key twice."""
+    Raises the row's error if it is not JSON, or has an object with a key twice."""
     value, repeats = _decoded(row, text, what)
     return _require_once(row, value, what) if repeats else value
 

@@ -198,7 +198,7 @@ def block_count(tokens: int, length: int) -> int:
 
 
 class JoinedSamples(Samples):
-    """Samples of several sets, each of which counts its own."""
+    """Samples of several sets; each counts its own."""
 
     @abstractmethod
     def _divided(self, indices: Indices) -> Iterator[tuple[Samples, Indices]]:

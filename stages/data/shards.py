@@ -142,9 +142,8 @@ class ShardStore:
     without reading earlier shards. Only lines with the same settings count.
 
     Processes of a node share `folder`: a lock for each shard lets one of them tokenise it. The
-    first of them removes shards that are no longer kept; a process that still has one open goes on
-    reading it.
-    """
+    first of them removes shards that are no longer kept; a process that still has one open
+    continues reading it."""
 
     def __init__(
         self, shards: Sequence[Shard], folder: Path, documents: DocumentEntries, capacity: int

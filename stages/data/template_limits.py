@@ -1,10 +1,9 @@
 """Chat templates rendered within bounds of time and memory.
 
 A template is a program that comes with a model. transformers runs it in Jinja's sandbox, which lets
-it touch nothing, but go on for ever and ask for any amount of memory. So it runs in another
+it touch nothing, but continue for ever and ask for any amount of memory. So it runs in another
 process, forked at the first use, whose limits the system enforces; one that breaks them is killed,
-and the next call starts another.
-"""
+and the next call starts another."""
 
 from __future__ import annotations
 

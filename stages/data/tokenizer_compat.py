@@ -117,7 +117,7 @@ def token_sizes(tokenizer: Any) -> tuple[NDArray[np.int64], str] | None:
 
 
 def cutter(tokenizer: Any) -> Callable[[str], list[str]]:
-    """Return a function that cuts texts where their tokens allow it, perhaps nowhere."""
+    """Return a function that cuts texts where their tokens allow it, possibly nowhere."""
 
     def pieces(text: str) -> list[str]:
         found, start = list[str](), 0

@@ -82,7 +82,7 @@ class _Marked:
         return changed
 
     def _after(self, text: Any, said: str) -> Any:
-        """Return a text with a mark after its last character that is no white space."""
+        """Return a text with a mark after its last character that is not white space."""
         if not isinstance(text, str) or not text.strip():
             return text
         end = len(text.rstrip())

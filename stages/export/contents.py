@@ -70,7 +70,8 @@ class ModelContents:
         return self.source.merge_trained(self.trained)
 
     def plan(self, beside: str) -> ExportPlan:
-        """The tensors and their files; `beside` is a digest of all else. Raises StageError."""
+        """The tensors and their files; `beside` is a digest of everything else. Raises
+        StageError."""
         view = self.source.export_view
         return make_plan(view, self.weights, self.dtype, self.max_shard_size, beside=beside)
 
@@ -135,7 +136,8 @@ class AdapterContents:
         return f"{imports}\nmodel = {load}"
 
     def plan(self, beside: str) -> ExportPlan:
-        """The tensors and their file; `beside` is a digest of all else. Raises StageError."""
+        """The tensors and their file; `beside` is a digest of everything else. Raises
+        StageError."""
         held = set(self.trained.names())
         missing = [name for name in self.source.trained if name not in held]
         if missing:

@@ -1,7 +1,6 @@
 """Run an export: plan, write, prove, put in place. All ranks write and read back; rank 0 decides.
 
-An interrupted export goes on with the files that it has not finished.
-"""
+An interrupted export continues with the files that it has not finished."""
 
 from __future__ import annotations
 
@@ -98,7 +97,7 @@ def _exported(
 
 
 def _write_all(ctx: Context, plan: ExportPlan, partial: Path, begun: Manifest) -> Manifest:
-    """Write the files that are missing, after reading back those of an interrupted export."""
+    """Write the files that are missing, after reading back the files of an interrupted export."""
     done = begun
     missing = [part for part in plan.parts if not _is_whole(ctx, partial, part, begun)]
     if len(missing) < len(plan.parts):

@@ -1,5 +1,5 @@
 """Models in memory that write text, for `pipe chat` and `pipe generate`: from a folder, or from
-weights that nobody has exported."""
+weights that no one has exported."""
 
 from __future__ import annotations
 

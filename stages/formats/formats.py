@@ -59,10 +59,9 @@ class Dcp(StateFormat):
     """Model and optimizer as torch.distributed.checkpoint saves what `get_model_state_dict` and
     `get_optimizer_state_dict` return, flattened (torchtitan) or not (accelerate, Trainer).
 
-    `.metadata` is a pickle, of which only the classes that describe tensors are admitted. A tied
-    weight is stored under each of its names; equal copies become one tensor again. A parameter
-    without optimizer state counts as frozen.
-    """
+    `.metadata` is a pickle; only the classes that describe tensors are admitted. A tied weight is
+    stored under each of its names; equal copies become one tensor again. A parameter without
+    optimizer state counts as frozen."""
 
     name = "dcp"
 

@@ -1,7 +1,6 @@
 """A checkpoint of transformers' Trainer, read as a state.
 
-Its `optimizer.pt` numbers parameters; their names are those of the model in `config.json`.
-"""
+Its `optimizer.pt` numbers parameters; their names are as in the model in `config.json`."""
 
 from __future__ import annotations
 

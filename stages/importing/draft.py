@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     kind: str
     table: Callable[[Mapping[str, Any], str, str], Mapping[str, Any]]
     blocking: bool = False
-    """Whether no recipe is written if one is no block."""
+    """Whether no recipe is written if one is not a block."""
 
 
 class Draft:

@@ -159,7 +159,7 @@ def deepspeed(draft: Draft, file: ConfigFile) -> dict[str, Any]:
 
 
 def _named(draft: Draft, file: ConfigFile, *none: Any) -> Callable[[Any], RuleResult]:
-    """Return the rule of a key that names another file, which has to be given too, or is `none`."""
+    """Return the rule of a key that names another file, which must be given too, or is `none`."""
     files = {each.path.name for each in draft.files}
     return lambda value: outcome(
         why("off") if value in none
@@ -169,7 +169,7 @@ def _named(draft: Draft, file: ConfigFile, *none: Any) -> Callable[[Any], RuleRe
 
 
 def _set_engine_defaults(draft: Draft) -> None:
-    """Those of DeepSpeed 0.19."""
+    """DeepSpeed 0.19's."""
     own, alone = "DeepSpeed's default", TRAINER_KIND not in draft.kinds
     steps, scheduled = draft.given("optimizer"), draft.given("deepspeed.schedule")
     cosine = scheduled and draft.value("deepspeed.schedule") == "cosine"

@@ -40,7 +40,7 @@ TABLES = rules.load(
 
 
 class LlamaFactory(RecipeTranslator):
-    """A recipe of LLaMA-Factory, with its dataset_info.json and the DeepSpeed JSON of its own."""
+    """A recipe of LLaMA-Factory, with its dataset_info.json and its DeepSpeed JSON."""
 
     name = "llama_factory"
     tool = "LLaMA-Factory"

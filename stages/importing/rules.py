@@ -39,7 +39,7 @@ Block: TypeAlias = Mapping[str, Any]
 TABLES: dict[str, dict[str, Any]] = {}
 """Name -> table, of all files that were loaded."""
 SHARED = ("words", "script", "fsdp")
-"""Tables whose rows those of all tables may name."""
+"""Tables whose rows every table's rows may name."""
 OUTCOMES: Mapping[str, Any] = {"ignored": "default", "untranslated": "not translated"}
 CHOOSE = "choose another optimizer stage (`pipe stages`), and a rate for it"
 FOREIGN = "other optimizer"
@@ -66,7 +66,7 @@ def rows(line: str) -> dict[str, str]:
 
 def load(file: str, *functions: Callable[..., Any], **values: Any) -> Mapping[str, dict[str, Any]]:
     """Read the tables of a file, and return all tables. Their rows name these functions and values,
-    those of the files that were loaded before, and shared rows."""
+    what earlier files define, and shared rows."""
     NAMES.update({each.__name__: each for each in functions}, **values)
     for name, found in lines(file):
         table = TABLES[name.removesuffix(" =")] = {}
@@ -89,7 +89,7 @@ def load(file: str, *functions: Callable[..., Any], **values: Any) -> Mapping[st
 
 
 def _rules(line: str, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a line with their rules, or those of the table that it names."""
+    """Yield the keys of a line, or of the table that it names, with their rules."""
     if line[0] == "+":
         other, *words = line[2:].split()
         prefix = "".join(word for word in words if word[0] != "-")
@@ -152,7 +152,7 @@ class Rule:
             return outcome(str(error))
 
     def _fact(self, fact: str, rest: str, end: str, value: Any) -> RuleResult:
-        """Return the outcome of a value that makes a fact, or has to be one of some."""
+        """Return the outcome of a value that makes a fact, or must be one of some."""
         sign, _, then = rest.partition(" ")
         if fact == "always":
             usual = value is None or value == "auto" or _among(value, rest)

@@ -36,8 +36,8 @@ TOOLS = {
     for name, _, rest in (line.partition(": ") for line in dict(rules.lines("tools"))["signs ="])
     for signs, _, advice in [rest.partition(" -- ")]
 }
-"""Tool -> sets of keys, those of blocks dotted, of which its files have all of one; and what to do
-with a file that is not translated."""
+"""Tool -> sets of keys, dotted in blocks; its files have all keys of one set; and what to do with a
+file that is not translated."""
 
 
 def tool_of(content: Mapping[str, Any]) -> str | None:

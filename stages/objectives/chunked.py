@@ -36,8 +36,8 @@ def chunked_cross_entropy(
     products in the dtype of `hidden`, softmax in fp32 (torch's own `linear_cross_entropy` rounds
     the sum to the dtype of `hidden`).
 
-    Gradients are computed with the loss (Hsu et al. 2024, Liger Kernel, section 3.2), those of the
-    weight summed over chunks in fp32.
+    Gradients are computed with the loss (Hsu et al. 2024, Liger Kernel, section 3.2), the weight's
+    summed over chunks in fp32.
 
     `weight` and `bias` may be parts, by the vocabulary, on a mesh of one axis (`VocabularyShard`);
     `hidden` and `labels` are then equal on all of them, and so are the loss and the gradient of
@@ -189,8 +189,8 @@ class _Gradients(NamedTuple):
             self.bias.add_(gradient.sum(0, dtype=torch.float32))
 
     def whole(self, group: ProcessGroup | None, *inputs: Tensor | None) -> list[Tensor | None]:
-        """The gradients in the dtypes of the inputs; that of `hidden` is summed over the ranks of
-        `group`, each of which has a part of the vocabulary (collective)."""
+        """The gradients in the dtypes of the inputs; the gradient by `hidden` is summed over the
+        ranks of `group`, which divide the vocabulary (collective)."""
         if group is not None and self.hidden is not None:
             torch.distributed.all_reduce(self.hidden, group=group)
         return [

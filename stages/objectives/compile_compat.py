@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 LOG = logging.getLogger("pipe")
 GRAPHS = 64
-"""Graphs of one function that are compiled before torch gives up on it. Its own limit of 8 is
+"""Graphs of one function that are compiled before torch stops compiling it. Its own limit of 8 is
 passed by an ordinary training: kinds of blocks, times training and evaluation, times inputs that
 need a gradient or none (the first block's, with frozen embeddings), times the first shape, others,
 and those with a single sample."""
@@ -24,7 +24,7 @@ GIVEN_UP = re.compile(r"torch\._dynamo hit config\.\w+ \((\d+)\)\s+function: '(\
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`function` compiled by torch.compile with these options, so that many blocks, recomputed ones
-    too, share its graphs; the log says if torch gives up on it."""
+    too, share its graphs; the log says if torch does not compile it any more."""
     config = torch._dynamo.config
     # By default torch compiles no recomputed part that assigns to anything, as modules do that a
     # strategy casts and casts back while they run (`stages/wrap/build.py`).

@@ -19,11 +19,11 @@ dtype."""
 
 def loss_of_logits(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
     """The cross-entropy in nats of each target token, 0 for others, fp32 of shape (tokens,), and
-    with `gradient` that of their sum by `logits` (tokens, vocabulary), in their memory and dtype.
+    with `gradient` the gradient of their sum by `logits` (tokens, vocabulary), in their memory and
+    dtype.
 
     All is computed in fp32 and rounded at the end: softmax, less one at the target; zero for tokens
-    without target. Beside `logits` one fp32 matrix of their shape is in memory.
-    """
+    without target. In addition to `logits`, one fp32 matrix of their shape is in memory."""
     largest = logits.amax(-1, keepdim=True).float()
     columns, own = _targets(logits, labels, largest)
     # Kernels of GPUs read and write numbers of several dtypes; those of CPUs copy all to one first.

@@ -165,8 +165,8 @@ class ModelScorer:
         request: ScoreRequest,
         columns: TokenScores,
     ) -> dict[str, Tensor]:
-        """Scores from all logits, shape (lines, length, vocabulary), of which ranks may have
-        parts."""
+        """Scores from all logits, shape (lines, length, vocabulary), whole or divided among
+        ranks."""
         if request.values:
             return {"values": whole_vocabulary(local_part(logits), _shard(logits))}
         found = dict[str, Tensor]()
@@ -196,7 +196,7 @@ class ModelScorer:
         return found if self._group is None else all_reduce(found, self._group)
 
     def _complete(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Scores of whole sequences, from those of this rank's slices (collective)."""
+        """Scores of whole sequences, from the scores of this rank's slices (collective)."""
         if self._group is None:
             return found
         group = self._group
@@ -218,8 +218,8 @@ def _shard(logits: Tensor) -> VocabularyShard | None:
 def _in_chunks(
     hidden: Tensor, head: nn.Linear, own: MicroBatch, request: ScoreRequest, columns: TokenScores
 ) -> Tensor:
-    """Return the sum of log-probabilities, or the token scores, shape (lines, length, columns), in
-    place of the head's logits."""
+    """Return the sum of log-probabilities, or the token scores, shape (lines, length, columns),
+    instead of the head's logits."""
     chunk, backend = request.chunk, request.compiled_by
     assert chunk is not None
     flat, labels = hidden.reshape(-1, hidden.shape[-1]), own.labels.reshape(-1)

@@ -52,9 +52,8 @@ class TokenScores(NamedTuple):
     ) -> Tensor:
         """The scores of tokens, fp32, shape (tokens, columns); 0 for tokens without target.
 
-        `logits` (tokens, vocabulary), of which this rank may have a `shard`; `labels` (tokens,) and
-        `candidates` (tokens, k) of int64. Collective with a shard, and the same on its ranks.
-        """
+        `logits` (tokens, vocabulary), whole or this rank's `shard`; `labels` (tokens,) and
+        `candidates` (tokens, k) of int64. Collective with a shard, and the same on its ranks."""
         wide, trained = logits.float(), labels != NO_TARGET
         vocabulary = _Vocabulary(wide, shard)
         normaliser = vocabulary.normaliser()
@@ -125,7 +124,7 @@ class _Vocabulary(NamedTuple):
 
 
 def whole_vocabulary(logits: Tensor, shard: VocabularyShard | None) -> Tensor:
-    """Logits (..., vocabulary) of fp32 from those of a shard (collective)."""
+    """Logits (..., vocabulary) of fp32 from a shard's (collective)."""
     if shard is None:
         return logits.float()
     ends = shard.first, shard.whole - shard.first - shard.size

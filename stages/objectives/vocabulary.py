@@ -70,8 +70,8 @@ class VocabularyShard(NamedTuple):
     def loss_and_gradient(
         self, logits: Tensor, labels: Tensor, gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The loss of each token, and with `gradient` that of their sum by this rank's `logits`
-        (tokens, own rows of the vocabulary) of fp32, in their memory (collective)."""
+        """The loss of each token, and with `gradient` the gradient of their sum by this rank's
+        `logits` (tokens, own rows of the vocabulary) of fp32, in their memory (collective)."""
         columns, here = self.columns(labels)
         columns = columns[:, None]
         largest = self.largest(logits)

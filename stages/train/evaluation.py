@@ -81,7 +81,7 @@ def _improves(loss: float, known: float | None, stopping: EarlyStopping) -> bool
 
 
 def reason_to_stop(progress: Progress, stopping: EarlyStopping | None) -> str:
-    """Reason for early stopping; empty if training goes on."""
+    """Reason for early stopping; empty if training continues."""
     if stopping is None or progress.patience.get("evaluations", 0) < stopping.patience:
         return ""
     known = progress.patience.get("eval_loss")

@@ -1,4 +1,4 @@
-"""A finished training in place of a train stage."""
+"""A finished training instead of a train stage."""
 
 from __future__ import annotations
 

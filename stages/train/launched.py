@@ -17,7 +17,7 @@ from stages.train.stragglers import StragglerWatch
 
 @dataclass(kw_only=True, eq=False)
 class LaunchedSteps:
-    """Tells of each step once, in order: to the progress, the callbacks, the watch of the ranks.
+    """Reports each step once, in order: to the progress, the callbacks, the watch of the ranks.
 
     While nothing needs the numbers of a step, they are read after the launch of the next, on which
     the device works meanwhile. That is the same step on every rank, so all decide alike."""

@@ -189,7 +189,7 @@ class Training:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Tell of all steps so far, and leave the body's time out of the speed of training."""
+        """Report all steps so far, and leave the body's time out of the speed of training."""
         self.launched.tell()
         self.reporter.show()
         with collected_as_usual():

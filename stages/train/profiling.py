@@ -64,12 +64,12 @@ class Profiler:
         self._dist = dist
 
     def due(self, step: int) -> bool:
-        """Whether the step of this number is to be recorded."""
+        """Whether the step of this number is recorded."""
         return step in self._steps
 
     def run(self, step: int, take: Callable[[], T]) -> tuple[T, Profile | None]:
-        """Call `take`, the step of this number; returns its result. If the step is to be recorded,
-        write its trace, and return its profile too (collective)."""
+        """Call `take`, the step of this number; returns its result. If the step is recorded, write
+        its trace, and return its profile too (collective)."""
         if not self.due(step):
             return take(), None
         device, ranks = self._engine.device, self._dist.world_size

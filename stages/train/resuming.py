@@ -1,4 +1,4 @@
-"""Checks of a checkpoint that training goes on from: it belongs to this model, data, seed and
+"""Checks of a checkpoint that training continues from: it belongs to this model, data, seed and
 global batch, and leaves steps to take."""
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Anomalies:
         return "rollback" in (self.non_finite, self.spike)
 
     def without_rollback(self) -> Anomalies:
-        """The same policy with `skip` in place of `rollback`."""
+        """The same policy with `skip` instead of `rollback`."""
         non_finite: Action = "skip" if self.non_finite == "rollback" else self.non_finite
         spike: Action | None = "skip" if self.spike == "rollback" else self.spike
         return replace(self, non_finite=non_finite, spike=spike)

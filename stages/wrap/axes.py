@@ -1,8 +1,8 @@
 """Axes of parallelism next to the data-parallel one: fields of stages, and the layout of ranks.
 
 Outermost first, the axes are pipeline, data, context, tensor. Ranks of a tensor-parallel group are
-neighbours, since they exchange activations in every layer; then those of a context-parallel group,
-which exchange them in every attention.
+neighbours, since they exchange activations in every layer; a context-parallel group exchanges them
+in every attention.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ SEVERAL_STAGES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZ
 FOLDED = ("ZBVZeroBubble",)
 """Schedules whose first and last stage are on one rank."""
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules that compute gradients of inputs first, and those of weights later."""
+"""Schedules that compute gradients of inputs first, and of weights later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ class Axes:
     @property
     def streams(self) -> int:
         """Number of streams of random numbers. Ranks of a tensor-parallel group share one, since
-        what they all compute has to be the same."""
+        what they all compute must be the same."""
         return self.ranks // self.tensor
 
     @classmethod
@@ -223,10 +223,12 @@ def required(stage: Any, procs: int) -> Axes:
     return axes
 
 
-def data_ranks(stage: Any, procs: int) -> int:
-    """See `pipeline.DividesRanks`."""
-    axes = Axes.of(stage, procs)
-    return 0 if axes is None else axes.data
+class OnAxes:
+    """A wrap stage with fields of axes; see `pipeline.DividesRanks`."""
+
+    def data_ranks(self, procs: int) -> int:
+        axes = Axes.of(self, procs)
+        return 0 if axes is None else axes.data
 
 
 def least_microbatches(schedule: str, ranks: int, count: int) -> int:

@@ -1,6 +1,6 @@
 """From a model source to a module that can be trained, and the check of the engine made of it.
 
-A strategy gives `build_module` its way of sharding; the rest is the same for all.
+A strategy passes `build_module` its way of sharding; the rest is the same for all.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
     """
 
     def visible(module: nn.Module) -> Iterator[nn.Module]:
-        """The module and its children, with those of a container, which nothing calls."""
+        """The module and its children, and children of a container, which nothing calls."""
         yield module
         for child in module.children():
             yield from visible(child) if isinstance(child, CONTAINERS) else [child]
@@ -217,14 +217,12 @@ def verify_engine(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> 
         raise EngineMismatch("what runs is not what the recipe asks for: " + "; ".join(differences))
 
 
-def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
-    """The module's parameters, tied ones once, as an OptimizerPlan groups them."""
-    yield from named_parts(module, [module])
-
-
-def named_parts(whole: nn.Module, parts: Iterable[nn.Module]) -> Iterator[NamedParameter]:
-    """The parameters of the whole model; those of other ranks' parts are without memory."""
-    here = {name: one for part in parts for name, one in part.named_parameters()}
+def named_parameters(
+    whole: nn.Module, parts: Iterable[nn.Module] | None = None
+) -> Iterator[NamedParameter]:
+    """The model's parameters, tied ones once, as an OptimizerPlan groups them. Where ranks have
+    parts of the model, this one `parts`, parameters of other ranks are without memory."""
+    here = {name: one for part in parts or () for name, one in part.named_parameters()}
     for name, parameter in whole.named_parameters():
         kind = type(whole.get_submodule(name.rpartition(".")[0]))
         own, number = here.get(name, parameter), 0

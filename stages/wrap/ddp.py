@@ -9,13 +9,12 @@ from typing import Annotated
 from annotated_types import Gt
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
-from stages.wrap import axes
-from stages.wrap.axes import ContextParallel
+from stages.wrap.axes import ContextParallel, OnAxes, required
 from stages.wrap.axis_checks import axis_problems, gradient_problems
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ddp:
+class Ddp(OnAxes):
     """Replicate the model on every rank and average gradients (torch DistributedDataParallel)."""
 
     bucket_cap_mb: Annotated[int, Gt(0)] = 25
@@ -33,9 +32,6 @@ class Ddp:
 
     context_parallel: ContextParallel | None = None
     """Divide the tokens of every sample among ranks; null keeps each sample on one rank."""
-
-    def data_ranks(self, procs: int) -> int:
-        return axes.data_ranks(self, procs)
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from axis_problems(self, plan)
@@ -55,5 +51,5 @@ class Ddp:
 
         fields = "bucket_cap_mb", "gradient_as_bucket_view", "static_graph"
         settings = {name: getattr(self, name) for name in (*fields, "find_unused_parameters")}
-        asked = axes.required(self, ctx.dist.world_size)
+        asked = required(self, ctx.dist.world_size)
         return build(ctx, model, precision, optimizer, asked, settings)

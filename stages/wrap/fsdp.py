@@ -15,17 +15,14 @@ from pipeline import (
     Problem,
     traits,
 )
-from stages.wrap.axes import SPLIT_BACKWARD, Axes, data_ranks
+from stages.wrap.axes import SPLIT_BACKWARD, Axes, OnAxes
 from stages.wrap.axis_checks import axis_problems
 from stages.wrap.fsdp_fields import FsdpFields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fsdp(FsdpFields):
+class Fsdp(FsdpFields, OnAxes):
     """Shard parameters, gradients and optimizer state across ranks (torch fully_shard, FSDP2)."""
-
-    def data_ranks(self, procs: int) -> int:
-        return data_ranks(self, procs)
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from axis_problems(self, plan)

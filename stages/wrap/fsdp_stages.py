@@ -13,14 +13,14 @@ from pipeline import Precision, planning
 from pipeline.planning import IN_BACKWARD, Kind, ModelShape, Moment, Pass, PipelineRank, Topology
 from stages.wrap.axes import FOLDED, least_microbatches, required
 from stages.wrap.fsdp import Fsdp
-from stages.wrap.fsdp_planner import Sharded
+from stages.wrap.fsdp_memory import Sharded
 from stages.wrap.pipeline.split import layer_ranges, stages_of
 from stages.wrap.torch_planner import EMBEDDINGS, ROOT, UnitAmounts
 
 TOKEN = 8
 """Bytes of a token's number."""
 TIMES: dict[Any, int] = {"forward": 1, "backward": 2, "inputs": 1, "weights": 1}
-"""Time of a pass, in that of a forward: backward has twice the products."""
+"""Time of a pass, in forward passes: backward has twice the products."""
 Orders = Sequence[Sequence[tuple[Kind, int, int, int]]]
 """The passes of each rank: kind, number of the stage on its rank and among all, micro-batch."""
 

@@ -21,7 +21,7 @@ from pipeline import (
     StageError,
 )
 from pipeline.utils import local_part
-from stages.wrap.build import named_parts
+from stages.wrap.build import named_parameters
 from stages.wrap.shards import aliases, flat, stored_tensors
 from stages.wrap.whole_matrices import MatrixExchange
 
@@ -47,12 +47,12 @@ def make_optimizers(
     plan: OptimizerPlan, module: nn.Module, parts: Sequence[nn.Module] | None = None
 ) -> list[LivePart]:
     """The optimizers of the plan's parts that have parameters on this rank, in groups of the whole
-    `module`, of which the rank may have `parts` only. Each group keeps its base rate as
+    `module`; the rank may have some `parts` of it only. Each group keeps its base rate as
     `initial_lr`. Raises StageError if nothing is trained."""
     parts = [module] if parts is None else parts
     here = {one for part in parts for one in part.parameters()}
     found = []
-    divided = plan.divide(named_parts(module, parts))
+    divided = plan.divide(named_parameters(module, parts))
     for number, (part, own) in enumerate(zip(plan.parts, divided, strict=True)):
         groups = []
         for group in groups_of(part, own) if own else ():
@@ -160,8 +160,8 @@ def require_known(
 def _require_declared(
     state: Mapping[str, Any], part: OptimizerPart, optimizer: str, *, least: bool = True
 ) -> None:
-    """Raise StageError for keys other than those of the part; some may be missing without `least`,
-    as before a first update."""
+    """Raise StageError for keys that the part does not have; with `least`, for
+    missing ones too, which a first update may still make."""
     counted = {UPDATES} if part.counts_updates else set[str]()
     kept = {key for key, value in state.items() if value is not None} - counted
     if kept - set(part.moments) or (least and kept != set(part.moments)):
@@ -184,7 +184,7 @@ class _Started(dict[str, Any]):
 def declared_state(optimizer: Optimizer, part: OptimizerPart) -> Iterator[None]:
     """Raise StageError if the update in the body looks for state that the part does not declare, or
     adds such state to a parameter's, next to these or to a group: no checkpoint would have it, and
-    a resume would go on without. What a rule keeps in its own attributes is not seen."""
+    a resume would continue without it. What a rule keeps in its own attributes is not seen."""
 
     def settings(group: Mapping[str, Any]) -> dict[str, Any]:
         """A group's numbers and words but its count of updates and its rate, set in each step."""
@@ -291,8 +291,8 @@ def grouped_state(
     module: nn.Module, plan: OptimizerPlan, parts: Iterable[nn.Module]
 ) -> EngineState:
     """The part of a training state that never changes, in the plan's groups of parameters of the
-    whole `module`, of which this rank has `parts`."""
-    held = [one for one in named_parts(module, parts) if one.parameter.numel()]
+    whole `module`; this rank has `parts` of it."""
+    held = [one for one in named_parameters(module, parts) if one.parameter.numel()]
     names = {one.parameter: one.name for one in held}
     groups = [
         group_state(part, group, [names[one] for one in group["params"]])

@@ -1,7 +1,7 @@
 """This rank's elements of sharded tensors: where they lie in the full ones, as few regular tiles,
 and how they are loaded from the model's source.
 
-Every rank reads the bytes of its own elements and no others, into the memory where they stay. Ranks
+Every rank reads the bytes of its elements and no others, into the memory where they stay. Ranks
 that hold the same elements share the reading and send each other what they read, unless reading is
 faster than sending.
 """
@@ -102,7 +102,7 @@ def held_ranges(
 ) -> tuple[list[Ranges], set[int]]:
     """Ranges of each dimension that the process at a place of the mesh holds, in its order, empty
     ones where it has no elements; and the dimensions that are cut. Raises StageError for a
-    placement that is no division.
+    placement that does not divide.
 
     fully_shard cuts what tensor parallelism has cut before, whatever the order of the mesh's axes:
     of an axis whose placement is strided because a later axis cuts the same dimension, the later

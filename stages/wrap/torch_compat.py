@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pipeline import StageError, dtype_name
-from pipeline.utils import plural
+from pipeline.utils import local_part, plural
 
 
 def no_buffer_sync() -> dict[str, Any]:
@@ -92,15 +93,15 @@ def require_reduced(model: nn.Module) -> None:
 def split_of(placement: Placement) -> int | None:
     """Number of chunks into which a dimension is split before each is cut for the ranks: 1, or
     more where a later axis cuts it again, as tensor parallelism under fully_shard. None for a
-    placement that is no cut."""
+    placement that does not cut."""
     if isinstance(placement, _StridedShard):
         return int(placement.split_factor)
     return 1 if type(placement) is Shard else None
 
 
 def packed(dim: int, parts: int) -> Placement:
-    """Placement of a matrix that holds `parts` equal matrices one after the other along `dim`, each
-    of which is sharded."""
+    """Placement of a matrix that holds `parts` equal matrices one after the other along `dim`; each
+    is sharded."""
     return _StridedShard(dim, split_factor=parts)
 
 
@@ -109,9 +110,13 @@ def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(tensors)
 
 
-def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors of one device and dtype, in place, by a scalar, in few kernels."""
-    torch._foreach_mul_(tensors, factor)
+def multiply(tensors: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply tensors, in place, by a scalar that is the same on every rank, in few kernels."""
+    kinds: dict[Any, list[Tensor]] = defaultdict(list)
+    for part in map(local_part, tensors):
+        kinds[part.device, part.dtype].append(part)
+    for (device, _), same in kinds.items():
+        torch._foreach_mul_(same, factor.to(device))
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -51,7 +50,7 @@ from stages.wrap.optimizer_state import (
 )
 from stages.wrap.passes import Passes
 from stages.wrap.shards import flat, stored_tensors, tile_fragments, tiles_of
-from stages.wrap.torch_compat import divides_gradients, multiply_all, norms_of, step_divided
+from stages.wrap.torch_compat import divides_gradients, multiply, norms_of, step_divided
 
 
 def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
@@ -84,15 +83,6 @@ def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
     return norm
 
 
-def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply the gradients, in place, by a scalar that is the same on every rank."""
-    kinds: dict[Any, list[Tensor]] = defaultdict(list)
-    for part in map(local_part, gradients):
-        kinds[part.device, part.dtype].append(part)
-    for (device, _), same in kinds.items():
-        multiply_all(same, factor.to(device))
-
-
 GROWTH, BACKOFF = 2.0, 0.5
 
 
@@ -120,7 +110,7 @@ class LossScaler:
         return LossScale(scale=self.scale, good_steps=self._good_steps)
 
     def restore(self, saved: LossScale) -> None:
-        """Go on from a checkpoint. The interval stays the recipe's."""
+        """Continue from a checkpoint. The interval stays the recipe's."""
         self.scale, self._good_steps = saved.scale, saved.good_steps % self._interval
 
 
@@ -164,7 +154,7 @@ class TorchEngine(Engine):
         return self.passes.axes.data * self.passes.axes.context
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Surround one forward and backward; in the `last` of a step, gradients have to be reduced
+        """Surround one forward and backward; in the `last` of a step, gradients must be reduced
         over ranks."""
         return nullcontext()
 
@@ -179,7 +169,7 @@ class TorchEngine(Engine):
         return self.passes.evaluate(batches, measure)
 
     def common_facts(self) -> dict[str, Any]:
-        """The facts of `describe` that all torch engines share. Parameters have to be sharded."""
+        """The facts of `describe` that all torch engines share. Parameters must be sharded."""
         parameters = [one for part in self.parts for one in part.parameters()]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         master = dtype_names(trained)
@@ -225,7 +215,7 @@ class TorchEngine(Engine):
         return StepReport(grad_norm=sent, applied=applied, loss_scale=scale)
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Norm of the whole model's gradient, of which this rank has `gradients` (collective)."""
+        """Norm of the whole model's gradient; this rank has `gradients` of it (collective)."""
         return total_norm(gradients)
 
     def _update(self, gradients: list[list[Tensor]], norm: Tensor, scale: float) -> None:

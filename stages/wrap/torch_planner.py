@@ -74,7 +74,7 @@ class TorchMemory(planning.StrategyMemory):
         units = {*model.ends[0], *model.ends[1]} if self._ends else ()
         late = [w for w in model.root if w.trained and w.name in model.late]
         self._head = sum(w.elements for w in late if w.name not in units)
-        """Elements of the root's weights whose gradients come before those of blocks."""
+        """Elements of the root's weights whose gradients come before the blocks' gradients."""
 
     def _amounts(self, amount: Callable[[Weight], int]) -> UnitAmounts:
         return UnitAmounts(self._model, amount, ends=self._ends)
@@ -151,8 +151,8 @@ class Replicated(TorchMemory):
         return copies, sizes.reduce * self._head * is_sent, 0
 
     def _reduced(self, moment: Moment, place: int) -> int:
-        """Elements in buckets, and in addition the computed gradients except those of the unit in
-        backward. The first gradient of a tied weight waits for the second."""
+        """Elements in buckets plus gradients computed so far, without the unit in backward. The
+        first gradient of a tied weight waits for the second."""
         trained, table, event = self._own.all, self._model.embedding, moment.event
         if event == "load":  # gradients are laid into buckets, whole or one by one
             return trained + (self._own.largest if self._views else trained)

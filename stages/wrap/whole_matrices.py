@@ -7,7 +7,6 @@ from the same values in the same place, whatever divides it, and copies get equa
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import defaultdict
@@ -34,7 +33,7 @@ class MatrixExchange:
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[int, ...], list[_Bucket]] = {}
-        self._group = functools.cache(_group)
+        self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
 
     def __call__(
         self,
@@ -58,7 +57,14 @@ class MatrixExchange:
         for layout in map(_layout, parameters):
             by_ranks[layout.ranks].append(layout)
         for ranks, layouts in by_ranks.items():
-            group, work = self._group(ranks), [0] * len(ranks)
+            if len(ranks) > 1 and ranks not in self._groups:  # collective among these ranks
+                everyone = len(ranks) == dist.get_world_size()
+                self._groups[ranks] = (
+                    dist.group.WORLD
+                    if everyone
+                    else dist.new_group(list(ranks), use_local_synchronization=True)
+                )
+            group, work = self._groups.get(ranks), [0] * len(ranks)
             bucket, matrices, elements = list[_Layout](), 0, 0
             for layout in sorted(layouts, key=lambda one: -one.cost):
                 bucket.append(layout)
@@ -69,16 +75,6 @@ class MatrixExchange:
                     bucket, matrices, elements = [], 0, 0
             if bucket:
                 yield _Bucket(bucket, work, group)
-
-
-def _group(ranks: tuple[int, ...]) -> ProcessGroup | None:
-    """The group of these ranks (collective among them); None for one rank."""
-    if len(ranks) == 1:
-        return None
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    group: ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
-    return group
 
 
 class _Layout(NamedTuple):
@@ -103,7 +99,7 @@ class _Layout(NamedTuple):
 
 def _layout(parameter: nn.Parameter) -> _Layout:
     """The layout of a DTensor, or of a tensor that all ranks hold. Raises StageError for a
-    placement that is no division."""
+    placement that does not divide."""
     extra = max(2 - parameter.ndim, 0)
     shape = (1,) * extra + tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
@@ -175,7 +171,7 @@ class _Bucket:
     def __init__(
         self, layouts: Sequence[_Layout], work: list[int], group: ProcessGroup | None
     ) -> None:
-        """`work` is the work of each rank so far, to which that of this bucket is added."""
+        """`work` is the work of each rank so far; the bucket adds its own."""
         self._layouts, self._group = layouts, group
         own, everyone = 0 if group is None else dist.get_rank(group), range(len(work))
         owned: list[list[_Matrix]] = [[] for _ in work]
@@ -261,8 +257,8 @@ class _Bucket:
             yield parameter, own
 
     def _memory(self, parts: Sequence[Tensor]) -> Tensor:
-        """An empty tensor of the parts' dtype, on the device that exchanges them: that of the mesh,
-        for offloaded parameters too."""
+        """An empty tensor of the parts' dtype, on the device that exchanges them: of offloaded
+        parameters, the mesh's."""
         dtype, *others = {part.dtype for part in parts}
         if others:
             raise StageError(f"parts of whole matrices have dtypes {dtype} and {others[0]}")
@@ -275,7 +271,7 @@ class _Bucket:
         self, like: Tensor, outgoing: Sequence[Route], send: Visit, incoming: Sequence[Route],
         take: Visit, *, several: bool = True,
     ) -> None:  # fmt: skip
-        """Call `send` to fill the memory of each outgoing piece, and `take` with that of each
+        """Call `send` to fill the memory of each outgoing piece, and `take` with the memory of each
         incoming one, which other ranks have sent if there are `several` (collective)."""
         out, into = (
             [sum(math.prod(piece.shape) for piece in route) for route in routes]

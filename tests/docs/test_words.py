@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs import words
 
-KINDS = [words.messages, words.help_pages, words.pages, words.files]
+KINDS = [words.messages, words.docstrings, words.help_pages, words.pages, words.files]
 
 
 @pytest.mark.parametrize("texts", KINDS, ids=lambda kind: kind.__name__)

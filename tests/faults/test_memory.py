@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.commands.run import with_plan
-from pipeline.distributed.launch import Started
+from pipeline.distributed.launch import LaunchInfo
 from pipeline.errors import RunFailed
 from pipeline.execution import failures
 from pipeline.execution.failures import Exit
@@ -45,7 +45,7 @@ def test_what_a_plan_says_is_beside(tmp_path: Path) -> None:
     stages["data"] = {"use": "data.text", "files": "./text.txt", "sequence_length": 8}
     recipe = write(tmp_path / "recipe.yaml", stages)
 
-    def make(started: Started) -> Plan:
+    def make(started: LaunchInfo) -> Plan:
         return plan_file(recipe, started=started)
 
     with pytest.raises(RunFailed) as caught, with_plan(make):

@@ -44,7 +44,7 @@ def halved(wrap: Fsdp) -> Fsdp:
 
 def train_tiny(dist: DistContext, folder: str, name: str, plain: bool) -> list[float]:
     """Train by the recipe's stages up to `train`; `plain` without its axes. Return the losses."""
-    plan = plan_file(FOLDER / f"{name}.yaml", (), here=False)
+    plan = plan_file(FOLDER / f"{name}.yaml", (), for_this_machine=False)
     stages: dict[str, Any] = {step.slot: step.stage for step in plan.slots}
     ctx = context(dist, folder)
     model = {"path": None, "revision": None, "config": MODELS[name], "init": "random"}

@@ -38,7 +38,7 @@ def test_all_promised_recipes_are_there() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_passes_the_check_and_names_itself(path: Path) -> None:
-    plan = plan_file(path, (), here=False)
+    plan = plan_file(path, (), for_this_machine=False)
     assert plan.recipe.name == path.stem
     assert plan.warnings == ()
     adapter = ["adapter"] if path.stem in ADAPTED else []
@@ -54,7 +54,7 @@ def test_recipe_passes_the_check_and_names_itself(path: Path) -> None:
 
 
 def test_a_recipe_s_second_training_takes_the_model_of_the_first() -> None:
-    plan = plan_file(FOLDER / "two_trainings.yaml", (), here=False)
+    plan = plan_file(FOLDER / "two_trainings.yaml", (), for_this_machine=False)
     taken = {step.slot: set(step.inputs.values()) for step in plan.slots}
     assert taken["trained"] == {"train", "model"}
     assert taken["wrap_chat"] == {"trained", "precision", "optimizer"}
@@ -97,7 +97,7 @@ def test_what_is_replicated_fits_no_smaller_gpu() -> None:
 
 
 def settings(path: Path) -> dict[str, Any]:
-    plan = plan_file(path, (), here=False)
+    plan = plan_file(path, (), for_this_machine=False)
     return {step.slot: (step.use, dataclasses.asdict(step.stage)) for step in plan.slots}
 
 

@@ -22,7 +22,7 @@ _MACHINE = ("/dev", "/proc", "/sys")
 
 def named_paths(recipe: Recipe) -> tuple[list[str], list[str]]:
     """Return the absolute paths that a recipe names and that are here, its own files first, without
-    paths inside others; and the ones that are not here. Those of an environment variable are not
+    paths inside others; and the ones that are not here. Paths of an environment variable are not
     written down."""
     texts = texts_in(recipe.public().get("stages", {}))
     named = [_folder(Path(text)) for text in texts if text.startswith("/") and "://" not in text]

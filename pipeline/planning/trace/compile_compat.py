@@ -1,9 +1,8 @@
 """A backend of torch's compiler for traces: code is cut into forward and backward as inductor cuts
 it, and run operation by operation; private names of torch.
 
-`torch.compile(..., backend=traced_backend())` gives such code. It is counted as fused kernels,
-which write only what a product reads, or what is left at the end.
-"""
+`torch.compile(..., backend=traced_backend())` returns such code. It is counted as fused kernels,
+which write only what a product reads, or what is left at the end."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from typing import Any
 
 BACKEND, INDUCTOR = "pipetrain_traced", "torch._inductor.compile_fx"
 COUNTING: list[Callable[[bool], contextlib.AbstractContextManager[None]]] = []
-"""Functions that count a piece of compiled code in their body, of which the last one does. They
-take whether it recomputes what activation checkpointing did not keep."""
+"""Functions that count a piece of compiled code in their body, as the last one does. They take
+whether it recomputes what activation checkpointing did not keep."""
 
 
 @functools.cache

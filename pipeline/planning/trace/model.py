@@ -20,7 +20,7 @@ class Structure:
     """A model's weights and blocks. root: weights outside of blocks, tied ones once; `tied` says
     whether two of their names share one. towers: weights of the blocks of other parts than the
     language model. signatures: everything that distinguishes a block from others but its number.
-    behind, ends: as in `ModelShape`."""
+    `behind`, ends: as in `ModelShape`."""
 
     root: Sequence[Weight]
     blocks: Sequence[Sequence[Weight]]
@@ -92,8 +92,8 @@ def _traits(module: nn.Module) -> tuple[Any, ...]:
 
 
 def kinds(signatures: Sequence[Any]) -> list[int]:
-    """Number of each block's kind. The first block is a kind of its own: nothing before it may need
-    a gradient."""
+    """Number of each block's kind. The first block is a separate kind: nothing before it may need a
+    gradient."""
     known: dict[Any, int] = {}
     return [known.setdefault((n == 0, one), len(known)) for n, one in enumerate(signatures)]
 

@@ -101,7 +101,7 @@ class BareModel:
         self._tracker.enter(self._phase, part, given)
 
     def _mark(self, tensors: Any, part: Part) -> None:
-        """Begin the part when backward gives the first of these tensors its gradient."""
+        """Begin the part when backward computes the gradient of the first of these tensors."""
         first = next((one for one in tensors_in(tensors) if one.is_floating_point()), None)
         if first is not None and first.requires_grad:
             first.register_hook(lambda _: self._enter(part))  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ COLLECTIVES: dict[str, Collective] = {
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, `operation` stands for every operation on tensors, those of compiled code too."""
+    """Inside, `operation` stands for every operation on tensors, in compiled code too."""
 
     supports_higher_order_operators = True
     """Otherwise torch refuses operators of operators, which compiled code has."""
@@ -64,7 +64,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def adds_gradients(function: Any, args: Any) -> bool:
     """Whether this is the autograd engine's addition of two gradients of one tensor. Without a
-    dispatch mode it happens in place, if the first argument is no DTensor and nothing else holds
+    dispatch mode it happens in place, if the first argument is not a DTensor and nothing else holds
     it."""
     in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
     if function is not torch.ops.aten.add.Tensor or not in_backward:
@@ -126,7 +126,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The tensor behind a DTensor, without an operation; any other tensor itself."""
+    """The local tensor of a DTensor, without an operation; any other tensor itself."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
@@ -134,7 +134,7 @@ def local(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def silent_group(ranks: int, rank: int = 0) -> Iterator[None]:
     """Inside, this process is one rank of `ranks`; nothing is sent, and every collective completes
-    at once. The process group is that of torch's own tests."""
+    at once. The process group is the one of torch's tests."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook  # torch puts the rank in front of what this prints

@@ -32,8 +32,9 @@ CPU_KERNELS: dict[Any, tuple[Any, int, float]] = {
 attention kernel's backward, without the products that repeat forward."""
 Part = int | str
 START, HEAD, LOSS, INPUT = "start", "head", "loss", "input"
-"""Parts of a model that are no block. In forward: before the first block, after the last, after the
-model. In backward: before everything (START), after the loss (HEAD), after all blocks (INPUT)."""
+"""Parts of a model that are not block. In forward: before the first block, after the last, after
+the model. In backward: before everything (START), after the loss (HEAD), after all blocks
+(INPUT)."""
 
 
 class Level(NamedTuple):
@@ -72,7 +73,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         self._on_host: set[int] = set()
         self._now = self._host = 0
         self._region: dict[int, int] | None = None
-        """Bytes of storages that the running compiled code has made and nobody has counted."""
+        """Bytes of storages that the running compiled code has made and no one has counted."""
         self.stretches: list[Stretch] = []
         self.enter(LOAD)
 

@@ -26,7 +26,7 @@ class Row:
     name: str
     values: tuple[str, ...]
     better: tuple[int, ...] = ()
-    """Numbers of the runs with the best value; empty where none is better, or nobody can say."""
+    """Numbers of the runs with the best value; empty where none is better, or no one can say."""
 
     @property
     def equal(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
-from stages.wrap import axes
+from stages.wrap.axes import OnAxes
 from stages.wrap.axis_checks import axis_problems
 from stages.wrap.zero.config import problems
 from stages.wrap.zero.fields import ZeroFields, uses_cpu_adam
@@ -15,16 +15,13 @@ __all__ = ["Zero", "uses_cpu_adam"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Zero(ZeroFields):
+class Zero(ZeroFields, OnAxes):
     """Shard training state across ranks with DeepSpeed ZeRO (Rajbhandari et al. 2020), optionally
     offloaded to host memory or NVMe (Rajbhandari et al. 2021, ZeRO-Infinity).
 
     Fields left at null take DeepSpeed's default. The generated configuration is written to
     `deepspeed.json` in the run folder.
     """
-
-    def data_ranks(self, procs: int) -> int:
-        return axes.data_ranks(self, procs)
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from axis_problems(self, plan)

@@ -15,7 +15,7 @@ FILE = Path(__file__).parents[3] / "recipes" / "two_trainings.yaml"
 
 
 def planned(*overrides: str) -> Plan:
-    return plan_file(FILE, overrides, here=False)
+    return plan_file(FILE, overrides, for_this_machine=False)
 
 
 def problems(*overrides: str) -> list[str]:

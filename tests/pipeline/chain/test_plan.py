@@ -16,7 +16,7 @@ from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import TrainedRun
-from pipeline.distributed.launch import Started
+from pipeline.distributed.launch import LaunchInfo
 from pipeline.errors import RecipeError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import load_recipe
@@ -247,7 +247,7 @@ def test_device_and_processes(
 
 
 def test_processes_that_a_launcher_decided(planned: Callable[..., Plan]) -> None:
-    plan = planned("launch.procs=2", started=Started(procs=16, per_node=2))
+    plan = planned("launch.procs=2", started=LaunchInfo(procs=16, per_node=2))
     assert (plan.view.procs, plan.per_node) == (16, 2)
     elastic = planned("launch.procs=2", "launch.nodes={min: 1, max: 4}")
     assert (elastic.view.procs, elastic.per_node) == (8, 2)
@@ -259,7 +259,7 @@ def test_cuda_is_asked_for_where_there_is_none(
     monkeypatch.setattr(plan_module, "gpu_count", lambda: 0)
     assert planned("launch.device=cuda").view.device == "cuda"
     with pytest.raises(RecipeError, match=r"launch\.device: this machine has no CUDA device"):
-        planned("launch.device=cuda", here=True)
+        planned("launch.device=cuda", for_this_machine=True)
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pipeline.distributed.environment import Shared
 from pipeline.errors import DataError
 from pipeline.execution import failures
 from pipeline.execution.failures import Exit
-from pipeline.utils.files import anonymous_file
+from pipeline.utils.files import memory_file
 
 
 def fail(run_dir: Path, rank: int, error: Exception, slot: str = "train") -> None:
@@ -133,7 +133,7 @@ def test_a_full_disk_has_its_sentence_and_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Output that does not fit into the run's folder is in the launcher's file."""
-    run, memory = tmp_path / "run", anonymous_file("failures")
+    run, memory = tmp_path / "run", memory_file("failures")
     run.mkdir()
     (run / "failures").touch()
     shared = Shared(launcher=0, heartbeats=-1, failures=memory, stacks=-1, store=None)

@@ -11,7 +11,7 @@ from pipeline.chain.plan import Plan, plan_file
 from pipeline.chain.registry import Registry
 from pipeline.errors import UsageError
 from pipeline.execution.journal import Journal
-from pipeline.execution.resume import Selection, digests, ends_early, plan_resume, rehearsal
+from pipeline.execution.resume import Selection, digests, ends_early, plan_resume, preview_lines
 
 RECIPE = """\
 name: parts
@@ -103,7 +103,7 @@ def test_mistakes(chosen: dict[str, str], message: str, tmp_path: Path, plan: Pl
 def test_a_rehearsal_changes_nothing(tmp_path: Path, plan: Plan) -> None:
     journal = finished(tmp_path, plan, ORDER[:7])
     before = journal.path.read_bytes()
-    lines = list(rehearsal(plan, tmp_path, Selection(first="train", last="consolidate")))
+    lines = list(preview_lines(plan, tmp_path, Selection(first="train", last="consolidate")))
     assert lines[0] == "parts: 1 process, cpu"
     found = {line.split()[0]: " ".join(line.split()[2:]) for line in lines[1:-1]}
     expected = dict.fromkeys(ORDER[:8], "would run") | {"export": "is left out"}

@@ -237,7 +237,7 @@ def follow(file: Path, overrides: list[str], slots: Mapping[str, Any] | None = N
     other = file.with_name("followed.yaml")
     other.write_text(render(recipe, lambda path: ""))
     try:
-        plan_file(other, overrides, ran=True)
+        plan_file(other, overrides, skip_checks=True)
     except RecipeError as error:
         wrong = r"unknown|must be|override|no value|there is no stage|not YAML"
         for one in error.problems:

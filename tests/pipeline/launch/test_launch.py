@@ -19,7 +19,7 @@ import pytest
 from pipeline.chain.plan import make_plan
 from pipeline.chain.registry import Registry
 from pipeline.distributed.environment import Shared, rank_environment
-from pipeline.distributed.launch import Started
+from pipeline.distributed.launch import LaunchInfo
 from pipeline.distributed.signals import ENDING, Interrupted, default_signals, interruptible
 from pipeline.errors import RecipeError, RunFailed
 from pipeline.execution import failures
@@ -28,7 +28,7 @@ from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.local import restarted, run_ranks, set_threads
 from pipeline.launch.ranks import LocalRanks
 from pipeline.recipe import Launch, load_recipe
-from pipeline.utils.processes import GRACE, none_left, own_module, start_child
+from pipeline.utils.processes import GRACE, kill_descendants, module_command, start_child
 from pipeline.view.screen import Screen
 
 STUCK = """
@@ -147,7 +147,8 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     (tmp_path / "random.py").write_text("raise SystemExit(9)")  # in the user's folder
     monkeypatch.setenv("PYTHONPATH", str(path))
     monkeypatch.setattr(
-        "pipeline.utils.processes.own_module", lambda _, *rest: own_module("misbehaving", *rest)
+        "pipeline.utils.processes.module_command",
+        lambda _, *rest: module_command("misbehaving", *rest),
     )
     monkeypatch.chdir(tmp_path)
     scratch = tmp_path / "scratch"
@@ -157,7 +158,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     def start(fault: str) -> None:
         (tmp_path / "fault").write_text(fault)
         ranks = LocalRanks([rank_environment(rank, 2) for rank in range(2)])
-        with none_left(), ranks:
+        with kill_descendants(), ranks:
             run_ranks(ranks, Launch(), spec(tmp_path), Screen())
         assert not list(scratch.iterdir())
 
@@ -239,7 +240,7 @@ def test_no_descendant_is_left(tmp_path: Path) -> None:
     """A process in its own session starts another and dies."""
     file = tmp_path / "pid"
     script = f"sleep 600 & echo $! > {file}; wait"
-    with none_left():
+    with kill_descendants():
         process = subprocess.Popen(["bash", "-c", script], start_new_session=True)
         while not (file.exists() and file.read_text().endswith("\n")):
             time.sleep(0.01)
@@ -259,7 +260,7 @@ def test_a_descendant_with_grace_gets_its_time(tmp_path: Path) -> None:
         script = f"echo begun; sleep {takes}; echo ended"
         work = f"bash -c '{script}' x {GRACE}{seconds} > {file} & wait"
         looks.clear()
-        with none_left(lambda: looks.append(time.monotonic())):
+        with kill_descendants(lambda: looks.append(time.monotonic())):
             process = subprocess.Popen(["bash", "-c", work], start_new_session=True)
             while not (file.exists() and file.read_text()):
                 time.sleep(0.01)
@@ -287,32 +288,32 @@ def test_threads(
     ("launch", "started", "key", "words"),
     [
         (
-            "device: cuda, procs: 16", Started(), "procs",
+            "device: cuda, procs: 16", LaunchInfo(), "procs",
             "16 processes on each node, but this machine has 8 GPUs (set launch.procs=8 and "
             "launch.nodes, or null to take as many as there are)",
         ),
         (
-            "device: cpu, procs: 2", Started(procs=1), "procs",
+            "device: cpu, procs: 2", LaunchInfo(procs=1), "procs",
             "2 processes, but the launcher started 1 (set launch.procs=1, or null to take as many "
             "as are started)",
         ),
         (
-            "device: cpu, procs: 2, nodes: 2", Started(procs=6, per_node=3), "procs",
+            "device: cpu, procs: 2, nodes: 2", LaunchInfo(procs=6, per_node=3), "procs",
             "2 processes on each node, but the launcher started 3 (set launch.procs=3, or null to "
             "take as many as are started)",
         ),
         (
-            "device: cpu, procs: 2, nodes: 2", Started(procs=6, per_node=2), "nodes",
+            "device: cpu, procs: 2, nodes: 2", LaunchInfo(procs=6, per_node=2), "nodes",
             "2 nodes, but 3 nodes were started (set launch.nodes=3, or null to take as many as "
             "there are)",
         ),
         (
-            "device: cpu, nodes: {min: 2, max: 4}", Started(nodes=5), "nodes",
+            "device: cpu, nodes: {min: 2, max: 4}", LaunchInfo(nodes=5), "nodes",
             "2 to 4 nodes, but 5 nodes were started (set launch.nodes=5, or null to take as many "
             "as there are)",
         ),
         (
-            "device: cpu, nodes: 8", Started(), "nodes",
+            "device: cpu, nodes: 8", LaunchInfo(), "nodes",
             "8 nodes, but this is one (on every node: pipe run RECIPE --nodes NODES --node-rank "
             "NUMBER --rdzv HOST:PORT, or have `pipe launch` write a script; or set launch.nodes=1)",
         ),
@@ -322,7 +323,7 @@ def test_what_was_started_and_the_recipe_agree(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     launch: str,
-    started: Started,
+    started: LaunchInfo,
     key: str,
     words: str,
 ) -> None:
@@ -330,21 +331,26 @@ def test_what_was_started_and_the_recipe_agree(
     path = tmp_path / "recipe.yaml"
     path.write_text(f"name: x\nlaunch: {{{launch}}}\nstages: {{}}\n")
     with pytest.raises(RecipeError) as caught:
-        make_plan(load_recipe(path), registry=Registry([]), here=True, started=started)
+        make_plan(load_recipe(path), registry=Registry([]), for_this_machine=True, started=started)
     problem = next(p for p in caught.value.problems if p.key == f"launch.{key}")
     assert str(problem).endswith(f": launch.{key}: {words}")
 
 
 @pytest.mark.parametrize(
     "started",
-    [Started(procs=16, per_node=8), Started(nodes=2), Started(procs=16), Started(procs=8, nodes=1)],
+    [
+        LaunchInfo(procs=16, per_node=8),
+        LaunchInfo(nodes=2),
+        LaunchInfo(procs=16),
+        LaunchInfo(procs=8, nodes=1),
+    ],
 )
 def test_what_was_started_as_the_recipe_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Started
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: LaunchInfo
 ) -> None:
     monkeypatch.setattr("pipeline.chain.plan.gpu_count", lambda: 8)
     path = tmp_path / "recipe.yaml"
     path.write_text("name: x\nlaunch: {procs: 8, nodes: {min: 1, max: 2}}\nstages: {}\n")
     with pytest.raises(RecipeError) as caught:
-        make_plan(load_recipe(path), registry=Registry([]), here=True, started=started)
+        make_plan(load_recipe(path), registry=Registry([]), for_this_machine=True, started=started)
     assert [problem.key for problem in caught.value.problems] == ["stages"]

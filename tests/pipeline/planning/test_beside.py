@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.commands.run import with_plan
-from pipeline.distributed.launch import Started
+from pipeline.distributed.launch import LaunchInfo
 from pipeline.errors import RunFailed
 from pipeline.execution import rundir
 from pipeline.execution.run_spec import RunSpec
@@ -21,11 +21,11 @@ from pipeline.planning import beside
 from tests.support.nvml import library
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"
-STARTED = Started(procs=8, per_node=4, nodes=2)
+STARTED = LaunchInfo(procs=8, per_node=4, nodes=2)
 WHERE = "llama8b_fsdp on 2 nodes, 8 x GPU"
 
 
-def make(started: Started) -> Plan:
+def make(started: LaunchInfo) -> Plan:
     overrides = ["launch.device=cuda", "launch.procs=null"]
     return plan_file(RECIPE, overrides, forecast=True, started=started)
 
@@ -50,7 +50,7 @@ def test_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (given,) = messages
     spec = RunSpec.load(given["spec"])
     assert (given["procs"], given["per_node"], spec.run_dir) == (8, 4, str(tmp_path))
-    assert spec.plan(Started()).recipe.launch.procs is None
+    assert spec.plan(LaunchInfo()).recipe.launch.procs is None
     monkeypatch.setattr("os.nice", lambda more: None)
     assert beside.main(spec, 8, 4) == 0
     assert json.loads((tmp_path / rundir.PLAN).read_text())["lines"][1] == WHERE

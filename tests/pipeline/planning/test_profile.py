@@ -13,7 +13,8 @@ from memories.cases import Case, llama, own
 
 from pipeline.planning import profile as profiles
 from pipeline.planning.planner import Job
-from pipeline.planning.profile import Line, Peak, fullest, profile_of
+from pipeline.planning.profile import Line, Peak, fullest
+from pipeline.planning.profile_cache import profile_of
 
 CASE = Case(name="llama", model=own(**llama()), length=256, ranks=2)
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from pipeline.utils.files import (
+    check_writable,
     opened,
     page_aligned,
     private_folder,
     remove_folder,
     replace_text,
-    try_writing,
 )
 
 
@@ -33,17 +33,17 @@ def test_memory_is_not_shared_with_forked_processes() -> None:
 
 
 def test_trying_to_write_leaves_nothing_and_what_there_is(tmp_path: Path) -> None:
-    try_writing(tmp_path / "new")
+    check_writable(tmp_path / "new")
     (tmp_path / "link").symlink_to("new")
-    try_writing(tmp_path / "link")
+    check_writable(tmp_path / "link")
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
     (tmp_path / "old").write_text("kept")
-    try_writing(tmp_path / "old")
+    check_writable(tmp_path / "old")
     assert (tmp_path / "old").read_text() == "kept"
     os.mkfifo(tmp_path / "pipe")
-    try_writing(tmp_path / "pipe")  # waits for no reader
+    check_writable(tmp_path / "pipe")  # waits for no reader
     with pytest.raises(FileNotFoundError):
-        try_writing(tmp_path / "none/new")
+        check_writable(tmp_path / "none/new")
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pipeline.execution.rank_logging import rank_log
 from pipeline.recipe import read_recipe
 from pipeline.recipe.dump import render
 from pipeline.utils import terminal
-from pipeline.utils.terminal import UNSAFE, Guarded, is_harmless, says_secret
+from pipeline.utils.terminal import UNSAFE, RedactingStream, is_harmless, says_secret
 
 EVIL = "\x1b]0;title\x07 \x1b]8;;http://x\x1b\\link \u202eabc \x9b31m \rover \x7f \udcff"
 HARMLESS = (
@@ -45,7 +45,7 @@ def test_commands_are_spelled_out() -> None:
 
 def test_a_bar_may_go_back_to_the_start_of_its_line() -> None:
     stream = io.StringIO()
-    Guarded(stream).write("\r 3%\r\n")
+    RedactingStream(stream).write("\r 3%\r\n")
     assert stream.getvalue() == "\r 3%\\u000d\n"
 
 

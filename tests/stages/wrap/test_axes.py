@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from hypothesis import given
@@ -17,7 +16,6 @@ from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.train.causal_lm import TrainCausalLm
 from stages.wrap.axes import Axes, PipelineParallel, TensorParallel
 from stages.wrap.fsdp import Fsdp
-from stages.wrap.pipeline.split import layer_ranges
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, make_engine, train
@@ -46,18 +44,6 @@ def test_shards_are_of_what_the_axes_leave() -> None:
     assert node.shards(Axes(data=16), 8) == 8
     assert node.shards(Axes(data=8, tensor=2), 8) == 4
     assert node.shards(Axes(pipeline=8, data=2), 8) == 2
-
-
-def test_the_head_counts_as_the_blocks_that_it_takes_as_long_as() -> None:
-    def sizes(*args: Any) -> list[int]:
-        return [len(one) for one in layer_ranges(*args)]
-
-    assert sizes(32, 4, 128256 * 4096, 218_112_000) == [8, 9, 9, 6]  # Llama-3.1-8B
-    assert sizes(126, 16, 66, 100) == [7, *14 * [8], 7]
-    assert sizes(5, 2, 2, 5) == [3, 2]
-    assert sizes(4, 4, 9, 1) == [1, 1, 1, 1]
-    assert sizes(7, 3) == [2, 3, 2]
-    assert [range(2), range(2, 3)] == layer_ranges(3, 2, 1, 2)
 
 
 def test_samples_are_divided_among_the_ranks_that_are_left() -> None:

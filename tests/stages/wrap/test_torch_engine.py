@@ -21,8 +21,8 @@ from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
 from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.passes import ModulePasses
-from stages.wrap.torch_compat import divides_gradients
-from stages.wrap.torch_engine import TorchEngine, multiply, total_norm
+from stages.wrap.torch_compat import divides_gradients, multiply
+from stages.wrap.torch_engine import TorchEngine, total_norm
 from tests.support.processes import run_ranks
 
 FP32 = Precision(master="fp32", compute="fp32", reduce="fp32", buffer=None, loss_scaling=None)
@@ -81,13 +81,15 @@ def norms(dist: DistContext) -> list[Any]:
     left = max(
         float((one.full_tensor() - 0.25 * all_of_it).abs().max()) for one, all_of_it in pairs
     )
-    return [float(norm), float(exact), left]
+    # A rank without gradients takes part.
+    only = [torch.tensor([3.0, 4.0])] if dist.rank == 1 else []
+    return [float(norm), float(exact), left, float(total_norm(only, divided=True))]
 
 
 def test_parts_on_several_meshes_count_once() -> None:
-    for norm, exact, left in run_ranks(norms, 4):
+    for norm, exact, left, of_one in run_ranks(norms, 4):
         assert norm == pytest.approx(exact, rel=1e-6)
-        assert left == 0.0
+        assert (left, of_one) == (0.0, 5.0)
 
 
 @pytest.mark.parametrize("stage", [AdamW(lr=0.1), Lion(lr=0.1)], ids=["adamw", "lion"])

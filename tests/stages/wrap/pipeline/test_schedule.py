@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.planning.trace.torch_compat import silent_group
 from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
-from stages.wrap.torch_engine import total_norm
 from tests.support.batches import micro_batch
-from tests.support.processes import run_ranks
 
 
 class Recorder(nn.Module):
@@ -73,12 +71,3 @@ def test_a_schedule_that_is_dropped_takes_its_buffers_with_it(schedule: str) -> 
             assert before() is None
         finally:
             gc.enable()
-
-
-def norms(dist: Any) -> float:
-    own: list[Tensor] = [torch.tensor([3.0, 4.0])] if dist.rank else []
-    return float(total_norm(own, divided=True))
-
-
-def test_a_rank_without_gradients_takes_part_in_the_norm() -> None:
-    assert run_ranks(norms, 2) == [5.0, 5.0]
