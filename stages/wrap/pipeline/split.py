@@ -48,7 +48,7 @@ def stages_of(rank: int, ranks: int, per_rank: int, *, folded: bool) -> list[int
 
 
 _TUPLES = re.compile(r"hidden_states = \w+\[0\]|hidden_states, attn_weights = ")
-"""How a model of transformers goes on with the first of what its block returns."""
+"""How a model of transformers takes the first of several values that its block returns."""
 
 
 class Absent(nn.Module):

@@ -203,7 +203,7 @@ class _Installer:
         reduce = functools.partial(reduce_scatter, dim=SEQUENCE) if scatters else all_reduce
         change(module, before=own, after=functools.partial(reduce, group=self.group))
         if splits and has_dropout(module) and not (region and region.divides):
-            # Dropout of an update's inputs, of which each rank has a slice.
+            # Dropout of an update's inputs: each rank has a slice.
             draw_within(module, self.streams.own)
         if self._draws_own(region):
             self._switch_after(module, self.places[name], shared=not scatters)

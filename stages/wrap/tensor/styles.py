@@ -48,7 +48,7 @@ def use_local_values(module: nn.Module, values: Values) -> None:
 
 
 def replace_forward(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Call `around(forward, *args, **kwargs)` in place of the forward method."""
+    """Call `around(forward, *args, **kwargs)` instead of the forward method."""
     module.forward = functools.partial(around, module.forward)
 
 
@@ -70,7 +70,7 @@ def change(module: nn.Module, *, before: Change | None = None, after: Change | N
 
 
 def install_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
-    """An embedding of which each rank has rows; tokens of others come as zeros, and are added."""
+    """Each rank has rows of the embedding; tokens of other ranks are zeros, and ranks are summed."""
     assert isinstance(module, nn.Embedding)
     own, group = own_chunk(module.num_embeddings, mesh), mesh.get_group()
     if module.padding_idx is not None:
@@ -85,7 +85,7 @@ def install_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def install_experts(module: nn.Module, group: ProcessGroup) -> None:
-    """Experts each of which is divided: called with complete states, indices and weights."""
+    """Each rank has a part of every expert; states, indices and weights come complete."""
 
     def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         summed = (
@@ -147,7 +147,7 @@ class Streams:
             yield
 
     def switch(self, place: int, *, shared: bool) -> None:
-        """Inside of `own`: go on with a place's numbers, up to the end of `own` or `shared`."""
+        """Inside of `own`: use a place's numbers from here on, up to the end of `own` or `shared`."""
         drawn = torch.initial_seed() // (self.size + 1)
         self._seed((drawn + place * STRIDE) % SEEDS, shared=shared)
 

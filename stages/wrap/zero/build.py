@@ -103,7 +103,7 @@ def build(
 
 def beyond_bucket(stage: ZeroFields, module: nn.Module) -> tuple[str, int] | None:
     """Name and elements of the largest gradient that stage 2 would reduce outside of its bucket
-    while backward goes on.
+    during backward.
 
     DeepSpeed 0.19 reduces it on another stream and frees it, without telling the allocator of that
     stream, on ranks that hold no part of it (`average_tensor`, `clear_grad_attribute`)."""
