@@ -70,7 +70,7 @@ def change(module: nn.Module, *, before: Change | None = None, after: Change | N
 
 
 def install_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank has rows of the embedding; tokens of other ranks are zeros, and ranks are summed."""
+    """Each rank looks up its rows of the embedding; other tokens are zeros, and ranks are summed."""
     assert isinstance(module, nn.Embedding)
     own, group = own_chunk(module.num_embeddings, mesh), mesh.get_group()
     if module.padding_idx is not None:
@@ -147,7 +147,7 @@ class Streams:
             yield
 
     def switch(self, place: int, *, shared: bool) -> None:
-        """Inside of `own`: use a place's numbers from here on, up to the end of `own` or `shared`."""
+        """Inside of `own`: draw a place's numbers up to the end of `own` or `shared`."""
         drawn = torch.initial_seed() // (self.size + 1)
         self._seed((drawn + place * STRIDE) % SEEDS, shared=shared)
 
