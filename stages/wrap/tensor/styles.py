@@ -70,7 +70,7 @@ def change(module: nn.Module, *, before: Change | None = None, after: Change | N
 
 
 def install_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank looks up its rows of the embedding; other tokens are zeros, and ranks are summed."""
+    """Each rank looks up its rows of the embedding, and zeros for others; then ranks are summed."""
     assert isinstance(module, nn.Embedding)
     own, group = own_chunk(module.num_embeddings, mesh), mesh.get_group()
     if module.padding_idx is not None:
