@@ -97,7 +97,7 @@ def _stages(
     stages would be on one rank, and if nothing is trained on this rank or in the first stage, as
     backward begins with an output that needs a gradient.
     """
-    from stages.wrap.pipeline.schedule import Pipeline, PipelinePasses, PipelinePlan, Stage
+    from stages.wrap.pipeline.schedule import Pipeline, PipelinePasses, Stage
 
     asked = divider.config.pipeline_parallel
     assert asked is not None
@@ -110,7 +110,7 @@ def _stages(
             hint="choose another schedule",
         )
     group, width = mesh["pipeline"].get_group(), whole.config.get_text_config().hidden_size
-    shape = PipelinePlan(
+    pipeline = Pipeline(
         schedule=asked.schedule, group=group, stages_per_rank=asked.per_rank, width=width,
         dtype=torch_dtype(precision.compute), device=ctx.dist.device,
     )  # fmt: skip
@@ -118,36 +118,36 @@ def _stages(
         resolve_plan(divider.config.tensor_parallel, whole, blocks)
     head = whole.get_input_embeddings().weight.numel()
     block = sum(parameter.numel() for parameter in blocks[0].parameters())
-    ranges = layer_ranges(len(blocks), shape.count, head, block)
-    stages: list[Stage] = []
+    ranges = layer_ranges(len(blocks), pipeline.count, head, block)
 
     def make(module: nn.Module, *, number: int) -> None:
         keep_layers(module, ranges[number])
-        last, beat = number == shape.count - 1, ctx.dist.heartbeat.beat
-        stages.append(Stage(module, first=number == 0, last=last, dtype=shape.dtype, beat=beat))
+        last, beat = number == pipeline.count - 1, ctx.dist.heartbeat.beat
+        stage = Stage(module, first=number == 0, last=last, dtype=pipeline.dtype, beat=beat)
+        pipeline.stages.append(stage)
         divider(module)
 
-    cuts = [functools.partial(make, number=number) for number in shape.own()]
+    cuts = [functools.partial(make, number=number) for number in pipeline.own()]
     modules: list[Any] = [*build_modules(ctx, model, precision, cuts, **divider.places)]
-    for stage in stages:
+    for stage in pipeline.stages:
         among = divide_sequence(stage.module, axes, ctx.dist.device.type)
         if stage.last:
             stage.scorer = model.scorer(stage.module, group=among, forward=stage.forward)
-    passes = PipelinePasses(Pipeline(shape, stages), modules, ctx.dist, axes)
+    passes = PipelinePasses(pipeline, modules, ctx.dist, axes)
     trains = [any(one.requires_grad for one in module.parameters()) for module in modules]
-    if plan.parts and (not any(trains) or (0 in shape.own() and not trains[0])):
+    if plan.parts and (not any(trains) or (0 in pipeline.own() and not trains[0])):
         raise StageError(
             "pipeline_parallel: none of the trained weights are in this rank's blocks",
             hint="train weights in all blocks, or leave pipeline_parallel out",
         )
     if not tied:
         return passes, whole, None
-    held = dict(zip(shape.own(), modules, strict=True))
+    held = dict(zip(pipeline.own(), modules, strict=True))
     first, last = (
         held[number].get_input_embeddings().weight if number in held else None
-        for number in (0, shape.count - 1)
+        for number in (0, pipeline.count - 1)
     )
-    return passes, whole, TiedEmbedding(shape.group, first, last)
+    return passes, whole, TiedEmbedding(pipeline.group, first, last)
 
 
 class FsdpEngine(TorchEngine):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,31 +29,6 @@ from stages.wrap.pipeline.split import StageInput, stages_of
 
 EVALUATED = 4
 """Micro-batches for each stage that an evaluation passes on at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelinePlan:
-    """The pipeline of one group of ranks."""
-
-    schedule: str
-    """Name of a schedule of torch."""
-    group: ProcessGroup
-    stages_per_rank: int
-    width: int
-    """Width of the hidden states."""
-    dtype: torch.dtype
-    """Dtype in which hidden states are sent."""
-    device: torch.device
-
-    @property
-    def count(self) -> int:
-        """Number of stages."""
-        return self.group.size() * self.stages_per_rank
-
-    def own(self) -> list[int]:
-        """Numbers of this rank's stages, ascending."""
-        rank, ranks, folded = self.group.rank(), self.group.size(), self.schedule in FOLDED
-        return stages_of(rank, ranks, self.stages_per_rank, folded=folded)
 
 
 Passed = tuple[MicroBatch, MicroBatch]
@@ -101,14 +76,32 @@ class Stage:
         return hidden.to(self._dtype).contiguous()
 
 
+@dataclass(kw_only=True, eq=False)
 class Pipeline:
     """Runs the micro-batches of a step through the stages of a group of ranks (collective)."""
 
-    def __init__(self, plan: PipelinePlan, stages: Sequence[Stage]) -> None:
-        self._plan, self._stages = plan, stages
-        self.ends_here = any(stage.last for stage in stages)
-        """Whether the last stage is on this rank."""
-        self._made: tuple[tuple[int, int, int], Any] | None = None
+    schedule: str
+    """Name of a schedule of torch."""
+    group: ProcessGroup
+    stages_per_rank: int
+    width: int
+    """Width of the hidden states."""
+    dtype: torch.dtype
+    """Dtype in which hidden states are sent."""
+    device: torch.device
+    stages: list[Stage] = field(default_factory=list)
+    """This rank's, ascending."""
+    _made: tuple[tuple[int, int, int], Any] | None = field(default=None, init=False)
+
+    @property
+    def count(self) -> int:
+        """Number of stages."""
+        return self.group.size() * self.stages_per_rank
+
+    def own(self) -> list[int]:
+        """Numbers of this rank's stages, ascending."""
+        rank, ranks, folded = self.group.rank(), self.group.size(), self.schedule in FOLDED
+        return stages_of(rank, ranks, self.stages_per_rank, folded=folded)
 
     def run(self, batches: Sequence[Passed], end: End) -> None:
         """Run forward of all micro-batches, and backward from what `end` returns unless gradients
@@ -116,9 +109,9 @@ class Pipeline:
         as `least` says."""
         own = [one for _, one in batches]
         schedule = self._schedule(len(own), *own[0].input_ids.shape)
-        for stage in self._stages:
+        for stage in self.stages:
             stage.batches, stage.end = batches, end
-        first = (torch.cat([one.input_ids for one in own]),) if 0 in self._plan.own() else ()
+        first = (torch.cat([one.input_ids for one in own]),) if 0 in self.own() else ()
         passed = {"target": torch.arange(len(own)), "return_outputs": False}
         with known_documents(*own):
             if torch.is_grad_enabled():
@@ -129,32 +122,32 @@ class Pipeline:
 
     def least(self, count: int) -> int:
         """Number of micro-batches that the schedule takes, `count` or a few more."""
-        return least_microbatches(self._plan.schedule, self._plan.group.size(), count)
+        return least_microbatches(self.schedule, self.group.size(), count)
 
     def _schedule(self, count: int, samples: int, length: int) -> Any:
         """The schedule for `count` micro-batches of that shape. Only the last one is kept: it holds
         buffers for everything that is received."""
-        key, plan = (count, samples, length), self._plan
+        key = count, samples, length
         if self._made is not None and self._made[0] == key:
             return self._made[1]
         self._made = None  # frees its buffers first
         # Shapes are stated, so that torch does not run the model for them and send them as pickles.
         ids = torch.empty(samples, length, dtype=torch.int64, device="meta")
-        hidden = torch.empty(samples, length, plan.width, dtype=plan.dtype, device="meta")
+        hidden = torch.empty(samples, length, self.width, dtype=self.dtype, device="meta")
         hidden.requires_grad_()
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = []
-        for stage, number in zip(self._stages, plan.own(), strict=True):
+        for stage, number in zip(self.stages, self.own(), strict=True):
             made = PipelineStage(
-                stage.module, number, plan.count, plan.device,
+                stage.module, number, self.count, self.device,
                 input_args=ids if number == 0 else hidden,
-                output_args=loss if number == plan.count - 1 else hidden,
-                group=plan.group,
+                output_args=loss if number == self.count - 1 else hidden,
+                group=self.group,
             )  # fmt: skip
             compat.adapt(made, stage)
             stages.append(made)
-        kind = get_schedule_class(plan.schedule)
-        given: Any = stages if plan.schedule in SEVERAL_STAGES else stages[0]
+        kind = get_schedule_class(self.schedule)
+        given: Any = stages if self.schedule in SEVERAL_STAGES else stages[0]
         schedule = kind(given, count, loss_fn=lambda loss, _: loss, scale_grads=False)
         self._made = key, schedule
         return schedule
@@ -203,7 +196,7 @@ class PipelinePasses(Passes):
 
     @property
     def counts_rows(self) -> bool:
-        return super().counts_rows and self._pipeline.ends_here
+        return super().counts_rows and any(one.last for one in self._pipeline.stages)
 
     def _even(self, batches: Iterable[MicroBatch]) -> list[Passed]:
         """The micro-batches and this rank's part of each, all of one shape."""
