@@ -23,7 +23,7 @@ from stages.collectives import (
 )
 from stages.wrap.axes import TensorParallel
 from stages.wrap.tensor.layers import COLUMNS, ROWS, innermost, layer_sizes
-from stages.wrap.tensor.plan import Region, TensorPlan, region_of, resolve
+from stages.wrap.tensor.plan import Region, TensorPlan, region_of
 from stages.wrap.tensor.styles import (
     Change,
     Streams,
@@ -77,7 +77,8 @@ def resolve_plan(
     """The plan of a model for what a recipe asks. Raises StageError for a model that does not
     divide so."""
     refuse_type("tensor_parallel", model.config)
-    return resolve(model, blocks, size=config.size, patterns=config.plan, sequence=config.sequence)
+    size, patterns, sequence = config.size, config.plan, config.sequence
+    return TensorPlan(model, blocks, size=size, patterns=patterns, sequence=sequence)
 
 
 def replace_parameters(module: nn.Module, changed: Callable[[str, nn.Parameter], Tensor]) -> None:

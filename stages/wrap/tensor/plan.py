@@ -45,83 +45,63 @@ class Region:
     """Whether activations inside are sharded by features."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorPlan:
-    """A plan resolved for one model."""
-
-    size: int
-    sequence: bool
-    """Whether activations between a block's layers are sharded along the sequence."""
-    styles: Mapping[str, str]
-    """Name of each module, or bare parameter, that is in the plan -> style."""
-    placements: Mapping[str, Any]
-    """Name of every parameter -> placement on the tensor-parallel axis, tied ones by every name."""
-    summed: frozenset[str]
-    """Parameters that each rank uses for a part of the activations: gradients are summands."""
-    blocks: Sequence[str]
-    regions: Sequence[Region]
-    head: str | None
-    """The output layer, if it is sharded by the vocabulary."""
-    shared_heads: Mapping[str, int]
-    """Key and value layers with fewer heads than ranks -> number of heads."""
-
-
 def region_of(name: str, regions: Sequence[Region]) -> Region | None:
     """The region that a module or parameter is, or is in."""
     return next((one for one in regions if f"{name}.".startswith(f"{one.name}.")), None)
 
 
-def resolve(
-    model: nn.Module, blocks: Sequence[nn.Module], *,
-    size: int, patterns: Mapping[str, str] | None = None, sequence: bool = False,
-) -> TensorPlan:  # fmt: skip
-    """The architecture's plan with a recipe's `patterns` added, for `size` ranks.
+class TensorPlan:
+    """The architecture's plan with a recipe's `patterns` added, for one model and `size` ranks.
 
     Raises StageError for an unknown style, a pattern of the recipe that matches nothing (in a stage
     of a pipeline, it may), sizes or heads that do not divide, and layers whose parts nothing takes
     up.
     """
-    styles = _styles(model, getattr(model, "tp_plan", None) or {}, patterns or {})
-    names = {module: name for name, module in model.named_modules()}
-    block_names = [names[block] for block in blocks]
-    head = names.get(getattr(model, "get_output_embeddings", lambda: None)())
-    if sequence and not block_names:
-        raise StageError("sequence: the model does not say which modules are its blocks")
-    shared = shared_heads(model, styles, size)
-    check_layers(model, styles, size, shared)
-    entries, placements = dict[str, str](), dict[str, Any]()
-    tied: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        entry, placements[name] = innermost(name, styles), Replicate()
-        entries[name] = entry
-        if entry and entry not in shared:
-            module = model.get_submodule(name.rpartition(".")[0])
-            placements[name] = placement_of(name, parameter, styles[entry], module)
-        tied[parameter][name] = placements[name]
-    for found in tied.values():
-        if len(set(found.values())) > 1:
-            listed = ", ".join(f"{name} {placement}" for name, placement in found.items())
-            raise StageError(f"tied weights would be placed differently: {listed}")
-    regions = [*_regions(model, block_names, styles, entries)]
-    summed = []
-    for name in (name for name, placement in placements.items() if placement.is_replicate()):
-        used_in_parts = styles.get(entries[name]) in (*COLUMNS, *ROWS, SUMMED)
-        if not entries[name] and sequence and region_of(name, regions) is None:
-            # A norm on this rank's part of the sequence.
-            used_in_parts = any(name.startswith(f"{block}.") for block in block_names)
-        if used_in_parts:
-            summed.append(name)
-    return TensorPlan(
-        size=size,
-        sequence=sequence,
-        styles=styles,
-        placements=placements,
-        summed=frozenset(summed),
-        blocks=block_names,
-        regions=regions,
-        head=head if styles.get(head or "") in COLUMNS else None,
-        shared_heads=shared,
-    )
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[nn.Module], *,
+        size: int, patterns: Mapping[str, str] | None = None, sequence: bool = False,
+    ) -> None:  # fmt: skip
+        self.size, self.sequence = size, sequence
+        self.styles = _styles(model, getattr(model, "tp_plan", None) or {}, patterns or {})
+        """Name of each module, or bare parameter, that is in the plan -> style."""
+        names = {module: name for name, module in model.named_modules()}
+        self.blocks = [names[block] for block in blocks]
+        if sequence and not self.blocks:
+            raise StageError("sequence: the model does not say which modules are its blocks")
+        head = names.get(getattr(model, "get_output_embeddings", lambda: None)(), "")
+        self.head = head if self.styles.get(head) in COLUMNS else None
+        """The output layer, if it is sharded by the vocabulary."""
+        self.shared_heads = shared_heads(model, self.styles, size)
+        """Key and value layers with fewer heads than ranks -> number of heads."""
+        check_layers(model, self.styles, size, self.shared_heads)
+        self.placements: dict[str, Any] = {}
+        """Name of every parameter -> placement on the tensor-parallel axis, tied ones by every
+        name."""
+        entries, tied = dict[str, str](), defaultdict[nn.Parameter, dict[str, Any]](dict)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            entry, placement = innermost(name, self.styles), Replicate()
+            if entry and entry not in self.shared_heads:
+                module = model.get_submodule(name.rpartition(".")[0])
+                placement = placement_of(name, parameter, self.styles[entry], module)
+            entries[name], tied[parameter][name] = entry, placement
+            self.placements[name] = placement
+        for found in tied.values():
+            if len(set(found.values())) > 1:
+                listed = ", ".join(f"{name} {placement}" for name, placement in found.items())
+                raise StageError(f"tied weights would be placed differently: {listed}")
+        self.regions = [*_regions(model, self.blocks, self.styles, entries)]
+        self.summed = {name for name in self.placements if self._used_in_parts(name, entries[name])}
+        """Parameters that each rank uses for a part of the activations: gradients are summands."""
+
+    def _used_in_parts(self, name: str, entry: str) -> bool:
+        if not self.placements[name].is_replicate():
+            return False
+        if entry or not self.sequence:
+            return self.styles.get(entry) in (*COLUMNS, *ROWS, SUMMED)
+        # A norm on this rank's part of the sequence.
+        inside = any(name.startswith(f"{block}.") for block in self.blocks)
+        return inside and region_of(name, self.regions) is None
 
 
 def matches(pattern: str, name: str) -> bool:
