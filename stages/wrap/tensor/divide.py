@@ -131,7 +131,7 @@ class _Installer:
         blocks = [self.modules[name] for name in plan.blocks]
         for block in blocks:
             if plan.sequence and has_dropout(block):
-                draw_within(block, self.streams.own)
+                draw_within(block, self.streams)
         for block in self.compiled:
             self._use_values_within(block)
         if plan.sequence:
@@ -193,7 +193,7 @@ class _Installer:
         change(module, before=None if plain else self.summed, after=complete)
         if has_dropout(module) and self._draws_own(region):
             # Dropout of an update's inputs, which are complete.
-            draw_within(module, functools.partial(self.streams.shared, self.places[name]))
+            draw_within(module, self.streams, self.places[name])
 
     def _install_rows(self, name: str, module: nn.Module, region: Region | None) -> None:
         """A linear layer takes this rank's part of the inputs; its outputs are summed over ranks,
@@ -205,7 +205,7 @@ class _Installer:
         change(module, before=own, after=functools.partial(reduce, group=self.group))
         if splits and has_dropout(module) and not (region and region.divides):
             # Dropout of an update's inputs: each rank has a slice.
-            draw_within(module, self.streams.own)
+            draw_within(module, self.streams)
         if self._draws_own(region):
             self._switch_after(module, self.places[name], shared=not scatters)
 
@@ -218,9 +218,9 @@ class _Installer:
         plan, group, place = self.plan, self.group, self.places[region.name] + len(self.places)
         if self._draws_own(region):
             if not plan.sequence:
-                draw_within(module, self.streams.own)
+                draw_within(module, self.streams)
             elif not region.divides:
-                draw_within(module, functools.partial(self.streams.shared, place))
+                draw_within(module, self.streams, place)
             elif not region.plain:
                 self._switch_after(module, place, shared=False)
         if plan.styles.get(region.name) in ROWS:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,49 +121,39 @@ class Streams:
     """Random numbers of dropout on one of `size` ranks: different masks on what ranks divide, equal
     ones on what each has whole.
 
-    Ranks of a group begin a step with equal states of torch's generators. Within `own`, generators
-    are seeded by a number that all ranks draw alike, with or without their rank. There is no other
-    state, so checkpoints and activation checkpointing need not know. The number is part of the
-    seed, so that it is known in a recomputed part too. No device is waited for.
+    Ranks of a group begin a step with equal states of torch's generators. Within a block, or a
+    layer that ranks divide, these are seeded by a number that all ranks draw alike, with or without
+    their rank. There is no other state, so checkpoints and activation checkpointing need not know.
+    The number is part of the seed, so that it is known in a recomputed part too. No device is
+    waited for.
     """
 
     rank: int
     size: int
 
     @contextlib.contextmanager
-    def own(self) -> Iterator[None]:
-        """Draw other numbers than the other ranks; called where all ranks would draw the same."""
-        drawn = int(torch.randint(SEEDS, (), device="cpu"))
-        with _restored():
-            self._seed(drawn, shared=False)
+    def within(self, place: int | None = None) -> Iterator[None]:
+        """Draw other numbers than the other ranks, where all would draw the same; or, inside of
+        such a context, the same numbers at a `place`."""
+        drawn = None if place is not None else int(torch.randint(SEEDS, (), device="cpu"))
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):
+            self.switch(place or 0, shared=place is not None, drawn=drawn)
             yield
 
-    @contextlib.contextmanager
-    def shared(self, place: int) -> Iterator[None]:
-        """Inside of `own`: draw what the other ranks draw at this place of the block."""
-        with _restored():
-            self.switch(place, shared=True)
-            yield
-
-    def switch(self, place: int, *, shared: bool) -> None:
-        """Inside of `own`: draw a place's numbers up to the end of `own` or `shared`."""
-        drawn = torch.initial_seed() // (self.size + 1)
-        self._seed((drawn + place * STRIDE) % SEEDS, shared=shared)
-
-    def _seed(self, drawn: int, *, shared: bool) -> None:
-        torch.manual_seed(drawn * (self.size + 1) + (0 if shared else 1 + self.rank))
+    def switch(self, place: int, *, shared: bool, drawn: int | None = None) -> None:
+        """Inside of `within`: draw a place's numbers up to its end."""
+        if drawn is None:
+            drawn = torch.initial_seed() // (self.size + 1)
+        seed = (drawn + place * STRIDE) % SEEDS
+        torch.manual_seed(seed * (self.size + 1) + (0 if shared else 1 + self.rank))
 
 
-def _restored() -> AbstractContextManager[None]:
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    return torch.random.fork_rng(devices)
-
-
-def draw_within(module: nn.Module, context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run the forward of `module` in a stream while it trains."""
+def draw_within(module: nn.Module, streams: Streams, place: int | None = None) -> None:
+    """Run the forward of `module` in a stream (`Streams.within`) while it trains."""
 
     def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        with context() if module.training else contextlib.nullcontext():
+        with streams.within(place) if module.training else contextlib.nullcontext():
             return forward(*args, **kwargs)
 
     replace_forward(module, around)
