@@ -34,8 +34,7 @@ from stages.wrap.fsdp_fields import FsdpFields
 from stages.wrap.fsdp_units import DATA_AXES, UnitDivider
 from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.passes import ModulePasses, Passes
-from stages.wrap.pipeline.split import is_tied, keep_layers, layer_ranges
-from stages.wrap.pipeline.ties import TiedEmbedding
+from stages.wrap.pipeline.split import TiedEmbedding, is_tied, keep_layers, layer_ranges
 from stages.wrap.tensor.divide import resolve_plan
 from stages.wrap.torch_compat import reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine, total_norm

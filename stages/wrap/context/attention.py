@@ -55,7 +55,7 @@ def require_divisible(model: Any, ranks: int, tensor: int) -> None:
 
 
 class ContextParallel:
-    """Attention of one model over the whole sequence, of which each rank of `group` has a slice.
+    """Attention of one model over a sequence; each rank of `group` has a slice of it.
 
     The model is called with its slice of the tokens, and with `position_ids` of the whole sequence,
     as `sequence_slice` makes them. `tensor` ranks share its heads too. Raises StageError for a

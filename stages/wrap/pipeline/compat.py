@@ -19,7 +19,7 @@ KINDS = {
     "F": "forward", "B": "backward", "I": "inputs", "W": "weights", "UNSHARD": "gather",
     "RESHARD": "release", "REDUCE_GRAD": "reduce",
 }  # fmt: skip
-"""Actions of torch's schedules that are no communication between stages."""
+"""Actions of torch's schedules other than communication between stages."""
 
 
 @contextlib.contextmanager

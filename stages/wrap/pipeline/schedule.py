@@ -138,7 +138,7 @@ class Pipeline:
         if self._made is not None and self._made[0] == key:
             return self._made[1]
         self._made = None  # frees its buffers first
-        # Shapes are stated, so that nobody runs the model for them and sends them as pickles.
+        # Shapes are stated, so that torch does not run the model for them and send them as pickles.
         ids = torch.empty(samples, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(samples, length, plan.width, dtype=plan.dtype, device="meta")
         hidden.requires_grad_()

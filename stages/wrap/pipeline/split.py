@@ -12,9 +12,13 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from pipeline import StageError
+from pipeline.utils import local_part
 from stages.wrap.types_compat import refuse_type
 
 
@@ -44,7 +48,7 @@ def stages_of(rank: int, ranks: int, per_rank: int, *, folded: bool) -> list[int
 
 
 _TUPLES = re.compile(r"hidden_states = \w+\[0\]|hidden_states, attn_weights = ")
-"""How a model of transformers goes on with the first of what its block returns."""
+"""How a model of transformers takes the first of several values that its block returns."""
 
 
 class Absent(nn.Module):
@@ -95,7 +99,7 @@ class StageInput(AbsentBlock):
 def keep_layers(model: Any, layers: range) -> None:
     """Remove all other layers from a causal language model of transformers. What comes before layer
     0 stays with it, what comes after the last layer with that; a tied head keeps the embedding
-    (`ties.TiedEmbedding`). Raises StageError for a model that does not say how it divides."""
+    (`TiedEmbedding`). Raises StageError for a model that does not say how it divides."""
     before, name, after = layer_list(model)
     base, head = model.base_model, model.get_output_embeddings()
     every = getattr(base, name)
@@ -147,3 +151,35 @@ def layer_list(model: Any) -> tuple[list[str], str, list[str]]:
 def kept(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """The blocks that `keep_layers` left."""
     return [block for block in blocks if not isinstance(block, Absent)]
+
+
+class TiedEmbedding:
+    """An embedding that the first stage looks up and the last multiplies with: each has a copy.
+
+    Both start alike. Their gradients are summed before each step, and optimizers are functions of
+    gradient and state, so the copies stay the same to the bit. `first` and `last` are the copies on
+    this rank, which has one or none: schedules that put both on one are refused.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, first: nn.Parameter | None, last: nn.Parameter | None
+    ) -> None:
+        self._group, self._first = group, first
+        self.repeated = last
+        """The last stage's copy, which the gradient norm leaves out."""
+
+    def sum_gradients(self) -> None:
+        """Give both copies the sum of their gradients (collective among their ranks). A sum of two
+        is the same in either order, so both ranks get equal bits."""
+        for copy, peer in ((self._first, self._group.size() - 1), (self.repeated, 0)):
+            if copy is None or copy.grad is None:
+                continue
+            own = local_part(copy.grad)
+            other = torch.empty_like(own)
+            exchange = [
+                dist.P2POp(dist.isend, own, group=self._group, group_peer=peer),
+                dist.P2POp(dist.irecv, other, group=self._group, group_peer=peer),
+            ]
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            own.add_(other)

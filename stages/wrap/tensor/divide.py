@@ -25,9 +25,9 @@ from stages.wrap.axes import TensorParallel
 from stages.wrap.tensor.layers import COLUMNS, ROWS, innermost, layer_sizes
 from stages.wrap.tensor.plan import Region, TensorPlan, region_of, resolve
 from stages.wrap.tensor.styles import (
+    Change,
     Streams,
-    change_input,
-    change_output,
+    change,
     draw_within,
     has_dropout,
     install_embedding,
@@ -104,6 +104,7 @@ class _Installer:
         self.model, self.mesh, self.plan = model, mesh, plan
         self.compiled, self.late = compiled, late
         self.group = mesh.get_group()
+        self.summed: Change = functools.partial(sum_gradients, group=self.group)
         self.streams = Streams(mesh.get_local_rank(), mesh.size())
         self.modules = dict(model.named_modules())
         self.places = {name: place for place, name in enumerate(self.modules)}
@@ -133,8 +134,9 @@ class _Installer:
         for block in self.compiled:
             self._use_values_within(block)
         if plan.sequence:
-            change_input(blocks[0], lambda value: split(value, group, SEQUENCE))
-            change_output(blocks[-1], lambda value: gather(value, group, SEQUENCE, summands=False))
+            change(blocks[0], before=lambda value: split(value, group, SEQUENCE))
+            complete = functools.partial(gather, group=group, dim=SEQUENCE, summands=False)
+            change(blocks[-1], after=complete)
 
     def _values(self, name: str, module: nn.Module) -> dict[str, Callable[[], Tensor]]:
         """What returns this rank's part of each of a module's own parameters."""
@@ -165,8 +167,7 @@ class _Installer:
             sizes = layer_sizes(module)
             assert sizes is not None
             whole = functools.partial(whole_logits, mesh=self.mesh, vocabulary=sizes[1])
-            change_output(module, whole)
-            change_input(module, lambda value: sum_gradients(value, group))
+            change(module, before=self.summed, after=whole)
         elif style in COLUMNS:
             self._install_columns(name, module, region_of(name, self.plan.regions))
         elif style in ROWS:
@@ -177,7 +178,7 @@ class _Installer:
             install_experts(module, group)
         elif style == "mla_kv_a_proj":
             rope = config.get_text_config().qk_rope_head_dim
-            change_output(module, functools.partial(latent_states, group=group, rope=rope))
+            change(module, after=functools.partial(latent_states, group=group, rope=rope))
 
     def _install_columns(self, name: str, module: nn.Module, region: Region | None) -> None:
         """A linear layer computes this rank's part of the outputs, from complete inputs."""
@@ -185,10 +186,10 @@ class _Installer:
         for one in module.modules():
             if hasattr(one, "nf"):  # GPT-2's layers give their output this width
                 one.nf //= self.plan.size
+        plain, complete = region is not None and region.plain, None
         if self.plan.styles[name].endswith(("gather_output", "rep")):
-            change_output(module, lambda value: gather(value, self.group, -1, summands=False))
-        if region is None or not region.plain:
-            change_input(module, lambda value: sum_gradients(value, self.group))
+            complete = functools.partial(gather, group=self.group, dim=-1, summands=False)
+        change(module, before=None if plain else self.summed, after=complete)
         if has_dropout(module) and self._draws_own(region):
             # Dropout of an update's inputs, which are complete.
             draw_within(module, functools.partial(self.streams.shared, self.places[name]))
@@ -197,13 +198,13 @@ class _Installer:
         """A linear layer takes this rank's part of the inputs; its outputs are summed over ranks,
         to be complete or sharded along the sequence."""
         scatters = self.plan.sequence and region is not None and region.plain
+        splits = self.plan.styles[name].endswith(("split_input", "rep"))
+        own = functools.partial(split, group=self.group, dim=-1) if splits else None
         reduce = functools.partial(reduce_scatter, dim=SEQUENCE) if scatters else all_reduce
-        change_output(module, functools.partial(reduce, group=self.group))
-        if self.plan.styles[name].endswith(("split_input", "rep")):
-            change_input(module, lambda value: split(value, self.group, -1))
-            if has_dropout(module) and not (region and region.divides):
-                # Dropout of an update's inputs, of which each rank has a slice.
-                draw_within(module, self.streams.own)
+        change(module, before=own, after=functools.partial(reduce, group=self.group))
+        if splits and has_dropout(module) and not (region and region.divides):
+            # Dropout of an update's inputs: each rank has a slice.
+            draw_within(module, self.streams.own)
         if self._draws_own(region):
             self._switch_after(module, self.places[name], shared=not scatters)
 
@@ -224,13 +225,11 @@ class _Installer:
         if plan.styles.get(region.name) in ROWS:
             return
         if plan.sequence:
-            change_input(
-                module, lambda value: gather(value, group, SEQUENCE, summands=region.plain)
-            )
-            if not region.plain:
-                change_output(module, lambda value: split(value, group, SEQUENCE))
+            sequence = functools.partial(split, group=group, dim=SEQUENCE)
+            whole = functools.partial(gather, group=group, dim=SEQUENCE, summands=region.plain)
+            change(module, before=whole, after=None if region.plain else sequence)
         elif region.plain:
-            change_input(module, lambda value: sum_gradients(value, group))
+            change(module, before=self.summed)
 
     def _switch_after(self, module: nn.Module, place: int, *, shared: bool) -> None:
         def switched(value: Tensor) -> Tensor:
@@ -238,7 +237,7 @@ class _Installer:
                 self.streams.switch(place, shared=shared)
             return value
 
-        change_output(module, switched)
+        change(module, after=switched)
 
 
 def _local_value(

@@ -8,6 +8,7 @@ strategy stay outside.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pipeline.utils import own_chunk
 from stages.collectives import all_reduce, sum_gradients
 
 Forward = Callable[..., Any]
+Change = Callable[[Tensor], Tensor]
 Values = Mapping[nn.Module, Mapping[str, Callable[[], Tensor]]]
 """Module -> name of a direct parameter -> function that returns the local tensor to use."""
 
@@ -46,40 +48,29 @@ def use_local_values(module: nn.Module, values: Values) -> None:
 
 
 def replace_forward(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Call `around(forward, *args, **kwargs)` in place of the forward method."""
-    forward = module.forward
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return around(forward, *args, **kwargs)
-
-    module.forward = replaced
+    """Call `around(forward, *args, **kwargs)` instead of the forward method."""
+    module.forward = functools.partial(around, module.forward)
 
 
-def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Apply `change` to the hidden states that `module` is called with."""
+def change(module: nn.Module, *, before: Change | None = None, after: Change | None = None) -> None:
+    """Change the hidden states that `module` takes, and those that it returns, by themselves or
+    first in a tuple."""
 
     def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            return forward(change(args[0]), *args[1:], **kwargs)
-        return forward(**{**kwargs, "hidden_states": change(kwargs["hidden_states"])})
-
-    replace_forward(module, around)
-
-
-def change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Apply `change` to the hidden states that `module` returns, or returns first in a tuple."""
-
-    def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if before is not None and args:
+            args = before(args[0]), *args[1:]
+        elif before is not None:
+            kwargs = {**kwargs, "hidden_states": before(kwargs["hidden_states"])}
         output = forward(*args, **kwargs)
-        if isinstance(output, tuple):
-            return (change(output[0]), *output[1:])
-        return change(output)
+        if after is None:
+            return output
+        return (after(output[0]), *output[1:]) if isinstance(output, tuple) else after(output)
 
     replace_forward(module, around)
 
 
 def install_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
-    """An embedding of which each rank has rows; tokens of others come as zeros, and are added."""
+    """Each rank looks up its rows of the embedding, and zeros for others; then ranks are summed."""
     assert isinstance(module, nn.Embedding)
     own, group = own_chunk(module.num_embeddings, mesh), mesh.get_group()
     if module.padding_idx is not None:
@@ -94,7 +85,7 @@ def install_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def install_experts(module: nn.Module, group: ProcessGroup) -> None:
-    """Experts each of which is divided: called with complete states, indices and weights."""
+    """Each rank has a part of every expert; states, indices and weights come complete."""
 
     def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         summed = (
@@ -156,7 +147,7 @@ class Streams:
             yield
 
     def switch(self, place: int, *, shared: bool) -> None:
-        """Inside of `own`: go on with a place's numbers, up to the end of `own` or `shared`."""
+        """Inside of `own`: draw a place's numbers up to the end of `own` or `shared`."""
         drawn = torch.initial_seed() // (self.size + 1)
         self._seed((drawn + place * STRIDE) % SEEDS, shared=shared)
 

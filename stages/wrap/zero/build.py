@@ -70,11 +70,8 @@ def build(
     compat.start(ctx.dist, ctx.log)
     import deepspeed
 
-    axes, model, device = (
-        required(stage, ctx.dist.world_size),
-        source_of(model, plan),
-        ctx.dist.device,
-    )
+    axes, device = required(stage, ctx.dist.world_size), ctx.dist.device
+    model = source_of(model, plan)
     # Opened first: this compares the weights with the model.
     with contextlib.closing(model.weights()) as reader:
         module, groups = make_module(stage, ctx, model, precision, config, axes)
@@ -106,7 +103,7 @@ def build(
 
 def beyond_bucket(stage: ZeroFields, module: nn.Module) -> tuple[str, int] | None:
     """Name and elements of the largest gradient that stage 2 would reduce outside of its bucket
-    while backward goes on.
+    during backward.
 
     DeepSpeed 0.19 reduces it on another stream and frees it, without telling the allocator of that
     stream, on ranks that hold no part of it (`average_tensor`, `clear_grad_attribute`)."""

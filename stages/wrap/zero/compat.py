@@ -53,7 +53,7 @@ def start(dist: DistContext, log: logging.Logger) -> None:
 
 
 def whole_of(tensor: Any) -> DTensor | None:
-    """The tensor on the meta device of which tensor parallelism leaves this rank a part."""
+    """The tensor on the meta device that a parameter is a tensor-parallel part of."""
     whole: DTensor | None = getattr(tensor, "part_of", None)
     return whole
 
@@ -193,7 +193,7 @@ def quiet() -> AbstractContextManager[Any]:
 def restore_bias_correction(optimizer: Any) -> None:
     """Recompute the powers of beta that DeepSpeedCPUAdam keeps outside of its saved state.
 
-    It multiplies beta^t up in float32; after loading it would go on with pow(beta, t), which
+    It multiplies beta^t up in float32; after loading it would continue with pow(beta, t), which
     differs in the last bits.
     """
     kernel = getattr(optimizer, "ds_opt_adam", None)

@@ -129,8 +129,8 @@ def _sub_groups(zero: Any, names: Mapping[Any, str]) -> Iterator[FlatMaster]:
 
 
 def _own_range(zero: Any, parameter: Any, padded: int) -> tuple[int, int]:
-    """Stage 3: start of this rank's part within the flattened parameter, and how many of the part's
-    `padded` elements are no padding."""
+    """Stage 3: start of this rank's part within the flattened parameter, and how many of its
+    `padded` elements are real."""
     own = getattr(zero, "_get_param_partition_rank", None)  # not of an engine without optimizer
     rank = own(parameter) if own else torch.distributed.get_rank(parameter.ds_process_group)
     start = rank * padded

@@ -22,7 +22,8 @@ from pipeline.planning import (
 )
 from stages.wrap.axes import caveats, required
 from stages.wrap.torch_planner import model_parts
-from stages.wrap.zero.stage import Zero, uses_cpu_adam
+from stages.wrap.zero import Zero
+from stages.wrap.zero.fields import uses_cpu_adam
 
 SUMMED = 4
 """Bytes of a gradient's element summed over micro-batches: `grad_accum_dtype` is always fp32."""
