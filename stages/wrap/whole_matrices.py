@@ -142,6 +142,8 @@ class _Piece(NamedTuple):
     matrix: _Matrix
     at: tuple[int, ...]
     """Its place in the rank's part of the parameter."""
+    of_owner: bool
+    """Whether the rank has a part of the copy of the parameter that the matrix's owner has."""
     rows: Ranges
     columns: Ranges
 
@@ -194,21 +196,19 @@ class _Bucket:
                     if low <= number < high
                 ]
                 if len(at) == len(outer) and rows and columns:
-                    found.append(_Piece(matrix, tuple(at), rows, columns))
+                    copies = layouts[matrix.of].copies
+                    same = copies[owner] == copies[holder]
+                    found.append(_Piece(matrix, tuple(at), same, rows, columns))
             return found
-
-        def same_copy(pieces: Route, owner: int, holder: int) -> Route:
-            """The pieces of the owner's copy of a parameter."""
-            copies = [layout.copies for layout in layouts]
-            of = ((one, copies[one.matrix.of]) for one in pieces)
-            return [one for one, copy in of if copy[owner] == copy[holder]]
 
         self._back = [route(rank, own) for rank in everyone]
         """By owner: pieces of results that come back to this rank."""
         self._results = [route(own, rank) for rank in everyone]
         """By rank: pieces of results that this rank sends, to all copies."""
-        self._sent = [same_copy(one, rank, own) for rank, one in enumerate(self._back)]
-        self._taken = [same_copy(one, own, rank) for rank, one in enumerate(self._results)]
+        self._sent, self._taken = (
+            [[piece for piece in one if piece.of_owner] for one in routes]
+            for routes in (self._back, self._results)
+        )
 
     def run(
         self, part: Callable[[nn.Parameter], Tensor], function: Callable[[Tensor], Tensor]

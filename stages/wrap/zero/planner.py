@@ -163,7 +163,7 @@ class ZeroMemory(planning.StrategyMemory):
         yield Item("gradient of the tied head", "device", size)
 
     def _lasting(self, moment: Moment) -> Iterator[Item]:
-        """Items that last from loading to the end, without masters, and those of loading: weights
+        """Items that last from loading to the end, without masters, and items of loading: weights
         are made in the masters' dtype and cast, or copied into one buffer; then gradients of
         masters are there."""
         c, m, copied = self.c, self.m, self.c * self.largest * self.offloaded

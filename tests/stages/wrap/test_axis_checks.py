@@ -16,6 +16,7 @@ from stages.wrap.fsdp import Fsdp
 TWO = {"pipeline_parallel": PipelineParallel(size=2)}
 HYBRID = {"sharding": "hybrid_shard", "tensor_parallel": TensorParallel(size=2)}
 EXPERTS = {"expert_parallel": ExpertParallel(size=4)}
+HEADS = "context_parallel.size: the model has 6 attention heads, which do not divide among 4 ranks"
 CONFIG = {"model_type": "llama", "num_attention_heads": 6, "num_hidden_layers": 5}
 
 
@@ -56,16 +57,10 @@ def test_processes_that_do_not_divide(
 @pytest.mark.parametrize(
     ("fields", "config", "expected"),
     [
-        (
-            {"context_parallel": ContextParallel(size=4)}, {},
-            "context_parallel.size: the model has 6 attention heads, which do not divide among 4 "
-            "ranks",
-        ),
+        ({"context_parallel": ContextParallel(size=4)}, {}, HEADS),
         (
             {"tensor_parallel": TensorParallel(size=2),
-             "context_parallel": ContextParallel(size=2)}, {},
-            "context_parallel.size: the model has 6 attention heads, which do not divide among 4 "
-            "ranks",
+             "context_parallel": ContextParallel(size=2)}, {}, HEADS,
         ),
         ({"tensor_parallel": TensorParallel(size=2)}, {}, None),
         (

@@ -21,9 +21,12 @@ from tests.support.state import Setting, make_engine
 
 
 class Rule(torch.optim.SGD):
-    """A rule that does something to each parameter's state in a step."""
+    """A rule that does something with each parameter's state in a step, the number `steps`."""
+
+    steps = 0
 
     def step(self, closure: Any = None) -> None:
+        self.steps += 1
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.change(group, parameter, self.state[parameter])
@@ -32,33 +35,25 @@ class Rule(torch.optim.SGD):
         raise NotImplementedError
 
 
-class Scheduled(Rule):
-    """A rule with a mistake that has nothing to do with parameters' state."""
-
-    def change(self, group: Any, parameter: Any, state: Any) -> None:
-        group["schedule"]
+def rule(name: str, change: Any) -> type[torch.optim.Optimizer]:
+    """Return a rule that calls `change` with a group, a parameter and its state."""
+    return type(name, (Rule,), {"change": lambda self, *given: change(*given)})
 
 
-class Counting(Rule):
-    """A rule that keeps a number that is no tensor."""
-
-    key = "seen"
-
-    def change(self, group: Any, parameter: Any, state: Any) -> None:
-        state[self.key] = state.get(self.key, 0) + 1
-
-
-class Stepping(Counting):
-    """A rule that counts updates as torch's do."""
-
-    key = "step"
-
-
-class Rebinding(Rule):
-    """A rule that keeps a new tensor after each update, not the old one with new values."""
-
-    def change(self, group: Any, parameter: Any, state: Any) -> None:
-        state["average"] = state["average"] + 1
+# A mistake that has nothing to do with parameters' state.
+Scheduled = rule("Scheduled", lambda group, one, state: group["schedule"])
+# A number that is no tensor, and one under the name of torch's count of updates.
+Counting = rule("Counting", lambda group, one, state: state.update(seen=state.get("seen", 0) + 1))
+Stepping = rule("Stepping", lambda group, one, state: state.update(step=state.get("step", 0) + 1))
+# A new tensor after each update, not the old one with new values.
+Rebinding = rule("Rebinding", lambda group, one, state: state.update(average=state["average"] + 1))
+# A number in each group, as schedule-free rules keep.
+InGroups = rule("InGroups", lambda group, one, state: group.update(k=group.get("k", 0) + 1))
+# A moment of another shape than the parameter.
+Factored = rule(
+    "Factored",
+    lambda group, one, state: state.update(average=one.grad.square().mean(-1, keepdim=True)),
+)
 
 
 class Replacing(Rule):
@@ -71,33 +66,16 @@ class Replacing(Rule):
 class Later(Rule):
     """A rule that keeps something from its second step on."""
 
-    steps = 0
-
     def change(self, group: Any, parameter: Any, state: Any) -> None:
-        self.steps += 1
         if self.steps > 1:
             state["late"] = torch.ones_like(parameter)
 
 
-class InGroups(Rule):
-    """A rule that keeps a number in each group, as schedule-free ones do."""
-
-    def change(self, group: Any, parameter: Any, state: Any) -> None:
-        group["k"] = group.get("k", 0) + 1
-
-
-class Nowhere(torch.optim.SGD):
+class Nowhere(Rule):
     """A rule that keeps a number next to the parameters' state."""
 
     def step(self, closure: Any = None) -> None:
         self.state["count"] = 1
-
-
-class Factored(Rule):
-    """A rule whose moment is of another shape than the parameter."""
-
-    def change(self, group: Any, parameter: Any, state: Any) -> None:
-        state["average"] = parameter.grad.square().mean(-1, keepdim=True)
 
 
 class Copying(Rule):
