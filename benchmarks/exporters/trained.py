@@ -46,7 +46,7 @@ class Trained:
 
 @functools.cache
 def _trained(config: tuple[tuple[str, Any], ...]) -> Trained:
-    from stages.wrap.load_weights import aliases
+    from stages.wrap.shards import aliases
 
     model = outline(dict(config))
     shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}

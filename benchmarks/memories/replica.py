@@ -18,7 +18,7 @@ from stages.wrap.build import build_module, trained
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.ddp import Ddp
 from stages.wrap.ddp_engine import BucketSums
-from stages.wrap.optimizer_groups import make_optimizers
+from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_engine import TorchEngine
 

@@ -25,7 +25,7 @@ from pipeline.importing import read_config
 from stages.hf import accelerate_compat as compat
 from stages.hf.accelerate_file import is_sharded
 from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
-from stages.wrap.optimizer_groups import make_optimizers
+from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_compat import require_reduced, reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine

@@ -45,8 +45,8 @@ from stages.objectives.scoring import ModelScorer
 from stages.train.report import Reporter
 from stages.train.resuming import Length, lineage, require_same_lineage
 from stages.wrap.build import build_module
-from stages.wrap.load_weights import stored_tensors
-from stages.wrap.optimizer_groups import make_optimizers
+from stages.wrap.optimizer_state import make_optimizers
+from stages.wrap.shards import stored_tensors
 
 
 def train(

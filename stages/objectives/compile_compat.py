@@ -27,7 +27,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     too, share its graphs; the log says if torch does not compile it any more."""
     config = torch._dynamo.config
     # By default torch compiles no recomputed part that assigns to anything, as modules do that a
-    # strategy casts and casts back while they run (`stages/wrap/compute_cast.py`).
+    # strategy casts and casts back while they run (`stages/wrap/build.py`).
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
     logging.getLogger("torch._dynamo.convert_frame").addFilter(tell)  # once, however often

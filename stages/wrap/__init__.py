@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stages.wrap.build import build_module as build_module
     from stages.wrap.build import declared_facts as declared_facts
     from stages.wrap.build import verify_engine as verify_engine
-    from stages.wrap.optimizer_groups import make_optimizers as make_optimizers
+    from stages.wrap.optimizer_state import make_optimizers as make_optimizers
     from stages.wrap.passes import ModulePasses as ModulePasses
     from stages.wrap.torch_compat import prime_buckets as prime_buckets
     from stages.wrap.torch_engine import TorchEngine as TorchEngine

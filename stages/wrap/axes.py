@@ -1,19 +1,27 @@
-"""Axes of parallelism beside the data-parallel one: fields of wrap stages, and the layout of ranks.
+"""Axes of parallelism next to the data-parallel one: fields of stages, and the layout of ranks.
 
 Outermost first, the axes are pipeline, data, context, tensor. Ranks of a tensor-parallel group are
-neighbours, since they exchange activations in every layer; then those of a context-parallel group,
-which exchange them in every attention.
+neighbours, since they exchange activations in every layer; a context-parallel group exchanges them
+in every attention.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 
 from pipeline import DataAxis, StageError
+from pipeline.utils import with_values
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from pipeline import Context
 
 Size = Annotated[int, Ge(1)]
 
@@ -78,7 +86,7 @@ SEVERAL_STAGES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZ
 FOLDED = ("ZBVZeroBubble",)
 """Schedules whose first and last stage are on one rank."""
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules that compute gradients of inputs first, and those of weights later."""
+"""Schedules that compute gradients of inputs first, and of weights later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +148,24 @@ FIELDS = {
 """Axis -> the field that asks for it."""
 
 
+def axis_sizes(stage: Any) -> dict[str, int]:
+    """Sizes of the axes that a stage has fields for."""
+    blocks = {axis: getattr(stage, name, None) for axis, name in FIELDS.items()}
+    return {axis: block.size for axis, block in blocks.items() if block is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinates:
+    """Coordinates of a rank on the axes."""
+
+    pipeline: int
+    data: DataAxis
+    context: int
+    tensor: int
+    stream: int
+    """Number of the rank's stream of random numbers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Axes:
     """Number of ranks on each axis; they multiply to all ranks."""
@@ -163,7 +189,7 @@ class Axes:
     @property
     def streams(self) -> int:
         """Number of streams of random numbers. Ranks of a tensor-parallel group share one, since
-        what they all compute has to be the same."""
+        what they all compute must be the same."""
         return self.ranks // self.tensor
 
     @classmethod
@@ -171,12 +197,8 @@ class Axes:
         """The axes that a wrap stage asks for, all that is left being data-parallel; None if the
         processes do not divide."""
         sizes = axis_sizes(stage)
-        left = procs
-        for size in sizes.values():
-            if left % size:
-                return None
-            left //= size
-        return cls(data=left, **sizes)
+        data, rest = divmod(procs, math.prod(sizes.values()))
+        return None if rest else cls(data=data, **sizes)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of a rank on the axes."""
@@ -192,24 +214,6 @@ class Axes:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coordinates:
-    """Coordinates of a rank on the axes."""
-
-    pipeline: int
-    data: DataAxis
-    context: int
-    tensor: int
-    stream: int
-    """Number of the rank's stream of random numbers."""
-
-
-def axis_sizes(stage: Any) -> dict[str, int]:
-    """Sizes of the axes that a stage has fields for."""
-    blocks = {axis: getattr(stage, name, None) for axis, name in FIELDS.items()}
-    return {axis: block.size for axis, block in blocks.items() if block is not None}
-
-
 def required(stage: Any, procs: int) -> Axes:
     """The axes that a wrap stage asks for. Raises StageError if the processes do not divide."""
     axes = Axes.of(stage, procs)
@@ -217,6 +221,14 @@ def required(stage: Any, procs: int) -> Axes:
         sizes = ", ".join(f"{FIELDS[axis]} {size}" for axis, size in axis_sizes(stage).items())
         raise StageError(f"{procs} processes do not divide into groups ({sizes})")
     return axes
+
+
+class OnAxes:
+    """A wrap stage with fields of axes; see `pipeline.DividesRanks`."""
+
+    def data_ranks(self, procs: int) -> int:
+        axes = Axes.of(self, procs)
+        return 0 if axes is None else axes.data
 
 
 def least_microbatches(schedule: str, ranks: int, count: int) -> int:
@@ -229,7 +241,41 @@ def least_microbatches(schedule: str, ranks: int, count: int) -> int:
     return count
 
 
-def data_ranks(stage: Any, procs: int) -> int:
-    """See `pipeline.DividesRanks`."""
-    axes = Axes.of(stage, procs)
-    return 0 if axes is None else axes.data
+def _mesh(device: str, **sizes: int) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def parameter_mesh(axes: Axes, device: str, shards: int) -> DeviceMesh:
+    """The mesh over which parameters are cut: `pipeline`, `replicate`, `shard`, `tensor`
+    (collective). Each tensor-parallel part is cut again into `shards`, over the data and context
+    axes together."""
+    copies, pipeline = axes.data * axes.context // shards, axes.pipeline
+    return _mesh(device, pipeline=pipeline, replicate=copies, shard=shards, tensor=axes.tensor)
+
+
+def expert_mesh(axes: Axes, device: str, shards: int, experts: int) -> DeviceMesh:
+    """The mesh over which experts are cut (collective): as `parameter_mesh`, but for an axis
+    `expert` of `experts` ranks, which are neighbours among the `shards`."""
+    sizes = {"pipeline": axes.pipeline, "replicate": axes.data * axes.context // shards}
+    return _mesh(device, **sizes, shard=shards // experts, expert=experts, tensor=axes.tensor)
+
+
+def context_group(axes: Axes, device: str) -> ProcessGroup:
+    """The ranks that share this rank's samples (collective)."""
+    outer = axes.pipeline * axes.data
+    with with_values():
+        mesh = _mesh(device, outer=outer, context=axes.context, tensor=axes.tensor)
+        return mesh["context"].get_group()
+
+
+def warn_of_slow_groups(ctx: Context, axes: Axes) -> None:
+    """Log a warning if tensor-parallel groups reach over nodes."""
+    here = ctx.dist.local_world_size
+    if axes.tensor > 1 and here % axes.tensor and ctx.dist.world_size > here:
+        ctx.log.warning(
+            "tensor_parallel: groups of %d ranks reach over nodes of %d, and exchange activations "
+            "in every layer",
+            axes.tensor, here,
+        )  # fmt: skip

@@ -1,6 +1,6 @@
-"""The one way from a model source to a module that can be trained, and the check of what came out.
+"""From a model source to a module that can be trained, and the check of the engine made of it.
 
-A strategy parametrises `build_module` by how it shards; the rest is the same for all.
+A strategy passes `build_module` its way of sharding; the rest is the same for all.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pipeline import (
 from pipeline.hardware import model_begins
 from pipeline.utils import replace_text, with_values
 from stages.model.declared import FrozenSource, logical_numel, outline
-from stages.wrap.compute_cast import cast_on_use
-from stages.wrap.load_weights import load_weights, local_shards
+from stages.model.forward_hooks_compat import around_forward, hooks_before
+from stages.wrap.shards import load_weights, weights_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,15 +43,10 @@ def source_of(model: ModelSource, plan: OptimizerPlan) -> ModelSource:
 
 
 def build_module(
-    ctx: Context,
-    model: ModelSource,
-    precision: Precision,
-    *,
-    shard: Callable[[nn.Module], None] | None = None,
-    replicas: ProcessGroup | None = None,
-    home: torch.device | None = None,
-    casts: bool = False,
-) -> nn.Module:
+    ctx: Context, model: ModelSource, precision: Precision, *,
+    shard: Callable[[nn.Module], None] = lambda module: None, replicas: ProcessGroup | None = None,
+    home: torch.device | None = None, casts: bool = False,
+) -> nn.Module:  # fmt: skip
     """Build the model, shard it, materialize it and load its weights.
 
     `shard` shards the module in place while its parameters are on the meta device. `replicas` are
@@ -60,35 +55,29 @@ def build_module(
     `casts`, modules compute in the compute dtype; a strategy that casts by itself needs none.
     Raises StageError for weights that do not fit the model.
     """
-    shards = [shard or (lambda module: None)]
-    (module,) = build_modules(ctx, model, precision, shards, replicas=replicas, home=home)
+    (module,) = build_modules(ctx, model, precision, [shard], replicas=replicas, home=home)
     if casts:
         cast_on_use(module, torch_dtype(precision.compute))
     return module
 
 
 def build_modules(
-    ctx: Context,
-    model: ModelSource,
-    precision: Precision,
-    shards: Sequence[Callable[[nn.Module], None]],
-    *,
-    replicas: ProcessGroup | None = None,
-    home: torch.device | None = None,
-) -> list[nn.Module]:
-    """Build the model once for each of `shards`, which makes it a part of the model, as
-    `build_module` does it."""
-    device = ctx.dist.device
+    ctx: Context, model: ModelSource, precision: Precision,
+    shards: Iterable[Callable[[nn.Module], None]], *,
+    replicas: ProcessGroup | None = None, home: torch.device | None = None,
+) -> list[nn.Module]:  # fmt: skip
+    """Build the model as `build_module` does, once for each of `shards`, which makes it a part of
+    the model."""
+    device, modules = ctx.dist.device, list[nn.Module]()
     # Opened first: this compares the weights with the model.
     with contextlib.closing(model.weights()) as reader:
-        modules = []
         for shard in shards:
             module = build_empty(model, precision)
             with with_values():
                 shard(module)
             materialize(module, home or device, buffer_device=device)
             modules.append(module)
-        own = itertools.chain.from_iterable(map(local_shards, modules))
+        own = itertools.chain.from_iterable(map(weights_of, modules))
         load_weights(own, reader, ctx, replicas)
     for module in modules:
         cast_buffers(module, precision)
@@ -96,12 +85,9 @@ def build_modules(
 
 
 def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
-    """The model with parameters on the meta device in the master dtype, those of the frozen base in
-    the compute dtype, and real buffers.
-
-    Packed bytes are declared in that dtype too, as engines send and gather tensors of one dtype
-    together.
-    """
+    """The model with real buffers and parameters on the meta device, in the master dtype or, of the
+    frozen base, the compute dtype. Packed bytes are declared in that dtype too, as engines send and
+    gather tensors of one dtype together."""
     with with_values():
         module = outline(model)
         model_begins()  # importing the model's code does not count as building it
@@ -115,10 +101,8 @@ def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
 
 
 def materialize(module: nn.Module, device: torch.device, *, buffer_device: torch.device) -> None:
-    """Give every meta parameter real, uninitialised storage on `device`; move buffers.
-
-    Tied parameters stay one object, which `nn.Module.to_empty` does not promise.
-    """
+    """Give every meta parameter uninitialised storage on `device`; move buffers. Tied parameters
+    stay one object, which `nn.Module.to_empty` does not promise."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -128,37 +112,96 @@ def materialize(module: nn.Module, device: torch.device, *, buffer_device: torch
                     made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 owner._parameters[name] = made[parameter]
         for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                owner._buffers[name] = buffer.to(buffer_device)
+            owner._buffers[name] = None if buffer is None else buffer.to(buffer_device)
 
 
 def cast_buffers(module: nn.Module, precision: Precision) -> None:
-    """Cast every floating buffer to the policy's buffer dtype; None keeps the model's own."""
-    if precision.buffer is None:
-        return
-    for buffer in module.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(torch_dtype(precision.buffer))
+    """Cast floating buffers to the policy's buffer dtype; None keeps the model's own."""
+    if precision.buffer is not None:
+        dtype = torch_dtype(precision.buffer)
+        for buffer in module.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let modules run forward and backward in the compute dtype `dtype`, with parameters and
+    gradients in the master dtype.
+
+    Every module sees its own parameters cast, as sharding strategies cast when they gather. Unlike
+    under autocast, no operator keeps another dtype, so a policy means the same with and without
+    sharding. Activation checkpointing repeats the cast with a module's forward. A module also sees
+    its children's parameters cast, as some read them, but not its grandchildren's.
+    """
+
+    def visible(module: nn.Module) -> Iterator[nn.Module]:
+        """The module and its children, and children of a container, which nothing calls."""
+        yield module
+        for child in module.children():
+            yield from visible(child) if isinstance(child, CONTAINERS) else [child]
+
+    for module in model.modules():
+        if not isinstance(module, CONTAINERS):
+            cast = ParameterCast(dtype, list(visible(module)))
+            if cast.differing():
+                around_forward(module, cast, cast.undo)
+
+
+class ParameterCast:
+    """Forward pre-hook that casts the parameters of `owners` for the time of a forward.
+
+    Cast tensors take the places of the parameters, where a module finds them. One that a caller's
+    hook has put there is used, and left in place.
+    """
+
+    def __init__(self, dtype: torch.dtype, owners: Sequence[nn.Module]) -> None:
+        self.dtype, self._owners = dtype, owners
+        self._replaced: list[list[tuple[nn.Module, str, nn.Parameter]]] = []
+
+    def differing(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """Floating parameters of another dtype, each with its owner and its name there."""
+        return [
+            (owner, name, one)
+            for owner in self._owners
+            for name, one in owner._parameters.items()
+            if one is not None and one.is_floating_point() and one.dtype != self.dtype
+        ]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._replaced.append(self.differing())
+        for owner, name, parameter in self._replaced[-1]:
+            owner._parameters[name] = parameter.to(self.dtype)  # type: ignore[assignment]
+
+    def undo(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook that puts back the parameters of the latest forward."""
+        for owner, name, parameter in self._replaced.pop() if self._replaced else ():
+            owner._parameters[name] = parameter
+
+
+def installed_casts(model: nn.Module) -> list[ParameterCast]:
+    """The casts on the model's modules."""
+    hooks = [hook for module in model.modules() for hook in hooks_before(module)]
+    return [hook for hook in hooks if isinstance(hook, ParameterCast)]
 
 
 def declared_facts(ctx: Context, precision: Precision) -> dict[str, Any]:
-    """World size and dtypes that every engine's description must have, by the recipe alone."""
-    buffers = {"buffers": [precision.buffer]} if precision.buffer else {}
-    return {
+    """World size and dtypes of any engine's description, by the recipe only."""
+    facts: dict[str, Any] = {
         "world_size": ctx.dist.world_size,
         "master": [precision.master],
         "compute": [precision.compute],
         "reduce": [precision.reduce],
-        **buffers,
     }
+    return facts | ({"buffers": [precision.buffer]} if precision.buffer else {})
 
 
 def verify_engine(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> None:
-    """Write the engine's description to `ctx.engine_file`, log it, and compare it with `expected`.
-
-    `engine.describe()` is read off the live objects; `expected` follows from the recipe alone.
-    Raises EngineMismatch on every rank where they differ, naming each difference.
-    """
+    """Write the engine's description, which is read off the live objects, to `ctx.engine_file`, and
+    log it. Raises EngineMismatch on every rank where it differs from `expected`, which follows from
+    the recipe only, naming each difference."""
     facts = dict(engine.describe())
     if not facts.get("trained_parameters", True):  # then there are neither masters nor gradients
         expected = {k: v for k, v in expected.items() if k not in ("master", "reduce")}
@@ -174,33 +217,21 @@ def verify_engine(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> 
         raise EngineMismatch("what runs is not what the recipe asks for: " + "; ".join(differences))
 
 
-def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
-    """The module's parameters, tied ones once, as an OptimizerPlan groups them."""
-    for name, parameter in module.named_parameters():
-        kind = type(module.get_submodule(name.rpartition(".")[0]))
-        shape, shard = tuple(parameter.shape), shard_number(parameter)
-        yield NamedParameter(name, parameter, shape, shard, kind)
-
-
-def named_parts(whole: nn.Module, parts: Iterable[nn.Module]) -> list[NamedParameter]:
-    """The parameters of the whole model; those of other ranks are without memory."""
-    here = {name: one for part in parts for name, one in part.named_parameters()}
-    found = []
-    for one in named_parameters(whole):
-        parameter = here.get(one.name, one.parameter)
-        found.append(one._replace(parameter=parameter, shard=shard_number(parameter)))
-    return found
-
-
-def shard_number(parameter: nn.Parameter) -> int:
-    """Number of this process among those that share a sharded parameter; replicas have the same."""
-    number = 0
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        for axis, placement in enumerate(parameter.placements):
-            if not placement.is_replicate():
-                number = number * mesh.size(axis) + mesh.get_local_rank(axis)
-    return number
+def named_parameters(
+    whole: nn.Module, parts: Iterable[nn.Module] | None = None
+) -> Iterator[NamedParameter]:
+    """The model's parameters, tied ones once, as an OptimizerPlan groups them. Where ranks have
+    parts of the model, this one `parts`, parameters of other ranks are without memory."""
+    here = {name: one for part in parts or () for name, one in part.named_parameters()}
+    for name, parameter in whole.named_parameters():
+        kind = type(whole.get_submodule(name.rpartition(".")[0]))
+        own, number = here.get(name, parameter), 0
+        if isinstance(own, DTensor):
+            mesh = own.device_mesh
+            for axis, placement in enumerate(own.placements):
+                if not placement.is_replicate():  # replicas have the same number
+                    number = number * mesh.size(axis) + mesh.get_local_rank(axis)
+        yield NamedParameter(name, own, tuple(parameter.shape), number, kind)
 
 
 def trained(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -213,8 +244,7 @@ def parameter_count(
 ) -> int:
     """Number of the model's weights, tied ones once, however they are packed or sharded."""
     known = logical_numel(module)
-    named = module.named_parameters()
-    return sum(known.get(name) or elements(parameter) for name, parameter in named)
+    return sum(known.get(name) or elements(one) for name, one in module.named_parameters())
 
 
 def dtype_names(tensors: Iterable[Tensor]) -> list[str]:

@@ -9,13 +9,12 @@ from typing import Annotated
 from annotated_types import Gt
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
-from stages.wrap import axes
-from stages.wrap.axes import ContextParallel
+from stages.wrap.axes import ContextParallel, OnAxes, required
 from stages.wrap.axis_checks import axis_problems, gradient_problems
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ddp:
+class Ddp(OnAxes):
     """Replicate the model on every rank and average gradients (torch DistributedDataParallel)."""
 
     bucket_cap_mb: Annotated[int, Gt(0)] = 25
@@ -34,16 +33,13 @@ class Ddp:
     context_parallel: ContextParallel | None = None
     """Divide the tokens of every sample among ranks; null keeps each sample on one rank."""
 
-    def data_ranks(self, procs: int) -> int:
-        return axes.data_ranks(self, procs)
-
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from axis_problems(self, plan)
         yield from gradient_problems(self, plan)
 
     @property
     def sums_in_buckets(self) -> bool:
-        """Whether the live model sums in its buckets, as `torch_compat.sums_in_buckets` tells."""
+        """Whether the live model sums in its buckets, as `torch_compat.sums_in_buckets` says."""
         return self.gradient_as_bucket_view and not (
             self.find_unused_parameters or self.static_graph
         )
@@ -53,4 +49,7 @@ class Ddp:
     ) -> Engine:
         from stages.wrap.ddp_engine import build
 
-        return build(self, ctx, model, precision, optimizer)
+        fields = "bucket_cap_mb", "gradient_as_bucket_view", "static_graph"
+        settings = {name: getattr(self, name) for name in (*fields, "find_unused_parameters")}
+        asked = required(self, ctx.dist.world_size)
+        return build(ctx, model, precision, optimizer, asked, settings)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed
@@ -25,10 +25,10 @@ from pipeline import (
     dtype_name,
     torch_dtype,
 )
-from stages.wrap.axes import required
+from stages.wrap.axes import Axes
 from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
 from stages.wrap.context.attention import divide_sequence
-from stages.wrap.optimizer_groups import make_optimizers
+from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_compat import (
     hook_states,
@@ -39,52 +39,47 @@ from stages.wrap.torch_compat import (
 )
 from stages.wrap.torch_engine import TorchEngine
 
-if TYPE_CHECKING:
-    from stages.wrap.ddp import Ddp
-
-
-DDP = "DistributedDataParallel"
-
 
 def build(
-    config: "Ddp", ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
-) -> TorchEngine:
-    """Replicate the model; the same values are sent to every rank as weights are loaded."""
-    everyone = torch.distributed.group.WORLD
-    axes, model = required(config, ctx.dist.world_size), source_of(model, plan)
+    ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan, axes: Axes,
+    settings: Mapping[str, Any],
+) -> TorchEngine:  # fmt: skip
+    """Replicate the model by `settings` of torch's wrapper; the same values are sent to every rank
+    as weights are loaded."""
+    everyone, model = torch.distributed.group.WORLD, source_of(model, plan)
     module = build_module(ctx, model, precision, replicas=everyone, casts=True)
     group = divide_sequence(module, axes, ctx.dist.device.type)
-    expected = {"engine": "none", "device": ctx.dist.device.type}
-    engine: TorchEngine
-    if plan.parts:
-        replica, expected["engine"] = _replicate(config, module, ctx, precision), DDP
-        passes = ModulePasses(module, model.scorer(replica, group=group), ctx.dist, axes)
-        engine = DdpEngine(replica, passes, make_optimizers(plan, module), precision, plan)
-    else:  # torch's wrapper takes no model without gradients
-        passes = ModulePasses(module, model.scorer(module, group=group), ctx.dist, axes)
-        engine = TorchEngine(passes, [], precision, plan)
-    verify_engine(ctx, engine, {**declared_facts(ctx, precision), **expected})
+    # torch's wrapper takes no model without gradients.
+    live = _replicate(module, ctx, precision, settings) if plan.parts else module
+    passes = ModulePasses(module, model.scorer(live, group=group), ctx.dist, axes)
+    rest = passes, make_optimizers(plan, module), precision, plan
+    engine = TorchEngine(*rest)
+    if isinstance(live, DistributedDataParallel):
+        engine = DdpEngine(live, *rest)
+    expected = {
+        **declared_facts(ctx, precision),
+        "engine": "DistributedDataParallel" if plan.parts else "none",
+        "device": ctx.dist.device.type,
+    }
+    verify_engine(ctx, engine, expected)
     return engine
 
 
 def _replicate(
-    config: "Ddp", module: nn.Module, ctx: Context, precision: Precision
+    module: nn.Module, ctx: Context, precision: Precision, settings: Mapping[str, Any]
 ) -> DistributedDataParallel:
     device = ctx.dist.device
     replicated = DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
-        bucket_cap_mb=config.bucket_cap_mb,
-        gradient_as_bucket_view=config.gradient_as_bucket_view,
-        static_graph=config.static_graph,
-        find_unused_parameters=config.find_unused_parameters,
         init_sync=False,  # every rank was loaded with the same values
+        **settings,
         **no_buffer_sync(),
     )
     if precision.reduce != precision.master:
         reduction = ReduceIn(torch_dtype(precision.reduce), replicated.process_group)
         replicated.register_comm_hook(reduction, reduce_in)
-    if not config.static_graph:  # a static graph lays out its buckets in the first real backward
+    if not replicated.static_graph:  # its buckets are laid out in the first real backward
         prime_buckets(replicated)
     return replicated
 
@@ -94,10 +89,9 @@ class DdpEngine(TorchEngine):
 
     def __init__(self, replica: DistributedDataParallel, *rest: Any) -> None:
         super().__init__(*rest)
-        self._replica = replica
-        self._records_graph = replica.static_graph
+        self._replica, self._records_graph = replica, replica.static_graph
         self._sums = BucketSums()
-        self._remember_places()
+        self._sums.remember(replica)
         replica.zero_grad()
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
@@ -111,14 +105,8 @@ class DdpEngine(TorchEngine):
         self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
     ) -> StepReport:
         require_reduced(self._replica)
-        self._remember_places()
+        self._sums.remember(self._replica)
         return super().step(lr_scales=lr_scales, should_step=should_step)
-
-    def _remember_places(self) -> None:
-        """Remember where gradients lie in the buckets, if they can add up there."""
-        if sums_in_buckets(self._replica):
-            places = [(one, one.grad) for one in self._replica.parameters()]
-            self._sums.places = [(one, place) for one, place in places if place is not None]
 
     def describe(self) -> Mapping[str, Any]:
         reductions = [state for state in hook_states(self._replica) if isinstance(state, ReduceIn)]
@@ -129,12 +117,17 @@ class DdpEngine(TorchEngine):
 
 class BucketSums:
     """Lets gradients of several micro-batches add up in the buckets, which exist anyway: elsewhere,
-    they would take as much memory again. That of a single one is written there, which is faster."""
+    they would take as much memory again. A single one is written there, which is faster."""
 
     def __init__(self) -> None:
         self.places: list[tuple[nn.Parameter, Tensor]] = []
         """Each parameter's place in a bucket."""
         self._begun = False
+
+    def remember(self, replica: DistributedDataParallel) -> None:
+        """Remember where gradients lie in the buckets, if they can add up there."""
+        if sums_in_buckets(replica):
+            self.places = [(one, one.grad) for one in replica.parameters() if one.grad is not None]
 
     def begin(self, *, last: bool) -> None:
         """Prepare for a micro-batch, the `last` of a step or not."""
@@ -153,10 +146,8 @@ class ReduceIn:
 
 
 def reduce_in(state: ReduceIn, bucket: GradBucket) -> Future[Tensor]:
-    """DDP communication hook: cast a bucket, average it over all ranks, cast it back.
-
-    torch's own hooks do the same for NCCL only.
-    """
+    """DDP communication hook: cast a bucket, average it over all ranks, cast it back. torch's hooks
+    do the same for NCCL only."""
     gradient = bucket.buffer()
     # Dividing first keeps the sum in the range of fp16.
     narrow = gradient.to(state.dtype).div_(state.group.size())

@@ -1,4 +1,4 @@
-"""Names of transformers that divide a mixture of experts among ranks."""
+"""Expert parallelism, by transformers: ranks hold different experts, and send each other tokens."""
 
 from __future__ import annotations
 
@@ -10,62 +10,78 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from pipeline import StageError
+from stages.wrap.types_compat import refuse_type
+
 DISPATCHED = "ep_dispatch_experts"
 """Style of a module whose tokens go to their experts' ranks."""
 METHOD = "all_to_all"
 """transformers' way of sending tokens that works with gradients and with a batch a rank."""
 
 
-def plan_of(model: Any) -> dict[str, str]:
-    """Name of each module and parameter that the architecture's plan divides by experts -> its
-    style; empty for an architecture without a plan."""
-    plan = getattr(model, "ep_plan", None) or {}
-    found: dict[str, str] = model._expand_parallel_plan(plan) if plan else {}
+def divide_experts(model: Any, mesh: DeviceMesh, tensor: DeviceMesh) -> list[nn.Module]:
+    """Divide the experts of `model`, whose parameters are on the meta device, over the one axis
+    `mesh`, in place; returns the modules that hold them. `tensor` has the ranks of the same tokens.
+
+    Every rank holds an equal share of the experts. It sends each token to the ranks of its experts
+    and gets their results back, so an expert's gradient is of the tokens of all ranks of `mesh`.
+    Raises StageError for a model without a plan of experts, for experts that do not divide, and for
+    parameters that ranks with different experts would share: their gradients would count once for
+    each of these ranks.
+    """
+    refuse_type("expert_parallel", model.config)
+    stated = getattr(model, "ep_plan", None)
+    plan = model._expand_parallel_plan(stated) if stated else {}
+    if not plan:
+        raise StageError(f"expert_parallel: {type(model).__name__} has no experts that divide")
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    try:
+        apply_expert_parallelism(model, mesh, tensor, plan, METHOD)
+    except ValueError as error:
+        raise StageError(f"expert_parallel: {error}") from error
+    modules = dict(model.named_modules())
+    found = [modules[name] for name, style in plan.items() if style == DISPATCHED]
+    for experts in found:
+        _divide_updates(experts, mesh)
+        for name, parameter in experts.named_parameters():
+            places = parameter.placements if isinstance(parameter, DTensor) else ()
+            if not any(place.is_shard() for place in places):
+                raise StageError(
+                    f"expert_parallel: {name} of {type(experts).__name__} is not divided with the "
+                    "experts",
+                    hint="leave out expert_parallel for this model",
+                )
     return found
 
 
-def divide(model: nn.Module, plan: dict[str, str], experts: DeviceMesh, tensor: DeviceMesh) -> None:
-    """Divide `model`, on the meta device, over the one axis `experts`, in place. `tensor` has the
-    ranks that have the same tokens. Raises ValueError if the experts do not divide."""
-    from transformers.distributed.expert_parallel import apply_expert_parallelism
-
-    apply_expert_parallelism(model, experts, tensor, plan, METHOD)
-
-
-def divide_updates(experts: nn.Module, mesh: DeviceMesh) -> None:
+def _divide_updates(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the updates of an experts' module, which are in modules inside of it, by experts, and
     let its forward find local tensors there."""
     inside = [one for one in experts.modules() if one is not experts]
-    for module in inside:
-        for name, weight in module.named_parameters(recurse=False):
+    places = [(module, name) for module in inside for name in module._parameters]
+    for module, name in places:
+        if (weight := module._parameters[name]) is not None:
             own = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
             module._parameters[name] = nn.Parameter(own, requires_grad=weight.requires_grad)
     forward = experts.forward
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        with _local(inside):
-            return forward(*args, **kwargs)
-
-    if any(True for module in inside for _ in module.parameters(recurse=False)):
-        experts.forward = replaced
-
-
-@contextlib.contextmanager
-def _local(modules: list[nn.Module]) -> Iterator[None]:
-    whole: list[tuple[nn.Module, str, nn.Parameter | None]] = [
-        (module, name, one)
-        for module in modules
-        for name, one in module._parameters.items()
-        if isinstance(one, DTensor)
-    ]
-    for module, name, one in whole:
-        part: Any = one.to_local()  # type: ignore[union-attr]
-        module._parameters[name] = part
-    try:
-        yield
-    finally:
+        whole: list[tuple[nn.Module, str, Any]] = [
+            (module, name, one)
+            for module, name in places
+            if isinstance(one := module._parameters[name], DTensor)
+        ]
         for module, name, one in whole:
-            module._parameters[name] = one
+            module._parameters[name] = one.to_local()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for module, name, one in whole:
+                module._parameters[name] = one
+
+    if places:
+        experts.forward = replaced
 
 
 @contextlib.contextmanager

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
-
-from annotated_types import Ge, Gt
 
 from pipeline import (
     Context,
@@ -18,133 +15,62 @@ from pipeline import (
     Problem,
     traits,
 )
-from stages.wrap import axes
-from stages.wrap.axes import (
-    Axes,
-    ContextParallel,
-    ExpertParallel,
-    PipelineParallel,
-    TensorParallel,
-)
+from stages.wrap.axes import SPLIT_BACKWARD, Axes, OnAxes
 from stages.wrap.axis_checks import axis_problems
-
-Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
+from stages.wrap.fsdp_fields import FsdpFields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fsdp:
+class Fsdp(FsdpFields, OnAxes):
     """Shard parameters, gradients and optimizer state across ranks (torch fully_shard, FSDP2)."""
-
-    sharding: Sharding = "full_shard"
-    """full_shard gathers parameters again in backward; shard_grad_op keeps them gathered from
-    forward to backward; hybrid_shard shards within groups of `shard_size` ranks and replicates
-    across them; no_shard replicates everything."""
-
-    shard_size: Annotated[int, Gt(0)] | None = None
-    """With hybrid_shard: ranks that share one copy of the model, or of its part on a rank of the
-    other axes; null means a node's ranks."""
-
-    units: Literal["block"] | tuple[str, ...] = "block"
-    """Modules whose parameters are gathered together: each transformer block, the input embedding
-    and the head, or modules of the named classes; in either case the rest is one more. An embedding
-    and a head with one weight are part of the rest."""
-
-    forward_prefetch: Annotated[int, Ge(0)] = 0
-    """Units to gather ahead explicitly in forward; 0 leaves it to torch's own overlap, except with
-    expert_parallel, where the host waits for the routing in every block and one is gathered."""
-
-    backward_prefetch: Annotated[int, Gt(0)] = 1
-    """Units to gather ahead in backward; 1 is torch's own schedule."""
-
-    cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory and step there."""
-
-    pin_memory: bool = True
-    """With cpu_offload on a GPU: use page-locked host memory, which copies faster."""
-
-    reduce_every_microbatch: bool = True
-    """While accumulating, reduce each micro-batch's gradients, so that they stay sharded; false
-    reduces once a step and holds whole gradients on every rank meanwhile, as a pipeline does."""
-
-    pipeline_parallel: PipelineParallel | None = None
-    """Put consecutive blocks of the model on each rank; null puts all blocks on every rank."""
-
-    tensor_parallel: TensorParallel | None = None
-    """Divide the matrices of every layer among ranks; null puts whole layers on every rank."""
-
-    context_parallel: ContextParallel | None = None
-    """Divide the tokens of every sample among ranks; null keeps each sample on one rank."""
-
-    expert_parallel: ExpertParallel | None = None
-    """Put some of a mixture's experts on each rank; null puts all of them on every rank."""
-
-    def data_ranks(self, procs: int) -> int:
-        return axes.data_ranks(self, procs)
-
-    def shards(self, axes: Axes, local_ranks: int) -> int:
-        """Number of ranks that share one copy of the parameters, given the number on a node."""
-        if self.sharding == "no_shard":
-            return 1
-        if self.sharding == "hybrid_shard":
-            # A node's ranks may be more than those of an axis, or of a pipeline stage.
-            most = min(max(local_ranks // axes.tensor, 1), axes.data * axes.context)
-            return self.shard_size or most
-        return axes.data * axes.context
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from axis_problems(self, plan)
-        yield from self._expert_problems(plan)
-        yield from self._pipeline_problems()
-        if self.shard_size is not None and self.sharding != "hybrid_shard":
-            yield Problem(key="shard_size", message="only applies to hybrid_shard")
-        found = axes.Axes.of(self, plan.procs)
+        found = Axes.of(self, plan.procs)
         both = 0 if found is None else found.data * found.context
+        if self.expert_parallel is not None and found is not None:
+            size, shards = self.expert_parallel.size, self.shard_size or both
+            yield from self._expert_problems(size, shards, plan)
+        block = self.pipeline_parallel
+        if block is not None and block.schedule in SPLIT_BACKWARD and self.gathers_again:
+            message = f"{block.schedule} needs parameters that stay gathered until backward"
+            hint = "use shard_grad_op or no_shard, or choose another schedule"
+            yield Problem(message=message, key="sharding", hint=hint)
+        if block is not None and self.cpu_offload:
+            message = "does not work with pipeline_parallel"
+            yield Problem(message=message, key="cpu_offload", hint="leave out one of them")
+        if self.shard_size is not None and self.sharding != "hybrid_shard":
+            yield Problem(message="only applies to hybrid_shard", key="shard_size")
         if self.shard_size is not None and both % self.shard_size:
             whole = "processes" if both == plan.procs else f"of {plan.procs} processes"
             message = f"{both} {whole} do not divide into groups of {self.shard_size}"
-            yield Problem(key="shard_size", message=message)
+            yield Problem(message=message, key="shard_size")
         if self.sharding == "no_shard" and self.cpu_offload:
-            yield Problem(key="cpu_offload", message="needs sharding", hint="use full_shard")
+            yield Problem(message="needs sharding", key="cpu_offload", hint="use full_shard")
 
-    def _pipeline_problems(self) -> Iterator[Problem]:
-        block = self.pipeline_parallel
-        if block is None:
-            return
-        gathers_again = self.sharding in ("full_shard", "hybrid_shard")
-        if block.schedule in axes.SPLIT_BACKWARD and gathers_again:
-            message = f"{block.schedule} needs parameters that stay gathered until backward"
-            hint = "use shard_grad_op or no_shard, or choose another schedule"
-            yield Problem(key="sharding", message=message, hint=hint)
-        if self.cpu_offload:
-            message = "does not work with pipeline_parallel"
-            yield Problem(key="cpu_offload", message=message, hint="leave out one of them")
-
-    def _expert_problems(self, plan: PlanView) -> Iterator[Problem]:
-        asked = axes.Axes.of(self, plan.procs)
-        if self.expert_parallel is None or asked is None:
-            return
-        size = self.expert_parallel.size
+    def _expert_problems(self, size: int, shards: int, plan: PlanView) -> Iterator[Problem]:
+        """Settings under which `shards` ranks cannot divide experts among each `size` of them."""
         if self.tensor_parallel is not None and self.tensor_parallel.size > 1:
             message = "experts are not divided by tensor_parallel and by expert_parallel at once"
-            yield Problem(key="expert_parallel", message=message, hint="leave out one of them")
+            yield Problem(message=message, key="expert_parallel", hint="leave out one of them")
         if self.sharding == "no_shard":
-            yield Problem(key="expert_parallel", message="needs sharding", hint="use full_shard")
+            yield Problem(message="needs sharding", key="expert_parallel", hint="use full_shard")
             return
         policy = plan.producer(self, Precision)
         if isinstance(policy, traits.DeclaresDtypes) and policy.reduce == "fp16":
-            # torch divides sums of fp16 by a factor of its own.
+            # torch divides sums of fp16 by another factor.
             message = "gradients of experts cannot be averaged in fp16"
-            hint = "set reduce: fp32 in the precision slot"
-            yield Problem(key="expert_parallel", message=message, hint=hint)
+            yield Problem(
+                message=message,
+                key="expert_parallel",
+                hint="set reduce: fp32 in the precision slot",
+            )
         if self.sharding == "hybrid_shard" and self.shard_size is None:
-            message = "is required with expert_parallel"
             hint = "set it to the ranks that share one copy of the model"
-            yield Problem(key="shard_size", message=message, hint=hint)
-            return
-        shards = self.shard_size or asked.data * asked.context
-        if shards % size:
+            yield Problem(message="is required with expert_parallel", key="shard_size", hint=hint)
+        elif shards % size:
             what = f"{shards} ranks that share the parameters do not divide into groups of {size}"
-            yield Problem(key="expert_parallel.size", message=what)
+            yield Problem(message=what, key="expert_parallel.size")
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

@@ -93,8 +93,8 @@ class Sharded(TorchMemory):
         return stays + r * self._trained[place] + self._new_shard(place, self._sizes.compute)
 
     def _new_shard(self, place: int, size: int) -> int:
-        """Bytes that a unit's shard takes beyond those of its whole gradients, in numbers of `size`
-        bytes, of which torch's loop keeps the last: that of an embedding or a head."""
+        """Bytes that a unit's shard takes beyond its whole gradients, in numbers of `size` bytes.
+        torch's loop keeps the last whole gradient, of an embedding or a head."""
         m, r = self._sizes.master, self._sizes.reduce
         freed = self._shards == 1 or place not in (EMBEDDINGS, len(self._model.blocks))
         shard = (r if r == m else r + m) * self._own[place]

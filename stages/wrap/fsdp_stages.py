@@ -20,7 +20,7 @@ from stages.wrap.torch_planner import EMBEDDINGS, ROOT, UnitAmounts
 TOKEN = 8
 """Bytes of a token's number."""
 TIMES: dict[Any, int] = {"forward": 1, "backward": 2, "inputs": 1, "weights": 1}
-"""Time of a pass, in that of a forward: backward has twice the products."""
+"""Time of a pass, in forward passes: backward has twice the products."""
 Orders = Sequence[Sequence[tuple[Kind, int, int, int]]]
 """The passes of each rank: kind, number of the stage on its rank and among all, micro-batch."""
 

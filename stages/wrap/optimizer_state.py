@@ -1,21 +1,90 @@
-"""The state that an optimizer keeps for each parameter: moments, and a count of updates."""
+"""Optimizers of the plan's parts, and the state that they keep for each parameter: moments, and a
+count of updates."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline import EngineState, OptimizerPart, ParameterGroup, StageError
+from pipeline import (
+    EngineState,
+    NamedParameter,
+    OptimizerPart,
+    OptimizerPlan,
+    ParameterGroup,
+    StageError,
+)
 from pipeline.utils import local_part
-from stages.wrap.load_weights import aliases, flat, stored_tensors
+from stages.wrap.build import named_parameters
+from stages.wrap.shards import aliases, flat, stored_tensors
+from stages.wrap.whole_matrices import MatrixExchange
 
 UPDATES = "step"
 """Key under which torch counts updates."""
+
+
+class LivePart(NamedTuple):
+    """A part of the plan with the optimizer of its parameters on this rank."""
+
+    number: int
+    """Its place in the plan."""
+    plan: OptimizerPart
+    optimizer: Optimizer
+
+    def state(self, parameter: Tensor) -> dict[str, Any]:
+        """A parameter's state, for which a rule may make a new mapping in each update."""
+        found: dict[str, Any] = self.optimizer.state[parameter]
+        return found
+
+
+def make_optimizers(
+    plan: OptimizerPlan, module: nn.Module, parts: Sequence[nn.Module] | None = None
+) -> list[LivePart]:
+    """The optimizers of the plan's parts that have parameters on this rank, in groups of the whole
+    `module`; the rank may have some `parts` of it only. Each group keeps its base rate as
+    `initial_lr`. Raises StageError if nothing is trained."""
+    parts = [module] if parts is None else parts
+    here = {one for part in parts for one in part.parameters()}
+    found = []
+    divided = plan.divide(named_parameters(module, parts))
+    for number, (part, own) in enumerate(zip(plan.parts, divided, strict=True)):
+        groups = []
+        for group in groups_of(part, own) if own else ():
+            by_mesh = defaultdict(list)  # torch updates a group's parameters together
+            for one in group["params"]:
+                if one in here:
+                    by_mesh[getattr(one, "device_mesh", None)].append(one)
+            groups += [{**group, "params": same} for same in by_mesh.values()]
+        if groups:
+            require_zeros(part, local_part(groups[0]["params"][0]).device)
+            whole = () if part.elementwise else (MatrixExchange(),)
+            optimizer = part.build(groups, *whole)
+            for group in optimizer.param_groups:
+                group["initial_lr"] = group["lr"]
+            found.append(LivePart(number, part, optimizer))
+    if plan.parts and not found:
+        raise StageError(
+            "the optimizer has nothing to train: every parameter of the model is frozen",
+            hint="look at the model slot and its adapter",
+        )
+    return found
+
+
+def groups_of(part: OptimizerPart, own: Sequence[NamedParameter]) -> list[dict[str, Any]]:
+    """The part's parameters in its groups. Raises StageError unless each is in one of them."""
+    groups = part.groups(own)
+    taken = Counter(id(one) for group in groups for one in group["params"])
+    for one in own:
+        if (times := taken[id(one.parameter)]) != 1:
+            rule = part.name or part.algorithm
+            raise StageError(f"{rule} has {one.name} in {times} groups, not in one")
+    return groups
 
 
 def start_state(optimizer: Optimizer, part: OptimizerPart) -> None:
@@ -27,16 +96,15 @@ def start_state(optimizer: Optimizer, part: OptimizerPart) -> None:
         for parameter in group["params"]:
             if optimizer.state[parameter]:
                 continue
-            if part.packing is None:
-                state = {name: torch.zeros_like(parameter.detach()) for name in part.moments}
-            else:
-                own = flat(parameter)
-                state = part.packing.start(own, own.numel())
-            count: dict[str, Tensor] = {}
+            own, state = flat(parameter), dict[str, Tensor]()
             if part.counts_updates:
                 place = parameter.device if on_device else torch.device("cpu")
-                count[UPDATES] = torch.zeros((), dtype=torch.float32, device=place)
-            optimizer.state[parameter] = count | state
+                state[UPDATES] = torch.zeros((), dtype=torch.float32, device=place)
+            if part.packing is None:
+                state |= {name: torch.zeros_like(parameter.detach()) for name in part.moments}
+            else:
+                state |= part.packing.start(own, own.numel())
+            optimizer.state[parameter] = state
 
 
 def read_moments(
@@ -75,12 +143,11 @@ def require_known(
     state: Mapping[str, Any], part: OptimizerPart, optimizer: str, parameter: Tensor
 ) -> None:
     """Raise StageError for state other than the part's moments, each of the shape of this rank's
-    part of the `parameter`, such as a factored second moment: it cannot be split by parameter.
-    Packed state is the packing's own."""
+    part of the `parameter`: a factored second moment cannot be split by parameter. Packed state is
+    the packing's own."""
     if part.packing is not None:
         return
-    if _kept(state, part) != set(part.moments):
-        raise _not_declared(state, part, optimizer)
+    _require_declared(state, part, optimizer)
     for name in part.moments:
         shape = tuple(local_part(state[name]).shape)
         if shape != parameter.shape:
@@ -90,15 +157,42 @@ def require_known(
             )
 
 
+def _require_declared(
+    state: Mapping[str, Any], part: OptimizerPart, optimizer: str, *, least: bool = True
+) -> None:
+    """Raise StageError for keys that the part does not have; with `least`, for
+    missing ones too, which a first update may still make."""
+    counted = {UPDATES} if part.counts_updates else set[str]()
+    kept = {key for key, value in state.items() if value is not None} - counted
+    if kept - set(part.moments) or (least and kept != set(part.moments)):
+        raise StageError(
+            f"{optimizer} keeps {sorted(kept)} for a parameter, its stage declares "
+            f"{sorted(part.moments)}; such state cannot be saved"
+        )
+
+
+class _MissingState(KeyError):
+    """A key that a parameter's state does not have, unlike one that is missing elsewhere."""
+
+
+class _Started(dict[str, Any]):
+    def __missing__(self, key: str) -> Any:
+        raise _MissingState(key)
+
+
 @contextlib.contextmanager
 def declared_state(optimizer: Optimizer, part: OptimizerPart) -> Iterator[None]:
-    """Raise StageError if the update in the body looks for something in a parameter's state that
-    the part does not declare, so that `start_state` has not made it; or if it has added state that
-    the part does not declare, to a parameter's, next to these or to a group: no checkpoint would
-    have it, and a resume would go on without. What a rule keeps in attributes of its own is not
-    seen.
-    """
-    groups = [_settings(group) for group in optimizer.param_groups]
+    """Raise StageError if the update in the body looks for state that the part does not declare, or
+    adds such state to a parameter's, next to these or to a group: no checkpoint would have it, and
+    a resume would continue without it. What a rule keeps in its own attributes is not seen."""
+
+    def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+        """A group's numbers and words but its count of updates and its rate, set in each step."""
+        words = {key: one for key, one in group.items() if isinstance(one, int | float | str)}
+        return {key: one for key, one in words.items() if key not in ("lr", UPDATES)}
+
+    name, hint = type(optimizer).__name__, "keep it in the state of each parameter, and declare it"
+    groups = [settings(group) for group in optimizer.param_groups]
     started = {of: state for of, state in optimizer.state.items() if type(state) is dict}
     optimizer.state.update((of, _Started(state)) for of, state in started.items())
     try:
@@ -106,53 +200,57 @@ def declared_state(optimizer: Optimizer, part: OptimizerPart) -> Iterator[None]:
     except _MissingState as error:
         counts = f"counts_updates={part.counts_updates}"
         raise StageError(
-            f"{type(optimizer).__name__} looks for {error} in a parameter's state, and its stage "
-            f"declares moments {sorted(part.moments)} and {counts}",
+            f"{name} looks for {error} in a parameter's state, and its stage declares moments "
+            f"{sorted(part.moments)} and {counts}",
             hint="declare every key of its state; `step` is the count of updates",
         ) from error
     finally:
         for of, state in optimizer.state.items():
             if isinstance(state, _Started):
                 optimizer.state[of] = dict(state)
-    name = type(optimizer).__name__
     for group, before in zip(optimizer.param_groups, groups, strict=True):
-        if changed := [key for key, now in _settings(group).items() if before.get(key) != now]:
+        if changed := [key for key, now in settings(group).items() if before.get(key) != now]:
             raise StageError(
                 f"{name} keeps {sorted(changed)} in a group of parameters; such state cannot be "
                 "saved",
-                hint="keep it in the state of each parameter, and declare it",
+                hint=hint,
             )
     for of, state in optimizer.state.items():
         if not isinstance(of, Tensor):
             raise StageError(
                 f"{name} keeps {of!r} next to the state of parameters; such state cannot be saved",
-                hint="keep it in the state of each parameter, and declare it",
+                hint=hint,
             )
-        if part.packing is None and not _kept(state, part) <= set(part.moments):
-            raise _not_declared(state, part, name)
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and words of a group, but for its count of updates and its rate, which each step
-    sets."""
-    return {
-        key: value
-        for key, value in group.items()
-        if isinstance(value, int | float | str) and key not in ("lr", UPDATES)
-    }
+        if part.packing is None:
+            _require_declared(state, part, name, least=False)
 
 
 def require_zeros(part: OptimizerPart, device: torch.device) -> None:
-    """Raise StageError for a rule that does not begin with the state that `start_state` makes, by
-    two updates of a small matrix: one from that state, and one from none. A rule that fails here
-    fails in its first update, which reports it."""
+    """Raise StageError for a rule that does not begin with the state that `start_state` makes: it
+    updates a small matrix from that state and from none. A rule that fails here fails in its first
+    update, which reports it."""
     if part.packing is not None:
         return
+
+    def updated(*, started: bool) -> dict[str, Tensor]:
+        """The matrix and its moments after an update."""
+        values = torch.arange(1.0, 65.0, device=device).view(8, 8)
+        parameter = nn.Parameter(values / 64)
+        parameter.grad = values.flip(0) / 64
+        undivided = [lambda given, of, function: ((one, function(of(one))) for one in given)]
+        optimizer = part.build([{"params": [parameter]}], *([] if part.elementwise else undivided))
+        if started:
+            start_state(optimizer, part)
+        optimizer.step()
+        state = optimizer.state[parameter]
+        moments = {name: state[name] for name in part.moments if torch.is_tensor(state.get(name))}
+        return {"": parameter.detach(), **moments}
+
     same = True
     # The random numbers of training stay as they are.
     fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
     with contextlib.suppress(Exception), fork:
-        given, own = (_updated(part, device, started=started) for started in (True, False))
+        given, own = updated(started=True), updated(started=False)
         same = all(torch.equal(given[name], own[name]) for name in given.keys() & own.keys())
     if not same:
         raise StageError(
@@ -161,79 +259,44 @@ def require_zeros(part: OptimizerPart, device: torch.device) -> None:
         )
 
 
-def _updated(part: OptimizerPart, device: torch.device, *, started: bool) -> dict[str, Tensor]:
-    """A matrix and its moments after an update."""
-    values = torch.arange(1.0, 65.0, device=device).view(8, 8)
-    parameter = nn.Parameter(values / 64)
-    parameter.grad = values.flip(0) / 64
-    whole = () if part.elementwise else (_undivided,)
-    optimizer = part.build([{"params": [parameter]}], *whole)
-    if started:
-        start_state(optimizer, part)
-    optimizer.step()
-    state = optimizer.state[parameter]
-    moments = {name: state[name] for name in part.moments if isinstance(state.get(name), Tensor)}
-    return {"": parameter.detach(), **moments}
-
-
-def _undivided(
-    parameters: Iterable[nn.Parameter],
-    part: Callable[[nn.Parameter], Tensor],
-    function: Callable[[Tensor], Tensor],
-) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The `WholeMatrices` of matrices that nobody divides."""
-    return ((parameter, function(part(parameter))) for parameter in parameters)
-
-
-class _MissingState(KeyError):
-    """A key that a parameter's state does not have, unlike one that is missing elsewhere."""
-
-
-class _Started(dict[str, Any]):
-    """A parameter's state."""
-
-    def __missing__(self, key: str) -> Any:
-        raise _MissingState(key)
-
-
-def _kept(state: Mapping[str, Any], part: OptimizerPart) -> set[str]:
-    """Keys of state other than the declared count of updates."""
-    counted = {UPDATES} if part.counts_updates else set[str]()
-    return {key for key, value in state.items() if value is not None} - counted
-
-
-def _not_declared(state: Mapping[str, Any], part: OptimizerPart, optimizer: str) -> StageError:
-    return StageError(
-        f"{optimizer} keeps {sorted(_kept(state, part))} for a parameter, its stage declares "
-        f"{sorted(part.moments)}; such state cannot be saved"
-    )
-
-
 def group_state(
     part: OptimizerPart, given: Mapping[str, Any], names: Sequence[str]
 ) -> ParameterGroup:
-    """A group of the part as a training state has it, with the settings that are `given`, its base
-    rate among them."""
-    settings = {**part.hyperparameters, **given}
+    """A group of the part in a training state, with the settings that are `given`, its base rate
+    among them."""
+    settings = {key: given.get(key, own) for key, own in part.hyperparameters.items()}
     return ParameterGroup(
-        settings={key: settings[key] for key in part.hyperparameters}
-        | {"lr": float(settings["lr"])},
+        settings=settings | {"lr": float(settings["lr"])},
         parameters=list(names),
         moments=tuple(part.moments),
     )
 
 
 def fixed_state(
-    module: nn.Module,
-    groups: Sequence[ParameterGroup],
+    module: nn.Module, groups: Sequence[ParameterGroup],
     shape: Callable[[Tensor], tuple[int, ...]],
-) -> EngineState:
+) -> EngineState:  # fmt: skip
     """The part of a training state that never changes."""
     return EngineState(
         shapes={name: shape(tensor) for name, tensor in stored_tensors(module)},
         aliases=aliases(module),
-        frozen=[name for name, p in module.named_parameters() if not p.requires_grad],
+        frozen=[name for name, one in module.named_parameters() if not one.requires_grad],
         groups=groups,
         updates={},
         loss_scale=None,
     )
+
+
+def grouped_state(
+    module: nn.Module, plan: OptimizerPlan, parts: Iterable[nn.Module]
+) -> EngineState:
+    """The part of a training state that never changes, in the plan's groups of parameters of the
+    whole `module`; this rank has `parts` of it."""
+    held = [one for one in named_parameters(module, parts) if one.parameter.numel()]
+    names = {one.parameter: one.name for one in held}
+    groups = [
+        group_state(part, group, [names[one] for one in group["params"]])
+        for part, own in zip(plan.parts, plan.divide(held), strict=True)
+        for group in (groups_of(part, own) if own else ())
+    ]
+    return fixed_state(module, groups, lambda tensor: tuple(tensor.shape))

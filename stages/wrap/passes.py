@@ -7,7 +7,6 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from stages.objectives.documents_compat import known_documents
 from stages.objectives.judge import StepSums, measured
 from stages.wrap.axes import Axes
 
-T = TypeVar("T")
 Around = Callable[[bool], AbstractContextManager[None]]
 Backward = Callable[[Tensor], object]
 
@@ -31,9 +29,8 @@ class Passes(ABC):
     def __init__(
         self, parts: Sequence[nn.Module], dist: DistContext, axes: Axes | None = None
     ) -> None:
-        self.parts = tuple(parts)
-        """Modules with names as in the source."""
-        self.device = dist.device
+        """`parts` are modules with names as in the source."""
+        self.parts, self.device = tuple(parts), dist.device
         self.axes = axes or Axes(data=dist.world_size)
         self.here = self.axes.coordinates(dist.rank)
 
@@ -41,9 +38,9 @@ class Passes(ABC):
     def train(
         self, batches: Iterable[MicroBatch], sums: StepSums, around: Around, backward: Backward
     ) -> LossParts:
-        """Run forward and backward of a step; returns this rank's part of each sum. `around(last)`
-        surrounds each micro-batch, and `backward` is called with its loss, where they pass one
-        after another."""
+        """Run forward and backward of a step; returns this rank's part of each sum. Where
+        micro-batches pass one after another, `around(last)` surrounds each, and `backward` is
+        called with its loss."""
 
     @abstractmethod
     def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
@@ -51,12 +48,12 @@ class Passes(ABC):
 
     @property
     def counts_rows(self) -> bool:
-        """Whether sums and rows are this rank's to give, of all that compute them alike."""
+        """Whether sums and rows are this rank's to return, of all that compute them alike."""
         return self.here.tensor == 0 and self.here.context == 0
 
     @functools.cached_property
     def _by_length(self) -> bool:
-        """Whether the model has to be told how long each document is."""
+        """Whether the model has to know how long each document is."""
         return any(map(depends_on_length, self.parts))
 
     def laid_out(self, batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
@@ -82,10 +79,14 @@ class ModulePasses(Passes):
     def train(
         self, batches: Iterable[MicroBatch], sums: StepSums, around: Around, backward: Backward
     ) -> LossParts:
-        for batch, last in with_last(batches):
+        rest = iter(batches)
+        batch = next(rest, None)
+        while batch is not None:
+            following = next(rest, None)
             whole, own = self.laid_out(batch)
-            with around(last), known_documents(own):
+            with around(following is None), known_documents(own):
                 backward(sums.judge(self._scorer, own, whole))
+            batch = following
         return sums.part(counted=self.counts_rows)
 
     @torch.no_grad()
@@ -100,7 +101,7 @@ class ModulePasses(Passes):
 
 @contextlib.contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put modules into eval mode in the body, and back into that of training."""
+    """Put modules into eval mode in the body, and back into training mode."""
     for module in modules:
         module.eval()
     try:
@@ -108,14 +109,3 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module in modules:
             module.train()
-
-
-def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Each item, and whether it is the last; the one after it is taken first."""
-    taken: list[T] = []
-    for item in items:
-        if taken:
-            yield taken.pop(), False
-        taken.append(item)
-    for item in taken:
-        yield item, True

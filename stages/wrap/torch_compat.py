@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pipeline import StageError, dtype_name
-from pipeline.utils import plural
-
-SHOWN = 3
+from pipeline.utils import local_part, plural
 
 
 def no_buffer_sync() -> dict[str, Any]:
-    """Arguments that keep buffers from being broadcast at every forward.
-
-    Every rank builds the same ones, and no causal language model updates one in forward.
-    """
+    """Arguments that keep DDP from broadcasting buffers at every forward. Every rank builds the
+    same ones, and no causal language model updates one in forward."""
     known = inspect.signature(DistributedDataParallel).parameters
     # torch 2.13 renamed the argument and deprecates the old name.
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -47,18 +44,18 @@ def prime_buckets(model: DistributedDataParallel) -> None:
     zeros before any step makes both runs alike. Gradients must not be views of the first buckets
     then, or both layouts are held until the first step has ended: one more copy of all gradients.
     """
-    _reduce_zeros(model)
+
+    def reduce_zeros() -> None:
+        nothing: Any = sum(p.sum() * 0.0 for p in model.parameters() if p.requires_grad)
+        # As in DDP's forward: parameters that are unreachable from here count as ready.
+        model.reducer.prepare_for_backward([nothing] if model.find_unused_parameters else [])
+        nothing.backward()
+
+    reduce_zeros()
     model.zero_grad(set_to_none=True)
     if model.reducer._rebuild_buckets() and sums_in_buckets(model):
-        _reduce_zeros(model)  # gradients become views of the new buckets
+        reduce_zeros()  # gradients become views of the new buckets
         model.zero_grad(set_to_none=False)
-
-
-def _reduce_zeros(model: DistributedDataParallel) -> None:
-    nothing: Any = sum(p.sum() * 0.0 for p in model.parameters() if p.requires_grad)
-    # As in its forward: parameters that are unreachable from here count as ready.
-    model.reducer.prepare_for_backward([nothing] if model.find_unused_parameters else [])
-    nothing.backward()
 
 
 def sums_in_buckets(model: DistributedDataParallel) -> bool:
@@ -69,15 +66,8 @@ def sums_in_buckets(model: DistributedDataParallel) -> bool:
     multiplies a gradient that it copies into a bucket by 1 / n, and divides one that is there
     already by n, which differs in the last bits.
     """
-    return bool(
-        model.gradient_as_bucket_view
-        and not model.find_unused_parameters
-        and not model.static_graph
-    )
-
-
-_WITHOUT = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
-"""Where torch's message numbers the parameters that got no gradient."""
+    others = model.find_unused_parameters or model.static_graph
+    return model.gradient_as_bucket_view and not others
 
 
 def require_reduced(model: nn.Module) -> None:
@@ -88,10 +78,10 @@ def require_reduced(model: nn.Module) -> None:
     try:
         model._check_reducer_finalized()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        numbers = _WITHOUT.search(str(error))
+        numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         trained = [name for name, one in model.module.named_parameters() if one.requires_grad]
         names = [trained[int(one)] for one in numbers[1].split()] if numbers else []
-        shown = ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
+        shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
         raise StageError(
             f"{plural(len(names), 'parameter')} got no gradient ({shown}), so the gradients of "
             "others were not averaged over the ranks",
@@ -102,11 +92,17 @@ def require_reduced(model: nn.Module) -> None:
 
 def split_of(placement: Placement) -> int | None:
     """Number of chunks into which a dimension is split before each is cut for the ranks: 1, or
-    more where it is cut again by an axis that comes later, as by tensor parallelism under
-    fully_shard. None for a placement that is no cut."""
+    more where a later axis cuts it again, as tensor parallelism under fully_shard. None for a
+    placement that does not cut."""
     if isinstance(placement, _StridedShard):
         return int(placement.split_factor)
     return 1 if type(placement) is Shard else None
+
+
+def packed(dim: int, parts: int) -> Placement:
+    """Placement of a matrix that holds `parts` equal matrices one after the other along `dim`; each
+    is sharded."""
+    return _StridedShard(dim, split_factor=parts)
 
 
 def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
@@ -114,9 +110,13 @@ def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(tensors)
 
 
-def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors of one device and dtype, in place, by a scalar, in few kernels."""
-    torch._foreach_mul_(tensors, factor)
+def multiply(tensors: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply tensors, in place, by a scalar that is the same on every rank, in few kernels."""
+    kinds: dict[Any, list[Tensor]] = defaultdict(list)
+    for part in map(local_part, tensors):
+        kinds[part.device, part.dtype].append(part)
+    for (device, _), same in kinds.items():
+        torch._foreach_mul_(same, factor.to(device))
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:
@@ -137,17 +137,15 @@ def step_divided(optimizer: Optimizer, divisor: Tensor | None, *, left_out: Tens
 
 
 def sharding_facts(roots: Sequence[nn.Module]) -> dict[str, Any]:
-    """Units, dtypes and resharding, read from torch's own state objects.
-
-    `reshard_after_forward` is that of the units below the roots.
-    """
+    """Units, dtypes and resharding (of the units below the roots), read from torch's own state
+    objects."""
     modules = [one for root in roots for one in root.modules() if isinstance(one, FSDPModule)]
     groups = [group for module in modules for group in _groups(module)]
     below = [group for module in modules if module not in roots for group in _groups(module)]
+    again = sorted({group.post_forward_mesh_info is not None for group in below})
     return {
         "units": len(modules),
-        "reshard_after_forward": sorted({g.post_forward_mesh_info is not None for g in below})
-        or [False],
+        "reshard_after_forward": again or [False],
         "compute": sorted({dtype_name(g.mp_policy.param_dtype) for g in groups}),
         "reduce": sorted({dtype_name(g.mp_policy.reduce_dtype) for g in groups}),
         "cpu_offload": all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups),

@@ -7,9 +7,9 @@ from the same values in the same place, whatever divides it, and copies get equa
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from pipeline import StageError
-from pipeline.utils import local_part
-from stages.wrap.matrix_places import Layout, Piece, layout_of
+from pipeline.utils import local_part, with_values
+from stages.wrap.shards import Ranges, held_ranges
 
 LOCAL_ELEMENTS = 1 << 25
 """Elements of a rank's parts in a bucket, if these are of a matrix for each rank or more. Buffers
@@ -33,7 +33,7 @@ class MatrixExchange:
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[int, ...], list[_Bucket]] = {}
-        self._group = functools.cache(_group)
+        self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
 
     def __call__(
         self,
@@ -46,103 +46,196 @@ class MatrixExchange:
         listed = list(parameters)
         key = tuple(map(id, listed))  # buckets keep the parameters, so nothing else has these
         if key not in self._buckets:
-            self._buckets[key] = list(_buckets(listed, self._group))
+            self._buckets[key] = list(self._made(listed))
         for bucket in self._buckets[key]:
             yield from bucket.run(part, function)
 
-
-def _buckets(
-    parameters: Iterable[nn.Parameter], group_of: Callable[[tuple[int, ...]], ProcessGroup | None]
-) -> Iterator[_Bucket]:
-    """The parameters in buckets, largest matrices first, so that the matrices of a bucket are of
-    about equal size."""
-    by_ranks: dict[tuple[int, ...], list[Layout]] = {}
-    for layout in map(layout_of, parameters):
-        by_ranks.setdefault(layout.ranks, []).append(layout)
-    for ranks, layouts in by_ranks.items():
-        group, work = group_of(ranks), [0] * len(ranks)
-        bucket: list[Layout] = []
-        for layout in sorted(layouts, key=lambda one: -one.cost):
-            bucket.append(layout)
-            matrices = sum(math.prod(one.shape[:-2]) for one in bucket)
-            elements = sum(
-                math.prod(one.shape) * len({*one.copies}) // len(ranks) for one in bucket
-            )
-            if matrices >= len(ranks) and elements >= LOCAL_ELEMENTS:
+    def _made(self, parameters: Iterable[nn.Parameter]) -> Iterator[_Bucket]:
+        """The parameters in buckets, largest matrices first, so that the matrices of a bucket are
+        of about equal size."""
+        by_ranks: dict[tuple[int, ...], list[_Layout]] = defaultdict(list)
+        for layout in map(_layout, parameters):
+            by_ranks[layout.ranks].append(layout)
+        for ranks, layouts in by_ranks.items():
+            if len(ranks) > 1 and ranks not in self._groups:  # collective among these ranks
+                everyone = len(ranks) == dist.get_world_size()
+                self._groups[ranks] = (
+                    dist.group.WORLD
+                    if everyone
+                    else dist.new_group(list(ranks), use_local_synchronization=True)
+                )
+            group, work = self._groups.get(ranks), [0] * len(ranks)
+            bucket, matrices, elements = list[_Layout](), 0, 0
+            for layout in sorted(layouts, key=lambda one: -one.cost):
+                bucket.append(layout)
+                matrices += math.prod(layout.shape[:-2])
+                elements += math.prod(layout.shape) * len({*layout.copies}) // len(ranks)
+                if matrices >= len(ranks) and elements >= LOCAL_ELEMENTS:
+                    yield _Bucket(bucket, work, group)
+                    bucket, matrices, elements = [], 0, 0
+            if bucket:
                 yield _Bucket(bucket, work, group)
-                bucket = []
-        if bucket:
-            yield _Bucket(bucket, work, group)
 
 
-def _group(ranks: tuple[int, ...]) -> ProcessGroup | None:
-    """The group of these ranks (collective among them); None for one rank."""
-    if len(ranks) == 1:
-        return None
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    group: ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
-    return group
+class _Layout(NamedTuple):
+    """How ranks hold a parameter. Vectors count as matrices of one row."""
+
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    """At least two sizes."""
+    ranks: tuple[int, ...]
+    """Global numbers of all ranks that hold parts of it, in the order of their group."""
+    held: Sequence[Sequence[Ranges]]
+    """By number in the group: ranges of each dimension."""
+    copies: Sequence[tuple[int, ...]]
+    """By number in the group: the copy of the parameter that it has a part of."""
+
+    @property
+    def cost(self) -> int:
+        """Work of a matrix: multiplications of a product with its own transpose."""
+        rows, columns = self.shape[-2:]
+        return rows * columns * min(rows, columns)
+
+
+def _layout(parameter: nn.Parameter) -> _Layout:
+    """The layout of a DTensor, or of a tensor that all ranks hold. Raises StageError for a
+    placement that does not divide."""
+    extra = max(2 - parameter.ndim, 0)
+    shape = (1,) * extra + tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        ranks = tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
+        everything = [[(0, size)] if size else [] for size in shape]
+        return _Layout(parameter, shape, ranks, [everything] * len(ranks), [(n,) for n in ranks])
+    mesh, outer = parameter.device_mesh, [[(0, 1)]] * extra
+    axes = [axis for axis, one in enumerate(parameter.placements) if one.is_replicate()]
+    places = itertools.product(*map(range, mesh.shape))
+    with with_values():  # groups number their ranks in this order
+        found = sorted(zip(mesh.mesh.flatten().tolist(), places, strict=True))
+    return _Layout(
+        parameter,
+        shape,
+        ranks=tuple(rank for rank, _ in found),
+        held=[outer + held_ranges(parameter, place)[0] for _, place in found],
+        copies=[tuple(place[axis] for axis in axes) for _, place in found],
+    )
+
+
+def _placed(ranges: Ranges) -> Iterator[tuple[int, int, int]]:
+    """Each range, and the place at which it begins among all of them."""
+    begin = 0
+    for low, high in ranges:
+        yield low, high, begin
+        begin += high - low
 
 
 class _Matrix(NamedTuple):
-    """A matrix of the parameter number `of` in a bucket."""
+    """A matrix of the parameter number `of` in a bucket, and its place in the dimensions before the
+    last two."""
 
     of: int
     place: tuple[int, ...]
-    owner: int
 
 
-Route = list[tuple[_Matrix, Piece]]
+class _Piece(NamedTuple):
+    """A rank's rows and columns of a matrix."""
+
+    matrix: _Matrix
+    at: tuple[int, ...]
+    """Its place in the rank's part of the parameter."""
+    of_owner: bool
+    """Whether the rank has a part of the copy of the parameter that the matrix's owner has."""
+    rows: Ranges
+    columns: Ranges
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of rows and columns."""
+        rows, columns = (sum(high - low for low, high in one) for one in (self.rows, self.columns))
+        return rows, columns
+
+    def blocks(self, whole: Tensor, own: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of each block of the piece, in the whole matrix and in the piece itself."""
+        for (top, bottom, row), (left, right, column) in itertools.product(
+            _placed(self.rows), _placed(self.columns)
+        ):
+            inside = own[row : row + bottom - top, column : column + right - left]
+            yield whole[top:bottom, left:right], inside
+
+
+Route = list[_Piece]
 """Pieces that one rank sends another, in order."""
+Visit = Callable[[Tensor, _Piece], None]
 
 
 class _Bucket:
     """Parameters whose matrices are exchanged together."""
 
     def __init__(
-        self, layouts: Sequence[Layout], work: list[int], group: ProcessGroup | None
+        self, layouts: Sequence[_Layout], work: list[int], group: ProcessGroup | None
     ) -> None:
-        """`work` is the work of each rank so far, to which that of this bucket is added."""
+        """`work` is the work of each rank so far; the bucket adds its own."""
         self._layouts, self._group = layouts, group
         own, everyone = 0 if group is None else dist.get_rank(group), range(len(work))
-        matrices = [
-            _Matrix(number, place, _least_busy(work, layout.cost))
-            for number, layout in enumerate(layouts)
-            for place in layout.matrices
-        ]
-        self._owned = [matrix for matrix in matrices if matrix.owner == own]
-        self._back = [self._route(matrices, rank, own) for rank in everyone]
+        owned: list[list[_Matrix]] = [[] for _ in work]
+        for of, layout in enumerate(layouts):
+            for place in itertools.product(*map(range, layout.shape[:-2])):
+                owner = work.index(min(work))  # the same on every rank
+                work[owner] += layout.cost
+                owned[owner].append(_Matrix(of, place))
+        self._owned = owned[own]
+
+        def route(owner: int, holder: int) -> Route:
+            """The pieces that `holder` has of the matrices of `owner`."""
+            found = []
+            for matrix in owned[owner]:
+                *outer, rows, columns = layouts[matrix.of].held[holder]
+                at = [
+                    begin + number - low
+                    for ranges, number in zip(outer, matrix.place, strict=True)
+                    for low, high, begin in _placed(ranges)
+                    if low <= number < high
+                ]
+                if len(at) == len(outer) and rows and columns:
+                    copies = layouts[matrix.of].copies
+                    same = copies[owner] == copies[holder]
+                    found.append(_Piece(matrix, tuple(at), same, rows, columns))
+            return found
+
+        self._back = [route(rank, own) for rank in everyone]
         """By owner: pieces of results that come back to this rank."""
-        self._results = [self._route(self._owned, own, rank) for rank in everyone]
+        self._results = [route(own, rank) for rank in everyone]
         """By rank: pieces of results that this rank sends, to all copies."""
-        self._sent = [self._same_copy(route, own) for route in self._back]
-        self._taken = [self._same_copy(route, rank) for rank, route in enumerate(self._results)]
-
-    def _route(self, matrices: Iterable[_Matrix], owner: int, holder: int) -> Route:
-        """The pieces that `holder` has of the matrices of `owner`."""
-        found = (
-            (matrix, self._layouts[matrix.of].piece(holder, matrix.place))
-            for matrix in matrices
-            if matrix.owner == owner
+        self._sent, self._taken = (
+            [[piece for piece in one if piece.of_owner] for one in routes]
+            for routes in (self._back, self._results)
         )
-        return [(matrix, piece) for matrix, piece in found if piece is not None]
-
-    def _same_copy(self, route: Route, holder: int) -> Route:
-        """The pieces that belong to the owner's copy of a parameter."""
-        copies = [layout.copies for layout in self._layouts]
-        return [
-            (matrix, piece)
-            for matrix, piece in route
-            if copies[matrix.of][matrix.owner] == copies[matrix.of][holder]
-        ]
 
     def run(
         self, part: Callable[[nn.Parameter], Tensor], function: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield the bucket's parameters with their parts of the results (collective)."""
-        parts = [_with_dims(local_part(part(one.parameter))) for one in self._layouts]
-        whole = self._gathered(parts)
+        """Yield the bucket's parameters with their parts of the results (collective). Raises
+        StageError for parts of several dtypes."""
+        parts = [local_part(part(one.parameter)) for one in self._layouts]
+        parts = [one.view((1,) * max(2 - one.ndim, 0) + tuple(one.shape)) for one in parts]
+        like = self._memory(parts)
+        whole = {one: like.new_empty(self._layouts[one.of].shape[-2:]) for one in self._owned}
+
+        def send_part(buffer: Tensor, piece: _Piece) -> None:
+            buffer.copy_(parts[piece.matrix.of][piece.at])
+
+        def take_part(buffer: Tensor, piece: _Piece) -> None:
+            for block, inside in piece.blocks(whole[piece.matrix], buffer):
+                block.copy_(inside)
+
+        def send_result(buffer: Tensor, piece: _Piece) -> None:
+            for block, inside in piece.blocks(whole[piece.matrix], buffer):
+                inside.copy_(block)
+
+        def take_result(buffer: Tensor, piece: _Piece) -> None:
+            results[piece.matrix.of][piece.at].copy_(buffer)
+
+        divided = any(len({*one.copies}) < len(one.ranks) for one in self._layouts)
+        self._exchange(like, self._sent, send_part, self._taken, take_part, several=divided)
         for matrix, tensor in whole.items():
             vector = self._layouts[matrix.of].parameter.ndim < 2
             result = function(tensor[0] if vector else tensor)
@@ -152,89 +245,51 @@ class _Bucket:
                     f"shape {tuple(result.shape)}"
                 )
             whole[matrix] = result.reshape(tensor.shape)
-        for layout, result in zip(self._layouts, self._returned(whole, parts), strict=True):
-            yield layout.parameter, _sharded_as(layout.parameter, result)
-
-    def _gathered(self, parts: Sequence[Tensor]) -> dict[_Matrix, Tensor]:
-        """The matrices that this rank owns, of all ranks' parts."""
-        sent = self._memory(self._sent, parts)
-        whole = {one: sent.new_empty(self._layouts[one.of].shape[-2:]) for one in self._owned}
-        for buffer, matrix, piece in _buffers(sent, self._sent):
-            buffer.copy_(parts[matrix.of][piece.at])
-        divided = any(len({*one.copies}) < len(one.ranks) for one in self._layouts)
-        received = self._exchanged(sent, self._sent, self._taken) if divided else sent
-        for buffer, matrix, piece in _buffers(received, self._taken):
-            for block, inside in piece.blocks(whole[matrix], buffer):
-                block.copy_(inside)
-        return whole
-
-    def _returned(self, whole: dict[_Matrix, Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's parts of all owners' results, like `parts`."""
-        sent = self._memory(self._results, parts)
-        for buffer, matrix, piece in _buffers(sent, self._results):
-            for block, inside in piece.blocks(whole[matrix], buffer):
-                inside.copy_(block)
-        received = sent
-        if self._group is not None:
-            received = self._exchanged(sent, self._results, self._back)
         results = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in parts]
-        for buffer, matrix, piece in _buffers(received, self._back):
-            results[matrix.of][piece.at].copy_(buffer)
-        return results
+        self._exchange(like, self._results, send_result, self._back, take_result)
+        for (parameter, *_), result in zip(self._layouts, results, strict=True):
+            own = result.view(local_part(parameter).shape)
+            if isinstance(parameter, DTensor):
+                own = DTensor.from_local(
+                    own, parameter.device_mesh, parameter.placements, run_check=False,
+                    shape=parameter.shape, stride=parameter.stride(),
+                )  # fmt: skip
+            yield parameter, own
 
-    def _memory(self, routes: Iterable[Route], parts: Sequence[Tensor]) -> Tensor:
-        """Memory for all pieces, of the parts' dtype and on the device that exchanges them: that of
-        the mesh, for offloaded parameters too. Raises StageError for several dtypes."""
+    def _memory(self, parts: Sequence[Tensor]) -> Tensor:
+        """An empty tensor of the parts' dtype, on the device that exchanges them: of offloaded
+        parameters, the mesh's."""
         dtype, *others = {part.dtype for part in parts}
         if others:
             raise StageError(f"parts of whole matrices have dtypes {dtype} and {others[0]}")
         device, mesh = parts[0].device, getattr(self._layouts[0].parameter, "device_mesh", None)
         if mesh is not None and mesh.device_type != device.type:
-            index = torch.accelerator.current_device_index()
-            device = torch.device(mesh.device_type, index)
-        return torch.empty(sum(map(_elements, routes)), dtype=dtype, device=device)
+            device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+        return torch.empty(0, dtype=dtype, device=device)
 
-    def _exchanged(
-        self, sent: Tensor, outgoing: Sequence[Route], incoming: Sequence[Route]
-    ) -> Tensor:
-        """The memory of incoming pieces, which other ranks have sent (collective)."""
-        out, into = ([_elements(route) for route in routes] for routes in (outgoing, incoming))
-        received = sent.new_empty(sum(into))
-        dist.all_to_all_single(received, sent, into, out, group=self._group)
-        return received
-
-
-def _least_busy(work: list[int], cost: int) -> int:
-    """The rank with the least work, to which `cost` is added; the same on every rank."""
-    owner = work.index(min(work))
-    work[owner] += cost
-    return owner
-
-
-def _elements(route: Route) -> int:
-    return sum(math.prod(piece.shape) for _, piece in route)
+    def _exchange(
+        self, like: Tensor, outgoing: Sequence[Route], send: Visit, incoming: Sequence[Route],
+        take: Visit, *, several: bool = True,
+    ) -> None:  # fmt: skip
+        """Call `send` to fill the memory of each outgoing piece, and `take` with the memory of each
+        incoming one, which other ranks have sent if there are `several` (collective)."""
+        out, into = (
+            [sum(math.prod(piece.shape) for piece in route) for route in routes]
+            for routes in (outgoing, incoming)
+        )
+        received = sent = like.new_empty(sum(out))
+        _visit(sent, outgoing, send)
+        if several and self._group is not None:
+            received = like.new_empty(sum(into))
+            dist.all_to_all_single(received, sent, into, out, group=self._group)
+            del sent
+        _visit(received, incoming, take)
 
 
-def _buffers(memory: Tensor, routes: Iterable[Route]) -> Iterator[tuple[Tensor, _Matrix, Piece]]:
-    """A part of the memory for each piece."""
+def _visit(memory: Tensor, routes: Iterable[Route], visit: Visit) -> None:
+    """Call `visit` with each piece and its part of the memory."""
     begin = 0
-    for matrix, piece in itertools.chain(*routes):
+    for piece in itertools.chain(*routes):
         end = begin + math.prod(piece.shape)
-        yield memory[begin:end].view(piece.shape), matrix, piece
+        visit(memory[begin:end].view(piece.shape), piece)
         begin = end
-
-
-def _with_dims(local: Tensor) -> Tensor:
-    """A rank's part with at least two dimensions."""
-    return local.view((1,) * max(2 - local.ndim, 0) + tuple(local.shape))
-
-
-def _sharded_as(parameter: nn.Parameter, result: Tensor) -> Tensor:
-    """This rank's part of a result as a tensor like the parameter."""
-    own = result.view(local_part(parameter).shape)
-    if not isinstance(parameter, DTensor):
-        return own
-    return DTensor.from_local(
-        own, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip

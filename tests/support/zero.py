@@ -50,6 +50,8 @@ class Case:
     """Part of the names of parameters that are not trained."""
     explode_at: int = -1
     """Step whose loss overflows fp16."""
+    vetoed: int = -1
+    """Step that the guard refuses."""
 
 
 def source(ctx: Any, case: Case) -> ModelSource:
@@ -109,7 +111,8 @@ def one_step(engine: Engine, step: int, case: Case) -> dict[str, Any]:
     batches, targets = share(engine, step, case.samples)
     factor = 1e6 if step == case.explode_at else 1.0
     total = engine.total(accumulated(engine, batches, targets / factor))
-    report = engine.step(lr_scales=[1 - 0.1 * step])
+    guard = (lambda norm: False) if step == case.vetoed else None
+    report = engine.step(lr_scales=[1 - 0.1 * step], should_step=guard)
     return {"loss": float(total) / targets, **vars(report)}
 
 

@@ -2,8 +2,8 @@
 
 Everything but attention runs on the slice. Around attention, ranks exchange heads for parts of the
 sequence (Ulysses, Jacobs et al. 2023), so each attends over the whole sequence with a share of the
-heads, by the model's own attention function. Every rank's gradients are a part of the whole; they
-are to be summed over these ranks as over those of the data axis.
+heads, by the model's own attention function. Gradients are partial sums, and must be reduced over
+the context group as over data ranks.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from torch.distributed import ProcessGroup
 from pipeline import StageError
 from stages.model.rotary_compat import document_angles, document_lengths
 from stages.objectives.documents_compat import flash_documents
-from stages.wrap.axes import Axes
+from stages.wrap.axes import Axes, context_group
 from stages.wrap.context import compat
-from stages.wrap.mesh import context_group
 from stages.wrap.types_compat import refuse_type
 
 
 def divide_sequence(model: nn.Module, axes: Axes, device: str) -> ProcessGroup | None:
-    """Install attention that sees the whole sequence, of which each rank of the returned group has
-    a slice; None without a context axis (collective). Raises StageError for a model whose attention
-    cannot be divided."""
+    """Install Ulysses attention if there is a context axis; returns the group of ranks that share a
+    sequence (collective). Raises StageError for a model whose attention cannot be divided."""
     if axes.context == 1:
         return None
     group = context_group(axes, device)
@@ -38,107 +36,82 @@ def divide_sequence(model: nn.Module, axes: Axes, device: str) -> ProcessGroup |
 
 
 def require_divisible(model: Any, ranks: int, tensor: int) -> None:
-    """Raise StageError unless attention of `model`, a transformers model, can be divided among
-    context-parallel `ranks`, each of which may have the heads of one of `tensor` ranks."""
+    """Raise StageError unless attention of a transformers model divides among context-parallel
+    `ranks`, each with the heads of one of `tensor` ranks."""
     refuse_type("context_parallel", model.config)
-    reason = compat.reason_not_divisible(model)
-    implementation = compat.implementation(model)
+    implementation, among = compat.implementation(model), ranks * tensor
     heads = model.config.get_text_config().num_attention_heads
+    # A weight for each head that no token takes (Xiao et al. 2023).
+    sinks = any(isinstance(getattr(one, "sinks", None), Tensor) for one in model.modules())
+    reason = compat.reason_not_divisible(model)
     if not reason and compat.mask_function(implementation) is None:
         reason = f"has no known masks for {implementation}"
-    if not reason and heads % (ranks * tensor):
-        reason = f"has {heads} attention heads, which do not divide among {ranks * tensor} ranks"
-    if not reason and implementation == "eager" and compat.has_sinks(model):
+    if not reason and heads % among:
+        reason = f"has {heads} attention heads, which do not divide among {among} ranks"
+    if not reason and implementation == "eager" and sinks:
         reason = "has attention sinks, which its eager attention does not divide"
     if reason:
         raise StageError(f"context_parallel: {type(model).__name__} {reason}")
 
 
 class ContextParallel:
-    """Attention of one model over the whole sequence, of which each rank of `group` has a slice.
+    """Attention of one model over a sequence; each rank of `group` has a slice of it.
 
     The model is called with its slice of the tokens, and with `position_ids` of the whole sequence,
-    as `sequence_slice` makes them. `tensor` ranks share its heads besides. Raises StageError for a
+    as `sequence_slice` makes them. `tensor` ranks share its heads too. Raises StageError for a
     model whose attention cannot be divided.
     """
 
     def __init__(self, model: Any, group: ProcessGroup, tensor: int) -> None:
         self._group = group
-        self._index = dist.get_rank(group)
-        self._count = dist.get_world_size(group)
+        self._index, self._count = dist.get_rank(group), dist.get_world_size(group)
         require_divisible(model, self._count, tensor)
         self._base = compat.implementation(model)
         self._mask = compat.mask_function(self._base)
-        self._positions: Tensor | None = None
-        self._documents: Tensor | None = None
+        self._positions: Tensor
+        """Positions of the whole sequence in the running forward, shape (samples, length)."""
         name = f"ulysses_{group.group_name}_{self._base}"
-        compat.register(name, self._attend, self._whole_mask)
-        compat.choose(model, name)
+        compat.install(model, name, self._attend, self._whole_mask)
         for angles in document_angles(model):
-            angles.lengths = self._lengths
+            angles.lengths = lambda _: self._own(document_lengths(self._positions))
         # Stages of a pipeline call this one, not the model around it.
         model.base_model.register_forward_pre_hook(self._give_slice, with_kwargs=True)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This rank's slice of the sequence, which is the last dimension."""
+        return whole.chunk(self._count, dim=-1)[self._index]
 
     def _give_slice(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Note the whole sequence, and pass on what the model needs of it."""
         whole: Tensor = kwargs["position_ids"]
-        size = whole.shape[1] // self._count
-        own = whole[:, self._index * size : (self._index + 1) * size]
-        self._positions, self._documents = whole, compat.documents(whole)
-        # A mask of two dimensions states the length of keys, and that masks are for padding alone:
+        self._positions = whole
+        # A mask of two dimensions states the length of keys, and that masks are only for padding:
         # otherwise a slice's positions would decide on packed documents.
         seen = torch.ones_like(whole, dtype=torch.bool)
-        passed = {**kwargs, "position_ids": own, "attention_mask": seen}
+        passed = {**kwargs, "position_ids": self._own(whole), "attention_mask": seen}
         return args, passed | flash_documents(model, whole)
 
-    def _lengths(self, own: Tensor) -> Tensor:
-        """Length of each token's document, for this rank's slice of the positions."""
-        assert self._positions is not None
-        size = own.shape[-1]
-        return document_lengths(self._positions)[..., self._index * size : (self._index + 1) * size]
-
-    def _whole_mask(
-        self,
-        *,
-        q_length: int,
-        kv_length: int,
-        mask_function: Callable[..., Any],
-        attention_mask: Tensor | None = None,
-        allow_is_causal_skip: bool = True,
-        **rest: Any,
-    ) -> Any:
-        """Called by the model for a mask of its slice: give that of the whole sequence."""
+    def _whole_mask(self, *, kv_length: int, mask_function: Callable[..., Any], **rest: Any) -> Any:
+        """Called by the model for the mask of its slice; returns the whole sequence's mask."""
         assert self._mask is not None
-        if self._documents is not None and self._positions is not None:
-            mask_function = compat.within_documents(mask_function, self._positions, self._documents)
-            allow_is_causal_skip = False
-        return self._mask(
-            q_length=kv_length,
-            kv_length=kv_length,
-            mask_function=mask_function,
-            attention_mask=None,
-            allow_is_causal_skip=allow_is_causal_skip,
-            **rest,
-        )
+        changed = {"q_length": kv_length, "attention_mask": None, "mask_function": mask_function}
+        if (within := compat.within_documents(mask_function, self._positions)) is not None:
+            changed |= {"mask_function": within, "allow_is_causal_skip": False}
+        return self._mask(**rest | changed, kv_length=kv_length)
 
     def _attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """Attention function of transformers: states of shape (samples, heads, length, width);
         output of shape (samples, length, heads, width)."""
-        kwargs.pop("position_ids", None)  # of the slice; flash attention is told of documents
+        kwargs.pop("position_ids", None)  # of the slice; flash attention is given documents
         if "flash" in self._base and kwargs.get("cu_seq_lens_q") is None:
             raise StageError(f"context_parallel: {type(module).__name__} takes no cu_seq_lens_q")
         if kwargs.get("s_aux") is not None:  # a weight for each head
-            kwargs["s_aux"] = kwargs["s_aux"].chunk(self._count)[self._index]
+            kwargs["s_aux"] = self._own(kwargs["s_aux"])
         query, key, value = gather_sequence((query, key, value), self._group)
         attend = compat.attention_function(self._base, module)
         # The module as attention functions see it, with this rank's heads.
@@ -161,15 +134,16 @@ class _Changed:
 
 
 def gather_sequence(states: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Give every rank the whole sequence of its share of the heads.
-
-    Each of `states` has shape (samples, heads, length, width) and holds this rank's slice of the
-    sequence. The results have shape (samples, heads / ranks, length * ranks, width), ranks being
-    those of `group`. Heads that do not divide, as of keys and values, are repeated until they do.
-    One all-to-all for all of `states`.
-    """
-    ranks = dist.get_world_size(group)
-    shares = [_head_shares(state, ranks) for state in states]
+    """Exchange slices of the sequence for a share of the heads: shapes (samples, heads, length,
+    width) become (samples, heads / ranks, length * ranks, width). Heads that do not divide, as of
+    keys and values, are repeated until they do. One all-to-all for all of `states`."""
+    ranks, shares = dist.get_world_size(group), []
+    for state in states:
+        heads = state.shape[1]
+        if repeats := math.lcm(heads, ranks) // heads - 1:
+            state = state.repeat_interleave(repeats + 1, dim=1)
+        # (ranks, samples, heads / ranks, length, width), a view where no head is repeated.
+        shares.append(torch.unflatten(state, 1, (ranks, -1)).movedim(1, 0))
     received = all_to_all(torch.cat([share.flatten(1) for share in shares], dim=1), group)
     parts = torch.split(received, [share[0].numel() for share in shares], dim=1)
     return [
@@ -179,25 +153,11 @@ def gather_sequence(states: Sequence[Tensor], group: ProcessGroup) -> list[Tenso
 
 
 def scatter_sequence(output: Tensor, group: ProcessGroup) -> Tensor:
-    """Give every rank all heads of its slice of the sequence, from attention's output: shape
-    (samples, length * ranks, heads / ranks, width) becomes (samples, length, heads, width)."""
+    """Exchange back attention's output: shape (samples, length * ranks, heads / ranks, width)
+    becomes (samples, length, heads, width)."""
     ranks = dist.get_world_size(group)
     slices = torch.unflatten(output, 1, (ranks, -1)).movedim(1, 0)
     return all_to_all(slices.contiguous(), group).movedim(0, 2).flatten(2, 3)
-
-
-def copies(heads: int, ranks: int) -> int:
-    """How often each head has to be repeated for all to divide among `ranks`."""
-    return math.lcm(heads, ranks) // heads
-
-
-def _head_shares(state: Tensor, ranks: int) -> Tensor:
-    """From shape (samples, heads, length, width) to (ranks, samples, heads / ranks, length, width),
-    as a view where no head is repeated."""
-    repeats = copies(state.shape[1], ranks)
-    if repeats > 1:
-        state = state.repeat_interleave(repeats, dim=1)
-    return torch.unflatten(state, 1, (ranks, -1)).movedim(1, 0)
 
 
 def all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
@@ -212,15 +172,10 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchange(parts, group)
+        ctx.group, received = group, torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _exchange(grads[0].contiguous(), ctx.group), None
-
-
-def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return received
+        return all_to_all(grads[0].contiguous(), ctx.group), None

@@ -3,7 +3,7 @@
 Masks are made by the model from the length of its input, and whether documents are packed from
 positions. Both see a slice of the sequence under context parallelism, while attention sees all of
 it. So an implementation of attention is registered for each group of ranks, together with a mask
-function that is told of the whole sequence.
+function that knows the whole sequence.
 """
 
 from __future__ import annotations
@@ -15,23 +15,19 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Make `name` an implementation that a model's configuration can choose."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
-
-
 def implementation(model: Any) -> str:
     """The attention implementation that the model has chosen."""
     return str(model.config.get_text_config()._attn_implementation)
 
 
-def choose(model: Any, name: str) -> None:
-    """Have the model's language part use the implementation `name`."""
+def install(model: Any, name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Register functions for attention and masks, and let the model's language part use them."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
     # Not through `set_attn_implementation`: it guesses from names what they demand.
-    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+    for config in (model.config, model.config.get_text_config()):
         config._attn_implementation_internal = name
 
 
@@ -44,7 +40,7 @@ def mask_function(implementation: str) -> Callable[..., Any] | None:
 
 
 def attention_function(implementation: str, module: nn.Module) -> Callable[..., Any]:
-    """The attention function of an implementation; the eager one is that of the module's file."""
+    """The attention function of an implementation; the eager one is in the module's file."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -52,35 +48,19 @@ def attention_function(implementation: str, module: nn.Module) -> Callable[..., 
     return found
 
 
-def documents(positions: Tensor) -> Tensor | None:
-    """The number of the document of each token, shape (samples, length); None if every sample is
-    one document."""
-    from transformers.masking_utils import find_packed_sequence_indices
+def within_documents(pattern: Callable[..., Any], positions: Tensor) -> Callable[..., Any] | None:
+    """A mask's `pattern` within each document, by positions in it; None if every sample is one
+    document."""
+    from transformers import masking_utils
 
-    found: Tensor | None = find_packed_sequence_indices(positions)
-    return found
-
-
-def within_documents(
-    pattern: Callable[..., Any], positions: Tensor, documents: Tensor
-) -> Callable[..., Any]:
-    """A mask's `pattern` within each document, by positions in it."""
-    from transformers.masking_utils import packed_sequence_compatibility_function
-
-    found: Callable[..., Any] = packed_sequence_compatibility_function(
-        pattern, positions, documents
-    )
-    return found
-
-
-def has_sinks(model: Any) -> bool:
-    """Whether attention has a weight for each head that no token takes (Xiao et al. 2023)."""
-    return any(isinstance(getattr(one, "sinks", None), Tensor) for one in model.modules())
+    numbers = masking_utils.find_packed_sequence_indices(positions)
+    within = masking_utils.packed_sequence_compatibility_function
+    return None if numbers is None else within(pattern, positions, numbers)
 
 
 def reason_not_divisible(model: Any) -> str:
-    """Why a model cannot be context-parallel, in words: something besides attention functions lets
-    tokens see each other. Empty if nothing does."""
+    """Why a model cannot be context-parallel: something other than attention functions lets tokens
+    see each other. Empty if nothing does."""
     config = model.config.get_text_config()
     known = {"full_attention", "sliding_attention", "chunked_attention"}
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)

@@ -8,12 +8,22 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from torch import nn
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from stages.wrap.torch_compat import sum_in_reduce_dtype
+
 BACKWARD = {"SEND_B", "RECV_B", "I", "W", "B", "BW", "REDUCE_GRAD"}
-"""Actions of a schedule that take part in backward alone."""
+"""Actions of a schedule that take part in backward only."""
+KINDS = {
+    "F": "forward", "B": "backward", "I": "inputs", "W": "weights", "UNSHARD": "gather",
+    "RESHARD": "release", "REDUCE_GRAD": "reduce",
+}  # fmt: skip
+"""Actions of torch's schedules other than communication between stages."""
 
 
 @contextlib.contextmanager
-def forward_alone(schedule: Any) -> Iterator[None]:
+def forward_only(schedule: Any) -> Iterator[None]:
     """Leave actions of backward out of a schedule of several stages a rank in the body.
 
     `eval` of torch 2.13 runs them as if they did nothing, which fails where two neighbouring stages
@@ -24,7 +34,12 @@ def forward_alone(schedule: Any) -> Iterator[None]:
         yield
         return
     schedule.pipeline_order_with_comms = {
-        rank: [one for action in actions for one in _forward_part(action)]
+        rank: [
+            part
+            for action in actions
+            for part in action.sub_actions or (action,)
+            if part.computation_type.value not in BACKWARD
+        ]
         for rank, actions in whole.items()
     }
     try:
@@ -33,17 +48,20 @@ def forward_alone(schedule: Any) -> Iterator[None]:
         schedule.pipeline_order_with_comms = whole
 
 
-def mend_halves(stage: Any) -> None:
-    """Mend two faults that torch 2.13 has where a stage's backward runs in two halves.
+def adapt(stage: Any, numbered: Any) -> None:
+    """Number the micro-batches that pass a stage of torch (`numbered.number`), and mend two faults
+    of torch 2.13 where backward runs in two halves.
 
     The half for inputs keeps their gradients until the next step, which takes as much memory as all
     that was received. The half for weights is hidden from FSDP, so that gradients of several
     micro-batches might be summed in the compute dtype.
     """
-    from stages.wrap.torch_compat import sum_in_reduce_dtype
-
-    kind, alive = type(stage), weakref.ref(stage)
     # No cycle of references: the buffers of a stage go with the last one.
+    kind, alive = type(stage), weakref.ref(stage)
+
+    def forward_one_chunk(chunk: int, *args: Any, **kwargs: Any) -> Any:
+        numbered.number = chunk
+        return kind.forward_one_chunk(alive(), chunk, *args, **kwargs)
 
     def backward_one_chunk(chunk: int, *args: Any, **kwargs: Any) -> None:
         stage: Any = alive()
@@ -57,61 +75,34 @@ def mend_halves(stage: Any) -> None:
         kind.backward_weight_one_chunk(stage, chunk, *args, **kwargs)
         sum_in_reduce_dtype(stage.submod)
 
+    stage.forward_one_chunk = forward_one_chunk
     stage.backward_one_chunk = backward_one_chunk
     stage.backward_weight_one_chunk = backward_weight_one_chunk
-
-
-def number_passes(stage: Any, numbered: Any) -> None:
-    """Set the attribute `number` of an object to that of the micro-batch, before each forward pass
-    of a stage of torch."""
-    kind, alive = type(stage), weakref.ref(stage)
-
-    def forward_one_chunk(chunk: int, *args: Any, **kwargs: Any) -> Any:
-        numbered.number = chunk
-        return kind.forward_one_chunk(alive(), chunk, *args, **kwargs)
-
-    stage.forward_one_chunk = forward_one_chunk
-
-
-def _forward_part(action: Any) -> list[Any]:
-    """The action, what it consists of, or nothing."""
-    parts = action.sub_actions or (action,)
-    return [part for part in parts if part.computation_type.value not in BACKWARD]
-
-
-KINDS = {
-    "F": "forward", "B": "backward", "I": "inputs", "W": "weights", "REDUCE_GRAD": "reduce",
-}  # fmt: skip
-"""Actions of torch's schedules that compute, or reduce gradients."""
 
 
 def orders(
     schedule: str, ranks: int, per_rank: int, count: int
 ) -> list[list[tuple[Any, int, int, int]]]:
     """The passes of each rank under a schedule of several stages a rank: kind, number of the stage
-    on its rank and among all, micro-batch. The first stage has no gradients of inputs: torch skips
-    that half there, and runs all of backward as the half for weights."""
-    import torch
-    from torch.distributed.pipelining.schedules import get_schedule_class
-
-    kind = get_schedule_class(schedule)
+    on its rank and among all, micro-batch."""
     stages = [
         SimpleNamespace(
             num_stages=ranks * per_rank, group_size=ranks, group_rank=0, stage_index=ranks * number,
-            submod=torch.nn.Module(), has_backward=True, is_last=False,
+            submod=nn.Module(), has_backward=True, is_last=False,
         )
         for number in range(per_rank)
     ]  # fmt: skip
-    made: Any = kind(stages, count)
+    made: Any = get_schedule_class(schedule)(stages, count)
+    # The first stage has no gradients of inputs: torch skips that half there, and runs all of
+    # backward as the half for weights.
+    of_first = {**KINDS, "I": "", "W": "backward"}
     found = []
     for rank in range(ranks):
-        actions = [one for one in made.pipeline_order_with_comms[rank] if _kind(one) in KINDS]
-        numbers = sorted({one.stage_index for one in actions})
-        rows = [(KINDS[_kind(one)], one.stage_index, one.microbatch_index or 0) for one in actions]
+        rows = [
+            (kind, one.stage_index, one.microbatch_index or 0)
+            for one in made.pipeline_order_with_comms[rank]
+            if (kind := (KINDS if one.stage_index else of_first).get(one.computation_type.value))
+        ]
+        numbers = sorted({stage for _, stage, _ in rows})
         found.append([(kind, numbers.index(stage), stage, batch) for kind, stage, batch in rows])
     return found
-
-
-def _kind(action: Any) -> str:
-    kind = str(action.computation_type.value)
-    return {"I": "skipped", "W": "B"}.get(kind, kind) if action.stage_index == 0 else kind

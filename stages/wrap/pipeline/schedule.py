@@ -1,15 +1,15 @@
 """Pipeline parallelism: ranks hold consecutive layers, and pass micro-batches on.
 
 torch's schedules say who computes when, and send what is passed. All micro-batches of a step have
-one shape, which follows from the batches alone, so only activations and their gradients are sent.
-The last stage computes scores and loss in its forward.
+one shape, which ranks know from the batches, so only activations and their gradients are sent. The
+last stage computes scores and loss in its forward.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,35 +31,6 @@ EVALUATED = 4
 """Micro-batches for each stage that an evaluation passes on at a time."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelinePlan:
-    """The pipeline of one group of ranks."""
-
-    schedule: str
-    """Name of a schedule of torch."""
-    group: ProcessGroup
-    stages_per_rank: int
-    width: int
-    """Width of the hidden states."""
-    dtype: torch.dtype
-    """Dtype in which hidden states are sent."""
-    device: torch.device
-
-    @property
-    def count(self) -> int:
-        """Number of stages."""
-        return self.group.size() * self.stages_per_rank
-
-    def own(self) -> list[int]:
-        """Numbers of this rank's stages, ascending."""
-        return stages_of(
-            self.group.rank(),
-            self.group.size(),
-            self.stages_per_rank,
-            folded=self.schedule in FOLDED,
-        )
-
-
 Passed = tuple[MicroBatch, MicroBatch]
 """A micro-batch, whole and this rank's part of it."""
 End = Callable[[Scorer, int, Mapping[str, Tensor]], Tensor]
@@ -68,12 +39,9 @@ inputs."""
 
 
 class Stage:
-    """Gives a model, cut down to its layers, the forward method of a stage.
-
-    The module's forward is replaced, not the module: its names and a strategy's hooks stay. It is
-    called with token ids (first stage) or hidden states, and returns hidden states, or a scalar
-    (last stage). `beat` is called at each forward pass, as a sign of life.
-    """
+    """Replaces the forward method of a model that is cut down to its layers; names and a strategy's
+    hooks stay. It takes token ids (first stage) or hidden states, and returns hidden states, or a
+    scalar (last stage). `beat` is called at each forward pass, as a sign of life."""
 
     number = 0
     """The micro-batch that passes, of `batches`."""
@@ -85,107 +53,104 @@ class Stage:
     def __init__(
         self, module: Any, *, first: bool, last: bool, dtype: torch.dtype, beat: Callable[[], None]
     ) -> None:
-        self.module = module
-        self.last = last
+        self.module, self.last = module, last
         self.forward = module.forward
         """The model's own method."""
-        self._first = first
-        self._dtype = dtype
-        self._beat = beat
+        self._first, self._dtype, self._beat = first, dtype, beat
         self._stage_input = next((m for m in module.modules() if isinstance(m, StageInput)), None)
         module.forward = self._forward
 
     def _forward(self, received: Tensor) -> Tensor:
         self._beat()
+        inputs = {"input_ids" if self._first else "inputs_embeds": received}
+        if self._stage_input is not None:
+            self._stage_input.received = received
         if self.scorer is not None:
-            return self.end(self.scorer, self.number, self._inputs(received))
+            return self.end(self.scorer, self.number, inputs)
         _, own = self.batches[self.number]
         placed: dict[str, Any] = dict(own.free) if self._first else {}
         if own.positions is not None:
             placed |= {"position_ids": own.positions, **flash_documents(self.module, own.positions)}
-        output = self.module.base_model(**self._inputs(received), use_cache=False, **placed)
+        output = self.module.base_model(**inputs, use_cache=False, **placed)
         hidden: Tensor = output.last_hidden_state
         return hidden.to(self._dtype).contiguous()
 
-    def _inputs(self, received: Tensor) -> dict[str, Tensor]:
-        """Arguments of the model for the tensor that this stage receives."""
-        if self._first:
-            return {"input_ids": received}
-        if self._stage_input is not None:
-            self._stage_input.received = received
-        return {"inputs_embeds": received}
 
-
+@dataclass(kw_only=True, eq=False)
 class Pipeline:
     """Runs the micro-batches of a step through the stages of a group of ranks (collective)."""
 
-    def __init__(self, plan: PipelinePlan, stages: Sequence[Stage]) -> None:
-        self._plan = plan
-        self._stages = stages
-        self._made: tuple[tuple[int, int, int], Any] | None = None
+    schedule: str
+    """Name of a schedule of torch."""
+    group: ProcessGroup
+    stages_per_rank: int
+    width: int
+    """Width of the hidden states."""
+    dtype: torch.dtype
+    """Dtype in which hidden states are sent."""
+    device: torch.device
+    stages: list[Stage] = field(default_factory=list)
+    """This rank's, ascending."""
+    _made: tuple[tuple[int, int, int], Any] | None = field(default=None, init=False)
 
     @property
-    def ends_here(self) -> bool:
-        """Whether the last stage is on this rank."""
-        return any(stage.last for stage in self._stages)
+    def count(self) -> int:
+        """Number of stages."""
+        return self.group.size() * self.stages_per_rank
+
+    def own(self) -> list[int]:
+        """Numbers of this rank's stages, ascending."""
+        rank, ranks, folded = self.group.rank(), self.group.size(), self.schedule in FOLDED
+        return stages_of(rank, ranks, self.stages_per_rank, folded=folded)
 
     def run(self, batches: Sequence[Passed], end: End) -> None:
-        """Forward of all micro-batches, and backward from what `end` returns, unless gradients are
-        off.
-
-        Every rank of the group gives the same batches, all of one shape, at least as many as
-        `least` says. Ranks know them, so only hidden states are sent.
-        """
-        ids = [own.input_ids for _, own in batches]
-        schedule = self._schedule(len(batches), *ids[0].shape)
-        for stage in self._stages:
+        """Run forward of all micro-batches, and backward from what `end` returns unless gradients
+        are off. Every rank of the group passes the same batches, all of one shape, at least as many
+        as `least` says."""
+        own = [one for _, one in batches]
+        schedule = self._schedule(len(own), *own[0].input_ids.shape)
+        for stage in self.stages:
             stage.batches, stage.end = batches, end
-        first = (torch.cat(ids),) if 0 in self._plan.own() else ()
-        passed = {"target": torch.arange(len(batches)), "return_outputs": False}
-        if torch.is_grad_enabled():
-            schedule.step(*first, **passed)
-        else:
-            with compat.forward_alone(schedule):
+        first = (torch.cat([one.input_ids for one in own]),) if 0 in self.own() else ()
+        passed = {"target": torch.arange(len(own)), "return_outputs": False}
+        with known_documents(*own):
+            if torch.is_grad_enabled():
+                schedule.step(*first, **passed)
+                return
+            with compat.forward_only(schedule):
                 schedule.eval(*first, **passed)
 
     def least(self, count: int) -> int:
         """Number of micro-batches that the schedule takes, `count` or a few more."""
-        return least_microbatches(self._plan.schedule, self._plan.group.size(), count)
+        return least_microbatches(self.schedule, self.group.size(), count)
 
     def _schedule(self, count: int, samples: int, length: int) -> Any:
-        """The schedule for `count` micro-batches of that shape. The last one is kept: it holds
-        buffers for everything that is received, so others are made anew."""
-        key = (count, samples, length)
-        if self._made is None or self._made[0] != key:
-            self._made = None  # frees its buffers first
-            self._made = key, self._make(count, samples, length)
-        return self._made[1]
-
-    def _make(self, count: int, samples: int, length: int) -> Any:
-        plan = self._plan
+        """The schedule for `count` micro-batches of that shape. Only the last one is kept: it holds
+        buffers for everything that is received."""
+        key = count, samples, length
+        if self._made is not None and self._made[0] == key:
+            return self._made[1]
+        self._made = None  # frees its buffers first
+        # Shapes are stated, so that torch does not run the model for them and send them as pickles.
         ids = torch.empty(samples, length, dtype=torch.int64, device="meta")
-        hidden = torch.empty(
-            samples, length, plan.width, dtype=plan.dtype, device="meta", requires_grad=True
-        )
+        hidden = torch.empty(samples, length, self.width, dtype=self.dtype, device="meta")
+        hidden.requires_grad_()
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = []
-        for stage, number in zip(self._stages, plan.own(), strict=True):
+        for stage, number in zip(self.stages, self.own(), strict=True):
             made = PipelineStage(
-                stage.module,
-                number,
-                plan.count,
-                plan.device,
-                # Stated, so that nobody runs the model for its shapes and sends them as pickles.
+                stage.module, number, self.count, self.device,
                 input_args=ids if number == 0 else hidden,
-                output_args=loss if number == plan.count - 1 else hidden,
-                group=plan.group,
-            )
-            compat.mend_halves(made)
-            compat.number_passes(made, stage)
+                output_args=loss if number == self.count - 1 else hidden,
+                group=self.group,
+            )  # fmt: skip
+            compat.adapt(made, stage)
             stages.append(made)
-        kind = get_schedule_class(plan.schedule)
-        given: Any = stages if plan.schedule in SEVERAL_STAGES else stages[0]
-        return kind(given, count, loss_fn=lambda loss, _: loss, scale_grads=False)
+        kind = get_schedule_class(self.schedule)
+        given: Any = stages if self.schedule in SEVERAL_STAGES else stages[0]
+        schedule = kind(given, count, loss_fn=lambda loss, _: loss, scale_grads=False)
+        self._made = key, schedule
+        return schedule
 
 
 class PipelinePasses(Passes):
@@ -206,8 +171,7 @@ class PipelinePasses(Passes):
             whole, own = even[number]
             return sums.judge(scorer, own, whole, **inputs)
 
-        with known_documents(*(own for _, own in even)):
-            self._pipeline.run(even, loss)
+        self._pipeline.run(even, loss)
         return sums.part(counted=self.counts_rows)
 
     @torch.no_grad()
@@ -215,11 +179,11 @@ class PipelinePasses(Passes):
         rest, size = iter(batches), EVALUATED * self.axes.pipeline
         with evaluating(self.parts):
             while some := list(itertools.islice(rest, size)):
-                found = self._measured(self._even(some), measure)
+                found = self._rows(self._even(some), measure)
                 yield from (found.get(number) for number in range(len(some)))
 
-    def _measured(self, even: Sequence[Passed], measure: Measure) -> dict[int, Tensor]:
-        """The rows of each micro-batch that are this rank's to give."""
+    def _rows(self, even: Sequence[Passed], measure: Measure) -> dict[int, Tensor]:
+        """The rows of each micro-batch that this rank has to return."""
         found: dict[int, Tensor] = {}
 
         def rows(scorer: Scorer, number: int, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -227,16 +191,14 @@ class PipelinePasses(Passes):
             found[number] = measured(measure, scorer, own, whole, **inputs)
             return torch.zeros((), device=self.device)
 
-        with known_documents(*(own for _, own in even)):
-            self._pipeline.run(even, rows)
+        self._pipeline.run(even, rows)
         return found if self.counts_rows else {}
 
     @property
     def counts_rows(self) -> bool:
-        return super().counts_rows and self._pipeline.ends_here
+        return super().counts_rows and any(one.last for one in self._pipeline.stages)
 
     def _even(self, batches: Iterable[MicroBatch]) -> list[Passed]:
         """The micro-batches and this rank's part of each, all of one shape."""
         given = list(batches)
-        even = equal_shapes(given, self._pipeline.least(len(given)))
-        return [self.laid_out(one) for one in even]
+        return [self.laid_out(one) for one in equal_shapes(given, self._pipeline.least(len(given)))]

@@ -12,18 +12,21 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from pipeline import StageError
+from pipeline.utils import local_part
 from stages.wrap.types_compat import refuse_type
 
 
 def layer_ranges(layers: int, stages: int, head: int = 0, layer: int = 1) -> list[range]:
-    """Return the layers of each stage, consecutive, such that the busiest stage has as little work
-    as possible. The head belongs to the last stage; `head` and `layer` are elements of its matrix
-    and of a layer's, each of which is multiplied once for a token. Left-over layers go to middle
-    stages first, since the first also has the embedding. Raises StageError for more stages than
-    layers."""
+    """Consecutive layers of each stage, such that the busiest stage has as little work as possible:
+    `head` and `layer` are elements of the matrices of the head, which the last stage has, and of a
+    layer. Left-over layers go to middle stages first, since the first also has the embedding.
+    Raises StageError for more stages than layers."""
     if stages > layers:
         raise StageError(f"pipeline_parallel: {layers} blocks do not make {stages} stages")
     sizes, last = [1] * stages, stages - 1
@@ -38,28 +41,26 @@ def layer_ranges(layers: int, stages: int, head: int = 0, layer: int = 1) -> lis
 
 
 def stages_of(rank: int, ranks: int, per_rank: int, *, folded: bool) -> list[int]:
-    """Numbers of a rank's stages, of `ranks` times `per_rank`: every `ranks`-th one, or `folded`,
-    where the second round goes back from the last rank to the first."""
-    rounds = range(per_rank)
-    if folded:
-        return [n * ranks + (ranks - 1 - rank if n % 2 else rank) for n in rounds]
-    return [n * ranks + rank for n in rounds]
+    """Numbers of a rank's stages, of `ranks` times `per_rank`: every `ranks`-th one; `folded`, the
+    second round goes back from the last rank to the first."""
+    places = (ranks - 1 - rank if folded and turn % 2 else rank for turn in range(per_rank))
+    return [turn * ranks + place for turn, place in enumerate(places)]
 
 
 _TUPLES = re.compile(r"hidden_states = \w+\[0\]|hidden_states, attn_weights = ")
-"""How a model of transformers goes on with the first of what its block returns."""
+"""How a model of transformers takes the first of several values that its block returns."""
 
 
 class Absent(nn.Module):
-    """In the place of a module that another stage holds: returns its first argument."""
+    """Stands in for a module that another stage holds: returns its first argument."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if args else next(iter(kwargs.values()))
 
 
 class AbsentBlock(Absent):
-    """In the place of a block of another stage. It has what the model reads of a block, and returns
-    its first argument as the block does, by itself or as the first of several."""
+    """Stands in for a block of another stage. It has what the model reads of a block, and returns
+    its first argument as the block does, by itself or first of several."""
 
     def __init__(self, block: nn.Module, *, several: bool) -> None:
         super().__init__()
@@ -77,16 +78,16 @@ class AbsentBlock(Absent):
 
 
 class AbsentTable(Absent):
-    """In the place of an embedding that another stage holds, such as that of positions: returns
-    zeros, shape (..., 1), to be added to hidden states that are discarded."""
+    """Stands in for an embedding that another stage holds, such as of positions: returns zeros,
+    shape (..., 1), to be added to hidden states that are discarded."""
 
     def forward(self, numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return numbers.new_zeros(*numbers.shape, 1)
 
 
 class StageInput(AbsentBlock):
-    """In the place of the layer before a stage's first: returns what that layer returned on the
-    stage before. Whatever the model computed before it is discarded."""
+    """Stands in for the layer before a stage's first: returns what that layer returned on the stage
+    before. Whatever the model computed before it is discarded."""
 
     received: Tensor | None = None
 
@@ -96,39 +97,36 @@ class StageInput(AbsentBlock):
 
 
 def keep_layers(model: Any, layers: range) -> None:
-    """Remove from `model`, a causal language model of transformers, everything but the given
-    layers; what comes before layer 0 stays with it, and what comes after the last layer with that.
-    A head that is tied to the embedding keeps it, with its name (`ties.TiedEmbedding`).
-
-    Raises StageError for a model that does not say how it divides.
-    """
+    """Remove all other layers from a causal language model of transformers. What comes before layer
+    0 stays with it, what comes after the last layer with that; a tied head keeps the embedding
+    (`TiedEmbedding`). Raises StageError for a model that does not say how it divides."""
     before, name, after = layer_list(model)
-    base = model.base_model
+    base, head = model.base_model, model.get_output_embeddings()
     every = getattr(base, name)
+    try:
+        source = inspect.getsource(type(base).forward)
+    except (OSError, TypeError):  # as for a class that was typed in
+        source = ""
+    several = _TUPLES.search(source) is not None
     first, last = layers.start == 0, layers.stop == len(every)
-    several = _TUPLES.search(_source(type(base).forward)) is not None
     for number, block in enumerate(every):
         if number == layers.start - 1:
             every[number] = StageInput(block, several=several)
         elif number not in layers:
             every[number] = AbsentBlock(block, several=several)
-    if not first:
-        kept = model.get_input_embeddings() if last and is_tied(model) else None
-        for part in before:
-            held = getattr(base, part)
-            if held is not kept:
-                table = isinstance(held, nn.Embedding)
-                setattr(base, part, AbsentTable() if table else Absent())
+    kept = model.get_input_embeddings() if last and is_tied(model) else None
+    for part in before if not first else ():
+        if (held := getattr(base, part)) is not kept:
+            setattr(base, part, AbsentTable() if isinstance(held, nn.Embedding) else Absent())
     if not last:
         for part in after:
             setattr(base, part, Absent())
-        head = model.get_output_embeddings()
         for part in [part for part, child in model.named_children() if child is head]:
             setattr(model, part, Absent())
 
 
 def is_tied(model: Any) -> bool:
-    """Whether the head's weight is that of the embedding."""
+    """Whether the head and the embedding share a weight."""
     head = model.get_output_embeddings()
     return getattr(head, "weight", None) is model.get_input_embeddings().weight
 
@@ -150,14 +148,38 @@ def layer_list(model: Any) -> tuple[list[str], str, list[str]]:
     return parts[:place], lists[0], parts[place + 1 :]
 
 
-def _source(function: Any) -> str:
-    """Source of a function; empty where there is none, as for one that was typed in."""
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
-
-
 def kept(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """The blocks that `keep_layers` left."""
     return [block for block in blocks if not isinstance(block, Absent)]
+
+
+class TiedEmbedding:
+    """An embedding that the first stage looks up and the last multiplies with: each has a copy.
+
+    Both start alike. Their gradients are summed before each step, and optimizers are functions of
+    gradient and state, so the copies stay the same to the bit. `first` and `last` are the copies on
+    this rank, which has one or none: schedules that put both on one are refused.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, first: nn.Parameter | None, last: nn.Parameter | None
+    ) -> None:
+        self._group, self._first = group, first
+        self.repeated = last
+        """The last stage's copy, which the gradient norm leaves out."""
+
+    def sum_gradients(self) -> None:
+        """Give both copies the sum of their gradients (collective among their ranks). A sum of two
+        is the same in either order, so both ranks get equal bits."""
+        for copy, peer in ((self._first, self._group.size() - 1), (self.repeated, 0)):
+            if copy is None or copy.grad is None:
+                continue
+            own = local_part(copy.grad)
+            other = torch.empty_like(own)
+            exchange = [
+                dist.P2POp(dist.isend, own, group=self._group, group_peer=peer),
+                dist.P2POp(dist.irecv, other, group=self._group, group_peer=peer),
+            ]
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            own.add_(other)

@@ -4,63 +4,70 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from stages.collectives import SEQUENCE, gather, split, sum_gradients
+from pipeline.utils import local_part, own_chunk
+from stages.collectives import (
+    SEQUENCE,
+    all_reduce,
+    gather,
+    reduce_scatter,
+    split,
+    sum_gradients,
+)
 from stages.wrap.axes import TensorParallel
-from stages.wrap.tensor.layers import COLUMNS, ROWS, layer_sizes, transposed
-from stages.wrap.tensor.placements import place_parameters
-from stages.wrap.tensor.plan import Region, TensorPlan, resolve
-from stages.wrap.tensor.random_streams import Streams, has_dropout
+from stages.wrap.tensor.layers import COLUMNS, ROWS, innermost, layer_sizes
+from stages.wrap.tensor.plan import Region, TensorPlan, region_of
 from stages.wrap.tensor.styles import (
-    Locals,
-    change_input,
-    change_output,
-    find_ahead,
-    install_columns,
+    Change,
+    Streams,
+    change,
+    draw_within,
+    has_dropout,
     install_embedding,
     install_experts,
-    install_head,
-    install_latent,
-    install_rows,
-    local,
-    replace_forward,
-    share_heads,
-    use_local_parameters,
+    latent_states,
+    use_local_values,
+    whole_logits,
 )
+from stages.wrap.torch_compat import split_of
 from stages.wrap.types_compat import refuse_type
 
 
 def divide_layers(
-    config: TensorParallel,
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    compiled: Sequence[nn.Module] = (),
-    *,
-    late: bool = False,
-) -> None:
-    """Divide `model`, whose parameters are on the meta device, over the one axis `mesh`, in place,
-    as a recipe asks for it; `compiled` modules have compiled forward methods, and `late` parameters
-    are there no earlier than the modules that have them run. Raises StageError for a model that
-    does not divide so.
+    config: TensorParallel, model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh,
+    compiled: Sequence[nn.Module] = (), *, late: bool = False,
+) -> None:  # fmt: skip
+    """Divide a model on the meta device over the one axis of `mesh`, in place. `compiled` modules
+    have compiled forward methods; `late` parameters are there only while their own modules run.
+    Raises StageError for a model that does not divide so.
 
-    Every parameter becomes a DTensor on `mesh`, tied ones stay one object; its elements are not
-    communicated. The forward takes the same tokens on every rank, and returns logits that are a
-    DTensor sharded by the vocabulary if the plan divides the output layer, else complete. With
-    `sequence` the length has to divide among the ranks.
-
-    Gradients are those of a loss that every rank computes alike: parts where weights are divided,
+    Every parameter becomes a DTensor on `mesh`, tied ones stay one object. The forward takes the
+    same tokens on every rank, and returns logits that are a DTensor sharded by the vocabulary if
+    the plan divides the output layer, else complete. With `sequence` the length has to divide among
+    the ranks. Every rank computes the same loss; gradients are parts where weights are divided,
     complete and equal on all ranks where they are not.
     """
     plan = resolve_plan(config, model, blocks)
     if mesh.size() != plan.size:
         raise ValueError(f"a plan for {plan.size} ranks on a mesh of {mesh.size()}")
-    place_parameters(model, mesh, plan.placements)
+
+    def part(name: str, whole: nn.Parameter) -> Tensor:
+        placement, own = plan.placements[name], [*whole.shape]
+        if (parts := split_of(placement)) is not None:  # by the rule of torch.chunk
+            own[placement.dim] = len(own_chunk(own[placement.dim] // parts, mesh)) * parts
+        return DTensor.from_local(
+            torch.empty(own, dtype=whole.dtype, device="meta"),
+            mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride(),
+        )  # fmt: skip
+
+    replace_parameters(model, part)
     _Installer(model, mesh, plan, compiled, late=late).install()
 
 
@@ -70,7 +77,22 @@ def resolve_plan(
     """The plan of a model for what a recipe asks. Raises StageError for a model that does not
     divide so."""
     refuse_type("tensor_parallel", model.config)
-    return resolve(model, blocks, size=config.size, patterns=config.plan, sequence=config.sequence)
+    size, patterns, sequence = config.size, config.plan, config.sequence
+    return TensorPlan(model, blocks, size=size, patterns=patterns, sequence=sequence)
+
+
+def replace_parameters(module: nn.Module, changed: Callable[[str, nn.Parameter], Tensor]) -> None:
+    """Replace each parameter by what `changed` makes of its name and itself: one of other values,
+    or a parameter. Tied ones stay one object."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if parameter not in made:
+            value = changed(name, parameter)
+            if not isinstance(value, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            made[parameter] = value
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._parameters[leaf] = made[parameter]
 
 
 class _Installer:
@@ -80,197 +102,154 @@ class _Installer:
         self, model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, compiled: Sequence[nn.Module],
         *, late: bool,
     ) -> None:  # fmt: skip
-        self.compiled = compiled
-        self.late = late
-        self.model = model
-        self.mesh = mesh
-        self.plan = plan
+        self.model, self.mesh, self.plan = model, mesh, plan
+        self.compiled, self.late = compiled, late
         self.group = mesh.get_group()
+        self.summed: Change = functools.partial(sum_gradients, group=self.group)
         self.streams = Streams(mesh.get_local_rank(), mesh.size())
         self.modules = dict(model.named_modules())
-        self.locals: dict[nn.Module, Locals] = {}
+        self.places = {name: place for place, name in enumerate(self.modules)}
+        """Number of each module, by which dropout draws."""
+        self.values = {one: self._values(name, one) for name, one in self.modules.items()}
 
     def install(self) -> None:
-        for name, module in self.modules.items():
-            self._localize(name, module)
-        for name, style in self.plan.styles.items():
+        plan, group = self.plan, self.group
+        # torch 2.13 fails to compile what is recomputed if it begins with DTensors, whose mesh it
+        # takes for one of the tensors that it keeps for backward.
+        ahead = {inner for block in self.compiled for inner in block.modules()}
+        for one in self.modules.values():
+            if self.values[one] and one not in ahead:
+                use_local_values(one, {one: self.values[one]})
+        for name, style in plan.styles.items():
             if name in self.modules:
                 self._install_style(name, self.modules[name], style)
-        for number, region in enumerate(self.plan.regions.values()):
-            self._install_region(region, number)
-        blocks = [self.modules[name] for name in self.plan.blocks]
+        for region in plan.regions:
+            # A module may read weights of others that it does not call.
+            if not self.late and self.modules[region.block] not in self.compiled:
+                self._use_values_within(self.modules[region.name])
+            self._install_region(region, self.modules[region.name])
+        blocks = [self.modules[name] for name in plan.blocks]
         for block in blocks:
-            if self.plan.sequence and has_dropout(block):
-                _within(block, self.streams.own)
+            if plan.sequence and has_dropout(block):
+                draw_within(block, self.streams)
         for block in self.compiled:
-            self._find_ahead(block)
-        if self.plan.sequence:
-            change_input(blocks[0], lambda value: split(value, self.group, SEQUENCE))
-            change_output(
-                blocks[-1], lambda value: gather(value, self.group, SEQUENCE, summands=False)
-            )
+            self._use_values_within(block)
+        if plan.sequence:
+            change(blocks[0], before=lambda value: split(value, group, SEQUENCE))
+            complete = functools.partial(gather, group=group, dim=SEQUENCE, summands=False)
+            change(blocks[-1], after=complete)
 
-    def _localize(self, name: str, module: nn.Module) -> None:
-        prefix = f"{name}." if name else ""
-        own = [leaf for leaf, one in module._parameters.items() if one is not None]
-        summed = frozenset(leaf for leaf in own if f"{prefix}{leaf}" in self.plan.summed)
-        hidden: dict[str, Any] = {}
-        entry = self._entry(name)
+    def _values(self, name: str, module: nn.Module) -> dict[str, Callable[[], Tensor]]:
+        """What returns this rank's part of each of a module's own parameters."""
+        entry, found = innermost(name, self.plan.styles), dict[str, Callable[[], Tensor]]()
+        rank, size = self.mesh.get_local_rank(), self.plan.size
+        heads = self.plan.shared_heads.get(entry, 1)
         if entry in self.plan.shared_heads:
-            if ".lora_A." not in f"{name}.":
-                hidden = share_heads(module, self.mesh, self.plan.shared_heads[entry])
             attention: Any = self.modules[entry.rpartition(".")[0]]
             if not getattr(attention, "keys_are_shared", False):
-                keys = self.plan.shared_heads[entry]
-                queries = attention.num_key_value_groups * keys // self.plan.size
-                attention.num_key_value_groups = queries
+                attention.num_key_value_groups = attention.num_key_value_groups * heads // size
                 attention.keys_are_shared = True
-        elif "bias" in own and self.plan.styles.get(entry) in ROWS:
-            hidden = {"bias": _no_bias}
-        self.locals[module] = use_local_parameters(module, self.group, summed, hidden)
+        # Rows of the one head that this rank's queries attend to.
+        head = (1, 0) if ".lora_A." in f"{name}." else (heads, rank * heads // size)
+        for leaf in (leaf for leaf, one in module._parameters.items() if one is not None):
+            group = self.group if f"{name}.{leaf}".removeprefix(".") in self.plan.summed else None
+            # Outputs of row layers are summed over ranks, so one adds the bias.
+            once = leaf == "bias" and self.plan.styles.get(entry) in ROWS
+            factor = 0.0 if once and rank > 0 else 1.0
+            found[leaf] = functools.partial(_local_value, module, leaf, group, head, factor)
+        return found
 
-    def _find_ahead(self, module: nn.Module) -> None:
-        find_ahead(module, {one: self.locals[one] for one in module.modules()})
-
-    def _entry(self, name: str) -> str:
-        """The entry of the plan that a module is, or is in; empty if there is none."""
-        while name and name not in self.plan.styles:
-            name = name.rpartition(".")[0]
-        return name
+    def _use_values_within(self, module: nn.Module) -> None:
+        use_local_values(module, {one: self.values[one] for one in module.modules()})
 
     def _install_style(self, name: str, module: nn.Module, style: str) -> None:
-        region = self._region(name)
-        plain = region is not None and region.plain
+        group, config = self.group, cast("Any", self.model.config)
         if name == self.plan.head:
             sizes = layer_sizes(module)
             assert sizes is not None
-            install_head(module, self.mesh, sizes[1])
+            whole = functools.partial(whole_logits, mesh=self.mesh, vocabulary=sizes[1])
+            change(module, before=self.summed, after=whole)
         elif style in COLUMNS:
-            gathers = style.endswith(("gather_output", "rep"))
-            self._install_columns(name, module, sums=not plain, gathers=gathers)
+            self._install_columns(name, module, region_of(name, self.plan.regions))
         elif style in ROWS:
-            self._install_rows(name, module, style, scatters=plain and self.plan.sequence)
+            self._install_rows(name, module, region_of(name, self.plan.regions))
         elif style == "embedding_rowwise":
             install_embedding(module, self.mesh)
         elif style == "moe_tp_experts":
-            install_experts(module, self.group)
+            install_experts(module, group)
         elif style == "mla_kv_a_proj":
-            config: Any = self.model.config
-            install_latent(module, self.group, config.get_text_config().qk_rope_head_dim)
+            rope = config.get_text_config().qk_rope_head_dim
+            change(module, after=functools.partial(latent_states, group=group, rope=rope))
 
-    def _install_columns(self, name: str, module: nn.Module, *, sums: bool, gathers: bool) -> None:
-        install_columns(module, self.group, sums=sums, gathers=gathers)
-        region = self._region(name)
-        if has_dropout(module) and region is not None and self._randomised(region):
+    def _install_columns(self, name: str, module: nn.Module, region: Region | None) -> None:
+        """A linear layer computes this rank's part of the outputs, from complete inputs."""
+        one: Any
+        for one in module.modules():
+            if hasattr(one, "nf"):  # GPT-2's layers give their output this width
+                one.nf //= self.plan.size
+        plain, complete = region is not None and region.plain, None
+        if self.plan.styles[name].endswith(("gather_output", "rep")):
+            complete = functools.partial(gather, group=self.group, dim=-1, summands=False)
+        change(module, before=None if plain else self.summed, after=complete)
+        if has_dropout(module) and self._draws_own(region):
             # Dropout of an update's inputs, which are complete.
-            _within(module, functools.partial(self.streams.shared, self._stretch(name)))
+            draw_within(module, self.streams, self.places[name])
 
-    def _install_rows(self, name: str, module: nn.Module, style: str, *, scatters: bool) -> None:
-        bias = None
-        for owner_name, owner in module.named_modules():
-            if owner._parameters.get("bias") is not None:
-                full = f"{name}.{owner_name}.bias" if owner_name else f"{name}.bias"
-                summed = frozenset({"bias"} if full in self.plan.summed else ())
-                find = functools.partial(local, owner, "bias", self.group, summed)
-                self.locals[owner] = _also(self.locals[owner], find)
-                bias = functools.partial(_added, owner, find)
-        splits = style.endswith(("split_input", "rep"))
-        install_rows(module, self.group, splits=splits, scatters=scatters, bias=bias)
-        if splits and has_dropout(module) and not self._divides(name):
-            # Dropout of an update's inputs, of which each rank has a slice.
-            _within(module, self.streams.own)
-        region = self._region(name)
-        if region is not None and self._randomised(region):
-            self._switch_behind(module, self._stretch(name), shared=not scatters)
+    def _install_rows(self, name: str, module: nn.Module, region: Region | None) -> None:
+        """A linear layer takes this rank's part of the inputs; its outputs are summed over ranks,
+        to be complete or sharded along the sequence."""
+        scatters = self.plan.sequence and region is not None and region.plain
+        splits = self.plan.styles[name].endswith(("split_input", "rep"))
+        own = functools.partial(split, group=self.group, dim=-1) if splits else None
+        reduce = functools.partial(reduce_scatter, dim=SEQUENCE) if scatters else all_reduce
+        change(module, before=own, after=functools.partial(reduce, group=self.group))
+        if splits and has_dropout(module) and not (region and region.divides):
+            # Dropout of an update's inputs: each rank has a slice.
+            draw_within(module, self.streams)
+        if self._draws_own(region):
+            self._switch_after(module, self.places[name], shared=not scatters)
 
-    def _install_region(self, region: Region, number: int) -> None:
-        module = self.modules[region.name]
-        if not self.late and self.modules[region.block] not in self.compiled:
-            self._find_ahead(module)
-        if has_dropout(module):
-            self._install_region_streams(module, region, number)
-        if self.plan.styles.get(region.name) in ROWS:
+    def _draws_own(self, region: Region | None) -> bool:
+        """Whether the region is run inside of a stream that only this rank draws from."""
+        divides = region is not None and (self.plan.sequence or region.divides)
+        return region is not None and divides and has_dropout(self.modules[region.name])
+
+    def _install_region(self, region: Region, module: nn.Module) -> None:
+        plan, group, place = self.plan, self.group, self.places[region.name] + len(self.places)
+        if self._draws_own(region):
+            if not plan.sequence:
+                draw_within(module, self.streams)
+            elif not region.divides:
+                draw_within(module, self.streams, place)
+            elif not region.plain:
+                self._switch_after(module, place, shared=False)
+        if plan.styles.get(region.name) in ROWS:
             return
-        if self.plan.sequence:
-            change_input(
-                module,
-                lambda value: gather(value, self.group, SEQUENCE, summands=region.plain),
-            )
-            if not region.plain:
-                change_output(module, lambda value: split(value, self.group, SEQUENCE))
+        if plan.sequence:
+            sequence = functools.partial(split, group=group, dim=SEQUENCE)
+            whole = functools.partial(gather, group=group, dim=SEQUENCE, summands=region.plain)
+            change(module, before=whole, after=None if region.plain else sequence)
         elif region.plain:
-            change_input(module, lambda value: sum_gradients(value, self.group))
+            change(module, before=self.summed)
 
-    def _install_region_streams(self, module: nn.Module, region: Region, number: int) -> None:
-        divides = self._divides(region.name)
-        if not self.plan.sequence:
-            if divides:
-                _within(module, self.streams.own)
-        elif not divides:
-            _within(module, functools.partial(self.streams.shared, number))
-        elif not region.plain:
-            self._switch_behind(module, number, shared=False)
-
-    def _switch_behind(self, module: nn.Module, stretch: int, *, shared: bool) -> None:
+    def _switch_after(self, module: nn.Module, place: int, *, shared: bool) -> None:
         def switched(value: Tensor) -> Tensor:
             if module.training:
-                self.streams.switch(stretch, shared=shared)
+                self.streams.switch(place, shared=shared)
             return value
 
-        change_output(module, switched)
-
-    def _region(self, name: str) -> Region | None:
-        found = (r for n, r in self.plan.regions.items() if name == n or name.startswith(f"{n}."))
-        return next(found, None)
-
-    def _divides(self, name: str) -> bool:
-        """Whether activations inside of the region that `name` is in are sharded by features."""
-        region = self._region(name)
-        return region is not None and any(
-            style == "colwise" and self._region(n) is region
-            for n, style in self.plan.styles.items()
-        )
-
-    def _randomised(self, region: Region) -> bool:
-        """Whether the region is run inside of a stream that is this rank's own."""
-        return has_dropout(self.modules[region.name]) and (
-            self.plan.sequence or self._divides(region.name)
-        )
-
-    def _stretch(self, name: str) -> int:
-        """A number of this place in its block."""
-        return 1 + list(self.plan.styles).index(name) + len(self.plan.regions)
+        change(module, after=switched)
 
 
-def _within(module: nn.Module, context: Any) -> None:
-    def around(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        if not module.training:
-            return forward(*args, **kwargs)
-        with context():
-            return forward(*args, **kwargs)
-
-    replace_forward(module, around)
-
-
-ADDED = "bias_added_later"
-"""Name under which a layer has the bias that is added after its outputs are summed, if that was
-found ahead."""
-
-
-def _also(find: Locals, bias: Callable[[], Tensor]) -> Locals:
-    return lambda: {**find(), ADDED: bias()}
-
-
-def _added(owner: nn.Module, find: Callable[[], Tensor]) -> Tensor:
-    if ADDED in owner.__dict__:
-        found: Tensor = owner.__dict__[ADDED]
-        return found
-    return find()
-
-
-def _no_bias(module: nn.Module) -> Tensor | None:
-    """Value of a bias that is added later."""
-    if not transposed(module):
-        return None
-    bias = local(module, "bias", None)  # type: ignore[arg-type]
-    return torch.zeros_like(bias)
+def _local_value(
+    module: nn.Module, name: str, group: ProcessGroup | None, chunk: tuple[int, int], factor: float
+) -> Tensor:
+    """This rank's part of a parameter, differentiable: one of several equal chunks of it, times a
+    factor. Its gradients are summed over `group`, in fp32."""
+    parameter: Any = module._parameters[name]
+    value = local_part(parameter)
+    if group is not None:
+        value = sum_gradients(value.float(), group).to(value.dtype)
+    count, number = chunk
+    value = value if count == 1 else value.chunk(count)[number]
+    return value if factor == 1.0 else value * factor

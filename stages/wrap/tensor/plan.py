@@ -9,26 +9,27 @@ entries match a name, the last counts.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 from pipeline import StageError
 from stages.wrap.pipeline.split import Absent
-from stages.wrap.tensor.compat import own_plan, sharded_dim
 from stages.wrap.tensor.layers import (
     COLUMNS,
     ROWS,
     STYLES,
     SUMMED,
     check_layers,
-    check_ties,
+    innermost,
     layer_sizes,
+    placement_of,
     shared_heads,
 )
-from stages.wrap.tensor.placements import Owner, owners_of, placements_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,68 +39,69 @@ class Region:
     name: str
     block: str
     plain: bool
-    """Whether all that reads its input is sharded by columns, so that the gradient of the input is
-    a summand; otherwise each such layer sums the gradient of its own input."""
+    """Whether all readers of its input are sharded by columns, so that the gradient of the input is
+    a summand; otherwise each of them all-reduces its own input gradient."""
+    divides: bool
+    """Whether activations inside are sharded by features."""
 
 
-@dataclass(frozen=True, kw_only=True)
+def region_of(name: str, regions: Sequence[Region]) -> Region | None:
+    """The region that a module or parameter is, or is in."""
+    return next((one for one in regions if f"{name}.".startswith(f"{one.name}.")), None)
+
+
 class TensorPlan:
-    """A plan resolved for one model."""
-
-    size: int
-    sequence: bool
-    """Whether activations between a block's layers are sharded along the sequence."""
-    styles: Mapping[str, str]
-    """Name of each module, or bare parameter, that is in the plan -> style."""
-    placements: Mapping[str, Any]
-    """Name of every parameter -> placement on the tensor-parallel axis, tied ones by every name."""
-    summed: frozenset[str]
-    """Parameters that each rank uses for a part of the activations: gradients are summands."""
-    blocks: tuple[str, ...]
-    regions: Mapping[str, Region]
-    head: str | None
-    """The output layer, if it is sharded by the vocabulary."""
-    shared_heads: Mapping[str, int] = field(default_factory=dict)
-    """Key and value layers with fewer heads than ranks -> number of heads."""
-
-
-def resolve(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    *,
-    size: int,
-    patterns: Mapping[str, str] | None = None,
-    sequence: bool = False,
-) -> TensorPlan:
-    """The architecture's plan with a recipe's `patterns` added, for `size` ranks.
+    """The architecture's plan with a recipe's `patterns` added, for one model and `size` ranks.
 
     Raises StageError for an unknown style, a pattern of the recipe that matches nothing (in a stage
     of a pipeline, it may), sizes or heads that do not divide, and layers whose parts nothing takes
     up.
     """
-    styles = _styles(model, own_plan(model), patterns or {})
-    names = {module: name for name, module in model.named_modules()}
-    block_names = tuple(names[block] for block in blocks)
-    head = names.get(getattr(model, "get_output_embeddings", lambda: None)())
-    if sequence and not block_names:
-        raise StageError("sequence: the model does not say which modules are its blocks")
-    owners = owners_of(model, styles)
-    shared = shared_heads(model, styles, size)
-    check_layers(model, styles, size, shared)
-    placements = placements_of(model, owners, shared)
-    check_ties(model, placements)
-    regions = {r.name: r for r in _regions(model, block_names, styles, owners)}
-    return TensorPlan(
-        size=size,
-        sequence=sequence,
-        styles=styles,
-        placements=placements,
-        summed=frozenset(_summed(model, owners, placements, block_names, regions, sequence)),
-        blocks=block_names,
-        regions=regions,
-        head=head if styles.get(head or "") in COLUMNS else None,
-        shared_heads=shared,
-    )
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[nn.Module], *,
+        size: int, patterns: Mapping[str, str] | None = None, sequence: bool = False,
+    ) -> None:  # fmt: skip
+        self.size, self.sequence = size, sequence
+        self.styles = _styles(model, getattr(model, "tp_plan", None) or {}, patterns or {})
+        """Name of each module, or bare parameter, that is in the plan -> style."""
+        names = {module: name for name, module in model.named_modules()}
+        self.blocks = [names[block] for block in blocks]
+        if sequence and not self.blocks:
+            raise StageError("sequence: the model does not say which modules are its blocks")
+        head = names.get(getattr(model, "get_output_embeddings", lambda: None)(), "")
+        self.head = head if self.styles.get(head) in COLUMNS else None
+        """The output layer, if it is sharded by the vocabulary."""
+        self.shared_heads = shared_heads(model, self.styles, size)
+        """Key and value layers with fewer heads than ranks -> number of heads."""
+        check_layers(model, self.styles, size, self.shared_heads)
+        self.placements: dict[str, Any] = {}
+        """Name of every parameter -> placement on the tensor-parallel axis, tied ones by every
+        name."""
+        entries, tied = dict[str, str](), defaultdict[nn.Parameter, dict[str, Any]](dict)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            entry, placement = innermost(name, self.styles), Replicate()
+            if entry and entry not in self.shared_heads:
+                module = model.get_submodule(name.rpartition(".")[0])
+                placement = placement_of(name, parameter, self.styles[entry], module)
+            entries[name], tied[parameter][name] = entry, placement
+            self.placements[name] = placement
+        for found in tied.values():
+            if len(set(found.values())) > 1:
+                listed = ", ".join(f"{name} {placement}" for name, placement in found.items())
+                raise StageError(f"tied weights would be placed differently: {listed}")
+        self.regions = [*_regions(model, self.blocks, self.styles, entries)]
+        self.summed = {name for name in self.placements if self._used_in_parts(name, entries[name])}
+        """Parameters that each rank uses for a part of the activations: gradients are summands."""
+
+    def _used_in_parts(self, name: str, entry: str) -> bool:
+        if not self.placements[name].is_replicate():
+            return False
+        if entry or not self.sequence:
+            return self.styles.get(entry) in (*COLUMNS, *ROWS, SUMMED)
+        # A norm on this rank's part of the sequence.
+        inside = any(name.startswith(f"{block}.") for block in self.blocks)
+        return inside and region_of(name, self.regions) is None
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -119,7 +121,12 @@ def _styles(
             raise StageError(f"{pattern}: unknown style {style!r}; known are {', '.join(STYLES)}")
         matched = [name for name in names if matches(pattern, name)]
         if not matched and pattern in patterns and not absent:
-            raise StageError(f"{pattern!r} matches no module or parameter {_ends(names, pattern)}")
+            last = pattern.rpartition(".")[2]
+            like = [name for name in names if name.rpartition(".")[2] == last] or names[1:]
+            raise StageError(
+                f"{pattern!r} matches no module or parameter of the model, which has "
+                f"{', '.join(like[:3])}, ..."
+            )
         found.update(dict.fromkeys(matched, style))
     if not any(style not in ("replicate", SUMMED) for style in found.values()):
         raise StageError(
@@ -129,77 +136,33 @@ def _styles(
     return {name: found[name] for name in names if name in found}
 
 
-def _ends(names: Sequence[str], pattern: str) -> str:
-    last = pattern.rpartition(".")[2]
-    like = [name for name in names if name.rpartition(".")[2] == last] or names[1:]
-    return f"of the model, which has {', '.join(like[:3])}, ..."
-
-
 def _regions(
-    model: nn.Module,
-    blocks: Sequence[str],
-    styles: Mapping[str, str],
-    owners: Mapping[str, Owner],
+    model: nn.Module, blocks: Sequence[str], styles: Mapping[str, str], entries: Mapping[str, str]
 ) -> Iterator[Region]:
     for block in blocks:
         for child, module in model.get_submodule(block).named_children():
             name = f"{block}.{child}"
-            inside = {n: s for n, s in styles.items() if n == name or n.startswith(f"{name}.")}
-            divides = any(style not in ("replicate", SUMMED) for style in inside.values())
+            inside = {n: s for n, s in styles.items() if f"{n}.".startswith(f"{name}.")}
+            divided = any(style not in ("replicate", SUMMED) for style in inside.values())
             # A norm, a dropout or a linear layer treats each token by itself, so it may be given a
             # part of the sequence.
-            if not divides and not any(True for _ in module.children()):
+            if not divided and not any(True for _ in module.children()):
                 continue
-            _check_region(name, inside)
-            parameters = [f"{name}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
-            layers = (*COLUMNS, *ROWS, SUMMED)
-            special = any(style not in layers for style in inside.values())
-            bare = any(owners[n].entry == n for n in parameters if n in owners)
-            whole = all(n in owners for n in parameters)
-            plain = divides and not special and not bare and whole and _paired(model, inside)
-            yield Region(name=name, block=block, plain=plain)
-
-
-def _paired(model: nn.Module, inside: Mapping[str, str]) -> bool:
-    """Whether every column layer of a region takes the region's own input, and a row layer follows.
-    Otherwise one may take what another gives, and has to sum the gradients of its inputs itself."""
-    columns = [n for n, style in inside.items() if style in COLUMNS]
-    if not any(inside[n] == "colwise_gather_output" for n in columns):
-        return True
-    sizes = [layer_sizes(model.get_submodule(n)) for n in columns]
-    widths = {None if one is None else one[0] for one in sizes}
-    return len(widths) == 1 and any(style in ROWS for style in inside.values())
-
-
-def _check_region(name: str, inside: Mapping[str, str]) -> None:
-    if name in inside:  # the layer is the block's own child, and so are those around it
-        return
-    columns = [n for n, style in inside.items() if style in ("colwise", "packed_colwise")]
-    rows = [n for n, style in inside.items() if style in ("rowwise", "packed_rowwise")]
-    if bool(columns) != bool(rows):
-        one, lacking = (columns[0], "rowwise") if columns else (rows[0], "colwise")
-        raise StageError(f"{one} is {inside[one]}, but nothing in {name} is {lacking}")
-
-
-def _summed(
-    model: nn.Module,
-    owners: Mapping[str, Owner],
-    placements: Mapping[str, Any],
-    blocks: Sequence[str],
-    regions: Mapping[str, Region],
-    sequence: bool,
-) -> Iterator[str]:
-    for name in placements:
-        if sharded_dim(placements[name]) is not None:
-            continue
-        block = next((b for b in blocks if name.startswith(f"{b}.")), None)
-        region = next((r for r in regions.values() if name.startswith(f"{r.name}.")), None)
-        owner = owners.get(name)
-        if owner is None:
-            if sequence and block is not None and region is None:
-                yield name  # a norm on this rank's part of the sequence
-        elif owner.style in ROWS and name.endswith(".bias"):
-            if sequence and region is not None and region.plain:
-                yield name  # added behind the reduce-scatter
-        elif owner.style in COLUMNS or owner.style in ROWS or owner.style == SUMMED:
-            yield name
+            columns = [n for n, s in inside.items() if s in ("colwise", "packed_colwise")]
+            rows = [n for n, s in inside.items() if s in ("rowwise", "packed_rowwise")]
+            # A layer that is the block's own child passes its part to others around it.
+            if name not in inside and bool(columns) != bool(rows):
+                one, lacking = (columns[0], "rowwise") if columns else (rows[0], "colwise")
+                raise StageError(f"{one} is {inside[one]}, but nothing in {name} is {lacking}")
+            names = [f"{name}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
+            layers = all(style in (*COLUMNS, *ROWS, SUMMED) for style in inside.values())
+            whole = all(entries[n] not in ("", n) for n in names)
+            plain = divided and layers and whole
+            if plain and "colwise_gather_output" in inside.values():
+                # A layer may consume another's output, and must all-reduce its own input gradient,
+                # unless all column layers take the region's own input, and a row layer follows.
+                readers = (model.get_submodule(n) for n, s in inside.items() if s in COLUMNS)
+                widths = {sizes and sizes[0] for sizes in map(layer_sizes, readers)}
+                plain = len(widths) == 1 and any(style in ROWS for style in inside.values())
+            divides = "colwise" in inside.values()
+            yield Region(name=name, block=block, plain=plain, divides=divides)

@@ -15,10 +15,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from pipeline import DistContext, OptimizerPart
-from stages.wrap.tensor.placements import whole_of
+from pipeline import DistContext, OptimizerPart, dtype_name
 from stages.wrap.zero.operators_compat import keep_operators
 
 
@@ -51,6 +52,12 @@ def start(dist: DistContext, log: logging.Logger) -> None:
         )
 
 
+def whole_of(tensor: Any) -> DTensor | None:
+    """The tensor on the meta device that a parameter is a tensor-parallel part of."""
+    whole: DTensor | None = getattr(tensor, "part_of", None)
+    return whole
+
+
 def full_shape(tensor: Any) -> tuple[int, ...]:
     """The tensor's full shape, also where tensor parallelism or stage 3 has divided it."""
     whole = whole_of(tensor)
@@ -58,7 +65,6 @@ def full_shape(tensor: Any) -> tuple[int, ...]:
 
 
 def full_numel(parameter: Any) -> int:
-    """Elements of the whole parameter, also where it is divided."""
     return math.prod(full_shape(parameter))
 
 
@@ -79,25 +85,22 @@ def partitioner(config: Mapping[str, Any], groups: Any) -> Callable[[nn.Paramete
     return lambda parameter: init._convert_to_zero_parameters([parameter])
 
 
-def forget_groups() -> None:
-    """Drop the groups that an engine has left to the next one of this process."""
+def destroy(live: Any) -> None:
+    """Free an engine, and drop the groups that it leaves to the next one of this process."""
     from deepspeed.utils import groups
 
+    live.destroy()
     groups.mpu = None
 
 
 def zero_stage(optimizer: Any) -> int:
     """The stage that a live ZeRO optimizer implements."""
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return 3
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return 2 if optimizer.partition_gradients else 1
-    # DeepSpeed's stage 1 for bf16 parameters with fp32 accumulation.
-    return 1 if isinstance(optimizer, BF16_Optimizer) else 0
+    stages = {
+        "DeepSpeedZeroOptimizer_Stage3": 3,
+        "DeepSpeedZeroOptimizer": 2 if getattr(optimizer, "partition_gradients", False) else 1,
+        "BF16_Optimizer": 1,  # for bf16 parameters with fp32 accumulation
+    }
+    return stages.get(type(optimizer).__name__, 0)
 
 
 def master_partitions(optimizer: Any) -> list[Tensor]:
@@ -125,46 +128,45 @@ def offload_devices(optimizer: Any) -> tuple[str | None, str | None]:
     )
 
 
-def reduce_dtype(engine: Any) -> torch.dtype:
-    """Dtype in which gradients travel between ranks."""
-    own: torch.dtype | None = getattr(engine.optimizer, "communication_data_type", None)
-    dtype: torch.dtype = engine.communication_data_type
-    return own or dtype
+def facts(live: Any) -> dict[str, Any]:
+    """The part of an engine's description that is read under DeepSpeed's names."""
+    zero, apart = live.optimizer, int(live.mp_world_size)
+    on_optimizer, on_parameters = offload_devices(zero)
+    reduce = getattr(zero, "communication_data_type", None) or live.communication_data_type
+    return {
+        "zero_optimizer": type(zero).__name__,
+        "optimizer": type(zero.optimizer).__name__,
+        "zero_stage": zero_stage(zero),
+        "world_size": torch.distributed.get_world_size(zero.dp_process_group) * apart,
+        "tensor_parallel": apart,
+        "device": str(live.device).partition(":")[0],
+        "master": sorted({dtype_name(one.dtype) for one in master_partitions(zero)}),
+        "reduce": dtype_name(reduce),
+        "offload_optimizer": on_optimizer,
+        "offload_param": on_parameters,
+        "max_grad_norm": zero.clip_grad or None,
+        "accumulation": "managed" if live.managed_gradient_accumulation() else "unmanaged",
+        "loss_scaling": is_scaling(zero),
+    }
 
 
-def global_grad_norm(engine: Any) -> float:
+def running_grad_norm(live: Any) -> float:
     """Norm of the gradients that the running step is about to apply; the engine's own norm is still
-    that of the step before."""
-    return float(engine.optimizer._global_grad_norm)
+    of the step before."""
+    return float(live.optimizer._global_grad_norm)
 
 
-def model_parallel_ranks(engine: Any) -> int:
-    """Number of ranks that each have a part of the layers."""
-    return int(engine.mp_world_size)
+def is_scaling(zero: Any) -> bool:
+    """Whether losses are scaled, by a scale that may change."""
+    return bool(getattr(getattr(zero, "loss_scaler", None), "dynamic", False))
 
 
-def loss_scaler(engine: Any) -> Any | None:
-    """The live dynamic loss scaler; None without loss scaling."""
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    return scaler if scaler is not None and scaler.dynamic else None
-
-
-def lift_loss_scale_floor(engine: Any) -> None:
-    """Let the loss scale fall without limit, as torch's does; DeepSpeed ends the run at its floor,
-    and refuses a configuration without one."""
-    if (scaler := loss_scaler(engine)) is not None:
-        scaler.min_scale = 0.0
-
-
-def steps_since_overflow(scaler: Any) -> int:
-    """Steps applied since the last overflow, or since the start."""
-    return int(scaler.cur_iter - scaler.last_overflow_iter - 1)
-
-
-def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
-    """Restore dynamic loss scaling to `good_steps` after the last change of the scale."""
-    scaler.cur_scale = scale
-    scaler.cur_iter = scaler.last_overflow_iter + 1 + good_steps
+def set_loss_scale(zero: Any, scale: float) -> None:
+    """Set the scale of the next backward, if there is one. Left to itself, DeepSpeed grows the
+    scale before it unscales the gradients of the same step, which halves them, and ends the run at
+    its least scale."""
+    if is_scaling(zero):
+        zero.loss_scaler.cur_scale, zero.loss_scaler.min_scale = scale, 0.0
 
 
 def start_optimizer_state(
@@ -183,30 +185,22 @@ def start_optimizer_state(
     optimizer.state[master] = {"step": count, **moments} if part.counts_updates else moments
 
 
-def is_swapped(shard: Any) -> bool:
-    """Whether a parameter's shard is on disk only."""
-    return str(getattr(shard, "status", "")).endswith("NOT_AVAILABLE")
-
-
 def quiet() -> AbstractContextManager[Any]:
     """Drop DeepSpeed's prints in the body."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
-def restore_bias_correction(engine: Any) -> None:
+def restore_bias_correction(optimizer: Any) -> None:
     """Recompute the powers of beta that DeepSpeedCPUAdam keeps outside of its saved state.
 
-    It multiplies beta^t up in float32; after loading it would go on with pow(beta, t), which
+    It multiplies beta^t up in float32; after loading it would continue with pow(beta, t), which
     differs in the last bits.
     """
-    optimizer = engine.optimizer.optimizer
     kernel = getattr(optimizer, "ds_opt_adam", None)
     steps = [state["step"] for state in optimizer.state.values() if "step" in state]
     if kernel is None or not steps:
         return
-    group = optimizer.param_groups[0]
-    nothing = [torch.zeros(1) for _ in range(4)]
+    group, nothing = optimizer.param_groups[0], [torch.zeros(1) for _ in range(4)]
+    settings = group["lr"], *group["betas"], group["eps"], 0.0, True
     for step in range(1, int(max(steps)) + 1):
-        kernel.adam_update(
-            optimizer.opt_id, step, group["lr"], *group["betas"], group["eps"], 0.0, True, *nothing
-        )
+        kernel.adam_update(optimizer.opt_id, step, *settings, *nothing)

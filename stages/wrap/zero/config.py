@@ -1,20 +1,17 @@
-"""DeepSpeed's configuration, made from a recipe, and the raw keys that a recipe may add."""
+"""DeepSpeed's configuration, made from a recipe, and mistakes in a wrap.zero slot that show before
+anything starts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline import LossScaling, Precision, Problem
+from pipeline import OptimizerPlan, PlanView, Precision, Problem, UpdateRule, traits
 from pipeline.utils import closest
-
-if TYPE_CHECKING:
-    from stages.wrap.zero.stage import OptimizerOffload, ParameterOffload, Zero
-
-NEVER = 2**62
-"""A loss scale window that never ends: the engine grows the scale itself, see `engine.py`."""
+from stages.model.config_checks import declarations
+from stages.wrap.zero.fields import RULE, Offload, PlusPlus, ZeroFields
 
 ZERO = "zero_optimization"
 STAGE_3_FIELDS = {
@@ -24,7 +21,7 @@ STAGE_3_FIELDS = {
     "max_reuse_distance": "stage3_max_reuse_distance",
     "sub_group_size": "sub_group_size",
 }
-"""Fields for stage 3 alone -> DeepSpeed's name."""
+"""Fields for stage 3 only -> DeepSpeed's name."""
 PLUS_PLUS_FIELDS = {
     "secondary_partition": "zero_hpz_partition_size",
     "quantized_weights": "zero_quantized_weights",
@@ -33,7 +30,9 @@ PLUS_PLUS_FIELDS = {
 """Fields of `plus_plus` -> DeepSpeed's name."""
 
 
-def generate(stage: Zero, precision: Precision, *, max_grad_norm: float | None) -> dict[str, Any]:
+def generate(
+    stage: ZeroFields, precision: Precision, *, max_grad_norm: float | None
+) -> dict[str, Any]:
     """The whole configuration, JSON; `stage.extra` merged in (already checked for collisions)."""
     config: dict[str, Any] = {
         # The loop owns batches: it normalises the loss and calls step once per accumulation.
@@ -51,36 +50,29 @@ def generate(stage: Zero, precision: Precision, *, max_grad_norm: float | None) 
     if precision.compute == "bf16":
         config["bf16"] = {"enabled": True}
         if precision.master == "bf16":
-            # DeepSpeed's CPU Adam keeps fp32 moments; it admits any other optimizer with bf16 ones
-            # alone.
-            on_device = stage.offload_optimizer is None
             config["bf16"] |= {
                 "bf16_master_weights_and_grads": True,
-                "bf16_optimizer_states": on_device,
+                # Offloaded, DeepSpeed's CPU Adam keeps fp32 moments.
+                "bf16_optimizer_states": stage.offload_optimizer is None,
             }
     if precision.loss_scaling is not None:
-        config["fp16"] = _fp16_block(precision.loss_scaling)
+        config["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,  # dynamic; the engine sets it
+            "initial_scale_power": round(math.log2(precision.loss_scaling.initial_scale)),
+            "loss_scale_window": 2**62,
+            "hysteresis": 1,
+            "min_loss_scale": 1,
+        }
     if stage.aio is not None:
         config["aio"] = asdict(stage.aio)
     return {**config, **stage.extra, ZERO: {**_zero_block(stage), **stage.extra.get(ZERO, {})}}
 
 
-def _fp16_block(scaling: LossScaling) -> dict[str, Any]:
-    return {
-        "enabled": True,
-        "loss_scale": 0,
-        "initial_scale_power": round(math.log2(scaling.initial_scale)),
-        "loss_scale_window": NEVER,
-        "hysteresis": 1,
-        "min_loss_scale": 1,  # `compat.lift_loss_scale_floor` removes it
-    }
-
-
-def _zero_block(stage: Zero) -> dict[str, Any]:
+def _zero_block(stage: ZeroFields) -> dict[str, Any]:
     block: dict[str, Any] = {
         "stage": stage.stage,
         "reduce_bucket_size": stage.reduce_bucket_size,
-        # By default gradients are reduced during backward at stage 3 alone.
         "overlap_comm": stage.stage == 3 if stage.overlap_comm is None else stage.overlap_comm,
         "contiguous_gradients": stage.contiguous_gradients,
     }
@@ -88,25 +80,139 @@ def _zero_block(stage: Zero) -> dict[str, Any]:
         block["allgather_bucket_size"] = stage.allgather_bucket_size
         block["compute_grad_norm"] = True
         block["round_robin_gradients"] = bool(stage.round_robin_gradients)
-    for field, name in STAGE_3_FIELDS.items():
-        if getattr(stage, field) is not None:
-            block[name] = getattr(stage, field)
-    for field, name in PLUS_PLUS_FIELDS.items():
-        if stage.plus_plus is not None and getattr(stage.plus_plus, field):
-            block[name] = getattr(stage.plus_plus, field)
-    if stage.offload_optimizer is not None:
-        block["offload_optimizer"] = _offload_block(stage.offload_optimizer)
-    if stage.offload_param is not None:
-        block["offload_param"] = _offload_block(stage.offload_param)
+    given = ((name, getattr(stage, field)) for field, name in STAGE_3_FIELDS.items())
+    block |= {name: value for name, value in given if value is not None}
+    plus_plus = stage.plus_plus or PlusPlus()
+    given = ((name, getattr(plus_plus, field)) for field, name in PLUS_PLUS_FIELDS.items())
+    block |= {name: value for name, value in given if value}
+    for name in ("offload_optimizer", "offload_param"):
+        offload: Offload | None = getattr(stage, name)
+        if offload is not None and offload.device == "cpu":
+            block[name] = {"device": "cpu", "pin_memory": offload.pin_memory}
+        elif offload is not None:
+            fields = asdict(offload)
+            block[name] = {"nvme_path": fields.pop("path"), **fields}
     return block
 
 
-def _offload_block(offload: OptimizerOffload | ParameterOffload) -> dict[str, Any]:
-    if offload.device == "cpu":
-        return {"device": "cpu", "pin_memory": offload.pin_memory}
-    fields = asdict(offload)
-    fields["nvme_path"] = fields.pop("path")
-    return fields
+Row = tuple[object, str, str, str]
+"""Whether something is wrong, then key, message and hint of the problem."""
+
+
+def problems(stage: ZeroFields, plan: PlanView) -> Iterator[Problem]:
+    """Every problem of `stage`, keys relative to it."""
+    rows, master = [*_stage_rows(stage), *_plus_plus_rows(stage, plan)], "fp32"
+    policy = plan.producer(stage, Precision)
+    if isinstance(policy, traits.DeclaresDtypes):
+        master = policy.master
+        rows += _precision_rows(stage, policy)
+    repeats = (
+        isinstance(model, traits.ChangesBlocks) and model.recomputes_operations
+        for model in declarations(stage, plan)
+    )
+    rows.append((
+        stage.stage == 3 and any(repeats), "stage",
+        "the model slot's activation_checkpointing.keep makes torch repeat the operations of "
+        "forward one by one, and stage 3 gathers parameters in between",
+        "set keep: nothing there, or stage: 2",
+    ))  # fmt: skip
+    yield from (
+        Problem(key=key, message=text, hint=hint) for wrong, key, text, hint in rows if wrong
+    )
+    optimizer = plan.producer(stage, OptimizerPlan)
+    if isinstance(optimizer, traits.DeclaresRules):
+        yield from rule_problems(stage, master, optimizer.update_rules())
+    yield from extra_problems(stage.extra)
+
+
+def _stage_rows(stage: ZeroFields) -> Iterator[Row]:
+    for key in ("offload_param", "plus_plus", *STAGE_3_FIELDS):
+        given = getattr(stage, key) is not None
+        yield stage.stage < 3 and given, key, "needs stage 3", "set stage: 3 or leave it out"
+    yield (
+        stage.stage == 1 and stage.overlap_comm, "overlap_comm",
+        "stage 1 reduces gradients once a step, not during backward",
+        "set stage: 2 or overlap_comm: false",
+    )  # fmt: skip
+    path = "device: nvme needs `path`, the folder that it writes to; cpu needs none"
+    for block in ("offload_optimizer", "offload_param"):
+        offload: Offload = getattr(stage, block) or Offload()
+        on_disk = offload.device == "nvme"
+        yield on_disk and stage.stage < 3, f"{block}.device", "nvme needs stage 3", ""
+        yield on_disk != bool(offload.path), f"{block}.path", path, ""
+
+
+def _precision_rows(stage: ZeroFields, policy: traits.DeclaresDtypes) -> Iterator[Row]:
+    offloaded, narrow = stage.offload_optimizer is not None, policy.master == "bf16"
+    asks = "the precision slot asks for"
+    wrong = policy.compute == "fp16" and policy.reduce == "bf16"
+    yield wrong, "stage", "fp16 gradients cannot be reduced in bf16", ""
+    wrong = policy.master == "fp16"
+    yield wrong, "stage", f"{asks} fp16 master weights; ZeRO keeps fp32", ""
+    yield (
+        narrow and not offloaded and stage.stage == 1, "stage",
+        f"{asks} bf16 master weights; stage 1 keeps fp32",
+        "set stage: 2 or 3, or add offload_optimizer",
+    )  # fmt: skip
+    yield (
+        narrow and offloaded and stage.optimizer_implementation == "torch",
+        "optimizer_implementation", "offloaded bf16 master weights need DeepSpeed's CPU Adam",
+        "set it to auto, leave offload_optimizer out, or set master: fp32 in the precision slot",
+    )  # fmt: skip
+    asked = stage.plus_plus or PlusPlus()
+    # Its kernels read and write fp16, and take other gradients for fp16 as they are.
+    yield (
+        asked.quantized_weights and policy.compute == "fp32", "plus_plus.quantized_weights",
+        "parameters would be rounded to fp16 before they are quantized",
+        "set compute: bf16 or fp16 in the precision slot",
+    )  # fmt: skip
+    yield (
+        asked.quantized_gradients and policy.reduce != "fp16", "plus_plus.quantized_gradients",
+        f"DeepSpeed would take gradients in {policy.reduce} for fp16 ones",
+        "set reduce: fp16 in the precision slot",
+    )  # fmt: skip
+
+
+def _plus_plus_rows(stage: ZeroFields, plan: PlanView) -> Iterator[Row]:
+    asked, key = stage.plus_plus or PlusPlus(), "plus_plus.secondary_partition"
+    group, tensor = asked.secondary_partition, stage.tensor_parallel
+    message = f"{plan.procs} processes do not divide into groups of {group}"
+    yield group and plan.procs % group, key, message, ""
+    on_disk = stage.offload_param and stage.offload_param.device == "nvme"
+    yield group and on_disk, key, "DeepSpeed keeps no second copy on a disk", ""
+    yield (
+        stage.plus_plus and tensor and tensor.size > 1, "plus_plus",
+        "DeepSpeed builds the groups of ZeRO++ from all ranks, and with tensor_parallel these hold "
+        "different parts of the layers",
+        "leave out tensor_parallel",
+    )  # fmt: skip
+    for field in ("quantized_weights", "quantized_gradients"):
+        wrong = getattr(asked, field) and plan.device == "cpu"
+        yield wrong, f"plus_plus.{field}", "DeepSpeed quantizes on GPUs only", "leave it out"
+
+
+def rule_problems(stage: ZeroFields, master: str, rules: Sequence[UpdateRule]) -> Iterator[Problem]:
+    """Rules that DeepSpeed cannot run, or not with masters of a dtype under this offload."""
+    names, offload = [rule.algorithm for rule in rules], stage.offload_optimizer
+    whole = [rule.algorithm for rule in rules if not rule.elementwise]
+    asked = f"which computes {RULE}; the optimizer slot asks for {', '.join(names)}"
+    key, hint = "stage", "use wrap.fsdp, or another optimizer"
+    if whole:
+        message = f"the optimizer slot's rule {whole[0]} needs whole matrices, and DeepSpeed "
+        message += "divides all parameters together, as one flat tensor"
+    elif len(rules) > 1:
+        message = f"DeepSpeed takes one optimizer, the optimizer slot asks for {', '.join(names)}"
+    elif offload is None or not rules or names == [RULE]:
+        return
+    elif offload.device == "nvme":
+        key, hint = "offload_optimizer.device", "set device: cpu"
+        message = f"nvme needs DeepSpeed's CPU Adam, {asked}"
+    elif master == "bf16":
+        key, hint = "offload_optimizer", "leave it out or set master: fp32 in the precision slot"
+        message = f"offloaded bf16 master weights need DeepSpeed's CPU Adam, {asked}"
+    else:
+        return
+    yield Problem(key=key, message=message, hint=hint)
 
 
 _FIELDS = (

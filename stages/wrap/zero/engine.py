@@ -1,23 +1,21 @@
-"""The live half of wrap.zero."""
+"""The live half of wrap.zero: a model that DeepSpeed trains, or holds without training it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
-import torch.distributed
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from pipeline import (
-    Engine,
+    WEIGHT,
+    CheckpointError,
     EngineState,
     Fragment,
     LossParts,
-    Measure,
     MicroBatch,
     Objective,
     OptimizerPlan,
@@ -25,172 +23,199 @@ from pipeline import (
     StepGuard,
     StepReport,
     Unit,
-    dtype_name,
 )
 from stages.objectives.judge import StepSums
 from stages.wrap.build import dtype_names, parameter_count, trained
-from stages.wrap.load_weights import LocalShard
-from stages.wrap.optimizer_state import declared_state
+from stages.wrap.optimizer_state import (
+    declared_state,
+    fixed_state,
+    group_state,
+    read_moments,
+    require_known,
+    set_updates,
+    updates,
+    write_moments,
+)
 from stages.wrap.passes import Passes
+from stages.wrap.torch_engine import TorchEngine
 from stages.wrap.zero import compat
-from stages.wrap.zero.state import ZeroState
+from stages.wrap.zero.partitions import (
+    FlatMaster,
+    flat_masters,
+    frozen_fragments,
+    update_compute_weights,
+)
 
 
-class ZeroEngine(Engine):
-    """DeepSpeed's engine behind the common port. Accumulation is unmanaged: gradients are summed
-    over micro-batches and applied by one `step`."""
+class ZeroEngine(TorchEngine):
+    """DeepSpeed's engine. Accumulation is unmanaged: gradients are summed over micro-batches and
+    applied by one `step`. A model without an optimizer is partitioned at stage 3, else whole."""
+
+    _restored: Mapping[str, int] = {}
+    """Updates of each parameter when the state was restored."""
+    _applied = 0
+    """Updates since then, for optimizers that keep no count."""
 
     def __init__(
         self, live: Any, passes: Passes, precision: Precision, plan: OptimizerPlan
     ) -> None:
-        self.passes = passes
-        self.parts, self.device = passes.parts, passes.device
-        self.data_axis = passes.here.data
-        self.random_stream, self.random_streams = passes.here.stream, passes.axes.streams
+        """`live` is DeepSpeed's engine, or the module if nothing is partitioned."""
+        super().__init__(passes, [], precision, plan)
         self.deepspeed = live
-        (self._rule,) = plan.parts
-        self._scaling = precision.loss_scaling
-        # Groups are renewed when a checkpoint is loaded, base rates are not.
-        self._base_rates = [group["lr"] for group in live.optimizer.optimizer.param_groups]
-        interval = self._scaling.growth_interval if self._scaling else 1
-        self._veto = StepVeto(live.optimizer.optimizer)
-        self._state = ZeroState(live, self._rule, self._base_rates, interval)
+        self._base_rates: list[float] = []
+        if plan.parts:
+            # Groups are renewed when a checkpoint is loaded, base rates are not.
+            self._base_rates = [group["lr"] for group in self.zero.optimizer.param_groups]
+            compat.set_loss_scale(self.zero, self._scale)
+
+    @property
+    def zero(self) -> Any:
+        """DeepSpeed's owner of partitions; None without."""
+        return getattr(self.deepspeed, "optimizer", None)
+
+    @functools.cached_property
+    def _flats(self) -> list[FlatMaster]:
+        return list(flat_masters(self.zero, self.parts[0])) if self.plan.parts else []
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     def accumulate(
         self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
     ) -> LossParts:
-        # DeepSpeed averages gradients over these ranks.
-        factor = self.passes.axes.data * self.passes.axes.context
+        sums = StepSums(objective, self.device, counts, factor=self.averaged_over)
         backward = functools.partial(self.deepspeed.backward, scale_wrt_gas=False)
-        sums = StepSums(objective, self.device, counts, factor=factor)
-        # Nothing surrounds a micro-batch: DeepSpeed reduces gradients as they come.
-        return self.passes.train(batches, sums, lambda last: nullcontext(), backward)
-
-    def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
-        return self.passes.evaluate(batches, measure)
+        return self.passes.train(batches, sums, self.microbatch, backward)
 
     def step(
         self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
     ) -> StepReport:
         self.announce_change()
-        live = self.deepspeed
-        groups = live.optimizer.optimizer.param_groups
-        for group, base in zip(groups, self._base_rates, strict=True):
+        live, optimizer, (rule,) = self.deepspeed, self.zero.optimizer, self.plan.parts
+        for group, base in zip(optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * lr_scales[0]
-        scaler = compat.loss_scaler(live)
-        scale = 1.0 if scaler is None else float(scaler.cur_scale)
-        self._veto.arm(should_step, lambda: compat.global_grad_norm(live))
-        if self._state.applied:
-            live.step()
-        else:  # the first update here shows what the rule keeps
-            with declared_state(live.optimizer.optimizer, self._rule):
-                live.step()
-        finite = bool(live.was_step_applied())
-        if finite:
-            self._grow_scale(scaler)
-        applied = finite and not self._veto.refused
-        self._state.applied += applied
-        norm = live.get_global_grad_norm()
-        return StepReport(grad_norm=float(norm), applied=applied, loss_scale=scale)
+        scale, update, asked = self._scale, optimizer.step, list[bool]()
 
-    def _grow_scale(self, scaler: Any | None) -> None:
-        # DeepSpeed grows the scale before it unscales the gradients of the same step, which
-        # halves them; so its window never ends and the growth is done here, between steps.
-        if scaler is None or self._scaling is None:
-            return
-        if compat.steps_since_overflow(scaler) % self._scaling.growth_interval == 0:
-            scaler.cur_scale *= scaler.scale_factor
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            # DeepSpeed updates in several parts, and asks for none where gradients overflowed.
+            if should_step is not None and not asked:
+                asked.append(should_step(compat.running_grad_norm(live)))
+            return update(*args, **kwargs) if all(asked) else None
+
+        optimizer.step = guarded
+        try:
+            # The first update here shows what the rule keeps.
+            with nullcontext() if self._applied else declared_state(optimizer, rule):
+                live.step()
+        finally:
+            del optimizer.step
+        finite = bool(live.was_step_applied())
+        if self.scaler is not None:
+            self.scaler.update(overflowed=not finite)
+        compat.set_loss_scale(self.zero, self._scale)
+        applied = finite and all(asked)
+        self._applied += applied
+        norm = float(live.get_global_grad_norm())
+        return StepReport(grad_norm=norm, applied=applied, loss_scale=scale)
 
     def state(self) -> EngineState:
-        return self._state.read()
-
-    def fragments(self) -> Iterator[Fragment]:
-        return self._state.fragments()
+        counts, names = dict[str, int](), dict[int, list[str]]()
+        for flat in self._flats:
+            kept = self._optimizer_state(flat)
+            for name in flat.names:
+                counts[name] = updates(kept, self._restored.get(name, 0) + self._applied)
+            names.setdefault(flat.group, []).extend(flat.names)
+        groups = []
+        for at in sorted(names):
+            given = {**self.zero.optimizer.param_groups[at], "lr": self._base_rates[at]}
+            groups.append(group_state(self.plan.parts[0], given, names[at]))
+        fixed = fixed_state(self.parts[0], groups, compat.full_shape)
+        scale = None if self.scaler is None else self.scaler.state
+        return dataclasses.replace(fixed, updates=counts, loss_scale=scale)
 
     @property
     def lasting_fragments(self) -> bool:
-        return "nvme" not in compat.offload_devices(self.deepspeed.optimizer)
+        return bool(self.plan.parts) and "nvme" not in compat.offload_devices(self.zero)
+
+    def fragments(self) -> Iterator[Fragment]:
+        yield from self._trained(write=False)
+        yield from frozen_fragments(self.parts[0], self.zero)
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         self.announce_change()
-        return self._state.restore(state)
+        self._restored, self._applied = state.updates, 0
+        for flat in self._flats:
+            counts = {name: state.updates[name] for name in flat.names}
+            if len(set(counts.values())) > 1:
+                message = "parameters that ZeRO updates together were updated unequally often"
+                raise CheckpointError(f"{message}: {counts}")
+        yield from self._trained(write=True)
+        yield from frozen_fragments(self.parts[0], self.zero)
+        compat.restore_bias_correction(self.zero.optimizer)
+        if self.scaler is not None and state.loss_scale is not None:
+            self.scaler.restore(state.loss_scale)
+        compat.set_loss_scale(self.zero, self._scale)
+
+    def _trained(self, *, write: bool) -> Iterator[Fragment]:
+        for flat in self._flats:
+            rule = self.plan.parts[0]
+            with flat.present(write=write):
+                state, moments = self._optimizer_state(flat), dict[str, Tensor]()
+                if write:
+                    set_updates(state, self._restored[flat.names[0]])
+                    # Written as a whole, as blocks of packed values straddle parameters; read in
+                    # parts, as there may be no memory for a whole unpacked moment during training.
+                    moments = read_moments(state, rule, 0, flat.tensor.numel())
+                for part in flat.parts:
+                    own = {name: part.of(values) for name, values in moments.items()}
+                    own = own or read_moments(state, rule, part.low, part.low + part.length)
+                    yield from part.fragments({WEIGHT: part.of(flat.tensor), **own})
+                write_moments(state, rule, moments)
+
+    def _optimizer_state(self, flat: FlatMaster) -> dict[str, Any]:
+        """Optimizer state of a flat master, created as the optimizer's first step would."""
+        optimizer, master, (rule,) = self.zero.optimizer, flat.tensor, self.plan.parts
+        if not optimizer.state[master]:
+            compat.start_optimizer_state(optimizer, master, flat.numel, rule)
+        state: dict[str, Any] = optimizer.state[master]
+        require_known(state, rule, type(optimizer).__name__, master)
+        return state
+
+    def weights(self) -> Iterator[Fragment]:
+        """This rank's part of every master, frozen parameter and stored buffer, to be overwritten,
+        each before the next is taken. Then call `sync_compute_weights`."""
+        for flat in self._flats:
+            with flat.present(write=True):
+                for part in flat.parts:
+                    yield from part.fragments({WEIGHT: part.of(flat.tensor)})
+        yield from frozen_fragments(self.parts[0], self.zero)
 
     def sync_compute_weights(self) -> None:
-        self._state.sync_compute_weights()
-
-    def master_shards(self) -> Iterator[LocalShard]:
-        """See ZeroState."""
-        return self._state.master_shards()
+        if self.plan.parts:
+            update_compute_weights(self.zero)
 
     def describe(self) -> Mapping[str, Any]:
         """Read off the engine, its optimizers and its tensors, not off a configuration."""
-        live, optimizer = self.deepspeed, self.deepspeed.optimizer
-        offload_optimizer, offload_param = compat.offload_devices(optimizer)
-        return {
-            "engine": type(live).__name__,
-            "model": type(live.module).__name__,
-            "zero_optimizer": type(optimizer).__name__,
-            "optimizer": type(optimizer.optimizer).__name__,
-            "zero_stage": compat.zero_stage(optimizer),
-            "world_size": torch.distributed.get_world_size(optimizer.dp_process_group)
-            * compat.model_parallel_ranks(live),
+        (module,) = self.parts
+        facts = {
+            "engine": type(self.deepspeed).__name__,
+            "model": type(module).__name__,
+            "world_size": self.passes.axes.ranks,
             "axes": self.passes.axes.sizes,
-            "tensor_parallel": compat.model_parallel_ranks(live),
-            "device": str(live.device).partition(":")[0],
-            "master": dtype_names(compat.master_partitions(optimizer)),
-            "compute": dtype_names(live.module.parameters()),
-            "reduce": dtype_name(compat.reduce_dtype(live)),
-            "buffers": dtype_names(live.module.buffers()),
-            "offload_optimizer": offload_optimizer,
-            "offload_param": offload_param,
-            "max_grad_norm": optimizer.clip_grad or None,
-            "accumulation": "managed" if live.managed_gradient_accumulation() else "unmanaged",
-            "loss_scaling": compat.loss_scaler(live) is not None,
-            "parameters": parameter_count(live.module, compat.full_numel),
-            "trained_parameters": sum(map(compat.full_numel, trained(live.module))),
+            "device": self.device.type,
+            "compute": dtype_names(module.parameters()),
+            "buffers": dtype_names(module.buffers()),
+            "parameters": parameter_count(module, compat.full_numel),
+            "trained_parameters": sum(map(compat.full_numel, trained(module))),
         }
+        return facts | (compat.facts(self.deepspeed) if self.plan.parts else {})
 
     def close(self) -> None:
-        if self.deepspeed is not None:
-            live, self.deepspeed = self.deepspeed, None
-            del self.passes, self.parts, self._state
-            live.destroy()
-            compat.forget_groups()
-
-
-class StepVeto:
-    """Lets a guard veto a step, which the optimizer may do in several parts.
-
-    The guard is called once per step, when the optimizer is about to update; if it answers False,
-    gradients are hidden from the optimizer until the part is over.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.refused = False
-        """Whether the guard has refused the latest step."""
-        self._ask: Callable[[], bool] | None = None
-        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
-
-    def arm(self, should_step: StepGuard | None, norm: Callable[[], float]) -> None:
-        """Let `should_step(norm())` decide about the next step; without it, it happens."""
-        self.refused = False
-        self._ask = None if should_step is None else lambda: should_step(norm())
-
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._ask is not None:
-            ask, self._ask = self._ask, None
-            self.refused = not ask()
-        if not self.refused:
+        if self.deepspeed is None:
             return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._hidden.append((parameter, parameter.grad))
-                    parameter.grad = None
-
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden.clear()
+        if self.zero is not None:
+            compat.destroy(self.deepspeed)
+        self.deepspeed = None
+        del self.passes, self.parts
+        vars(self).pop("_flats", None)

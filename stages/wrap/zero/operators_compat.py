@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
@@ -31,9 +30,11 @@ def keep_operators() -> None:
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     cpp_extension.subprocess = _Subprocess()  # type: ignore[assignment, attr-defined]
+    if hasattr(OpBuilder.jit_load, "__wrapped__"):
+        return
     # It takes a second, and DeepSpeed calls it twice for some operators.
-    cpuinfo.get_cpu_info = functools.cache(_original(cpuinfo.get_cpu_info))
-    compiling = _original(OpBuilder.jit_load)
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    compiling = OpBuilder.jit_load
 
     @functools.wraps(compiling)
     def jit_load(builder: Any, verbose: bool = True) -> ModuleType:
@@ -42,10 +43,8 @@ def keep_operators() -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
         with library.with_suffix(".lock").open("w") as file:
             wait_for_lock(file)
-            # torch's own lock is not freed when its holder is killed; other programs hold it too
-            lock = library.parent / "lock"
-            if not _is_open(lock):
-                lock.unlink(missing_ok=True)
+            # torch's own lock, which is not freed when its holder is killed
+            (library.parent / "lock").unlink(missing_ok=True)
             if not library.exists():
                 LOG.info("compiling DeepSpeed's %s, once: it is kept in %s", builder.name, root)
             try:
@@ -62,51 +61,36 @@ def keep_operators() -> None:
     OpBuilder.jit_load = jit_load
 
 
-def _is_open(file: Path) -> bool:
-    """Whether a process of this machine that this user can look at has a file open. torch's
-    FileBaton has its lock open for as long as it holds it."""
-    if not file.exists():
-        return False
-    name = os.path.realpath(file)
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if str(link.readlink()) == name:
-                return True
-    return False
-
-
 class _Subprocess:
-    """`subprocess` for torch's building of extensions, which calls another ninja.
-
-    It is these packages' own: another version does not read its log, and builds everything again.
-    And it ends with this process, with the compilers that it has started.
-    """
+    """`subprocess` for torch's building of extensions, with these packages' ninja: another version
+    does not read its log, and builds everything again."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
 
     def check_output(self, command: Any, **options: Any) -> Any:
         """Return what a command prints."""
-        if command == ["ninja", "--version"]:
-            command = [ninja(), "--version"]
+        if command[:1] == ["ninja"]:
+            command = [ninja(), *command[1:]]
         return subprocess.check_output(command, **options)
 
     def run(self, command: Any, **options: Any) -> Any:
-        """Run a command, ninja in a session of its own: what kills this one's group would leave
-        the compilers. Whoever ends it asks it to, so that it can end them."""
+        """Run a command, ninja in a session by itself, which ends with this process: what kills
+        this one's group would leave the compilers. Whoever ends it asks it to, so that it can end
+        them."""
         if command[:1] != ["ninja"]:
             return subprocess.run(command, **options)
-        own = ended_with_this([ninja(), *command[1:]])
-        check = options.pop("check")
+        own, check = ended_with_this([ninja(), *command[1:]]), options.pop("check")
         with subprocess.Popen(own, start_new_session=True, **options) as process:
             try:
                 output, _ = process.communicate()
             except BaseException:
                 process.terminate()
                 raise
-        if check and process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, command, output)
-        return subprocess.CompletedProcess(command, process.returncode, output)
+        ended = subprocess.CompletedProcess(command, process.returncode, output)
+        if check:
+            ended.check_returncode()
+        return ended
 
 
 @functools.cache
@@ -114,31 +98,22 @@ def ninja() -> str:
     """The path of these packages' ninja; the system's, if theirs has none."""
     found = metadata.distribution("ninja")
     paths = (str(found.locate_file(file)) for file in found.files or () if file.name == "ninja")
-    own = next((path for path in paths if os.access(path, os.X_OK) and Path(path).is_file()), None)
-    return own or "ninja"
-
-
-def _original(function: Any) -> Any:
-    return getattr(function, "__wrapped__", function)
+    own = (path for path in paths if os.access(path, os.X_OK) and Path(path).is_file())
+    return next(own, "ninja")
 
 
 def _folder() -> str:
     """The folder for these packages, this CPU and this compiler, which torch's cache mixes."""
+    import cpuinfo
     import deepspeed
 
+    try:  # as Linux lists a CPU's features, which takes no time
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        listed = next(line for line in lines if line.startswith(("flags", "Features")))
+        features = sorted(listed.partition(":")[2].split())
+    except (OSError, StopIteration):
+        features = list(cpuinfo.get_cpu_info().get("flags", ()))
     packages = [(package.__file__, package.__version__) for package in (torch, deepspeed)]
-    facts = repr((packages, metadata.version("ninja"), _cpu_features(), os.environ.get("CXX")))
+    facts = repr((packages, metadata.version("ninja"), features, os.environ.get("CXX")))
     key = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return str(cache_folder() / "operators" / key)
-
-
-def _cpu_features() -> list[str]:
-    """Return this CPU's features as Linux lists them, which takes no time."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-        found = next(line for line in lines if line.startswith(("flags", "Features")))
-        return sorted(found.partition(":")[2].split())
-    except (OSError, StopIteration):
-        import cpuinfo
-
-        return list(cpuinfo.get_cpu_info().get("flags", ()))

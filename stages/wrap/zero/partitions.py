@@ -1,16 +1,15 @@
-"""Places in which DeepSpeed 0.19 keeps this rank's part of each master and its optimizer state.
+"""Places in which DeepSpeed 0.19 keeps this rank's part of each tensor: of masters with their
+optimizer state, and of what is not trained.
 
-Masters are flat tensors: one per group (stages 1 and 2) or per sub-group (stage 3), with the
-optimizer's state beside them. `tests/stages/wrap/test_deepspeed_contract.py` guards the private
-names.
+Masters are flat tensors, one per group (stages 1 and 2) or per sub-group (stage 3).
+`tests/stages/wrap/zero/test_compat.py` guards the private names.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +17,9 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from pipeline import WEIGHT, Fragment, StageError
+from pipeline.checkpoint import Tile
+from stages.wrap.shards import part_of, stored_tensors, tile_fragments, tiles_of
 from stages.wrap.zero import compat
 
 
@@ -25,21 +27,32 @@ class MasterPart(NamedTuple):
     """Elements [low, low + length) of a flat master are [start, start + length) of the flattened
     parameter."""
 
+    name: str
     parameter: nn.Parameter
     low: int
     length: int
     start: int
 
+    def of(self, flat: Tensor) -> Tensor:
+        """The part in a flat master or moment, as a live view."""
+        return flat.detach().view(-1)[self.low : self.low + self.length]
+
+    def fragments(self, state: Mapping[str, Tensor]) -> Iterator[Fragment]:
+        """The elements in `state` by their places in the full parameter."""
+        return _fragments(self.name, self.parameter, self.start, state)
+
 
 @dataclass(frozen=True, eq=False)
 class FlatMaster:
-    """This rank's flat master tensor of a group, at stages 1 and 2."""
+    """This rank's flat master of a group or sub-group, which may be swapped to disk at stage 3."""
 
     zero: Any
     number: int
     group: int
     """Number of the optimizer group that has its hyperparameters."""
-    parameters: Sequence[nn.Parameter]
+    numel: int
+    """Its length, also while it is on disk."""
+    names: Sequence[str]
     """All of its parameters, including those that this rank has no part of."""
     parts: Sequence[MasterPart]
 
@@ -48,55 +61,39 @@ class FlatMaster:
         """The flat tensor itself, which is the key of its optimizer state."""
         return compat.master_partitions(self.zero)[self.number]
 
-    @property
-    def numel(self) -> int:
-        """Length of the flat tensor, also while it is on disk."""
-        return self.tensor.numel()
-
-    def present(self, *, write: bool) -> AbstractContextManager[None]:
-        """Hold the flat tensor and its optimizer state in memory; `write` keeps what the body
-        changed, and updates this rank's part of the compute weights."""
-        return contextlib.nullcontext()
-
-
-class SubGroupMaster(FlatMaster):
-    """This rank's flat master tensor of a sub-group at stage 3, which may be swapped to disk."""
-
-    @property
-    def numel(self) -> int:
-        return int(self.zero.fp16_partitioned_groups_flat_numel[self.number])
-
     @contextlib.contextmanager
     def present(self, *, write: bool) -> Iterator[None]:
-        swapped = self.zero._swappable_optimizer_subgroup(self.number)
+        """Hold the flat tensor and its optimizer state in memory; `write` keeps what the body
+        changed, and at stage 3 updates this rank's part of the compute weights."""
+        zero, number = self.zero, self.number
+        if compat.zero_stage(zero) < 3:
+            yield
+            return
+        swapped = zero._swappable_optimizer_subgroup(number)
         if swapped:
-            self.zero._optimizer_states_and_gradient_swap_in(self.number)
-        fresh = not self.zero.optimizer.state.get(self.tensor)
+            zero._optimizer_states_and_gradient_swap_in(number)
+        fresh = not zero.optimizer.state.get(self.tensor)
         try:
             yield
         except BaseException:  # also when the reader stops: there are few buffers
             if swapped:
-                self.zero._release_swap_buffers(self.number)
+                zero._release_swap_buffers(number)
             raise
         if write:
-            self.zero._reassign_or_swap_out_partitioned_parameters(self.number)
+            zero._reassign_or_swap_out_partitioned_parameters(number)
         if swapped and (write or fresh):
-            self.zero._optimizer_states_and_gradient_swap_out(self.number)
+            zero._optimizer_states_and_gradient_swap_out(number)
         elif swapped:
-            self.zero._release_swap_buffers(self.number)
+            zero._release_swap_buffers(number)
 
 
-def own_part(master: Tensor, part: MasterPart) -> Tensor:
-    """A part of a flat tensor (master or moment) as a live view."""
-    return master.detach().view(-1)[part.low : part.low + part.length]
-
-
-def flat_masters(zero: Any) -> Iterator[FlatMaster]:
+def flat_masters(zero: Any, module: nn.Module) -> Iterator[FlatMaster]:
     """All flat masters of a live ZeRO optimizer, in a fixed order."""
-    return _sub_groups(zero) if compat.zero_stage(zero) == 3 else _groups(zero)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return _sub_groups(zero, names) if compat.zero_stage(zero) == 3 else _groups(zero, names)
 
 
-def _groups(zero: Any) -> Iterator[FlatMaster]:
+def _groups(zero: Any, names: Mapping[Any, str]) -> Iterator[FlatMaster]:
     """A group is one vector of all its parameters, cut into a part per rank."""
     groups = getattr(zero, "round_robin_bit16_groups", None) or zero.bf16_groups
     padding = getattr(zero, "round_robin_bit16_padding", None)
@@ -106,29 +103,34 @@ def _groups(zero: Any) -> Iterator[FlatMaster]:
         parts, begin, first = [], 0, rank * flat.numel()
         for parameter, pad in zip(groups[index], pads, strict=False):
             low = max(begin, first)
-            high = min(begin + parameter.numel(), first + flat.numel())
-            if low < high:
-                parts.append(MasterPart(parameter, low - first, high - low, low - begin))
+            length = min(begin + parameter.numel(), first + flat.numel()) - low
+            if length > 0:
+                own = names[parameter], parameter, low - first, length, low - begin
+                parts.append(MasterPart(*own))
             begin += parameter.numel() + pad
-        yield FlatMaster(zero, index, index, groups[index], parts)
+        every = [names[parameter] for parameter in groups[index]]
+        yield FlatMaster(zero, index, index, flat.numel(), every, parts)
 
 
-def _sub_groups(zero: Any) -> Iterator[FlatMaster]:
+def _sub_groups(zero: Any, names: Mapping[Any, str]) -> Iterator[FlatMaster]:
     """Each parameter is cut into a part per rank, the last padded; a rank's parts of a sub-group's
     parameters make one vector."""
+    flat_numel = zero.fp16_partitioned_groups_flat_numel
     for index, parameters in enumerate(zero.fp16_groups):
         parts = []
         for parameter in parameters:
             _, low, padded = zero.grad_position[zero.get_param_id(parameter)]
-            start, length = own_range(zero, parameter, padded)
+            start, length = _own_range(zero, parameter, padded)
             if length:
-                parts.append(MasterPart(parameter, low, length, start))
-        yield SubGroupMaster(zero, index, zero.sub_group_to_group_id[index], parameters, parts)
+                parts.append(MasterPart(names[parameter], parameter, low, length, start))
+        every = [names[parameter] for parameter in parameters]
+        group, numel = zero.sub_group_to_group_id[index], flat_numel[index]
+        yield FlatMaster(zero, index, group, int(numel), every, parts)
 
 
-def own_range(zero: Any, parameter: Any, padded: int) -> tuple[int, int]:
-    """Stage 3: start of this rank's part within the flattened parameter, and how many of the part's
-    `padded` elements are no padding."""
+def _own_range(zero: Any, parameter: Any, padded: int) -> tuple[int, int]:
+    """Stage 3: start of this rank's part within the flattened parameter, and how many of its
+    `padded` elements are real."""
     own = getattr(zero, "_get_param_partition_rank", None)  # not of an engine without optimizer
     rank = own(parameter) if own else torch.distributed.get_rank(parameter.ds_process_group)
     start = rank * padded
@@ -145,3 +147,32 @@ def update_compute_weights(zero: Any) -> None:
     for parameter in zero.module.parameters():
         parameter.ds_secondary_tensor = None
     zero.checkpoint_event_epilogue()
+
+
+def frozen_fragments(module: nn.Module, zero: Any) -> Iterator[Fragment]:
+    """Frozen parameters and buffers: whole on every rank, or sharded as stage 3 does."""
+    for name, tensor in stored_tensors(module):
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            continue
+        shard, start = getattr(tensor, "ds_tensor", None), 0
+        if shard is None:
+            view = tensor.detach().view(-1)
+        elif str(getattr(shard, "status", "")).endswith("NOT_AVAILABLE"):
+            raise StageError(
+                f"{name} is frozen and on disk, which checkpoints cannot read",
+                hint="offload parameters to cpu instead of nvme",
+            )
+        else:
+            start, length = _own_range(zero, tensor, shard.numel())
+            view = shard.detach().view(-1)[:length]
+        yield from _fragments(name, tensor, start, {WEIGHT: view})
+
+
+def _fragments(
+    name: str, tensor: Tensor, start: int, state: Mapping[str, Tensor]
+) -> Iterator[Fragment]:
+    """The elements in `state` by their places in the full tensor; they are those from `start` on of
+    what tensor parallelism leaves to this rank."""
+    whole, stop = compat.whole_of(tensor), start + state[WEIGHT].numel()
+    own = [Tile(0, stop)] if whole is None else tiles_of(name, whole)
+    yield from tile_fragments(name, compat.full_shape(tensor), part_of(own, start, stop), state)

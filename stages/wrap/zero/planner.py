@@ -21,8 +21,9 @@ from pipeline.planning import (
     Weight,
 )
 from stages.wrap.axes import caveats, required
-from stages.wrap.model_parts import model_parts
-from stages.wrap.zero.stage import Zero, uses_cpu_adam
+from stages.wrap.torch_planner import model_parts
+from stages.wrap.zero import Zero
+from stages.wrap.zero.fields import uses_cpu_adam
 
 SUMMED = 4
 """Bytes of a gradient's element summed over micro-batches: `grad_accum_dtype` is always fp32."""
@@ -162,7 +163,7 @@ class ZeroMemory(planning.StrategyMemory):
         yield Item("gradient of the tied head", "device", size)
 
     def _lasting(self, moment: Moment) -> Iterator[Item]:
-        """Items that last from loading to the end, without masters, and those of loading: weights
+        """Items that last from loading to the end, without masters, and items of loading: weights
         are made in the masters' dtype and cast, or copied into one buffer; then gradients of
         masters are there."""
         c, m, copied = self.c, self.m, self.c * self.largest * self.offloaded

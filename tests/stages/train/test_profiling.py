@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pipeline.contracts.metrics import OWN, records
 from pipeline.distributed.process_group import DistContext
@@ -18,7 +20,7 @@ from stages.optimizer.adamw import AdamW
 from stages.planners import CausalLmPlanner, CheckpointPlanner
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.meter import PEAKS
-from stages.train.profiling import STEP, WAIT, Breakdown, breakdown
+from stages.train.profiling import STEP, WAIT, Breakdown, Profiler, breakdown
 from stages.train.settings import Anomalies, EarlyStopping
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
@@ -185,3 +187,15 @@ def test_a_trial_of_checkpoints_leaves_nothing_elsewhere() -> None:
     assert CheckpointPlanner(stage).for_benchmark(Trial(steps=7)) == ShardedCheckpoint(
         keep=1, asynchronous=False
     )
+
+
+def test_each_rank_writes_a_profile_of_its_own(tmp_path: Path) -> None:
+    engine: Any = SimpleNamespace(
+        data_axis=SimpleNamespace(index=0, count=1), device=torch.device("cpu"),
+        total=lambda values: values,
+    )  # fmt: skip
+    for rank in range(2):
+        dist = DistContext(rank=rank, world_size=2, device=torch.device("cpu"))
+        profiler = Profiler([1], tmp_path / "profile", engine, dist)
+        profiler.run(1, lambda: torch.ones(2) @ torch.ones(2))
+    assert len(list((tmp_path / "profile").iterdir())) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -23,6 +24,8 @@ from tests.support.strategies import having
 from tests.support.tier import FULL
 
 SIZES = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
+DEEP = {**SIZES, "num_hidden_layers": 9}
+"""More blocks than the 8 graphs of a function after which torch gives up by default."""
 STRATEGIES = having("basic")
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -32,33 +35,23 @@ FEATURES: dict[str, dict[str, Any]] = {
     "LoRA": {},
 }
 LORA = {"rank": 4, "targets": ("q_proj", "down_proj")}
-CASES = [
+Case = tuple[str, str]
+"""Strategy and feature."""
+CASES: list[Case] = [
     *(("ddp", feature) for feature in FEATURES),
     *((strategy, "plain") for strategy in STRATEGIES if strategy != "ddp"),
     *product(("fsdp full", "zero3"), ("recomputed", "LoRA")),
 ]
-ALIKE = {
+IN_FULL = {
     ("ddp", "keeping attention"), ("ddp", "8 bits"), ("zero1", "plain"),
     ("fsdp full", "recomputed"), ("zero3", "LoRA"),
 }  # fmt: skip
 """Cases left out of the quick tier, which has others that compile the same."""
-if not FULL:
-    CASES = [case for case in CASES if case not in ALIKE]
 BROKEN = {("zero3", "LoRA")}
 """Cases whose graphs are broken by hooks of frozen parameters within the block."""
-
-
-BATCH = micro_batch(torch.arange(16)[None], torch.arange(16)[None])
-DEEP = {**SIZES, "num_hidden_layers": 9}
-"""More blocks than the 8 graphs of a function after which torch gives up by default."""
-VARIED = {
-    ("ddp", "LoRA"): 3,
-    ("fsdp full", "recomputed"): 2,
-}
+VARIED: dict[Case, int] = {("ddp", "LoRA"): 3, ("fsdp full", "recomputed"): 2}
 """Case -> kinds of blocks: evaluated and trained, and with LoRA the first one, whose input needs no
 gradient."""
-if not FULL:
-    VARIED = {("ddp", "LoRA"): 3}
 FIRST = ((2, 16), (2, 12), (1, 16))
 LATER = ((3, 20), (1, 9))
 """Samples and tokens of micro-batches, until everything is compiled, and then."""
@@ -75,33 +68,35 @@ class Squares(CrossEntropy):
         return LossParts(terms={"targets": scores.tokens.square().mean()})
 
 
-def compiled(dist: DistContext, folder: str) -> list[dict[str, Any]]:
-    """Train three steps of each case; return the number of compiled graphs, the reasons for graph
-    breaks, and the last loss."""
+def engines(
+    dist: DistContext, folder: str, cases: list[Case], sizes: Any
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the engine of each case, its source, and torch's counts of what it compiles."""
     from torch._dynamo.utils import counters
 
     ctx = context(dist, folder)
-    precision = PrecisionPolicy(compute="bf16").run(ctx)
-    plan = AdamW(lr=1e-3).run(ctx)
-    found = []
-    for strategy, feature in CASES:
+    precision, plan = PrecisionPolicy(compute="bf16").run(ctx), AdamW(lr=1e-3).run(ctx)
+    for strategy, feature in cases:
         torch._dynamo.reset()
         counters.clear()
         fields = {"compile": Compile(backend="aot_eager"), **FEATURES[feature]}
-        source = tiny_source(ctx, LORA if feature == "LoRA" else None, fields, **SIZES)
+        source = tiny_source(ctx, LORA if feature == "LoRA" else None, fields, **sizes)
         engine = STRATEGIES[strategy].stage().run(ctx, source, precision, plan)
+        yield engine, source, counters
+        engine.close()
+
+
+def compiled(dist: DistContext, folder: str, cases: list[Case]) -> list[tuple[int, list[Any], Any]]:
+    """Train three steps of each case; return the number of compiled graphs, the reasons for graph
+    breaks, and the last loss."""
+    batch, found = micro_batch(torch.arange(16)[None], torch.arange(16)[None]), []
+    for engine, _, counters in engines(dist, folder, cases, SIZES):
         loss = torch.zeros(())
         for _ in range(3):
-            loss = accumulated(engine, [BATCH], 1, Squares())
+            loss = accumulated(engine, [batch], 1, Squares())
             engine.step(lr_scales=[1.0])
-        engine.close()
-        found.append(
-            {
-                "graphs": counters["stats"]["unique_graphs"],
-                "breaks": list(counters["graph_break"]),
-                "loss": float(loss),
-            }
-        )
+        graphs = counters["stats"]["unique_graphs"]
+        found.append((graphs, list(counters["graph_break"]), float(loss)))
     return found
 
 
@@ -115,18 +110,8 @@ def packed(samples: int, length: int) -> MicroBatch:
 def varied(dist: DistContext, folder: str) -> list[list[int]]:
     """Train and evaluate on packed samples of several shapes; return the numbers of graphs after
     each step until all is compiled. Whatever is compiled later raises."""
-    from torch._dynamo.utils import counters
-
-    ctx = context(dist, folder)
-    precision = PrecisionPolicy(compute="bf16").run(ctx)
-    plan = AdamW(lr=1e-3).run(ctx)
     found = []
-    for strategy, feature in VARIED:
-        torch._dynamo.reset()
-        counters.clear()
-        fields = {"compile": Compile(backend="aot_eager"), **FEATURES[feature]}
-        source = tiny_source(ctx, LORA if feature == "LoRA" else None, fields, **DEEP)
-        engine = STRATEGIES[strategy].stage().run(ctx, source, precision, plan)
+    for engine, source, counters in engines(dist, folder, [*VARIED], DEEP):
         objective = CrossEntropy(5, compiled_by=source.compiled_by)
         graphs = []
 
@@ -142,7 +127,6 @@ def varied(dist: DistContext, folder: str) -> list[list[int]]:
             for shape in LATER:
                 train(shape)
         assert not counters["graph_break"]
-        engine.close()
         found.append(graphs)
     return found
 
@@ -158,13 +142,12 @@ def test_samples_of_any_shape_soon_share_graphs(tmp_path: Any) -> None:
 
 @pytest.mark.usefixtures("deepspeed_operators")
 def test_blocks_of_a_kind_share_one_graph(tmp_path: Any) -> None:
-    (results,) = run_ranks(compiled, 1, str(tmp_path))
-    found = dict(zip(CASES, results, strict=True))
-    for case, result in found.items():
-        feature = case[1]
+    cases = [case for case in CASES if FULL or case not in IN_FULL]
+    (results,) = run_ranks(compiled, 1, str(tmp_path), cases)
+    found = dict(zip(cases, results, strict=True))
+    for (strategy, feature), (graphs, breaks, loss) in found.items():
         # With LoRA the first block's input, of a frozen embedding, needs no gradient.
-        graphs = 2 if feature == "LoRA" else 1
-        if case not in BROKEN:
-            assert (result["graphs"], result["breaks"]) == (graphs, []), case
-        same = found["ddp", feature]
-        assert result["loss"] == pytest.approx(same["loss"], rel=5e-3), case
+        wanted = 2 if feature == "LoRA" else 1
+        if (strategy, feature) not in BROKEN:
+            assert (graphs, breaks) == (wanted, []), (strategy, feature)
+        assert loss == pytest.approx(found["ddp", feature][2], rel=5e-3), (strategy, feature)

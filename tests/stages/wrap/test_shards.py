@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,12 @@ from pipeline.errors import StageError
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.weights.safetensors import SafetensorsReader
-from stages.wrap.load_weights import LocalShard, load_weights, local_shards
-from stages.wrap.optimizer_groups import make_optimizers
+from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.passes import ModulePasses
-from stages.wrap.shards import part_of, tiles_of
+from stages.wrap.shards import load_weights, part_of, tiles_of, weights_of
 from stages.wrap.torch_engine import TorchEngine
 from tests.support.processes import run_ranks
 from tests.support.runs import context
-
-SHAPES = [(4, 4), (5, 7), (1, 3), (9,), (6, 5, 4)]
 
 
 def full(shape: tuple[int, ...]) -> Tensor:
@@ -40,10 +38,10 @@ def full(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(1, numel + 1, dtype=torch.float32).view(shape)
 
 
-def elements(shard: LocalShard | Any, numel: int) -> list[int]:
-    """Return the numbers of a shard's elements in order."""
-    run = numel // shard.count
-    begins = (shard.start + row * shard.stride for row in range(shard.count))
+def elements(part: Any, numel: int) -> list[int]:
+    """Return the numbers of a tile's or fragment's elements in order."""
+    run = numel // part.count
+    begins = (part.start + row * part.stride for row in range(part.count))
     return [n for begin in begins for n in range(begin, begin + run)]
 
 
@@ -56,16 +54,18 @@ def require_found(name: str, tensor: Tensor, whole: Tensor) -> int:
     return len(found)
 
 
+def cuts_of(shape: Sequence[int]) -> list[Placement]:
+    return [Replicate(), *map(Shard, range(len(shape)))]
+
+
 def placed(dist: DistContext) -> dict[str, int]:
     """Return the most tiles of a rank for every placement of every shape."""
     mesh = init_device_mesh("cpu", (2, 2))
     counts: dict[str, int] = {}
-    for shape in SHAPES:
-        whole = full(shape)
-        cuts: list[Placement] = [Replicate(), *map(Shard, range(len(shape)))]
+    for shape in [(4, 4), (5, 7), (1, 3), (9,), (6, 5, 4)]:
+        whole, cuts = full(shape), cuts_of(shape)
         split = [_StridedShard(dim, split_factor=2) for dim in range(len(shape))]
-        pairs = [*itertools.product(cuts, cuts), *((s, Shard(s.dim)) for s in split)]
-        for placements in pairs:
+        for placements in [*itertools.product(cuts, cuts), *((s, Shard(s.dim)) for s in split)]:
             tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             assert torch.equal(tensor.full_tensor(), whole), placements
             name = f"{shape} {placements}"
@@ -73,29 +73,24 @@ def placed(dist: DistContext) -> dict[str, int]:
     return counts
 
 
-UNEVEN = [(5, 7), (13,), (5, 3, 7), (4, 2), (1, 3)]
-
-
 def uneven(dist: DistContext) -> int:
     """Find the parts on meshes that do not divide the sizes; return the number of tensors."""
     count = 0
     for sizes in ((2, 3), (3, 2)):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "tensor"))
-        for shape in UNEVEN:
-            cuts: list[Placement] = [Replicate(), *map(Shard, range(len(shape)))]
+        for shape in [(5, 7), (13,), (5, 3, 7), (4, 2), (1, 3)]:
+            whole, cuts = full(shape), cuts_of(shape)
             for placements in itertools.product(cuts, cuts):
-                tensor = distribute_tensor(full(shape), mesh, placements, src_data_rank=None)
-                require_found(f"{shape} {placements}", tensor, full(shape))
+                tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                require_found(f"{shape} {placements}", tensor, whole)
                 count += 1
             packed = [_StridedShard(0, split_factor=2)] if shape[0] % 2 == 0 else []
             for placement in [*cuts, *packed]:
                 module = nn.Module()
-                own = distribute_tensor(
-                    full(shape), mesh["tensor"], [placement], src_data_rank=None
-                )
+                own = distribute_tensor(whole, mesh["tensor"], [placement], src_data_rank=None)
                 module.weight = nn.Parameter(own)
                 fully_shard(module, mesh=mesh["shard"])
-                require_found(f"{shape} {placement}", module.weight, full(shape))
+                require_found(f"{shape} {placement}", module.weight, whole)
                 count += 1
     return count
 
@@ -158,19 +153,18 @@ SIZES = [(8, 8), (7, 5), (3, 10)]
 def loaded(dist: DistContext, folder: str) -> list[int]:
     """Load and change the layers of each size; return the bytes read beyond those held."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-    ctx = context(dist, folder)
-    beyond = []
+    ctx, beyond = context(dist, folder), []
     for rows, columns in SIZES:
         layers = parallel(mesh, rows, columns)
         reader = SafetensorsReader([Path(folder) / f"{rows}x{columns}.safetensors"])
-        load_weights(local_shards(layers), reader, ctx)
+        load_weights(weights_of(layers), reader, ctx)
+        read = reader.bytes_read
         for name, parameter in layers.named_parameters():
             whole = reader.read(name)
-            reader.bytes_read -= whole.nbytes
             assert torch.equal(parameter.full_tensor(), whole), name  # type: ignore[attr-defined]
             require_found(name, parameter, whole)
         own = sum(parameter.to_local().nbytes for parameter in layers.parameters())  # type: ignore[attr-defined]
-        beyond.append(reader.bytes_read - own)
+        beyond.append(read - own)
         require_fragments(layers, ctx, reader)
         reader.close()
     return beyond
@@ -196,13 +190,12 @@ def require_fragments(layers: Layers, ctx: Any, reader: SafetensorsReader) -> No
 
 
 def refused(dist: DistContext) -> list[str]:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh, told = init_device_mesh("cpu", (2, 2)), []
     partial = DTensor.from_local(torch.zeros(2), mesh, [Replicate(), Partial()], run_check=False)
     scattered = DTensor.from_local(
         torch.zeros(2000, 2), mesh, [Replicate(), _StridedShard(1, split_factor=2)],
         run_check=False, shape=torch.Size((2000, 4)), stride=(4, 1),
     )  # fmt: skip
-    told = []
     for tensor in (partial, scattered):
         with pytest.raises(StageError) as error:
             tiles_of("a", tensor)
@@ -215,29 +208,17 @@ def everything(dist: DistContext, folder: str) -> tuple[dict[str, int], list[int
     return placed(dist), loaded(dist, folder), refused(dist)
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Return each rank's results."""
-    folder = tmp_path_factory.mktemp("layers")
+def test_placements_on_two_axes(tmp_path: Path) -> None:
+    """Of any tensor, of weights under tensor parallelism and fully_shard, which are loaded, and of
+    what has no regular place."""
     for rows, columns in SIZES:
         state = {name: full(tuple(p.shape)) for name, p in Layers(rows, columns).named_parameters()}
-        save_file(state, folder / f"{rows}x{columns}.safetensors")
-    return run_ranks(everything, 4, str(folder), limit=900)
-
-
-def test_any_placement(told: list[Any]) -> None:
-    for counts, _, _ in told:
+        save_file(state, tmp_path / f"{rows}x{columns}.safetensors")
+    for counts, beyond, (partial, scattered) in run_ranks(everything, 4, str(tmp_path), limit=900):
         assert counts["(5, 7) (Shard(dim=1), Shard(dim=0))"] == 1
         assert counts["(6, 5, 4) (Shard(dim=2), Shard(dim=0))"] == 1
         assert counts["(6, 5, 4) (Shard(dim=2), Shard(dim=1))"] == 6
         assert max(counts.values()) <= 6
-
-
-def test_weights_under_tensor_parallelism_and_fully_shard(told: list[Any]) -> None:
-    assert [beyond for _, beyond, _ in told] == [[0] * len(SIZES)] * 4
-
-
-def test_what_has_no_regular_place(told: list[Any]) -> None:
-    for _, _, (partial, scattered) in told:
+        assert beyond == [0] * len(SIZES)
         assert "a is placed as Partial(sum), which cannot be saved" in partial
         assert "more than 1024 places, which cannot be saved" in scattered

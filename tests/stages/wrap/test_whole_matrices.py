@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -66,16 +65,12 @@ def divided(tensor: Tensor, kind: str) -> nn.Parameter:
     return weight
 
 
-def exchanged(dist: DistContext, dtype_name: str, small: bool) -> list[str]:
-    """Return what is wrong under any layout, with buckets of one parameter if `small`."""
-    if small:
-        whole_matrices.LOCAL_ELEMENTS = 1
-    dtype, wrong = getattr(torch, dtype_name), []
+def exchanged(dist: DistContext, dtype: torch.dtype) -> list[str]:
+    """Return what is wrong under any layout."""
+    wrong = []
     for kind in ("plain", *KINDS):
-        parameters: list[nn.Parameter] = []
         full = [values(shape, seed, dtype) for seed, shape in enumerate(SHAPES)]
-        for tensor in full:
-            parameters.append(divided(tensor, kind))
+        parameters = [divided(tensor, kind) for tensor in full]
         exchange, calls = MatrixExchange(), list[int]()
 
         def function(matrix: Tensor, calls: list[int] = calls) -> Tensor:
@@ -93,17 +88,40 @@ def exchanged(dist: DistContext, dtype_name: str, small: bool) -> list[str]:
                     wrong.append(f"{kind} {tuple(tensor.shape)}")
         total = torch.tensor([len(calls), sum(calls)])
         torch.distributed.all_reduce(total)
-        each = sum(tensor.numel() for tensor in full)
-        if total[1] != 2 * each:
+        if total[1] != 2 * sum(tensor.numel() for tensor in full):
             wrong.append(f"{kind}: {total.tolist()}, computed more than once")
     return wrong
 
 
-@pytest.mark.parametrize(
-    ("dtype", "small"), [("float32", False), ("float32", True), ("bfloat16", False)]
-)
-def test_every_division_gives_the_bits_of_one_process(dtype: str, small: bool) -> None:
-    assert run_ranks(exchanged, 4, dtype, small) == [[]] * 4
+BLOCK = [(32, 32), (8, 32), (8, 32), (32, 32), (96, 32), (96, 32), (32, 96)]
+
+
+def on_four(dist: DistContext) -> tuple[list[str], int, str]:
+    """Return what is wrong, with small buckets too; the cost of the matrices that this rank
+    computes of six blocks; and what is said of partial sums."""
+    wrong = [*exchanged(dist, torch.float32), *exchanged(dist, torch.bfloat16)]
+    cost = list[int]()
+
+    def function(matrix: Tensor) -> Tensor:
+        cost.append(matrix.numel() * min(matrix.shape))
+        return matrix
+
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in BLOCK * 6]
+    list(MatrixExchange()(parameters, torch.clone, function))
+    whole_matrices.LOCAL_ELEMENTS = 1
+    wrong += exchanged(dist, torch.float32)
+    mesh = init_device_mesh("cpu", (4,))
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]))
+    with pytest.raises(StageError) as error:
+        list(MatrixExchange()([parameter], torch.clone, of_the_whole))
+    return wrong, sum(cost), str(error.value)
+
+
+def test_every_division_gives_the_bits_of_one_process() -> None:
+    wrong, work, said = zip(*run_ranks(on_four, 4), strict=True)
+    assert list(wrong) == [[]] * 4
+    assert max(work) <= 1.05 * sum(work) / 4  # owners have about equal work
+    assert said[0].startswith("a parameter is placed as Partial(sum), which")
 
 
 def test_one_process_needs_no_group() -> None:
@@ -113,46 +131,10 @@ def test_one_process_needs_no_group() -> None:
     assert torch.equal(result, of_the_whole(parameter.detach()))
 
 
-def test_a_result_of_another_size_is_refused() -> None:
+def test_results_of_another_size_and_parts_of_several_dtypes_are_refused() -> None:
     parameter = nn.Parameter(torch.ones(5, 3))
     with pytest.raises(StageError, match=r"shape \(5, 3\), .* made one of shape \(15, 15\)"):
         list(MatrixExchange()([parameter], torch.clone, lambda matrix: torch.ones(15, 15)))
-
-
-def test_parts_of_several_dtypes_are_refused() -> None:
     parameters = [nn.Parameter(torch.ones(2, 2, dtype=one)) for one in (torch.float, torch.half)]
     with pytest.raises(StageError, match="parts of whole matrices have dtypes"):
         list(MatrixExchange()(parameters, torch.clone, of_the_whole))
-
-
-def partial(dist: DistContext) -> str:
-    mesh = init_device_mesh("cpu", (2,))
-    parameter = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]))
-    with pytest.raises(StageError) as error:
-        list(MatrixExchange()([parameter], torch.clone, of_the_whole))
-    return str(error.value)
-
-
-def test_partial_sums_are_refused() -> None:
-    assert run_ranks(partial, 2)[0].startswith("a parameter is placed as Partial(sum), which")
-
-
-def owned(dist: DistContext, shapes: list[tuple[int, ...]]) -> int:
-    """Return the cost of the matrices that this rank computes."""
-    cost = list[int]()
-
-    def function(matrix: Tensor) -> Tensor:
-        cost.append(matrix.numel() * min(matrix.shape))
-        return matrix
-
-    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-    list(MatrixExchange()(parameters, torch.clone, function))
-    return sum(cost)
-
-
-def test_owners_have_about_equal_work() -> None:
-    block = [(32, 32), (8, 32), (8, 32), (32, 32), (96, 32), (96, 32), (32, 96)]
-    shapes = list(itertools.chain(*[block] * 6))
-    work = run_ranks(owned, 4, shapes)
-    mean = sum(work) / 4
-    assert max(work) <= 1.05 * mean

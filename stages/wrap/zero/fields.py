@@ -1,26 +1,23 @@
-"""ZeRO by DeepSpeed."""
+"""Fields of `wrap.zero`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
-from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
-from stages.wrap import axes
 from stages.wrap.axes import ContextParallel, TensorParallel
-from stages.wrap.axis_checks import axis_problems
 
-OffloadDevice = Literal["cpu", "nvme"]
+Elements = Annotated[int, Gt(0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOffload:
-    """Keep optimizer state and master weights off the accelerator, and step on the host."""
+class Offload:
+    """Where something is kept off the accelerator."""
 
-    device: OffloadDevice = "cpu"
+    device: Literal["cpu", "nvme"] = "cpu"
     """Host memory, or files on an NVMe disk (stage 3 only)."""
 
     path: str | None = None
@@ -28,6 +25,11 @@ class OptimizerOffload:
 
     pin_memory: bool = True
     """Use page-locked host memory, which copies faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOffload(Offload):
+    """Keep optimizer state and master weights off the accelerator, and step on the host."""
 
     buffer_count: Annotated[int, Ge(0)] = 4
     """With nvme: buffers in the pool; at least the tensors kept per parameter (Adam has four:
@@ -41,17 +43,8 @@ class OptimizerOffload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterOffload:
+class ParameterOffload(Offload):
     """Keep parameter shards off the accelerator between uses (stage 3 only)."""
-
-    device: OffloadDevice = "cpu"
-    """Host memory, or files on an NVMe disk."""
-
-    path: str | None = None
-    """With nvme: folder on the disk, local to each node."""
-
-    pin_memory: bool = True
-    """Use page-locked host memory, which copies faster."""
 
     buffer_count: Annotated[int, Ge(0)] = 5
     """With nvme: buffers in the pool."""
@@ -106,17 +99,9 @@ class PlusPlus:
     quantized."""
 
 
-Elements = Annotated[int, Gt(0)]
-
-
 @dataclass(frozen=True, kw_only=True)
-class Zero:
-    """Shard training state across ranks with DeepSpeed ZeRO (Rajbhandari et al. 2020), optionally
-    offloaded to host memory or NVMe (Rajbhandari et al. 2021, ZeRO-Infinity).
-
-    Fields left at null take DeepSpeed's default. The generated configuration is written to
-    `deepspeed.json` in the run folder.
-    """
+class ZeroFields:
+    """See `wrap.zero`."""
 
     stage: Literal[1, 2, 3] = 2
     """1 shards optimizer state, 2 gradients too, 3 parameters too."""
@@ -180,28 +165,12 @@ class Zero:
     tensor_parallel: TensorParallel | None = None
     """Divide every layer among neighbouring ranks; null puts whole layers on each rank."""
 
-    def data_ranks(self, procs: int) -> int:
-        return axes.data_ranks(self, procs)
-
-    def check(self, plan: PlanView) -> Iterator[Problem]:
-        from stages.wrap.zero.checks import problems
-
-        yield from axis_problems(self, plan)
-        yield from problems(self, plan)
-
-    def run(
-        self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
-    ) -> Engine:
-        from stages.wrap.zero.build import build
-
-        return build(self, ctx, model, precision, optimizer)
-
 
 RULE = "adamw"
 """Name in an OptimizerPlan of the update rule that DeepSpeed's CPU Adam computes."""
 
 
-def uses_cpu_adam(stage: Zero, algorithm: str) -> bool:
+def uses_cpu_adam(stage: ZeroFields, algorithm: str) -> bool:
     """Whether DeepSpeed's CPU Adam updates the weights, instead of the optimizer stage's class."""
     auto = stage.optimizer_implementation == "auto"
     return auto and stage.offload_optimizer is not None and algorithm == RULE

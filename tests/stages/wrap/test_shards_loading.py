@@ -1,15 +1,12 @@
 """Weights from files to ranks: the right values, each byte read by the rank that needs it, little
-memory.
-
-The reader counts the bytes that a rank reads; the kernel gives the peak of its memory.
-"""
+memory. The reader counts the bytes that a rank reads; the kernel has the peak of its memory."""
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +51,14 @@ class Case:
     as_stored: bool = True
 
 
-def precision(compute: str) -> Precision:
-    return Precision(
-        master="fp32", compute=compute, reduce="fp32", buffer=None, loss_scaling=None  # type: ignore[arg-type]
-    )  # fmt: skip
-
-
 def engine_of(dist: DistContext, folder: str, case: Case, source: ModelSource) -> Engine:
-    ctx = context(dist, folder)
+    ctx, compute = context(dist, folder), case.compute
     plan = AdamW(lr=1e-3, weight_decay=0.1).run(ctx)  # two groups
     wrap = Zero(stage=3) if case.wrap == ALL_PERSIST else STRATEGIES[case.wrap].stage()
-    built: Engine = wrap.run(ctx, source, precision(case.compute), plan)
+    precision = Precision(
+        master="fp32", compute=compute, reduce="fp32", buffer=None, loss_scaling=None  # type: ignore[arg-type]
+    )  # fmt: skip
+    built: Engine = wrap.run(ctx, source, precision, plan)
     return built
 
 
@@ -72,34 +66,11 @@ def engine_of(dist: DistContext, folder: str, case: Case, source: ModelSource) -
 
 
 def load(dist: DistContext, folder: str, case: Case) -> dict[str, Any]:
-    """Build the engine; return this rank's bytes read, the parts that it holds, and the parts with
-    wrong values."""
+    """Build the engine; return this rank's bytes read, its first read, the parts that it holds, and
+    the parts with wrong values."""
     converted.WORTHWHILE = case.worthwhile
     SafetensorsReader.as_stored = TorchFilesReader.as_stored = case.as_stored
     source = HfModel(path=folder).run(context(dist, folder))
-    readers, order = noted(source)
-    engine = engine_of(dist, folder, case, source)
-    read = sum(reader.bytes_read for reader in readers)
-    expected = whole(source)
-    held, wrong = [], []
-    for part in engine.fragments():
-        here = part.state[WEIGHT]
-        held.append([part.name, part.start, here.numel()])
-        there = expected[part.name].view(-1)[part.start : part.start + here.numel()]
-        if here.dtype != torch.float32 or not torch.equal(here, there.float()):
-            wrong.append(part.name)
-    wrong += used_otherwise(engine, case, expected)
-    engine.close()
-    return {"read": read, "held": held, "wrong": wrong, "first": order[0]}
-
-
-def load_each(dist: DistContext, folder: str, cases: list[Case]) -> list[dict[str, Any]]:
-    """Load one case after another in a process group."""
-    return [load(dist, folder, case) for case in cases]
-
-
-def noted(source: ModelSource) -> tuple[list[TensorReader], list[tuple[str, int]]]:
-    """Return the readers that the source will open, and the beginning of each of their reads."""
     readers: list[TensorReader] = []
     order: list[tuple[str, int]] = []
     opening = source.weights
@@ -117,30 +88,34 @@ def noted(source: ModelSource) -> tuple[list[TensorReader], list[tuple[str, int]
         return reader
 
     source.weights = weights  # type: ignore[method-assign]
-    return readers, order
-
-
-def whole(source: ModelSource) -> dict[str, Tensor]:
-    reader = source.weights()
-    tensors = {name: reader.read(name) for name in reader.names()}
+    engine = engine_of(dist, folder, case, source)
+    read = sum(reader.bytes_read for reader in readers)
+    reader = opening()
+    expected = {name: reader.read(name) for name in reader.names()}
     reader.close()
-    return tensors
+    held, wrong = [], []
+    for part in engine.fragments():
+        here = part.state[WEIGHT]
+        held.append([part.name, part.start, here.numel()])
+        there = expected[part.name].view(-1)[part.start : part.start + here.numel()]
+        if here.dtype != torch.float32 or not torch.equal(here, there.float()):
+            wrong.append(part.name)
+    if case.wrap.startswith("zero"):  # otherwise masters are the parameters themselves
+        from deepspeed import zero
+
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[case.compute]
+        (module,) = engine.parts
+        with zero.GatheredParameters(list(module.parameters())):
+            for name, parameter in module.named_parameters():
+                if not torch.equal(parameter, expected[name].to(dtype)):
+                    wrong.append(f"{name} computed with")
+    engine.close()
+    return {"read": read, "held": held, "wrong": wrong, "first": order[0]}
 
 
-def used_otherwise(engine: Engine, case: Case, expected: dict[str, Tensor]) -> list[str]:
-    """Return the names of parameters whose values in computation are not the source's, rounded."""
-    if not case.wrap.startswith("zero"):
-        return []  # masters are the parameters themselves
-    from deepspeed import zero
-
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[case.compute]
-    (module,) = engine.parts
-    with zero.GatheredParameters(list(module.parameters())):
-        return [
-            f"{name} computed with"
-            for name, parameter in module.named_parameters()
-            if not torch.equal(parameter, expected[name].to(dtype))
-        ]
+def load_each(dist: DistContext, folder: str, cases: list[Case]) -> list[dict[str, Any]]:
+    """Load one case after another in a process group."""
+    return [load(dist, folder, case) for case in cases]
 
 
 @dataclass(frozen=True)
@@ -152,72 +127,44 @@ class Told:
     own: list[int]
     first: list[tuple[str, int]]
     """First read of each rank: tensor, and element."""
-    sizes: dict[str, int] = field(repr=False)
-
-    @property
-    def total(self) -> int:
-        return sum(self.sizes.values())
-
-    @property
-    def largest(self) -> int:
-        return max(self.sizes.values())
+    total: int
+    largest: int
 
 
 def tell(folder: Path, ranks: int, *cases: Case) -> list[Told]:
     """Load on `ranks` ranks. Require that all values are right, and that every element is on some
     rank."""
-    reader = HfModel(path=str(folder)).run(context(DistContext(device=torch.device("cpu")), folder))
+    source = HfModel(path=str(folder)).run(context(DistContext(device=torch.device("cpu")), folder))
     outcome = run_ranks(load_each, ranks, str(folder), list(cases))
-    stored = reader.weights()
+    stored = source.weights()
+    names = set(stored.names())
+    if torch.equal(stored.read("lm_head.weight"), stored.read("model.embed_tokens.weight")):
+        names.remove("lm_head.weight")  # tied
     width = {name: stored.spec(name).dtype.itemsize for name in stored.names()}
-    sizes = distinct(stored)
+    sizes = {name: stored.spec(name).nbytes for name in names}
     stored.close()
     told = []
     for case, of_ranks in zip(cases, zip(*outcome, strict=True), strict=True):
         assert [rank["wrong"] for rank in of_ranks] == [[]] * ranks, case
-        require_complete([part for rank in of_ranks for part in rank["held"]], sizes, width)
+        reach = dict.fromkeys(sizes, 0)
+        for name, start, length in sorted(part for rank in of_ranks for part in rank["held"]):
+            assert start <= reach[name], f"nobody holds {name} from {reach[name]} to {start}"
+            reach[name] = max(reach[name], start + length)
+        assert {name: end * width[name] for name, end in reach.items()} == sizes
         own = [sum(length * width[name] for name, _, length in r["held"]) for r in of_ranks]
         read, first = ([rank[what] for rank in of_ranks] for what in ("read", "first"))
-        told.append(Told(case, read, own, first, sizes))
+        told.append(Told(case, read, own, first, sum(sizes.values()), max(sizes.values())))
     return told
 
 
-def distinct(reader: TensorReader) -> dict[str, int]:
-    """Return the sizes of the tensors, tied ones once."""
-    names = set(reader.names())
-    if torch.equal(reader.read("lm_head.weight"), reader.read("model.embed_tokens.weight")):
-        names.remove("lm_head.weight")
-    return {name: reader.spec(name).nbytes for name in names}
-
-
-def require_complete(
-    held: list[tuple[str, int, int]], sizes: dict[str, int], width: dict[str, int]
-) -> None:
-    """Require that the parts cover every tensor from its first to its last element."""
-    reach = dict.fromkeys(sizes, 0)
-    for name, start, length in sorted(held):
-        assert start <= reach[name], f"nobody holds {name} from {reach[name]} to {start}"
-        reach[name] = max(reach[name], start + length)
-    assert {name: end * width[name] for name, end in reach.items()} == sizes
-
-
-def require_own_parts(told: Told) -> None:
-    """Require that each rank has read exactly its shard, and that shards are even."""
-    assert told.read == told.own
-    even = told.total / len(told.own)
-    assert max(told.read) <= even * 1.05 + told.largest
-    assert sum(told.read) == told.total
-
-
-def require_shared_reading(told: Told) -> None:
-    """Require that ranks with the same weights have read them once between them, in about equal
-    parts."""
+def require_even(told: Told) -> None:
+    """Require that ranks have read every byte once, in about equal parts."""
     assert sum(told.read) == told.total
     assert max(told.read) <= told.total / len(told.read) * 1.05 + told.largest
 
 
 def in_both(wraps: list[str], **more: Any) -> list[Case]:
-    """Return a case in fp32, and one that computes in bf16 beside fp32 masters, for each wrap."""
+    """Return a case in fp32, and one that computes in bf16 next to fp32 masters, for each wrap."""
     return [Case(wrap=wrap, compute=compute, **more)
             for wrap in wraps for compute in ("fp32", "bf16")]  # fmt: skip
 
@@ -239,7 +186,8 @@ def test_each_rank_reads_its_shard_and_no_byte_more(
     wraps: list[str], ranks: int, tmp_path: Path
 ) -> None:
     for told in tell(saved(tmp_path), ranks, *in_both(wraps)):
-        require_own_parts(told)
+        assert told.read == told.own
+        require_even(told)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +198,7 @@ def test_replicas_read_what_is_computed_once_between_them(
 ) -> None:
     for told in tell(saved(tmp_path), ranks, *in_both(wraps, as_stored=False)):
         assert told.own == [told.total] * ranks
-        require_shared_reading(told)
+        require_even(told)
 
 
 def test_replicas_on_the_cpu_read_what_is_stored_themselves(tmp_path: Path) -> None:
@@ -261,7 +209,7 @@ def test_replicas_on_the_cpu_read_what_is_stored_themselves(tmp_path: Path) -> N
 
 def test_replicas_of_shards_read_their_shard_once_between_them(tmp_path: Path) -> None:
     for told in tell(saved(tmp_path), 4, *in_both(["fsdp hybrid"], as_stored=False)):
-        require_shared_reading(told)
+        require_even(told)
         assert told.own[0] == told.own[2]
         assert told.own[1] == told.own[3]
         assert told.own[0] + told.own[1] == told.total
@@ -278,16 +226,17 @@ def test_a_rank_alone_reads_everything_once(tmp_path: Path) -> None:
 BF16_CASES = [Case(wrap=wrap, compute="bf16", as_stored=False) for wrap in BASIC]
 
 
-def test_a_source_in_bf16_is_half_to_read(tmp_path: Path) -> None:
-    full = sum(t.nbytes for t in state_of(saved(tmp_path / "fp32")).values())
-    for told in tell(saved(tmp_path / "bf16", dtype=torch.bfloat16), 2, *BF16_CASES):
-        assert sum(told.read) == told.total == full / 2, told.case
-
-
-def test_a_tied_tensor_is_read_once(tmp_path: Path) -> None:
-    for told in tell(saved(tmp_path, family="llama_tied"), 2, *BF16_CASES):
-        assert sum(told.read) == told.total, told.case
-        assert told.total == sum(t.nbytes for t in state_of(tmp_path).values())
+@pytest.mark.parametrize(
+    "how", [{"dtype": torch.bfloat16}, {"family": "llama_tied"}], ids=["in bf16", "tied"]
+)
+def test_a_source_is_read_as_it_is_stored(how: dict[str, Any], tmp_path: Path) -> None:
+    """One in bf16 is half to read, and a tied tensor is read once."""
+    told = tell(saved(tmp_path / "saved", **how), 2, *BF16_CASES)
+    size = sum(one.nbytes for one in state_of(tmp_path / "saved").values())
+    if "dtype" in how:
+        assert size == sum(one.nbytes for one in state_of(saved(tmp_path / "fp32")).values()) / 2
+    for one in told:
+        assert sum(one.read) == one.total == size, one.case
 
 
 def state_of(folder: Path) -> dict[str, Tensor]:
@@ -302,21 +251,23 @@ def test_torch_files_are_read_in_parts_too(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "pytorch_model.bin")
     cases = Case(wrap="fsdp full"), Case(wrap="ddp", as_stored=False)
     sharded, replicated = tell(tmp_path, 2, *cases)
-    require_own_parts(sharded)
-    require_shared_reading(replicated)
+    assert sharded.read == sharded.own
+    require_even(sharded)
+    require_even(replicated)
 
 
 def test_stacked_experts_are_read_in_parts_too(tmp_path: Path) -> None:
-    """Their file has each expert separately; here runs are also read that are not worthwhile."""
-    cases = [Case(wrap=wrap, worthwhile=0) for wrap in ("fsdp full", "zero3", "zero2")]
-    for told in tell(saved(tmp_path, family="mixtral"), 2, *cases):
-        require_own_parts(told)
-
-
-def test_experts_too_small_to_be_read_in_parts_have_the_same_values(tmp_path: Path) -> None:
-    cases = [Case(wrap=wrap) for wrap in ("fsdp full", "zero3", "ddp")]
-    for told in tell(saved(tmp_path, family="mixtral"), 2, *cases):
-        assert max(told.read) <= told.total, told.case
+    """Their file has each expert separately; runs that are not worthwhile are read in parts for the
+    first cases, and with others for the rest."""
+    wraps = "fsdp full", "zero3", "zero2", "ddp"
+    parts = [Case(wrap=wrap, worthwhile=0) for wrap in wraps[:3]]
+    whole = [Case(wrap=wrap) for wrap in wraps if wrap != "zero2"]
+    for told in tell(saved(tmp_path, family="mixtral"), 2, *parts, *whole):
+        if told.case in parts:
+            assert told.read == told.own
+            require_even(told)
+        else:
+            assert max(told.read) <= told.total, told.case
 
 
 # Peak memory of loading.
@@ -331,21 +282,17 @@ SLACK = 24 * MB
 
 
 @pytest.fixture(scope="module")
-def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
+    """Return a folder, and the sizes of its model and of the largest tensor."""
     folder = tmp_path_factory.mktemp("big")
     source: Any = random_source(BIG, folder)
     reader = source.weights()
     tensors = {name: torch.zeros(reader.spec(name).shape) for name in reader.names()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     source.config.save_pretrained(folder)
-    return folder
-
-
-def high_water() -> int:
-    """Return the peak of this process's memory since the last reset."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found.group(1)) * 1024
+    sizes = [tensor.nbytes for tensor in tensors.values()]
+    assert sum(sizes) == pytest.approx(200 * MB, rel=0.02)
+    return folder, sum(sizes), max(sizes)
 
 
 def growths(dist: DistContext, folder: str, case: Case, functions: list[str]) -> list[int]:
@@ -355,58 +302,55 @@ def growths(dist: DistContext, folder: str, case: Case, functions: list[str]) ->
     source: Any = HfModel(path=folder).run(context(dist, folder))
     assert source.vocab_size == 9001  # builds the outline
     found: list[int] = []
+
+    def high_water() -> int:
+        """Return the peak of this process's memory since the last reset."""
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert peak is not None
+        return int(peak.group(1)) * 1024
+
+    def metered(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            Path("/proc/self/clear_refs").write_text("5")
+            before = high_water()
+            result = function(*args, **options)
+            found.append(high_water() - before)
+            return result
+
+        return call
+
     for name in functions:
         module, _, leaf = name.rpartition(".")
         place = importlib.import_module(module)
-        setattr(place, leaf, metered(getattr(place, leaf), found))
+        setattr(place, leaf, metered(getattr(place, leaf)))
     engine_of(dist, folder, case, source).close()
     return found
 
 
-def metered(function: Callable[..., Any], into: list[int]) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = high_water()
-        result = function(*args, **options)
-        into.append(high_water() - before)
-        return result
-
-    return call
+def measured(folder: Path, case: Case, *functions: str) -> list[list[int]]:
+    return run_ranks(growths, 2, str(folder), case, list(functions))
 
 
-def measured(folder: Path, case: Case, *functions: str) -> Iterator[list[int]]:
-    yield from run_ranks(growths, 2, str(folder), case, list(functions))
-
-
-def sizes_of(folder: Path) -> tuple[int, int]:
-    """Return the sizes of the model and of its largest tensor."""
-    sizes = [tensor.nbytes for tensor in load_file(folder / "model.safetensors").values()]
-    assert sum(sizes) == pytest.approx(200 * MB, rel=0.02)
-    return sum(sizes), max(sizes)
-
-
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_fsdp_never_has_more_than_its_shard(compute: str, big: Path) -> None:
-    total, largest = sizes_of(big)
-    case = Case(wrap="fsdp full", compute=compute)
-    for (engine,) in measured(big, case, "stages.wrap.fsdp_engine.build"):
+def test_fsdp_never_has_more_than_its_shard(big: tuple[Path, int, int]) -> None:
+    folder, total, largest = big
+    case = Case(wrap="fsdp full", compute="bf16")
+    for (engine,) in measured(folder, case, "stages.wrap.fsdp_engine.build"):
         assert total / 2 <= engine <= total / 2 + SLACK < total / 2 + largest + SLACK
 
 
-def test_ddp_never_has_more_than_one_copy_beside_its_gradients(big: Path) -> None:
+def test_ddp_never_has_more_than_one_copy_next_to_its_gradients(big: tuple[Path, int, int]) -> None:
     """A static graph's gradients have no memory yet."""
-    total, _ = sizes_of(big)
-    case = Case(wrap="ddp static")
-    for (engine,) in measured(big, case, "stages.wrap.ddp_engine.build"):
+    folder, total, _ = big
+    for (engine,) in measured(folder, Case(wrap="ddp static"), "stages.wrap.ddp_engine.build"):
         assert total <= engine <= total + SLACK
-    for (loading,) in measured(big, Case(wrap="ddp"), "stages.wrap.build.load_weights"):
+    for (loading,) in measured(folder, Case(wrap="ddp"), "stages.wrap.build.load_weights"):
         assert total <= loading <= total + SLACK
 
 
-def test_zero3_never_has_more_than_its_shard_and_a_tensor(big: Path) -> None:
+def test_zero3_never_has_more_than_its_shard_and_a_tensor(big: tuple[Path, int, int]) -> None:
     """The limit holds until DeepSpeed makes its masters and buffers, and while these are loaded."""
-    total, largest = sizes_of(big)
+    folder, total, largest = big
     functions = "stages.wrap.zero.build._partition", "stages.wrap.zero.build.load_weights"
-    for made, loading in measured(big, Case(wrap=ALL_PERSIST), *functions):
+    for made, loading in measured(folder, Case(wrap=ALL_PERSIST), *functions):
         assert total / 2 <= made <= total / 2 + largest + SLACK < total
         assert loading <= SLACK

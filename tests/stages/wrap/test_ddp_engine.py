@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.contracts.data import MicroBatch
 from pipeline.distributed.process_group import DistContext
 from stages.wrap.ddp_engine import BucketSums, ReduceIn, reduce_in
-from stages.wrap.torch_compat import prime_buckets, sums_in_buckets
+from stages.wrap.torch_compat import prime_buckets
 from tests.support.batches import accumulated
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -29,27 +29,19 @@ FINE = 1 + 2**-12
 """A number with more digits than bf16 has."""
 
 
-def averaged(dist: DistContext, dtype: str) -> float:
-    """Average a gradient of one weight that is FINE on rank 0 and 3 on rank 1."""
-    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
-    state = ReduceIn(getattr(torch, dtype), model.process_group)
-    model.register_comm_hook(state, reduce_in)
-    model(torch.full((1, 1), 3.0 if dist.rank else FINE)).sum().backward()
-    gradient = model.module.weight.grad
-    assert gradient.dtype == torch.float32
-    return float(gradient)
-
-
-@pytest.mark.parametrize(("dtype", "mean"), [("float32", (FINE + 3) / 2), ("bfloat16", 2.0)])
-def test_the_mean_has_the_digits_of_its_dtype(dtype: str, mean: float) -> None:
-    assert run_ranks(averaged, 2, dtype) == [mean, mean]
-
-
-def places(dist: DistContext, folder: str) -> list[list[int]]:
-    """Return the addresses of the gradients within steps of three micro-batches, and at their ends;
-    a step of a single one comes between."""
+def looked_at(dist: DistContext, folder: str) -> tuple[list[float], list[list[int]]]:
+    """Return the means of a gradient of one weight that is FINE on rank 0 and 3 on rank 1, in fp32
+    and in bf16; and the addresses of gradients within steps of three micro-batches and at their
+    ends, with a step of a single one in between."""
+    means, found = [], list[list[int]]()
+    for dtype in (torch.float32, torch.bfloat16):
+        model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        model.register_comm_hook(ReduceIn(dtype, model.process_group), reduce_in)
+        model(torch.full((1, 1), 3.0 if dist.rank else FINE)).sum().backward()
+        gradient = model.module.weight.grad
+        assert gradient.dtype == torch.float32
+        means.append(float(gradient))
     engine = make_engine(context(dist, folder), Setting(wrap="ddp", frozen=""))
-    found: list[list[int]] = []
 
     def look() -> None:
         gradients = [parameter.grad for parameter in engine.parts[0].parameters()]
@@ -68,13 +60,14 @@ def places(dist: DistContext, folder: str) -> list[list[int]]:
         engine.step(lr_scales=[1.0])
         assert all(parameter.grad is None for parameter in engine.parts[0].parameters())
     engine.close()
-    return found
+    return means, found
 
 
-def test_gradients_add_up_in_their_buckets(tmp_path: Path) -> None:
+def test_gradients_are_averaged_in_their_dtype_and_add_up_in_their_buckets(tmp_path: Path) -> None:
     """Otherwise micro-batches before the last would need the memory twice; so would the first step,
     if its gradients were in the buckets that torch lays out before it knows their order."""
-    for first, *later in run_ranks(places, 2, str(tmp_path)):
+    for means, (first, *later) in run_ranks(looked_at, 2, str(tmp_path)):
+        assert means == [(FINE + 3) / 2, 2.0]
         assert len(later) == 6
         assert all(one == first for one in later)
 
@@ -92,12 +85,9 @@ def resident(dist: DistContext, views: bool) -> float:
         model, gradient_as_bucket_view=views, bucket_cap_mb=4, init_sync=False
     )
     prime_buckets(replica)
-    peaks = []
-    sums = BucketSums()
+    peaks, sums = [], BucketSums()
     for last in (False, True):
-        if sums_in_buckets(replica):
-            found = [(one, one.grad) for one in replica.parameters()]
-            sums.places = [(one, place) for one, place in found if place is not None]
+        sums.remember(replica)
         sums.begin(last=last)
         with nullcontext() if last else replica.no_sync():
             replica(torch.ones(1, 1024)).sum().backward()

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.errors import StageError
-from stages.wrap.tensor.plan import TensorPlan, matches, resolve
+from stages.wrap.tensor.plan import TensorPlan, matches
 from tests.support.tensor import GPT2, sized
 
 GQA = sized("llama", num_key_value_heads=2)
@@ -26,7 +26,7 @@ def plan_of(
         model = AutoModelForCausalLM.from_config(made)
     base = model.base_model
     blocks = list(base.h if config["model_type"] == "gpt2" else base.layers)
-    return resolve(model, blocks, size=size, patterns=patterns, sequence=sequence)
+    return TensorPlan(model, blocks, size=size, patterns=patterns, sequence=sequence)
 
 
 def test_an_architecture_is_divided_by_its_own_plan() -> None:
@@ -37,7 +37,7 @@ def test_an_architecture_is_divided_by_its_own_plan() -> None:
     assert plan.placements["model.norm.weight"].is_replicate()
     assert plan.head == "lm_head"
     assert not plan.summed
-    assert all(region.plain for region in plan.regions.values())
+    assert all(region.plain for region in plan.regions)
 
 
 def test_gradients_of_norms_on_parts_of_the_sequence_are_summed() -> None:

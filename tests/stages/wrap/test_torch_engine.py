@@ -1,4 +1,5 @@
-"""Updates are counted under every optimizer, and clipped inside of torch's fused kernels."""
+"""The step of plain torch: gradients clipped by a norm of fp32, and updates counted under every
+optimizer."""
 
 from __future__ import annotations
 
@@ -9,17 +10,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from pipeline import StageError, testing
+from pipeline import testing
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision
 from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
-from stages.wrap.optimizer_groups import make_optimizers
+from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.passes import ModulePasses
-from stages.wrap.torch_compat import divides_gradients
-from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.torch_compat import divides_gradients, multiply
+from stages.wrap.torch_engine import TorchEngine, total_norm
+from tests.support.processes import run_ranks
 
 FP32 = Precision(master="fp32", compute="fp32", reduce="fp32", buffer=None, loss_scaling=None)
 
@@ -38,6 +42,54 @@ class Plain(TorchEngine):
             self.model(torch.ones(3)).sum().backward()
             self.step(lr_scales=[1.0], should_step=lambda norm: admitted)
         return dict(self.state().updates)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_has_the_digits_of_fp32(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(301, 7, generator=draw).to(dtype) for _ in range(3)]
+    exact = float(torch.cat(gradients).double().norm())
+    assert float(total_norm(gradients)) == pytest.approx(exact, rel=1e-5)
+    halved = [gradient.float() / 2 for gradient in gradients]
+    multiply(gradients, torch.tensor(0.5))
+    for gradient, wanted in zip(gradients, halved, strict=True):
+        torch.testing.assert_close(gradient, wanted.to(dtype))
+    assert float(total_norm([])) == 0.0
+
+
+def norms(dist: DistContext) -> list[Any]:
+    """Return the norm of gradients on several meshes, and what a factor leaves of them."""
+    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    draw = torch.Generator().manual_seed(0)
+    cuts = [
+        (meshes, [Shard(0), Shard(1)]),
+        (meshes, [Shard(0), Replicate()]),
+        (meshes, [Replicate(), Shard(0)]),
+        (meshes["shard"], [Shard(0)]),
+        (init_device_mesh("cpu", (4,)), [Shard(0)]),
+    ]
+    whole = [torch.randn(5, 6, generator=draw) for _ in cuts]
+    gradients: list[Any] = [
+        distribute_tensor(one.clone(), mesh, placements)
+        for one, (mesh, placements) in zip(whole, cuts, strict=True)
+    ]
+    counted = [0, 1, 2, 4]
+    exact = torch.cat([whole[number].flatten() for number in counted]).double().norm()
+    norm = total_norm([gradients[number] for number in counted])
+    multiply(gradients, torch.tensor(0.25))
+    pairs = zip(gradients, whole, strict=True)
+    left = max(
+        float((one.full_tensor() - 0.25 * all_of_it).abs().max()) for one, all_of_it in pairs
+    )
+    # A rank without gradients takes part.
+    only = [torch.tensor([3.0, 4.0])] if dist.rank == 1 else []
+    return [float(norm), float(exact), left, float(total_norm(only, divided=True))]
+
+
+def test_parts_on_several_meshes_count_once() -> None:
+    for norm, exact, left, of_one in run_ranks(norms, 4):
+        assert norm == pytest.approx(exact, rel=1e-6)
+        assert (left, of_one) == (0.0, 5.0)
 
 
 @pytest.mark.parametrize("stage", [AdamW(lr=0.1), Lion(lr=0.1)], ids=["adamw", "lion"])
@@ -67,10 +119,7 @@ def trained(stage: AdamW, folder: Path, inputs: list[float]) -> tuple[Plain, lis
 def state_of(engine: Plain) -> list[torch.Tensor]:
     """Return the weight, its moments, and the number of its updates."""
     weight = engine.model.weight
-    return [
-        weight.detach().clone(),
-        *(one.clone() for one in engine.optimizers[0].optimizer.state[weight].values()),
-    ]
+    return [weight.detach(), *engine.optimizers[0].optimizer.state[weight].values()]
 
 
 INPUTS = [1.0, 30.0, 0.001, 7.0]
@@ -123,10 +172,3 @@ def test_only_the_kernels_of_torch_are_handed_the_limit() -> None:
         Own(weights, fused=True): False,
     }
     assert {one: divides_gradients(one) for one in kinds} == kinds
-
-
-def test_a_frozen_model_has_no_optimizer(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2).requires_grad_(False)
-    with pytest.raises(StageError, match="every parameter of the model is frozen"):
-        make_optimizers(AdamW().run(testing.context(tmp_path)), model)
-    assert make_optimizers(OptimizerPlan(parts=[], max_grad_norm=None), model) == []
