@@ -10,17 +10,16 @@ from typing import Any
 import peft
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.cli import main
 from pipeline.errors import StageError
 from pipeline.testing import plan_view
 from stages.adapter.compat import quiet
 from stages.adapter.lora import Lora
 from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
+from stages.model.hf import HfModel
 from tests.support.adapters import adapted, logits, module_with, saved_by_peft, trained
 from tests.support.models import context
 from tests.support.moe import MOE
@@ -118,20 +117,17 @@ def test_linear_layers_that_peft_takes_for_experts_stay_linear_layers(tmp_path: 
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder).eval()
     expected = logits(module_with(source, weights))
     torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=1e-5)
-
-
-def test_dora_of_such_a_layer_can_only_be_merged(tmp_path: Path) -> None:
-    source = adapted(tmp_path, MOE["deepseek_v3"], rank=2, dora=True)
+    dora = adapted(tmp_path, MOE["deepseek_v3"], rank=2, dora=True)  # which can only be merged
     with pytest.raises(StageError, match="has neither DoRA nor 4 bits"):
-        ExportAdapter().run(context(tmp_path), trained(source), source)
-    assert ExportSafetensors().run(context(tmp_path), trained(source), source).total_bytes
+        ExportAdapter().run(context(tmp_path), trained(dora), dora)
+    assert ExportSafetensors().run(context(tmp_path), trained(dora), dora).total_bytes
 
 
 @pytest.mark.parametrize("kind", spread(["qwen3_moe", "mixtral", "gpt_oss"], 2))
 def test_a_range_of_merged_experts_is_that_of_the_whole(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.adapter.updates.CHUNK", 7 * 4 * 24)
+    monkeypatch.setattr("stages.adapter.source.CHUNK", 7 * 4 * 24)
     source = adapted(tmp_path, MOE[kind], rank=3)
     merged = source.merge_trained(trained(source))
     name = "model.layers.1.mlp.experts.gate_up_proj"
@@ -223,37 +219,30 @@ def test_a_warning_names_what_has_no_update(
     assert bool(mentioned) == (kind in MOE)
 
 
-WARNING = "experts get no update: "
+QWEN, MIXTRAL = MOE["qwen3_moe"], MOE["mixtral"]
 
 
 @pytest.mark.parametrize(
-    ("said", "settings", "warns"),
+    ("config", "settings", "key"),
     [
-        (MOE["mixtral"], {}, ""),
-        (MOE["qwen3_moe"], {}, ""),
-        (MOE["qwen3_moe"], {"target_parameters": []}, "adapter.target_parameters"),
-        (MOE["mixtral"], {"targets": ["q_proj"]}, "adapter.target_parameters"),
-        (MOE["mixtral"], {"targets": ["q_proj"], "target_parameters": ["experts.down_proj"]}, ""),
-        (MOE["mixtral"], {"dora": True}, "adapter.dora"),
-        (MOE["mixtral"], {"dora": True, "train_also": ["*.experts.*"]}, ""),
-        (MOE["mixtral"], {"dora": True, "train_also": ["*norm.weight"]}, "adapter.dora"),
-        (TINY, {"targets": ["q_proj"]}, ""),
+        (MIXTRAL, {}, None),
+        (QWEN, {}, None),
+        (QWEN, {"target_parameters": ()}, "target_parameters"),
+        (MIXTRAL, {"targets": ("q_proj",)}, "target_parameters"),
+        (MIXTRAL, {"targets": ("q_proj",), "target_parameters": ("experts.down_proj",)}, None),
+        (MIXTRAL, {"dora": True}, "dora"),
+        (MIXTRAL, {"dora": True, "train_also": ("*.experts.*",)}, None),
+        (MIXTRAL, {"dora": True, "train_also": ("*norm.weight",)}, "dora"),
+        (TINY, {"targets": ("q_proj",)}, None),
     ],
 )
 def test_check_warns_of_experts_without_updates(
-    said: dict[str, Any], settings: dict[str, Any], warns: str, tmp_path: Path
+    config: dict[str, Any], settings: dict[str, Any], key: str | None
 ) -> None:
-    stages = {
-        "model": {"use": "model.hf", "config": said},
-        "adapter": {"use": "adapter.lora", **settings},
-    }
-    file = tmp_path / "recipe.yaml"
-    file.write_text(json.dumps({"name": "r", "stages": stages}))
-    result = CliRunner().invoke(main, ["check", str(file)])
-    assert result.exit_code == 0, result.output
-    assert (WARNING in result.stderr) == bool(warns)
-    if warns:
-        assert f"{warns}: {WARNING}" in result.stderr
+    stage = Lora(**settings)
+    problems = list(stage.check(plan_view({"model": HfModel(config=config), "adapter": stage})))
+    assert [(one.key, one.warning) for one in problems] == ([(key, True)] if key else [])
+    assert all(one.message.startswith("experts get no update: ") for one in problems)
 
 
 @pytest.mark.parametrize(
@@ -274,9 +263,8 @@ def test_mistakes(kind: str, fields: dict[str, Any], words: str, tmp_path: Path)
 
 
 def test_settings_that_exclude_each_other() -> None:
-    both = Lora(dora=True, target_parameters=("experts.down_proj",))
-    assert [one.key for one in both.check(plan_view({})) if not one.warning] == [
-        "target_parameters"
-    ]
-    none = Lora(targets=())
-    assert [one.key for one in none.check(plan_view({})) if not one.warning] == ["targets"]
+    for stage, key in (
+        (Lora(dora=True, target_parameters=("experts.down_proj",)), "target_parameters"),
+        (Lora(targets=()), "targets"),
+    ):
+        assert [one.key for one in stage.check(plan_view({})) if not one.warning] == [key]

@@ -24,7 +24,7 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
-from stages.weights.safetensors import SafetensorsReader
+from stages.weights.files import SafetensorsReader
 from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.passes import ModulePasses
 from stages.wrap.shards import load_weights, part_of, tiles_of, weights_of
