@@ -29,8 +29,8 @@ from pipeline import (
 )
 from pipeline.hardware import model_begins
 from pipeline.utils import replace_text, with_values
+from stages.model.block_changes import around_forward, hooks_before
 from stages.model.declared import FrozenSource, logical_numel, outline
-from stages.model.forward_hooks_compat import around_forward, hooks_before
 from stages.wrap.shards import load_weights, weights_of
 
 if TYPE_CHECKING:
