@@ -48,10 +48,12 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
 def environment() -> Iterator[None]:
     """Put the environment back after each test, and what is hidden of it: commands that run in this
     process set variables, such as the trust in code that an option gives, for the processes they
-    start, and hide the values of others."""
+    start, hide the values of others, and choose what is shown."""
     kept = (os.environ, terminal._hidden, terminal._guessed)
     before, typed = [dict(each) for each in kept], set(terminal._typed)
+    shows = terminal.display()
     yield
+    terminal.set_display(shows)
     for each, content in zip(kept, before, strict=True):
         each.clear()
         each.update(content)

@@ -78,7 +78,7 @@ def test_a_tracker_that_fails_does_not_keep_others_from_sending(run: Path) -> No
 
 
 def test_a_package_that_is_missing_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.track.contract.find_spec", lambda name: None)
+    monkeypatch.setattr("pipeline.track.stage.find_spec", lambda name: None)
     result = tracked(run, "track={use: track.wandb}")
     assert result.exit_code == 2
     assert "wandb is not installed (pip install 'pipetrain[wandb]')" in result.output

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories.cases import Case, llama, own
 
-from pipeline.planning import profile as profiles
+from pipeline.planning import profile_cache as profiles
 from pipeline.planning.planner import Job
 from pipeline.planning.profile import Line, Peak, fullest
 from pipeline.planning.profile_cache import profile_of

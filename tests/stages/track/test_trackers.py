@@ -193,7 +193,7 @@ def test_a_package_that_is_missing_is_found_before_the_start(
     stage: type[TrackerStage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert list(problems(stage, {})) == []
-    monkeypatch.setattr("pipeline.track.contract.find_spec", lambda name: None)
+    monkeypatch.setattr("pipeline.track.stage.find_spec", lambda name: None)
     (problem,) = problems(stage, {})
     assert problem.hint == f"pip install 'pipetrain[{stage.extra}]'"
 
