@@ -44,7 +44,7 @@ def source_of(model: ModelSource, plan: OptimizerPlan) -> ModelSource:
 
 def build_module(
     ctx: Context, model: ModelSource, precision: Precision, *,
-    shard: Callable[[nn.Module], None] = lambda module: None, replicas: ProcessGroup | None = None,
+    shard: Callable[[nn.Module], None] | None = None, replicas: ProcessGroup | None = None,
     home: torch.device | None = None, casts: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Build the model, shard it, materialize it and load its weights.
@@ -55,7 +55,8 @@ def build_module(
     `casts`, modules compute in the compute dtype; a strategy that casts by itself needs none.
     Raises StageError for weights that do not fit the model.
     """
-    (module,) = build_modules(ctx, model, precision, [shard], replicas=replicas, home=home)
+    shards = [shard or (lambda module: None)]
+    (module,) = build_modules(ctx, model, precision, shards, replicas=replicas, home=home)
     if casts:
         cast_on_use(module, torch_dtype(precision.compute))
     return module

@@ -10,7 +10,7 @@ from stages.wrap.axes import required
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.fsdp_memory import Sharded
 from stages.wrap.fsdp_stages import PipelinedShards
-from stages.wrap.torch_planner import model_parts
+from stages.wrap.model_parts import model_parts
 
 WHOLE = {"reduce_every_microbatch": False}
 """Fields that keep gradients whole until a step's last micro-batch, where they are reduced."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from pipeline import Precision, planning
 from pipeline.planning import IN_BACKWARD, Gradients, Item, ModelShape, Moment, Topology, Weight
-from stages.wrap.axes import Axes, caveats, required
+from stages.wrap.axes import caveats
 from stages.wrap.ddp import Ddp
-
-if TYPE_CHECKING:
-    from pipeline import MicroBatch
+from stages.wrap.model_parts import model_parts
 
 ROOT, EMBEDDINGS = -2, -1
 """Places of the root, which has the weights outside of other units, and of the embeddings."""
@@ -201,57 +199,3 @@ class DdpPlanner(planning.Planner[Ddp]):
         optimizer: planning.OptimizerShape,
     ) -> Replicated:  # fmt: skip
         return Replicated(self.stage, topology.ranks, profile, optimizer, precision)
-
-
-def model_parts(stage: Any, topology: Topology, shards: int = 1) -> planning.Division | None:
-    """The division that a wrap stage asks for, of whose ranks `shards` share the parameters; None
-    if every rank computes all of the model."""
-    axes, block = required(stage, topology.ranks), getattr(stage, "expert_parallel", None)
-    experts = 1 if block is None else int(block.size)
-    whole = axes.data == axes.ranks and experts == 1
-    return None if whole else ModelParts(stage, axes, shards, experts)
-
-
-class ModelParts(planning.Division):
-    """Divides layers, sequences and experts as a wrap stage asks for it and the engines do it."""
-
-    def __init__(self, stage: Any, axes: Axes, shards: int, experts: int) -> None:
-        self._axes, self._shards, self._among = axes, shards, experts
-        self._tensor = getattr(stage, "tensor_parallel", None) if axes.tensor > 1 else None
-        self.stages = axes.pipeline
-
-    @property
-    def key(self) -> Mapping[str, Any]:
-        tensor = self._tensor and dataclasses.asdict(self._tensor)
-        return {"tensor": tensor, "context": self._axes.context, "experts": self._among}
-
-    def divide(
-        self, model: Any, blocks: Sequence[Any]
-    ) -> tuple[Mapping[str, str], Mapping[str, int]]:
-        from stages.wrap.axes import context_group, expert_mesh, parameter_mesh
-        from stages.wrap.context.attention import ContextParallel
-        from stages.wrap.experts_compat import divide_experts
-        from stages.wrap.tensor.divide import divide_layers
-
-        axes, groups, experts = self._axes, dict[str, str](), dict[str, int]()
-        if self._tensor is not None:
-            mesh = parameter_mesh(axes, "cpu", self._shards)["tensor"]
-            divide_layers(self._tensor, model, blocks, mesh)
-            groups[mesh.get_group().group_name] = "activations of divided layers"
-        if self._among > 1:
-            meshes = expert_mesh(axes, "cpu", self._shards, self._among)
-            dispatched = divide_experts(model, meshes["expert"], meshes["tensor"])
-            own = {parameter for module in dispatched for parameter in module.parameters()}
-            experts = {name: self._among for name, one in model.named_parameters() if one in own}
-            groups[meshes["expert"].get_group().group_name] = "tokens of experts"
-        if axes.context > 1:
-            group = context_group(axes, "cpu")
-            ContextParallel(model, group, axes.tensor)
-            groups[group.group_name] = "states of attention"
-        return groups, experts
-
-    def own(self, batch: MicroBatch) -> MicroBatch:
-        from stages.batches.layout import padded, sequence_slice
-
-        whole = padded(batch, self._axes.context * self._axes.tensor)
-        return whole if self._axes.context == 1 else sequence_slice(whole, 0, self._axes.context)

@@ -21,7 +21,7 @@ from pipeline.planning import (
     Weight,
 )
 from stages.wrap.axes import caveats, required
-from stages.wrap.torch_planner import model_parts
+from stages.wrap.model_parts import model_parts
 from stages.wrap.zero import Zero
 from stages.wrap.zero.fields import uses_cpu_adam
 
