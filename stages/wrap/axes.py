@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge
 
 from pipeline import DataAxis, StageError
-from pipeline.utils import with_values
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -264,6 +263,8 @@ def expert_mesh(axes: Axes, device: str, shards: int, experts: int) -> DeviceMes
 
 def context_group(axes: Axes, device: str) -> ProcessGroup:
     """The ranks that share this rank's samples (collective)."""
+    from pipeline.utils import with_values
+
     outer = axes.pipeline * axes.data
     with with_values():
         mesh = _mesh(device, outer=outer, context=axes.context, tensor=axes.tensor)
