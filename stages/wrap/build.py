@@ -55,9 +55,8 @@ def build_module(
     `casts`, modules compute in the compute dtype; a strategy that casts by itself needs none.
     Raises StageError for weights that do not fit the model.
     """
-    (module,) = build_modules(
-        ctx, model, precision, [shard or (lambda module: None)], replicas=replicas, home=home
-    )
+    shards = [shard or (lambda module: None)]
+    (module,) = build_modules(ctx, model, precision, shards, replicas=replicas, home=home)
     if casts:
         cast_on_use(module, torch_dtype(precision.compute))
     return module

@@ -32,7 +32,7 @@ from stages.wrap.build import (
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.fsdp_fields import FsdpFields
 from stages.wrap.fsdp_units import DATA_AXES, UnitDivider
-from stages.wrap.optimizer_state import make_optimizers
+from stages.wrap.optimizer_state import optimizers_of_parts
 from stages.wrap.passes import ModulePasses, Passes
 from stages.wrap.pipeline.split import TiedEmbedding, is_tied, keep_layers, layer_ranges
 from stages.wrap.tensor.divide import resolve_plan
@@ -70,7 +70,7 @@ def build(
         whole = build_module(ctx, model, precision, shard=divider, **divider.places)
         group = divide_sequence(whole, axes, device)
         passes = ModulePasses(whole, model.scorer(whole, group=group), ctx.dist, axes)
-    optimizers = make_optimizers(plan, whole, passes.parts)
+    optimizers = optimizers_of_parts(plan, whole, passes.parts)
     rest = passes, optimizers, precision, plan, whole
     engine = FsdpEngine(facts, tied, config.reduce_every_microbatch, *rest)
     expected = {

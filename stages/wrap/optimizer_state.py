@@ -43,13 +43,17 @@ class LivePart(NamedTuple):
         return found
 
 
-def make_optimizers(
-    plan: OptimizerPlan, module: nn.Module, parts: Sequence[nn.Module] | None = None
+def make_optimizers(plan: OptimizerPlan, module: nn.Module) -> list[LivePart]:
+    """The optimizers of the plan's parts. Each group keeps its base rate as `initial_lr`. Raises
+    StageError if nothing is trained."""
+    return optimizers_of_parts(plan, module, [module])
+
+
+def optimizers_of_parts(
+    plan: OptimizerPlan, module: nn.Module, parts: Sequence[nn.Module]
 ) -> list[LivePart]:
-    """The optimizers of the plan's parts that have parameters on this rank, in groups of the whole
-    `module`; the rank may have some `parts` of it only. Each group keeps its base rate as
-    `initial_lr`. Raises StageError if nothing is trained."""
-    parts = [module] if parts is None else parts
+    """As `make_optimizers`, where this rank has `parts` of the whole `module`: the optimizers that
+    have parameters here, in groups of the whole."""
     here = {one for part in parts for one in part.parameters()}
     found = []
     divided = plan.divide(named_parameters(module, parts))

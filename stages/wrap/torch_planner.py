@@ -6,16 +6,13 @@ import dataclasses
 import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline import Precision, planning
 from pipeline.planning import IN_BACKWARD, Gradients, Item, ModelShape, Moment, Topology, Weight
 from stages.wrap.axes import caveats
 from stages.wrap.ddp import Ddp
 from stages.wrap.model_parts import model_parts
-
-if TYPE_CHECKING:
-    pass
 
 ROOT, EMBEDDINGS = -2, -1
 """Places of the root, which has the weights outside of other units, and of the embeddings."""
