@@ -1,4 +1,5 @@
-"""Undocumented parts of peft and bitsandbytes, in one place; contract tests guard them."""
+"""Undocumented parts of peft and bitsandbytes, and the names of updates in the module and in peft's
+files; contract tests guard them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import functools
 import importlib.util
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.utils import optional
@@ -68,6 +70,33 @@ def uninitialised() -> Iterator[None]:
         DoraLinearLayer.update_layer = computed
 
 
+@contextlib.contextmanager
+def targets_as_named() -> Iterator[None]:
+    """Have peft put updates where it is told to. It takes names of linear layers that experts had
+    in transformers 4 for names of stacked weights, and doubles their rank."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    converted = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = converted
+
+
+def read_as_experts(model: Any, name: str) -> bool:
+    """Whether peft takes a linear layer's name for that of stacked weights of experts."""
+    from peft import LoraConfig
+    from peft.utils import transformers_weight_conversion as conversion
+
+    config = LoraConfig(target_modules=[name])
+    try:
+        conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
+    except ValueError:  # one of the two weights that were stacked
+        return True
+    return name not in (config.target_modules or ())
+
+
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -98,28 +127,68 @@ def name_without_updates(name: str) -> str:
     return ".".join(part for part in parts if part not in ("base_layer", "original_module"))
 
 
-@contextlib.contextmanager
-def targets_as_named() -> Iterator[None]:
-    """Have peft put updates where it is told to. It takes names of linear layers that experts had
-    in transformers 4 for names of stacked weights, and doubles their rank."""
-    from peft.utils import transformers_weight_conversion as conversion
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A linear layer, or the stacked weights of a layer's experts, with an update."""
 
-    converted = conversion.convert_peft_config_for_transformers
-    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        conversion.convert_peft_config_for_transformers = converted
+    name: str
+    """Name in the model without updates: of the linear layer's module, or of the stacked weights'
+    parameter."""
+    rank: int
+    """Rank of the update, for each expert."""
+    scaling: float
+    transposed: bool
+    """Whether a weight is (inputs, outputs), as GPT-2's are."""
+    inputs: int
+    outputs: int
+    dora: bool = False
+    experts: int | None = None
+    """Number of stacked weights; None for a linear layer."""
+    nested: int = 0
+    """Number of updates of the same module that peft puts around this one."""
 
+    def _part(self, part: str) -> str:
+        if self.experts is None:
+            return f"{self.name}.{part}.{ADAPTER}.weight"
+        owner, _, leaf = self.name.rpartition(".")
+        return f"{owner}.{part}.{leaf}"
 
-def read_as_experts(model: Any, name: str) -> bool:
-    """Whether peft takes a linear layer's name for that of stacked weights of experts."""
-    from peft import LoraConfig
-    from peft.utils import transformers_weight_conversion as conversion
+    @property
+    def down(self) -> str:
+        """Name of the tensor A, shape (rank, inputs), or (experts, rank, inputs)."""
+        return self._part("lora_A")
 
-    config = LoraConfig(target_modules=[name])
-    try:
-        conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
-    except ValueError:  # one of the two weights that were stacked
-        return True
-    return name not in (config.target_modules or ())
+    @property
+    def up(self) -> str:
+        """Name of the tensor B, shape (outputs, rank), or (experts, outputs, rank)."""
+        return self._part("lora_B")
+
+    @property
+    def magnitude(self) -> str:
+        """Name of the lengths of the rows, shape (outputs,), with DoRA."""
+        return f"{self.name}.lora_magnitude_vector.{ADAPTER}.weight"
+
+    @property
+    def weight(self) -> str:
+        """Name of the weight that is updated, in the model without updates."""
+        return f"{self.name}.weight" if self.experts is None else self.name
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name -> shape of the update's tensors."""
+        stack = () if self.experts is None else (self.experts,)
+        shapes: dict[str, tuple[int, ...]] = {
+            self.down: (*stack, self.rank, self.inputs),
+            self.up: (*stack, self.outputs, self.rank),
+        }
+        return {**shapes, self.magnitude: (self.outputs,)} if self.dora else shapes
+
+    @property
+    def in_file(self) -> Mapping[str, str]:
+        """Name -> name in peft's file of the update's tensors."""
+        if self.experts is None:
+            return {name: name_in_file(name) for name in self.shapes}
+        # peft wraps the module of the experts once for each stacked weight, the last one outermost,
+        # and names none of them.
+        owner = PREFIX + self.name.rpartition(".")[0] + ".base_layer" * self.nested
+        return {self.down: f"{owner}.lora_A.weight", self.up: f"{owner}.lora_B.weight"}

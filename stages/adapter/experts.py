@@ -6,7 +6,11 @@ transformers' own fast implementation does, and multiplied group by group: W x +
 
 peft adds s B A to the weights instead. That gives the same numbers, but keeps a changed copy of all
 experts of each layer until backward, and makes a gradient as large. Here a layer keeps, for each
-token and expert that it is sent to, the inputs of both projections and `rank` numbers beside each.
+token and expert that it is sent to, the inputs of both projections and `rank` numbers for each.
+
+The experts of a layer are one module of transformers with tensors of all experts. Whether they are
+gated, transposed or biased is written into it by the decorator that lets implementations be chosen;
+contract tests guard these undocumented names.
 """
 
 from __future__ import annotations
@@ -19,15 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stages.adapter.experts_compat import (
-    activate,
-    computes_eagerly,
-    first_projection,
-    full_shape,
-    grouped_product,
-    is_experts,
-)
-from stages.adapter.layers import Layer
+from stages.adapter.compat import Layer
 
 ALIGNED = 8
 """Rows that grouped products read are multiples of 16 bytes: 8 numbers of 16 bits."""
@@ -54,11 +50,17 @@ class LowRank(NamedTuple):
     dropout: float
 
 
+def first_projection(experts: Any) -> str:
+    """Return the name of the tensor that the inputs are multiplied by."""
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
 def stacked_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The weights of experts that can have updates: name, the module that holds them, and their
-    name in it, in the module's order."""
+    """Yield the weights of experts that can have updates: name, the module that holds them, and
+    their name in it, in the module's order."""
+    said = ("is_transposed", "is_concatenated", "has_gate", "has_bias", "has_post_expert_norm")
     for owner, module in model.named_modules():
-        if is_experts(module):
+        if all(hasattr(module, name) for name in (*said, "num_experts")):
             multiplied = {first_projection(module), "down_proj"}
             for leaf, _ in module.named_parameters(recurse=False):
                 if leaf in multiplied:
@@ -75,7 +77,9 @@ def add_updates(model: nn.Module, names: Collection[str], settings: LowRank) -> 
     for experts, leaves in chosen.items():
         downs, ups = {}, {}
         for leaf in leaves:
-            count, inputs, outputs = full_shape(getattr(experts, leaf))
+            weight = getattr(experts, leaf)
+            # ZeRO keeps the whole shape of what it has partitioned.
+            count, inputs, outputs = getattr(weight, "ds_shape", weight.shape)
             if not experts.is_transposed:
                 inputs, outputs = outputs, inputs
             downs[leaf] = (count, settings.rank, inputs)
@@ -130,9 +134,9 @@ def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     expert, order = torch.sort(chosen.reshape(-1), stable=True)
     numbers = torch.arange(1, experts.num_experts + 1, device=expert.device)
     ends = torch.searchsorted(expert, numbers).to(torch.int32)
-    groups = Groups(expert, ends, computes_eagerly(experts))
-    rows = hidden[order // picks]
-    rows = activate(experts, _project(experts, first_projection(experts), rows, groups))
+    groups = Groups(expert, ends, experts.config._experts_implementation == "eager")
+    rows = _project(experts, first_projection(experts), hidden[order // picks], groups)
+    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
     rows = _project(experts, "down_proj", rows, groups)
     if experts.has_post_expert_norm:
         rows = experts.post_expert_norm(rows)
@@ -148,8 +152,10 @@ def _project(experts: Any, leaf: str, rows: Tensor, groups: Groups) -> Tensor:
     weight = getattr(experts, leaf)
     product = _product(rows, weight if experts.is_transposed else weight.mT, groups)
     if leaf in experts.lora_A.shapes:
-        _, scaling, dropout = experts.low_rank
-        down, up = _aligned(getattr(experts.lora_A, leaf), getattr(experts.lora_B, leaf))
+        rank, scaling, dropout = experts.low_rank
+        down, up = getattr(experts.lora_A, leaf), getattr(experts.lora_B, leaf)
+        if missing := -rank % ALIGNED:  # zeros, up to a size that grouped products can read
+            down, up = F.pad(down, (0, 0, 0, missing)), F.pad(up, (0, missing))
         inputs = F.dropout(rows, dropout, training=experts.training)
         low = scaling * _product(inputs, down.mT, groups)
         product = product + _product(low, up.mT, groups)
@@ -158,21 +164,13 @@ def _project(experts: Any, leaf: str, rows: Tensor, groups: Groups) -> Tensor:
     return product
 
 
-def _aligned(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors with their rank padded by zeros to a size that grouped products can read."""
-    missing = -down.shape[1] % ALIGNED
-    if not missing:
-        return down, up
-    return F.pad(down, (0, 0, 0, missing)), F.pad(up, (0, missing))
-
-
 def _product(rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    """Products of groups of rows, each with its matrix, of shape (groups, inputs, outputs)."""
     if not groups.plain:
-        return grouped_product(rows, weights, groups.ends)
+        from transformers.integrations.moe import _grouped_mm
+
+        product: Tensor = _grouped_mm(rows, weights, groups.ends)
+        return product
     ends = groups.ends.tolist()
-    starts = [0, *ends[:-1]]
-    parts = [
-        rows[start:end] @ weights[number]
-        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
-    ]
-    return torch.cat(parts)
+    spans = zip([0, *ends], ends, strict=False)
+    return torch.cat([rows[start:end] @ weights[n] for n, (start, end) in enumerate(spans)])

@@ -7,29 +7,34 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pipeline import StageError
 from pipeline.utils import closest
-from stages.adapter.compat import ADAPTER, import_peft, quiet, targets_as_named, uninitialised
+from stages.adapter.compat import (
+    ADAPTER,
+    Layer,
+    import_peft,
+    quiet,
+    targets_as_named,
+    uninitialised,
+)
 from stages.adapter.experts import LowRank, add_updates, stacked_weights, updated_experts
-from stages.adapter.layers import Layer
 from stages.adapter.peft_files import peft_config
+from stages.adapter.settings import LoraSettings
 from stages.model.block_changes import is_linear, linear_layers
 from stages.model.declared import logical_numel, matches, refuse_idle
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from stages.adapter.lora import Lora
-
 SHOWN = 8
 
 
-def inject(stage: Lora, model: nn.Module) -> None:
+def inject(stage: LoraSettings, model: nn.Module) -> None:
     """Put updates into the layers of `model` that the stage names, and freeze everything else but
-    the parameters that it trains beside them. Raises StageError for names that match nothing."""
+    the parameters that it trains as a whole. Raises StageError for names that match nothing."""
     parameters = dict(model.named_parameters())
     for name, one in parameters.items():
         if one.is_floating_point() and not one.requires_grad and matches(name, stage.train_also):
@@ -40,25 +45,30 @@ def inject(stage: Lora, model: nn.Module) -> None:
     experts = _chosen_experts(stage, model)
     if stage.targets:
         _inject_linear(stage, model)
-    add_updates(model, experts, LowRank(stage.rank, scale(stage), stage.dropout))
+    root = stage.rank if stage.scaling == "standard" else math.sqrt(stage.rank)
+    add_updates(model, experts, LowRank(stage.rank, stage.alpha / root, stage.dropout))
     found = layers(model)
-    linear = [layer.name for layer in found if layer.experts is None]
     for target in () if isinstance(stage.targets, str) else stage.targets:
-        if not any(_ends_in(name, target) for name in linear):
+        if not any(layer.experts is None and _ends_in(layer.name, target) for layer in found):
             raise StageError(
                 f"adapter.lora: no linear layer's name ends in {target!r}",
                 hint=_linear_hint(model, target),
             )
-    _train_also(stage, parameters, {layer.weight for layer in found})
+    updated = {layer.weight for layer in found}
+    for name, parameter in parameters.items():
+        wanted = matches(name, stage.train_also)
+        if wanted and not parameter.is_floating_point():
+            raise StageError(f"train_also: {name} is in 4 bits, which cannot be trained")
+        if wanted and name in updated:
+            raise StageError(
+                f"train_also: {name} is trained through its update",
+                hint="leave the layer out of `targets` to train its weight as a whole",
+            )
+        parameter.requires_grad_(wanted)
+    refuse_idle("train_also", stage.train_also, parameters, "parameter of the model")
 
 
-def scale(stage: Lora) -> float:
-    """The factor that updates are multiplied by."""
-    root = stage.rank if stage.scaling == "standard" else math.sqrt(stage.rank)
-    return stage.alpha / root
-
-
-def _inject_linear(stage: Lora, model: nn.Module) -> None:
+def _inject_linear(stage: LoraSettings, model: nn.Module) -> None:
     peft = import_peft()
     targets = None
     if stage.targets == "all-linear":
@@ -78,14 +88,13 @@ def _inject_linear(stage: Lora, model: nn.Module) -> None:
             module.cast_input_dtype_enabled = False
 
 
-def _chosen_experts(stage: Lora, model: nn.Module) -> Collection[str]:
+def _chosen_experts(stage: LoraSettings, model: nn.Module) -> Collection[str]:
     """Names of the stacked weights that get updates. Raises StageError for a name that matches
     none."""
     names = [name for name, _, _ in stacked_weights(model)]
     if stage.target_parameters is None:
-        if stage.misses_experts:
-            return ()
-        return [name for name in names if not matches(name, stage.train_also)]
+        trained = () if stage.misses_experts else names
+        return [name for name in trained if not matches(name, stage.train_also)]
     for target in stage.target_parameters:
         if not any(_ends_in(name, target) for name in names):
             ends = ", ".join(sorted({".".join(name.split(".")[-3:]) for name in names}))
@@ -101,26 +110,21 @@ def _ends_in(name: str, end: str) -> bool:
     return f".{name}".endswith(f".{end}")
 
 
-def _train_also(
-    stage: Lora, parameters: Mapping[str, nn.Parameter], updated: Collection[str]
-) -> None:
-    """Freeze the model's own `parameters` except those that the stage trains as a whole."""
-    for name, parameter in parameters.items():
-        wanted = matches(name, stage.train_also)
-        if wanted and not parameter.is_floating_point():
-            raise StageError(f"train_also: {name} is in 4 bits, which cannot be trained")
-        if wanted and name in updated:
-            raise StageError(
-                f"train_also: {name} is trained through its update",
-                hint="leave the layer out of `targets` to train its weight as a whole",
-            )
-        parameter.requires_grad_(wanted)
-    refuse_idle("train_also", stage.train_also, parameters, "parameter of the model")
+def _linear_hint(model: nn.Module, target: str = "") -> str:
+    """A hint with the last parts of linear layers' names, also of layers that have updates."""
+    ends = {
+        name.removesuffix(".base_layer").rpartition(".")[2]
+        for name, module in model.named_modules()
+        if is_linear(module) and "lora_" not in name
+    }
+    near = closest(target.rpartition(".")[2], ends)
+    asked = f"did you mean `{near}`? " if near else ""
+    return f"{asked}linear layers are called " + ", ".join(sorted(ends)[:SHOWN])
 
 
 def layers(model: nn.Module) -> list[Layer]:
-    """The layers and stacked weights of `model` that have an update. Raises StageError for kinds
-    that cannot be merged."""
+    """Return the layers and stacked weights of `model` that have an update. Raises StageError for
+    kinds that cannot be merged."""
     lora = import_peft().tuners.lora
     found = []
     for name, module in model.named_modules():
@@ -150,70 +154,43 @@ def layers(model: nn.Module) -> list[Layer]:
     return [*found, *updated_experts(model)]
 
 
-def _linear_hint(model: nn.Module, target: str = "") -> str:
-    """A hint with the last parts of linear layers' names, also of layers that have updates."""
-    ends = {
-        name.removesuffix(".base_layer").rpartition(".")[2]
-        for name, module in model.named_modules()
-        if is_linear(module) and "lora_" not in name
-    }
-    near = closest(target.rpartition(".")[2], ends)
-    asked = f"did you mean `{near}`? " if near else ""
-    return f"{asked}linear layers are called " + ", ".join(sorted(ends)[:SHOWN])
-
-
-Kind = Literal["linear", "experts", "stacked", "other"]
-"""Linear layers; stacked weights of experts that can have an update; others that cannot; matrices
-of modules that are no linear layers, as routers are."""
-
-
 def log_left_out(
-    stage: Lora, model: nn.Module, layers: Sequence[Layer], log: logging.Logger
+    stage: LoraSettings, model: Any, layers: Sequence[Layer], log: logging.Logger
 ) -> None:
     """Warn of linear layers and stacked weights without an update, and say how to include them;
     mention routers, which are usually left as they are. Embeddings, the head and biases do not
     count."""
-    found: dict[Kind, Counter[str]] = {}
-    for name, parameters, kind in _matrices(model, layers):
-        found.setdefault(kind, Counter())[re.sub(r"\.\d+\.", ".*.", name)] += parameters
-    for kind, sizes in found.items():
-        what = f"{sizes.total():,} parameters of {', '.join(sizes)}"
-        if kind == "other":
-            log.info("%s stay as they are; train_also trains them as a whole", what)
-        else:
-            advice = _advice(stage, kind, sizes)
-            log.warning("%s get no update and stay as they are; %s", what, advice)
-
-
-def _matrices(model: Any, layers: Sequence[Layer]) -> Iterator[tuple[str, int, Kind]]:
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
     updated = {layer.weight for layer in layers}
     experts = {name for name, _, _ in stacked_weights(model)}
-    sizes = logical_numel(model)
+    packed = logical_numel(model)
+    found: dict[str, Counter[str]] = {}
     for owner, module in model.named_modules():
         if any(module is table for table in tables) or owner.endswith(".base_layer"):
             continue
         for leaf, weight in module.named_parameters(recurse=False):
-            name = f"{owner}.{leaf}"
-            if name in updated or weight.requires_grad or "bias" in leaf:
+            name, linear = f"{owner}.{leaf}", is_linear(module)
+            few = not linear and weight.ndim < 2
+            if name in updated or weight.requires_grad or "bias" in leaf or few:
                 continue
-            size = sizes.get(name) or weight.numel()
-            if is_linear(module):
-                yield f"{owner}.weight", size, "linear"
-            elif weight.ndim > 2:
-                yield name, size, "experts" if name in experts else "stacked"
-            elif weight.ndim == 2:
-                yield name, size, "other"
-
-
-def _advice(stage: Lora, kind: Kind, patterns: Iterable[str]) -> str:
-    """How to include the weights of a kind."""
-    ends = sorted({pattern.rpartition(".*.")[2] for pattern in patterns})
-    if kind == "linear":
-        names = ", ".join(end.removesuffix(".weight") for end in ends)
-        return f"targets: all-linear includes them, or their names {names}"
-    if kind == "experts" and not stage.dora:
-        return f"target_parameters: [{', '.join(ends)}] includes them"
-    why = "DoRA has none for experts; " if kind == "experts" else ""
-    named = ", ".join(f"'*.{end}'" for end in ends)
-    return f"{why}train_also: [{named}] trains them as a whole"
+            # "other" are matrices of modules that are no linear layers, as routers are.
+            stacked = "experts" if name in experts else "stacked" if weight.ndim > 2 else "other"
+            shown = re.sub(r"\.\d+\.", ".*.", f"{owner}.weight" if linear else name)
+            sizes = found.setdefault("linear" if linear else stacked, Counter())
+            sizes[shown] += packed.get(name) or weight.numel()
+    for kind, sizes in found.items():
+        what = f"{sizes.total():,} parameters of {', '.join(sizes)}"
+        ends = sorted({pattern.rpartition(".*.")[2] for pattern in sizes})
+        whole = ", ".join(f"'*.{end}'" for end in ends)
+        advice = f"train_also: [{whole}] trains them as a whole"
+        if kind == "linear":
+            names = ", ".join(end.removesuffix(".weight") for end in ends)
+            advice = f"targets: all-linear includes them, or their names {names}"
+        elif kind == "experts" and stage.dora:
+            advice = f"DoRA has none for experts; {advice}"
+        elif kind == "experts":
+            advice = f"target_parameters: [{', '.join(ends)}] includes them"
+        if kind == "other":
+            log.info("%s stay as they are; train_also trains them as a whole", what)
+        else:
+            log.warning("%s get no update and stay as they are; %s", what, advice)

@@ -1,22 +1,25 @@
-"""Weights in 4 bits (NF4 or FP4): packed, and as the values that they stand for."""
+"""Weights in 4 bits (NF4 or FP4): packed in linear layers, and as the values that they stand
+for."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from pipeline import TensorReader, TensorSpec
+from pipeline import ModelSource, StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import CHUNK
 from stages.adapter.compat import bitsandbytes
+from stages.adapter.settings import QuantType
+from stages.model.block_changes import linear_layers
+from stages.model.declared import DerivedSource, outline
 from stages.weights.views import ComputedReader
-
-if TYPE_CHECKING:
-    from stages.adapter.lora import QuantType
-
 
 BLOCK = 64
 """Elements that share a scale: the paper's block size, and bitsandbytes' default."""
@@ -27,17 +30,17 @@ STEP = CHUNK // 4 // torch.float32.itemsize // BLOCK * BLOCK
 
 
 def code_bytes(elements: int) -> int:
-    """Bytes of the codes, rounded up to where a scale can begin."""
+    """Return the bytes of the codes, rounded up to where a scale can begin."""
     return math.ceil(elements / (2 * SCALE)) * SCALE
 
 
 def packed_bytes(elements: int) -> int:
-    """Bytes of a packed weight: 4.5 bits an element, rounded up."""
+    """Return the bytes of a packed weight: 4.5 bits an element, rounded up."""
     return code_bytes(elements) + math.ceil(elements / BLOCK) * SCALE
 
 
 def codes(values: Tensor, kind: QuantType) -> Tensor:
-    """The codes of flat fp32 values that begin with a block; uint8, two in each."""
+    """Return the codes of flat fp32 values that begin with a block; uint8, two in each."""
     quantized: Tensor = bitsandbytes().functional.quantize_4bit(
         values, blocksize=BLOCK, quant_type=kind, compress_statistics=False
     )[0]
@@ -45,7 +48,7 @@ def codes(values: Tensor, kind: QuantType) -> Tensor:
 
 
 def scales(values: Tensor) -> Tensor:
-    """The scales of the blocks of flat fp32 values that begin with a block; fp32."""
+    """Return the scales of the blocks of flat fp32 values that begin with a block; fp32."""
     whole = values.numel() // BLOCK * BLOCK
     return torch.cat([
         torch.linalg.vector_norm(blocks, torch.inf, dim=1)
@@ -57,7 +60,7 @@ def scales(values: Tensor) -> Tensor:
 def dequantize(
     codes: Tensor, scales: Tensor, elements: int, kind: QuantType, dtype: torch.dtype
 ) -> Tensor:
-    """The values of codes and scales, flat. Needs bitsandbytes to be imported."""
+    """Return the values of codes and scales, flat. Needs bitsandbytes to be imported."""
     # Flat, as bitsandbytes 0.50 on CPUs takes the scales of rows wrongly that are no whole blocks.
     made: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
         codes, scales, BLOCK, kind, [elements], dtype
@@ -66,13 +69,13 @@ def dequantize(
 
 
 def rounded(values: Tensor, kind: QuantType) -> Tensor:
-    """Flat fp32 values that begin with a block, quantized and dequantized."""
+    """Return flat fp32 values that begin with a block, quantized and dequantized."""
     return dequantize(codes(values, kind), scales(values), values.numel(), kind, torch.float32)
 
 
 def unpack(packed: Tensor, shape: Sequence[int], kind: QuantType, dtype: torch.dtype) -> Tensor:
-    """The weight that is packed in a flat contiguous tensor, whatever dtype its bytes are held
-    in. Needs bitsandbytes to be imported."""
+    """Return the weight that is packed in a flat contiguous tensor, whatever dtype its bytes are
+    held in. Needs bitsandbytes to be imported."""
     elements = math.prod(shape)
     held, border = packed.view(torch.uint8), code_bytes(elements)
     # Copied, as what a strategy gathers need not begin where fp32 may.
@@ -80,88 +83,170 @@ def unpack(packed: Tensor, shape: Sequence[int], kind: QuantType, dtype: torch.d
     return dequantize(held[: math.ceil(elements / 2)], factors, elements, kind, dtype).view(shape)
 
 
-class _QuantizedReader(ComputedReader):
-    """Tensors of `base`, which it closes. Some weights are replaced by their quantized values,
-    under the names in `names`."""
-
-    as_stored = False
-    """Quantizing takes longer than sending its result."""
-
-    def __init__(self, base: TensorReader, names: Mapping[str, str], kind: QuantType) -> None:
-        self._base = base
-        self._names = names
-        self._weights = {made: weight for weight, made in names.items()}
-        self._kind: QuantType = kind
-
-    @property
-    def others(self) -> TensorReader:
-        return self._base
-
-    def names(self) -> Collection[str]:
-        return [self._names.get(name, name) for name in self._base.names()]
-
-    def computes(self, name: str) -> bool:
-        return name in self._weights
-
-    def close(self) -> None:
-        self._base.close()
-
-    def _blocks(self, weight: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """The whole blocks that hold elements [start, stop), a few MiB at a time: first element,
-        fp32 values."""
-        end = min(math.ceil(stop / BLOCK) * BLOCK, self._base.spec(weight).numel)
-        for first in range(start // BLOCK * BLOCK, end, STEP):
-            values = torch.empty(min(STEP, end - first), dtype=torch.float32)
-            self._base.read_into(weight, first, values)
-            yield first, values
+def _blocks(base: TensorReader, weight: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    """The whole blocks that hold elements [start, stop), a few MiB at a time: first element, fp32
+    values."""
+    end = min(math.ceil(stop / BLOCK) * BLOCK, base.spec(weight).numel)
+    for first in range(start // BLOCK * BLOCK, end, STEP):
+        values = torch.empty(min(STEP, end - first), dtype=torch.float32)
+        base.read_into(weight, first, values)
+        yield first, values
 
 
-class PackedReader(_QuantizedReader):
-    """Weights of `layers` as bytes, `<layer>.packed` in place of `<layer>.weight`."""
+def packed_reader(base: TensorReader, layers: Collection[str], kind: QuantType) -> ComputedReader:
+    """Return the tensors of `base`, with the weights of `layers` as bytes: `<layer>.packed` in
+    place of `<layer>.weight`."""
+    weights = {f"{layer}.packed": f"{layer}.weight" for layer in layers}
+    packed = {weight: name for name, weight in weights.items()}
+    sizes = {name: base.spec(weight).numel for name, weight in weights.items()}
 
-    def __init__(self, base: TensorReader, layers: Collection[str], kind: QuantType) -> None:
-        super().__init__(base, {f"{one}.weight": f"{one}.packed" for one in layers}, kind)
-
-    def spec(self, name: str) -> TensorSpec:
-        if not self.computes(name):
-            return self._base.spec(name)
-        elements = self._base.spec(self._weights[name]).numel
-        return TensorSpec((packed_bytes(elements),), torch.uint8)
-
-    def computed(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        weight = self._weights[name]
-        border = code_bytes(self._base.spec(weight).numel)
-        if start < border:
-            yield from self._codes(weight, start, min(stop, border))
-        if stop > border:
-            yield from self._scales(weight, max(start - border, 0), stop - border)
-
-    def _codes(self, weight: str, start: int, stop: int) -> Iterator[Tensor]:
-        done = start
-        for first, values in self._blocks(weight, 2 * start, 2 * stop):
-            here = codes(values, self._kind)[max(start - first // 2, 0) : stop - first // 2]
+    def compute(name: str, start: int, stop: int) -> Iterator[Tensor]:
+        weight, border = weights[name], code_bytes(sizes[name])
+        done, edge = start, min(stop, border)
+        for first, values in _blocks(base, weight, 2 * start, 2 * edge) if start < edge else ():
+            here = codes(values, kind)[max(start - first // 2, 0) : edge - first // 2]
             done += here.numel()
             yield here
-        if done < stop:  # up to where scales begin
-            yield torch.zeros(stop - done, dtype=torch.uint8)
-
-    def _scales(self, weight: str, start: int, stop: int) -> Iterator[Tensor]:
-        low, high = start // SCALE * BLOCK, math.ceil(stop / SCALE) * BLOCK
-        for first, values in self._blocks(weight, low, high):
+        if done < edge:  # up to where scales begin
+            yield torch.zeros(edge - done, dtype=torch.uint8)
+        low, high = max(start - border, 0), stop - border
+        if high <= 0:
+            return
+        span = low // SCALE * BLOCK, math.ceil(high / SCALE) * BLOCK
+        for first, values in _blocks(base, weight, *span):
             at = first // BLOCK * SCALE
-            yield scales(values).view(torch.uint8)[max(start - at, 0) : stop - at]
+            yield scales(values).view(torch.uint8)[max(low - at, 0) : high - at]
+
+    specs = {n: TensorSpec((packed_bytes(size),), torch.uint8) for n, size in sizes.items()}
+    return ComputedReader(base, specs, compute, [packed.get(name, name) for name in base.names()])
 
 
-class RoundedReader(_QuantizedReader):
-    """All tensors under their own names; weights of `layers` as fp32 values that 4 bits hold."""
+def rounded_reader(base: TensorReader, layers: Collection[str], kind: QuantType) -> ComputedReader:
+    """Return the tensors of `base`, with the weights of `layers` as fp32 values that 4 bits
+    hold."""
 
-    def __init__(self, base: TensorReader, layers: Collection[str], kind: QuantType) -> None:
-        super().__init__(base, {f"{one}.weight": f"{one}.weight" for one in layers}, kind)
+    def compute(name: str, start: int, stop: int) -> Iterator[Tensor]:
+        for first, values in _blocks(base, name, start, stop):
+            yield rounded(values, kind)[max(start - first, 0) : stop - first]
 
-    def spec(self, name: str) -> TensorSpec:
-        spec = self._base.spec(name)
-        return spec._replace(dtype=torch.float32) if self.computes(name) else spec
+    weights = (f"{layer}.weight" for layer in layers)
+    specs = {name: base.spec(name)._replace(dtype=torch.float32) for name in weights}
+    return ComputedReader(base, specs, compute)
 
-    def computed(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        for first, values in self._blocks(name, start, stop):
-            yield rounded(values, self._kind)[max(start - first, 0) : stop - first]
+
+class PackedLinear(nn.Linear):
+    """A linear layer with a frozen weight that is unpacked for each product, in the dtype of the
+    input."""
+
+    def __init__(self, like: nn.Linear, kind: QuantType) -> None:
+        nn.Module.__init__(self)
+        bitsandbytes()
+        self.in_features, self.out_features = like.in_features, like.out_features
+        self.kind: QuantType = kind
+        elements = like.in_features * like.out_features
+        self.logical_numel = {"packed": elements}
+        held = torch.empty(packed_bytes(elements), dtype=torch.uint8, device=like.weight.device)
+        self.packed = nn.Parameter(held, requires_grad=False)
+        self.bias = like.bias
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight itself, shape (out_features, in_features), in the dtype in which its bytes are
+        held, or fp32; nothing while its bytes are partitioned."""
+        if not self.packed.numel():
+            return self.packed
+        dtype = self.packed.dtype if self.packed.is_floating_point() else torch.float32
+        return unpack(self.packed, (self.out_features, self.in_features), self.kind, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        shape = (self.out_features, self.in_features)
+        product: Tensor = _Product.apply(input, self.packed, shape, self.kind)  # type: ignore[no-untyped-call]
+        return product if self.bias is None else product + self.bias
+
+
+class _Product(torch.autograd.Function):
+    """x W^T, keeping the packed weight for backward instead of the unpacked one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int], kind: QuantType
+    ) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.shape, ctx.kind = shape, kind
+        return F.linear(x, unpack(packed, shape, kind, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (packed,) = ctx.saved_tensors
+        return grad @ unpack(packed, ctx.shape, ctx.kind, grad.dtype), None, None, None
+
+
+def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers that are quantized, by name: torch's own, without the head, whose
+    errors show most."""
+    for name, module in linear_layers(model):
+        if type(module) is nn.Linear:
+            yield name, module
+
+
+class RoundedSource(DerivedSource):
+    """`base` in an ordinary module; the weights of linear layers but the head are the values that
+    4 bits hold."""
+
+    reader: Callable[[TensorReader, Collection[str], QuantType], TensorReader] = staticmethod(
+        rounded_reader
+    )
+
+    def __init__(self, base: ModelSource, kind: QuantType) -> None:
+        super().__init__(base)
+        self.kind: QuantType = kind
+
+    @functools.cached_property
+    def layers(self) -> Collection[str]:
+        """The names of these layers. Raises StageError if the model has none."""
+        found = frozenset(name for name, _ in quantizable(outline(self.base)))
+        if not found:
+            raise StageError(
+                f"{self.name} has no linear layers to hold in 4 bits", hint="leave out quantize"
+            )
+        return found
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.base.fingerprint} {self.kind}".encode()).hexdigest()
+
+    @property
+    def inference_view(self) -> ModelSource:
+        return self
+
+    @property
+    def export_view(self) -> ModelSource:
+        return self
+
+    def weights(self) -> TensorReader:
+        return self.reader(self.base.weights(), self.layers, self.kind)
+
+
+class PackedSource(RoundedSource):
+    """`base` with these weights packed, each unpacked for its product."""
+
+    reader = staticmethod(packed_reader)
+
+    @functools.cached_property
+    def inference_view(self) -> ModelSource:
+        return RoundedSource(self.base.inference_view, self.kind)
+
+    @property
+    def export_view(self) -> ModelSource:
+        return RoundedSource(self.base.export_view, self.kind)
+
+    @property
+    def skeleton(self) -> ModelSource:
+        return self.base.skeleton
+
+    def build(self) -> nn.Module:
+        model = self.base.build()
+        for name, module in list(quantizable(model)):
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, PackedLinear(module, self.kind))
+        return model

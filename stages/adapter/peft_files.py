@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from pipeline import StageError, TensorReader
-from stages.adapter.compat import PREFIX, WEIGHTS, import_peft, name_in_file, read_as_experts
-from stages.adapter.layers import Layer
+from stages.adapter.compat import PREFIX, WEIGHTS, Layer, import_peft, name_in_file, read_as_experts
+from stages.adapter.settings import LoraSettings
 from stages.model.declared import listed, ties
-from stages.weights.change import Change, renamed
-from stages.weights.converted import ConvertedReader
-from stages.weights.safetensors import SafetensorsReader
-
-if TYPE_CHECKING:
-    from stages.adapter.lora import Lora
+from stages.weights.converted import Change, ConvertedReader, renamed
+from stages.weights.files import SafetensorsReader
 
 MERGED = "export.safetensors merges it into the model"
 
 
-def peft_config(stage: Lora, targets: Sequence[str] | None = None) -> Any:
-    """The stage as peft's configuration; `targets` in place of its own."""
+def peft_config(stage: LoraSettings, targets: Sequence[str] | None = None) -> Any:
+    """Return the stage as peft's configuration; `targets` in place of its own."""
     own = stage.targets if isinstance(stage.targets, str) else list(stage.targets)
     return import_peft().LoraConfig(
         task_type="CAUSAL_LM",
@@ -38,7 +34,7 @@ def peft_config(stage: Lora, targets: Sequence[str] | None = None) -> Any:
 
 
 def save_config(
-    stage: Lora,
+    stage: LoraSettings,
     folder: Path,
     model: nn.Module,
     layers: Sequence[Layer],
@@ -49,15 +45,23 @@ def save_config(
     """Write adapter_config.json; `model` has its adapter, of `layers`, `base` is the folder or hub
     id that it was loaded from. Raises StageError when parameters were trained that peft cannot keep
     in an adapter."""
-    linear, stacked = _as_modules_and_parameters(stage, model, layers)
-    config = peft_config(stage, _short(linear, (name for name, _ in model.named_modules()), 1))
+    linear = {layer.name for layer in layers if layer.experts is None}
+    # peft reads some names of linear layers as those of experts, which can only be parameters.
+    experts = {end for end in {_end(name, 1) for name in linear} if read_as_experts(model, end)}
+    moved = {name for name in linear if _end(name, 1) in experts}
+    if moved and (stage.dora or stage.quantize):
+        raise StageError(
+            f"peft takes {min(moved)} for experts, and has neither DoRA nor 4 bits for experts",
+            hint=MERGED,
+        )
+    stacked = {layer.weight for layer in layers if layer.experts is not None or layer.name in moved}
+    config = peft_config(stage, _short(linear - moved, (n for n, _ in model.named_modules()), 1))
     config.base_model_name_or_path, config.revision = base, revision
     config.inference_mode = True
     config.fan_in_fan_out = any(one.transposed for one in layers if one.experts is None)
     if stacked:
-        names = (name for name, _ in model.named_parameters())
-        parameters = (name.replace(".base_layer.", ".") for name in names)
-        config.target_parameters = _short(stacked, parameters, 2)
+        names = (name.replace(".base_layer.", ".") for name, _ in model.named_parameters())
+        config.target_parameters = _short(stacked, names, 2)
         config.lora_dropout = 0.0  # peft refuses it there, and only training uses it
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
     updates = {name for layer in layers for name in layer.shapes}
@@ -65,35 +69,14 @@ def save_config(
     config.save_pretrained(str(folder))
 
 
-def _as_modules_and_parameters(
-    stage: Lora, model: nn.Module, layers: Sequence[Layer]
-) -> tuple[Collection[str], Collection[str]]:
-    """Names of the modules that peft is to put updates into, and of the parameters.
-
-    Names that are read as those of experts can only be given as parameters. Raises StageError for
-    those with what peft does not do with parameters.
-    """
-    linear = {layer.name for layer in layers if layer.experts is None}
-    ends = {name.rpartition(".")[2] for name in linear}
-    experts = {end for end in ends if read_as_experts(model, end)}
-    moved = {name for name in linear if name.rpartition(".")[2] in experts}
-    if moved and (stage.dora or stage.quantize):
-        raise StageError(
-            f"peft takes {min(moved)} for experts, and has neither DoRA nor 4 bits for experts",
-            hint=MERGED,
-        )
-    stacked = {layer.weight for layer in layers if layer.experts is not None or layer.name in moved}
-    return linear - moved, stacked
+def _end(name: str, parts: int) -> str:
+    return ".".join(name.split(".")[-parts:])
 
 
 def _short(names: Collection[str], all_names: Iterable[str], parts: int) -> list[str]:
     """The last `parts` parts of the names if they mean the same ones, else the whole names."""
-
-    def end(name: str) -> str:
-        return ".".join(name.split(".")[-parts:])
-
-    ends = {end(name) for name in names}
-    meant = {name for name in all_names if end(name) in ends}
+    ends = {_end(name, parts) for name in names}
+    meant = {name for name in all_names if _end(name, parts) in ends}
     return sorted(ends if meant == set(names) else names)
 
 
@@ -114,22 +97,24 @@ def _whole_modules(model: nn.Module, names: Collection[str]) -> list[str]:
 
 
 def changes_to_file(trained: Sequence[str], layers: Sequence[Layer]) -> Iterator[Change]:
-    """The changes that turn the `trained` tensors of the module into those of peft's file.
+    """Yield the changes that turn the `trained` tensors of the module into those of peft's file.
 
     peft keeps the factors of all experts as matrices: A is (experts * rank, inputs), B is
     (outputs, rank * experts) with the number of the expert running fastest.
     """
     stacked = _stacked(layers)
-    names = names_in_file(trained, layers)
-    for name in trained:
-        if name not in stacked:
-            yield renamed(name, names[name])
+    for name, stored in names_in_file(trained, layers).items():
+        layer = stacked.get(name)
+        if layer is None:
+            yield renamed(name, stored)
+        elif name == layer.down:
+            yield _change(name, stored, lambda factors: factors.flatten(0, 1))
         else:
-            yield _change(name, names[name], partial(_flat, name == stacked[name].down))
+            yield _change(name, stored, lambda factors: factors.permute(1, 2, 0).flatten(1))
 
 
 def names_in_file(trained: Sequence[str], layers: Sequence[Layer]) -> dict[str, str]:
-    """Name of a trained tensor of the module -> its name in peft's file."""
+    """Return the name of a trained tensor of the module -> its name in peft's file."""
     of_layers = {name: stored for layer in layers for name, stored in layer.in_file.items()}
     return {name: of_layers.get(name) or name_in_file(name) for name in trained}
 
@@ -137,9 +122,10 @@ def names_in_file(trained: Sequence[str], layers: Sequence[Layer]) -> dict[str, 
 def saved_updates(
     folder: Path, model: nn.Module, trained: Sequence[str], layers: Sequence[Layer]
 ) -> TensorReader:
-    """The `trained` tensors of `model` from the adapter in `folder`, under the model's names.
+    """Return the `trained` tensors of `model` from the adapter in `folder`, under the model's
+    names.
 
-    The weight of a head, which peft saves beside its update, is not read. Raises StageError when
+    The weight of a head, which peft saves next to its update, is not read. Raises StageError when
     the adapter is of another model or of other settings.
     """
     reader = SafetensorsReader([folder / WEIGHTS])
@@ -158,17 +144,19 @@ def saved_updates(
         )
     stacked = _stacked(layers)
     shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+    changes = []
     for in_file, name in wanted.items():
+        layer = stacked.get(name)
+        needed, change = shapes[name], renamed(stored[in_file], name)
+        if layer is not None:
+            together = layer.rank * (layer.experts or 1)
+            is_down = name == layer.down
+            needed = (together, layer.inputs) if is_down else (layer.outputs, together)
+            change = _change(stored[in_file], name, partial(_stack, layer, is_down))
         found = reader.spec(stored[in_file]).shape
-        needed = _flat_shape(stacked[name], name) if name in stacked else shapes[name]
         if found != needed:
             raise StageError(f"{refusal}: {name} has shape {list(found)} instead of {list(needed)}")
-    changes = [
-        _change(stored[in_file], name, partial(_stack, stacked[name], name == stacked[name].down))
-        if name in stacked
-        else renamed(stored[in_file], name)
-        for in_file, name in wanted.items()
-    ]
+        changes.append(change)
     return ConvertedReader(reader, changes)
 
 
@@ -179,15 +167,6 @@ def _stacked(layers: Sequence[Layer]) -> dict[str, Layer]:
 
 def _change(old: str, new: str, move: Callable[[Tensor], Tensor]) -> Change:
     return Change(sources=(old,), convert=lambda tensors: {new: move(tensors[old])})
-
-
-def _flat(is_down: bool, factors: Tensor) -> Tensor:
-    return factors.flatten(0, 1) if is_down else factors.permute(1, 2, 0).flatten(1)
-
-
-def _flat_shape(layer: Layer, name: str) -> tuple[int, int]:
-    together = layer.rank * (layer.experts or 1)
-    return (together, layer.inputs) if name == layer.down else (layer.outputs, together)
 
 
 def _stack(layer: Layer, is_down: bool, flat: Tensor) -> Tensor:

@@ -13,23 +13,19 @@ from typing import TYPE_CHECKING
 
 from pipeline import ModelSource, StageError, TensorReader, Weights
 from pipeline.utils import plural
-from stages.adapter.compat import CONFIG, WEIGHTS
+from stages.adapter.compat import CONFIG, WEIGHTS, Layer
 from stages.adapter.experts import updated_modules
 from stages.adapter.injection import inject, layers, log_left_out
-from stages.adapter.layers import Layer
-from stages.adapter.lora import AdaptedModel
 from stages.adapter.peft_files import changes_to_file, save_config, saved_updates
+from stages.adapter.settings import AdaptedModel, LoraSettings
 from stages.adapter.updates import InitialValues, MergedWeights
 from stages.model.declared import outline, ties
-from stages.weights.change import Change, renamed
-from stages.weights.converted import ConvertedReader
-from stages.weights.sampled import sampled
+from stages.weights.converted import Change, ConvertedReader, renamed
+from stages.weights.files import sampled
 from stages.weights.views import JoinedReader
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from stages.adapter.lora import Lora
 
 NUMBERED = frozenset("0123456789?[")
 """Characters of names and patterns that may mean one block and not another."""
@@ -38,7 +34,7 @@ NUMBERED = frozenset("0123456789?[")
 class AdaptedSource(AdaptedModel):
     """`base` with updates of some of its linear layers and experts."""
 
-    def __init__(self, stage: Lora, base: ModelSource, *, seed: int) -> None:
+    def __init__(self, stage: LoraSettings, base: ModelSource, *, seed: int) -> None:
         super().__init__(base)
         self.stage = stage
         self.quantize = stage.quantize

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline import WEIGHT, CheckpointError, TensorSpec, Weights
 from pipeline.checkpoint import DTYPES, Reading, StateSource, as_bytes, open_state
-from stages.weights.sampled import sampled
+from stages.weights.files import sampled
 
 
 def open_weights(address: str, *, verify: bool = True, average: str | None = None) -> Weights:

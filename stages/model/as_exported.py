@@ -1,67 +1,76 @@
-"""A trained model's tensors as an export has them, and whether its source still is the one that was
-trained."""
+"""A trained model's tensors as an export has them, and as a source for a further training."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import copy
+import functools
+import hashlib
 from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline import Context, ExportError, ModelSource, TensorReader, TrainedRun, torch_dtype
-from stages.model.declared import misfit, outline, refuse_differences, ties
-from stages.weights.change import renamed
-from stages.weights.converted import ConvertedReader
-from stages.weights.views import CastReader
+from pipeline import (
+    Context,
+    ExportError,
+    ModelSource,
+    StageError,
+    TensorReader,
+    TrainedRun,
+    Weights,
+    torch_dtype,
+)
+from pipeline.checkpoint import Reading, open_state
+from stages.consolidate.weights import open_weights, state_files
+from stages.data.sources import file_digests
+from stages.model.declared import (
+    DerivedSource,
+    completed,
+    misfit,
+    outline,
+    refuse_differences,
+    ties,
+)
+from stages.weights.converted import ConvertedReader, renamed
+from stages.weights.views import CastReader, JoinedReader
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from pipeline import DtypeName
 
 AS_SOURCE = "source"
 """In place of a dtype: each tensor keeps that of the source."""
 
 
 def module_tensors(
-    source: ModelSource, weights: TensorReader, dtype: str
+    source: ModelSource, weights: TensorReader, dtype: DtypeName | str
 ) -> tuple[nn.Module, TensorReader]:
-    """The source's module on the meta device, and its tensors by its names, in `dtype` of an export
-    or AS_SOURCE; tied ones once. Raises StageError when names or shapes differ."""
+    """Return the source's module on the meta device, and its tensors by its names, in `dtype` of an
+    export or AS_SOURCE; a tied tensor once, under the name that files keep. Raises StageError when
+    names or shapes differ."""
     model = outline(source)
-    names = names_to_read(model, weights)
-    chosen = ConvertedReader(weights, [renamed(found, kept) for kept, found in names.items()])
-    return model, CastReader(chosen, _dtypes(dtype, source, model))
-
-
-def names_to_read(outline: nn.Module, weights: TensorReader) -> dict[str, str]:
-    """Name to write -> name to read, for each tensor of `outline`, a module on the meta device with
-    its weights tied; a tied tensor once, under the name that files keep. Raises StageError when
-    names or shapes of `weights` differ from the module's."""
-    tied = ties(outline)
+    tied = ties(model)
     given = set(weights.names())
-    expected = outline.state_dict()
-    found: dict[str, str] = {}
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    read: dict[str, str] = {}
     for name in expected:
         kept = tied.get(name, name)
-        if name in given and (kept not in found or name == kept):
-            found[kept] = name
-    missing = {name for name in expected if tied.get(name, name) not in found}
-    shapes = {kept: (weights.spec(name).shape, tuple(expected[kept].shape))
-              for kept, name in found.items()}  # fmt: skip
-    misshapen = [misfit(name, has, needs) for name, (has, needs) in shapes.items() if has != needs]
-    extra = given - expected.keys()
-    refuse_differences("the checkpoint", outline, missing, extra, misshapen)
-    return {name: found[name] for name in expected if name in found}
-
-
-def _dtypes(asked: str, source: ModelSource, model: nn.Module) -> Callable[[str], torch.dtype]:
-    if asked != AS_SOURCE:
-        one = torch_dtype(asked)
-        return lambda name: one
+        if name in given and (kept not in read or name == kept):
+            read[kept] = name
+    missing = {name for name in expected if tied.get(name, name) not in read}
+    shapes = {kept: weights.spec(name).shape for kept, name in read.items()}
+    misshapen = [misfit(n, has, expected[n]) for n, has in shapes.items() if has != expected[n]]
+    refuse_differences("the checkpoint", model, missing, given - expected.keys(), misshapen)
+    changes = [renamed(read[name], name) for name in expected if name in read]
+    chosen = ConvertedReader(weights, changes)
+    if dtype != AS_SOURCE:
+        one = torch_dtype(dtype)
+        return model, CastReader(chosen, lambda name: one)
     with contextlib.closing(source.weights()) as reader:
-        own = {name: reader.spec(name).dtype for name in reader.names()}
-    own |= {kept: own[alias] for alias, kept in ties(model).items() if kept not in own}
-    return own.__getitem__
+        own: dict[str, torch.dtype] = {name: reader.spec(name).dtype for name in reader.names()}
+    own |= {kept: own[alias] for alias, kept in tied.items() if kept not in own}
+    return model, CastReader(chosen, own.__getitem__)
 
 
 def require_same_base(
@@ -89,3 +98,122 @@ def needs_source(model: ModelSource) -> bool:
     if passed is not None:
         passed.close()
     return passed is not None or bool(model.frozen_base)
+
+
+def open_trained_source(
+    ctx: Context, trained: TrainedRun, model: ModelSource, dtype: str, average: str | None
+) -> TrainedSource:
+    """Return the model of a finished training of `model`. Raises StageError for another model, and
+    for other weights than an adapter was trained on."""
+    then = trained.progress.lineage.get("model")
+    if then not in (None, model.fingerprint) and "model" not in ctx.accept:
+        raise StageError(
+            f"{model.name} is not the model that was trained: it was {then[:12]}, is "
+            f"{model.fingerprint[:12]}",
+            hint="the slot takes the latest model before it: put it after the training that it is "
+            "to continue, and another model after it",
+        )
+    require_same_base(ctx, model, trained)
+    source = TrainedSource(
+        model, trained.checkpoint, dtype=dtype, average=average, verify=ctx.dist.is_main
+    )
+    source.name = f"{model.name} trained to step {trained.progress.step}"
+    ctx.log.info("the model of step %d, from %s", trained.progress.step, trained.checkpoint)
+    return source
+
+
+class TrainedSource(DerivedSource):
+    """The model that a training made of `origin`, without its adapters. Checkpoints are opened when
+    something is read."""
+
+    def __init__(
+        self,
+        origin: ModelSource,
+        checkpoint: str,
+        *,
+        dtype: str,
+        average: str | None,
+        verify: bool,
+    ) -> None:
+        super().__init__(origin.training_view)
+        self._origin, self._checkpoint = origin, checkpoint
+        self._dtype, self._average = dtype, average
+        self._verify = verify
+        """Whether to compare the checksums of whole files, which happens once."""
+
+    def weights(self) -> TensorReader:
+        with contextlib.ExitStack() as held:
+            opened = open_weights(self._checkpoint, verify=self._verify, average=self._average)
+            held.callback(opened.close)
+            merged = self._origin.merge_trained(opened)
+            if merged is not opened:
+                held.callback(merged.close)
+            model, tensors = module_tensors(self._origin.export_view, merged, self._dtype)
+            names = {name: name for name in tensors.names()}
+            names |= {alias: kept for alias, kept in ties(model).items() if kept in names}
+            self._verify = False
+            found = ConvertedReader(tensors, [renamed(kept, name) for name, kept in names.items()])
+            return _Closing(found, held.pop_all())
+
+    def merge_trained(self, trained: Weights) -> Weights:
+        merged: Weights = super().merge_trained(completed(self, trained))
+        return merged
+
+    @functools.cached_property
+    def _identity(self) -> str:
+        """Digest of the weights that are read, the same wherever the checkpoint lies."""
+        opened = open_weights(self._checkpoint, verify=False, average=self._average)
+        with contextlib.closing(opened):
+            return opened.identity
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        facts = f"{self._origin.fingerprint} trained {self._identity} {self._dtype}"
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+    @property
+    def sampled_contents(self) -> str | None:
+        return self._identity
+
+    @functools.cached_property
+    def contents(self) -> str | None:
+        reading = Reading(weights_only=True, verify=False)
+        with contextlib.closing(open_state(self._checkpoint, reading)) as state:
+            written = state.digest()
+        read = [written] if written else file_digests(state_files(self._checkpoint))
+        if needs_source(self._origin):
+            read.append(str(self._origin.contents))
+        return hashlib.sha256("\n".join(read).encode()).hexdigest()
+
+    location = None
+    revision = None
+
+    @property
+    def inference_view(self) -> ModelSource:
+        same = copy.copy(self)
+        same.base = self.base.inference_view
+        return same
+
+    @property
+    def export_view(self) -> ModelSource:
+        return self.inference_view
+
+    @property
+    def training_view(self) -> ModelSource:
+        return self
+
+    @property
+    def skeleton(self) -> ModelSource:
+        return self.base.skeleton
+
+
+class _Closing(JoinedReader):
+    """Tensors of `base`; `close` also closes what they come from."""
+
+    def __init__(self, base: TensorReader, held: contextlib.ExitStack) -> None:
+        super().__init__(base)
+        self._held = held
+
+    def close(self) -> None:
+        super().close()
+        self._held.close()

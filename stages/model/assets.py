@@ -1,4 +1,4 @@
-"""Everything beside the weights that transformers needs to load a model: read, and saved."""
+"""Everything next to the weights that transformers needs to load a model: read, and saved."""
 
 from __future__ import annotations
 
@@ -16,80 +16,22 @@ from stages.model import compat
 from stages.model.chat_template import read_template, unknown_tokens
 from stages.model.config_checks import wrong_size
 from stages.model.files import Files, local, read_json
-from stages.model.gguf import gguf_reader, quick_gguf
+from stages.model.gguf import GgufTensors, quick_gguf
+from stages.model.settings import HfSettings
 
 if TYPE_CHECKING:
     from logging import Logger
 
-    from stages.model.hf import HfModel
-
 LOCAL_KEYS = (
-    "_name_or_path",
-    "_model_name_or_path",
-    "name_or_path",
-    "is_local",
-    "local_files_only",
-)
+    "_name_or_path", "_model_name_or_path", "name_or_path", "is_local", "local_files_only",
+    "gguf_file",
+)  # fmt: skip
 """Keys in which transformers notes where it read from."""
-
-
-def save_config(config: Any, folder: Path, *, architecture: str, dtype: str) -> None:
-    """Write config.json; `dtype` as torch spells it (`bfloat16`)."""
-    config = copy.deepcopy(config)
-    config.architectures = [architecture]
-    config.dtype = dtype
-    config.save_pretrained(folder)
-    _drop_keys(folder / "config.json", (*LOCAL_KEYS, "quantization_config", "gguf_file"))
-
-
-def save_generation_config(config: Any, source: Path | None, folder: Path) -> None:
-    """Write generation_config.json: the source's own, else what the config implies."""
-    from transformers import GenerationConfig
-
-    own = source / "generation_config.json" if source else None
-    if own is not None and own.is_file():
-        # Copied: transformers refuses to save some settings that published models have.
-        shutil.copyfile(own, folder / own.name)
-        return
-    GenerationConfig.from_model_config(config).save_pretrained(folder)
-
-
 PROCESSOR = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "image_processor_config.json", "feature_extractor_config.json",
 )  # fmt: skip
 """Files by which transformers prepares what is not text."""
-
-
-def copy_processor(source: Path | None, folder: Path) -> None:
-    """Copy the files by which a model of more than text prepares the rest, as far as there are."""
-    for file in () if source is None else [source / name for name in PROCESSOR]:
-        if file.is_file():
-            shutil.copyfile(file, folder / file.name)
-
-
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the tokenizer and its chat template."""
-    tokenizer.save_pretrained(folder)
-    file = folder / "tokenizer_config.json"
-    if file.is_file():
-        _drop_keys(file, (*LOCAL_KEYS, "gguf_file"))
-
-
-def copy_code(source: Path | None, folder: Path) -> None:
-    """Copy the model code that came with the source."""
-    if source is None:
-        raise StageError("the model's code is in no folder that it could be copied from")
-    for file in sorted(source.glob("*.py")):
-        shutil.copyfile(file, folder / file.name)
-
-
-def _drop_keys(file: Path, keys: tuple[str, ...]) -> None:
-    content = json.loads(file.read_text("utf-8"))
-    kept = {key: value for key, value in content.items() if key not in keys}
-    file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 OLD_SPELLINGS = (
     "head_dim", "rope_theta", "rope_scaling", "torch_dtype", "partial_rotary_factor",
     "rope_local_base_freq", "sliding_window_pattern", "rotary_pct", "rotary_emb_base",
@@ -97,8 +39,54 @@ OLD_SPELLINGS = (
 """Keys that architectures read without declaring them, or translate."""
 
 
+def save_configs(
+    config: Any, source: Path | None, folder: Path, *, architecture: str, dtype: str
+) -> None:
+    """Write config.json, with `dtype` as torch spells it (`bfloat16`), and generation_config.json:
+    the source's own, else what the config implies."""
+    from transformers import GenerationConfig
+
+    own = source / "generation_config.json" if source else None
+    if own is not None and own.is_file():
+        # Copied: transformers refuses to save some settings that published models have.
+        shutil.copyfile(own, folder / own.name)
+    else:
+        GenerationConfig.from_model_config(config).save_pretrained(folder)
+    config = copy.deepcopy(config)
+    config.architectures = [architecture]
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    _drop_keys(folder / "config.json", "quantization_config")
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write the tokenizer and its chat template."""
+    tokenizer.save_pretrained(folder)
+    _drop_keys(folder / "tokenizer_config.json")
+
+
+def _drop_keys(file: Path, *keys: str) -> None:
+    """Take these keys, and those of where it was read, from a JSON file, if it is there."""
+    if file.is_file():
+        content = json.loads(file.read_text("utf-8"))
+        kept = {key: value for key, value in content.items() if key not in (*LOCAL_KEYS, *keys)}
+        file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def copy_files(source: Path | None, folder: Path, *, processor: bool, code: bool) -> None:
+    """Copy what came with the source: the files by which a model of more than text prepares the
+    rest, and the model's code. Raises StageError for code without a source."""
+    if source is None:
+        if code:
+            raise StageError("the model's code is in no folder that it could be copied from")
+        return
+    named = [source / name for name in PROCESSOR if processor and (source / name).is_file()]
+    for file in (*named, *(sorted(source.glob("*.py")) if code else ())):
+        shutil.copyfile(file, folder / file.name)
+
+
 def config_of_recipe(config: Mapping[str, Any] | str) -> Any:
-    """A transformers config of a mapping, or of a config.json at a path.
+    """Return a transformers config of a mapping, or of a config.json at a path.
 
     Raises StageError if it cannot be used, also for keys of a mapping that the architecture does
     not know: transformers would keep them and use its default.
@@ -110,18 +98,23 @@ def config_of_recipe(config: Mapping[str, Any] | str) -> Any:
     kind = values.pop("model_type", None)
     with _unusable():
         if spelled_out:
-            _refuse_unknown(kind, values, AutoConfig.for_model(kind))
+            default = AutoConfig.for_model(kind)
+            known = {*default.to_dict(), *default.attribute_map, *OLD_SPELLINGS}
+            for key in (key for key in values if key not in known):
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else ""
+                raise StageError(f"a {kind} config has no key {key!r}", hint=hint)
         _require_sizes(values)
         return AutoConfig.for_model(kind, **values)
 
 
 def config_of_files(files: Files, *, trust_remote_code: bool) -> Any:
-    """The config of a folder or GGUF file. Raises StageError if it cannot be used, or if weights
-    are quantized."""
+    """Return the config of a folder or GGUF file. Raises StageError if it cannot be used, or if
+    weights are quantized."""
     from transformers import AutoConfig
 
     if files.gguf is not None:
-        gguf_reader(files.folder / files.gguf)  # is it there as a whole?
+        GgufTensors(files.folder / files.gguf).close()  # is it there as a whole?
     with _unusable(), quick_gguf(files.gguf):
         config = AutoConfig.from_pretrained(
             files.folder,
@@ -138,9 +131,25 @@ def config_of_files(files: Files, *, trust_remote_code: bool) -> Any:
     return config
 
 
-def open_tokenizer(files: Files, stage: HfModel, log: Logger) -> Any:
-    """The tokenizer of a folder or GGUF file, with the recipe's chat template. Raises StageError if
-    it cannot be loaded."""
+@contextlib.contextmanager
+def _unusable() -> Iterator[None]:
+    from huggingface_hub.errors import StrictDataclassError as Strict
+
+    try:
+        with compat.quiet():
+            yield
+    except (OSError, ValueError, LookupError, TypeError, ImportError, Strict) as error:
+        raise StageError(f"the model's config cannot be used: {error}") from error
+
+
+def _require_sizes(config: Mapping[str, Any]) -> None:
+    if wrong := wrong_size(config):
+        raise StageError(f"the model's config cannot be used: {wrong}")
+
+
+def open_tokenizer(files: Files, stage: HfSettings, log: Logger) -> Any:
+    """Return the tokenizer of a folder or GGUF file, with the recipe's chat template. Raises
+    StageError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:
@@ -164,9 +173,9 @@ def open_tokenizer(files: Files, stage: HfModel, log: Logger) -> Any:
     return tokenizer
 
 
-def open_processor(files: Files, stage: HfModel, tokenizer: Callable[[], Any]) -> Any | None:
-    """The processor of a folder, with the recipe's tokenizer; None in a folder or GGUF file that
-    has none. Raises StageError, which says what is missing, if it cannot be loaded."""
+def open_processor(files: Files, stage: HfSettings, tokenizer: Callable[[], Any]) -> Any | None:
+    """Return the processor of a folder, with the recipe's tokenizer; None in a folder or GGUF file
+    that has none. Raises StageError, which says what is missing, if it cannot be loaded."""
     if files.gguf or not any((files.folder / name).is_file() for name in PROCESSOR):
         return None
     from transformers import AutoProcessor, ProcessorMixin
@@ -185,29 +194,3 @@ def open_processor(files: Files, stage: HfModel, tokenizer: Callable[[], Any]) -
     if stage.chat_template is not None:
         processor.chat_template = processor.tokenizer.chat_template
     return processor
-
-
-@contextlib.contextmanager
-def _unusable() -> Iterator[None]:
-    from huggingface_hub.errors import StrictDataclassError as Strict
-
-    try:
-        with compat.quiet():
-            yield
-    except (OSError, ValueError, LookupError, TypeError, ImportError, Strict) as error:
-        raise StageError(f"the model's config cannot be used: {error}") from error
-
-
-def _require_sizes(config: Mapping[str, Any]) -> None:
-    wrong = wrong_size(config)
-    if wrong:
-        raise StageError(f"the model's config cannot be used: {wrong}")
-
-
-def _refuse_unknown(kind: str, values: Mapping[str, Any], default: Any) -> None:
-    known = {*default.to_dict(), *default.attribute_map, *OLD_SPELLINGS}
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else ""
-            raise StageError(f"a {kind} config has no key {key!r}", hint=hint)

@@ -1,6 +1,7 @@
 """Changes of a model for training alone: checkpointing, compiling, 8-bit products, Liger kernels.
 
-All in place; names of parameters stay.
+All in place; names of parameters stay. Hooks around a block's forward, which its recomputation
+repeats, use private names of torch.
 """
 
 from __future__ import annotations
@@ -21,15 +22,22 @@ from torch.utils.checkpoint import (
 
 from pipeline import StageError
 from pipeline.utils import optional
-from stages.model.forward_hooks_compat import with_hooks
-from stages.model.hf import ActivationCheckpointing, Compile, Fp8, HfModel
+from stages.model.settings import ActivationCheckpointing, Compile, Fp8, HfSettings
 from stages.objectives.compile_compat import CompiledBlocks
 
 CHANGES = ("activation_checkpointing", "compile", "fp8", "kernels")
 """Fields of the slot that ask for such changes."""
+MULTIPLE = 16
+"""8-bit products are defined for multiples of this size (torch._scaled_mm)."""
+SHARED = -1
+"""Key of `around_forward`'s hooks on every module; torch counts its own from 0."""
+INSIDE = "_hooks_inside_of_forward"
+"""Attribute of modules whose forward calls these hooks itself: a list, empty or of one pair."""
+
+Forward = Callable[..., Any]
 
 
-def change_blocks(stage: HfModel, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def change_blocks(stage: HfSettings, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Apply the slot's changes to a model and its blocks. Raises StageError for changes of blocks
     in a model whose blocks are not known."""
     if not blocks and (stage.activation_checkpointing is not None or stage.compile is not None):
@@ -49,8 +57,8 @@ def change_blocks(stage: HfModel, model: nn.Module, blocks: Sequence[nn.Module])
 
 
 def linear_layers(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules of all linear layers but the head: torch's class and its subclasses, and
-    GPT-2's. Routers, and experts that are one tensor, are excluded."""
+    """Yield names and modules of all linear layers but the head: torch's class and its subclasses,
+    and GPT-2's. Routers, and experts that are one tensor, are excluded."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if is_linear(module) and module is not head:
@@ -60,9 +68,6 @@ def linear_layers(model: Any) -> Iterator[tuple[str, nn.Module]]:
 def is_linear(module: nn.Module) -> bool:
     """Whether `module` is a linear layer of torch, or GPT-2's."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-Forward = Callable[..., Any]
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], settings: ActivationCheckpointing) -> None:
@@ -134,8 +139,46 @@ def _policy(keep: str) -> Callable[..., CheckpointPolicy]:
     return policy
 
 
-MULTIPLE = 16
-"""8-bit products are defined for multiples of this size (torch._scaled_mm)."""
+def around_forward(module: nn.Module, before: Forward, after: Forward) -> None:
+    """Call `before` ahead of `module`'s forward, and `after` after it, even if forward raises. A
+    forward that `with_hooks` has made calls them itself.
+
+    torch's own registration numbers hooks, and compiled graphs look up the numbers: each block
+    would get a graph of its own, up to a limit beyond which blocks are not compiled.
+    """
+    if hasattr(module, INSIDE):
+        getattr(module, INSIDE)[:] = [(before, after)]
+        return
+    module._forward_pre_hooks[SHARED] = before
+    module._forward_hooks[SHARED] = after
+    module._forward_hooks_always_called[SHARED] = True
+
+
+def hooks_before(module: nn.Module) -> Iterator[Forward]:
+    """Yield the hooks ahead of `module`'s forward: those that torch calls, and those that it calls
+    itself."""
+    yield from module._forward_pre_hooks.values()
+    yield from (before for before, _ in getattr(module, INSIDE, ()))
+
+
+def with_hooks(module: nn.Module, forward: Forward) -> Forward:
+    """Return a forward of `module` that calls the hooks that `around_forward` will put on it, so
+    that a recomputation, outside of which torch calls hooks, repeats them."""
+    hooks: list[tuple[Forward, Forward]] = []
+    setattr(module, INSIDE, hooks)
+
+    @functools.wraps(forward)
+    def between(*args: Any, **kwargs: Any) -> Any:
+        if not hooks:
+            return forward(*args, **kwargs)
+        ((before, after),) = hooks
+        before(module, args)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            after(module, args, None)
+
+    return between
 
 
 def use_fp8(model: Any, settings: Fp8) -> None:
@@ -153,9 +196,8 @@ def use_fp8(model: Any, settings: Fp8) -> None:
         and not module.out_features % MULTIPLE
     ]
     if not suited:
-        raise StageError(
-            f"fp8: no linear layer's sizes are multiples of {MULTIPLE}", hint="leave out fp8"
-        )
+        message = f"fp8: no linear layer's sizes are multiples of {MULTIPLE}"
+        raise StageError(message, hint="leave out fp8")
     convert_to_float8_training(
         model, config=config, module_filter_fn=lambda module, name: module in suited
     )

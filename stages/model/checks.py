@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline import PlanView, Problem, StageError, UsageError, traits
 from pipeline.utils import (
@@ -20,7 +20,13 @@ from pipeline.utils import (
 from stages.fields import instead_of_variable
 from stages.model.chat_template import read_template
 from stages.model.compat import causal_types, is_multimodal
-from stages.model.config_checks import NOT_BY_TEXT, sees_later_tokens, uneven_heads, wrong_size
+from stages.model.config_checks import (
+    NOT_BY_TEXT,
+    other_angles,
+    sees_later_tokens,
+    uneven_heads,
+    wrong_size,
+)
 from stages.model.files import (
     HUB_ID,
     REVISION,
@@ -36,76 +42,49 @@ from stages.model.files import (
     safetensors_files,
 )
 from stages.model.read import config_at_hand
-from stages.model.rotary_config import other_angles
+from stages.model.settings import HfSettings
 from stages.model.source_text_compat import attentions, suited_attention
-
-if TYPE_CHECKING:
-    from stages.model.hf import HfModel
 
 Found = Iterator[tuple[str, str, str]]
 """Key, message and hint of problems."""
-LOCAL_PATH = "a local path starts with /, ./, ../ or ~"
 
 
-def problems(stage: HfModel) -> Iterator[Problem]:
-    """Every mistake in the fields about files, config and tokenizer."""
-    for key, message, hint in _problems(stage):
+def problems(stage: HfSettings) -> Iterator[Problem]:
+    """Yield every mistake in the fields about files, config and tokenizer."""
+    for key, message, hint in (*_exclusive(stage), *_code(stage), *_model(stage), *_words(stage)):
         yield Problem(key=key, message=message, hint=hint)
 
 
-def beside_problems(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
-    """Yield the files next to the weights of a local folder that matter: a mistake for an adapter,
-    which transformers would apply, unless an adapter slot starts from it; a warning for a file that
-    is not read."""
-    if stage.path is None or not is_local(stage.path) or is_gguf(stage.path):
-        return
-    if stage.init == "random" or stage.gguf_file is not None:
-        return
-    folder = local(stage.path)
-    adapter, others = adapter_beside(folder), other_weights(folder)
-    readers = plan.readers(stage) if adapter else ()
-    named = (one.start_from for one in readers if isinstance(one, traits.StartsFrom))
-    started = (local(name).resolve() for name in named if name)
-    if adapter and folder.resolve() not in started:
-        hint = f"name it in an adapter slot (`start_from: {stage.path}`), or move it away"
-        yield Problem(key="path", message=adapter, hint=hint)
-    if others:
-        yield Problem(key="path", message=others, hint="remove the one that is stale", warning=True)
+def _exclusive(stage: HfSettings) -> Found:
+    """Fields that need or exclude each other."""
+    if stage.path is None and stage.config is None:
+        hint = "set `path` to a folder, a GGUF file or a hub id, or `config` to an architecture"
+        yield "path", "the model is not given", hint
+    if stage.path is not None and stage.config is not None:
+        hint = "set one of them to null, such as config: null"
+        yield "path", "`path` and `config` exclude each other", hint
+    for key in ("revision", "gguf_file") if stage.path is None else ():
+        if getattr(stage, key) is not None:
+            yield key, f"`{key}` needs `path`", ""
+    loads = stage.path is not None and stage.init != "random"
+    for key in () if loads else ("new_weights", "unused_weights"):
+        if getattr(stage, key):
+            yield key, f"`{key}` needs weights that are loaded", ""
+    if stage.vocab_size is not None and stage.config is not None:
+        yield "vocab_size", "`config` sets it already", ""
 
 
-def foreign_code(stage: HfModel) -> Iterator[tuple[str, str]]:
-    """Fields that make code run which is not installed, and its origin."""
+def foreign_code(stage: HfSettings) -> Iterator[tuple[str, str]]:
+    """Yield the fields that make code run which is not installed, and its origin."""
     if stage.trust_remote_code:
         yield "trust_remote_code", f"{stage.path or 'the model'} itself"
     if "/" in stage.attention:
         yield "attention", f"the hub's kernel {stage.attention}"
 
 
-def _problems(stage: HfModel) -> Found:
-    yield from _exclusive(stage)
+def _code(stage: HfSettings) -> Found:
     for key, origin in foreign_code(stage):
         yield from _untrusted(key, require_code_trust, origin)
-    if isinstance(stage.config, str):
-        yield from _config_file(stage, local(stage.config), "config")
-    elif stage.config is not None:
-        yield from _config(stage, stage.config, "config")
-    if stage.gguf_file is not None and not is_plain(stage.gguf_file):
-        yield "gguf_file", "must be a file name inside `path`", ""
-    elif stage.path is not None:
-        yield from _path(stage, stage.path)
-    if stage.tokenizer is not None:
-        yield from _tokenizer(stage, stage.tokenizer)
-    elif stage.tokenizer_revision is not None:
-        yield (
-            "tokenizer_revision",
-            "needs `tokenizer`; the tokenizer in `path` has its `revision`",
-            "",
-        )
-    if stage.chat_template is not None:
-        try:
-            read_template(stage.chat_template)
-        except StageError as error:
-            yield "chat_template", str(error), ""
 
 
 def _untrusted(key: str, require: Callable[..., object], what: str | Path) -> Found:
@@ -117,105 +96,45 @@ def _untrusted(key: str, require: Callable[..., object], what: str | Path) -> Fo
 
 def _unpinned(key: str, kernel: str) -> Found:
     """A kernel of the hub without a commit, if commits are asked for."""
-    commit = kernel.partition("@")[2].partition(":")[0]
+    name, commit = (part.partition(":")[0] for part in kernel.partition("@")[::2])
     if pins_asked() and not COMMIT.fullmatch(commit):
-        name = kernel.partition("@")[0].partition(":")[0]
         yield key, f"the hub's kernel {name} names no commit", f"write {name}@COMMIT"
 
 
-def _exclusive(stage: HfModel) -> Found:
-    if stage.path is None and stage.config is None:
-        hint = "set `path` to a folder, a GGUF file or a hub id, or `config` to an architecture"
-        yield "path", "the model is not given", hint
-    if stage.path is not None and stage.config is not None:
-        hint = "set one of them to null, such as config: null"
-        yield "path", "`path` and `config` exclude each other", hint
-    if stage.path is None:
-        for key in ("revision", "gguf_file"):
-            if getattr(stage, key) is not None:
-                yield key, f"`{key}` needs `path`", ""
-    if stage.path is None or stage.init == "random":
-        for key in ("new_weights", "unused_weights"):
-            if getattr(stage, key):
-                yield key, f"`{key}` needs weights that are loaded", ""
-    if stage.vocab_size is not None and stage.config is not None:
-        yield "vocab_size", "`config` sets it already", ""
+def _model(stage: HfSettings) -> Found:
+    if isinstance(stage.config, str):
+        yield from _config_file(stage, local(stage.config), "config")
+    elif stage.config is not None:
+        yield from _config(stage, stage.config, "config")
+    path, name = stage.path, stage.gguf_file
+    if name is not None and not is_plain(name):
+        yield "gguf_file", "must be a file name inside `path`", ""
+    elif path is not None and is_local(path):
+        if stage.revision is not None:
+            yield "revision", "`revision` is only for a hub id, and `path` is local", ""
+        yield from _local(stage, path, local(path))
+    elif path is not None and not HUB_ID.fullmatch(path):
+        repo, mark, revision = path.partition("@")
+        split = f"write `path: {repo}` and `revision: {revision}`"
+        hint = split if mark and HUB_ID.fullmatch(repo) else _as_local(path)
+        yield "path", f"{path!r} is neither a hub id (owner/name) nor a local path", hint
+    elif path is not None:
+        yield from _revision("revision", stage.revision)
 
 
-def _config_file(stage: HfModel, file: Path, key: str) -> Found:
-    if not file.is_file():
-        yield key, f"no such file: {file}", ""
-        return
-    try:
-        config = read_json(file)
-    except StageError as error:
-        yield key, str(error), ""
-        return
-    if key == "path" and "quantization_config" in config:
-        message = f"the weights in {file.parent} are quantized and cannot be trained"
-        yield key, message, "use the unquantized model"
-    else:
-        yield from _config(stage, config, key)
+def _revision(key: str, revision: str | None) -> Found:
+    if revision is not None and not REVISION.fullmatch(revision):
+        yield key, f"{revision!r} is not a commit, branch or tag", ""
 
 
-def _config(stage: HfModel, config: Mapping[str, Any], key: str) -> Found:
-    for kernel in kernels_named(config):
-        yield from _untrusted(key, require_code_trust, f"the hub's kernel {kernel}")
-        yield from _unpinned(key, kernel)
-    kind, known = config.get("model_type"), causal_types()
-    wrong = wrong_size(config)
-    if wrong:
-        yield key, wrong, ""
-    elif stage.trust_remote_code and "auto_map" in config:
-        # Code that comes with a model can be of any architecture.
-        unsuited = other_angles(config, of_transformers=False)
-        if unsuited:
-            yield key, *unsuited
-    elif not isinstance(kind, str):
-        yield key, "`model_type` is missing", "for example `model_type: llama`"
-    elif is_multimodal(config):
-        yield from _multimodal(stage, str(kind), key)
-    elif known and kind not in known:
-        hint = did_you_mean(kind, known)
-        yield key, f"transformers has no causal language model of type {kind!r}", hint
-    elif uneven := uneven_heads(config):
-        yield key, uneven, ""
-    else:
-        for unsuited in (sees_later_tokens(config), other_angles(config, of_transformers=True)):
-            if unsuited:
-                yield key, *unsuited
+def _as_local(path: str) -> str:
+    """The hint for a path that is not marked as a local one."""
+    marked = f"write ./{path}" if Path(path).exists() else ""
+    return instead_of_variable(path) or marked or "a local path starts with /, ./, ../ or ~"
 
 
-def _multimodal(stage: HfModel, kind: str, key: str) -> Found:
-    """A model of more than text that cannot be trained on text, or not as declared."""
-    why = NOT_BY_TEXT.get(kind)
-    if why:
-        yield key, f"a {kind} is a model of more than text, and {why}", "train a language model"
-    elif stage.path is None or stage.init == "random":
-        message = f"a {kind} is a model of more than text, and an export needs weights of the rest"
-        yield key, message, "start from its pretrained weights, or declare a language model"
-
-
-def multimodal_notes(stage: HfModel) -> Iterator[Problem]:
-    """Warn of a model of more than text of which the language model is trained."""
-    config = config_at_hand(stage) or {}
-    foreign = stage.trust_remote_code and "auto_map" in config
-    kind = str(config.get("model_type"))
-    if is_multimodal(config) and not foreign and not list(_multimodal(stage, kind, "")):
-        yield Problem(
-            message=f"a {kind} is a model of more than text: its language model is "
-            "trained, all else stays in its files and is passed through to the export",
-            warning=True,
-        )
-
-
-def _path(stage: HfModel, path: str) -> Found:
-    if not is_local(path):
-        yield from _hub(stage, path)
-        return
-    place, name = local(path), stage.gguf_file
-    if stage.revision is not None:
-        yield "revision", "`revision` is only for a hub id, and `path` is local", ""
+def _local(stage: HfSettings, path: str, place: Path) -> Found:
+    name = stage.gguf_file
     if is_gguf(path):
         if name is not None:
             yield "gguf_file", "`path` is already a GGUF file", ""
@@ -240,7 +159,7 @@ def _path(stage: HfModel, path: str) -> Found:
 
 
 def _instead_of(folder: Path) -> str:
-    """Return the hint for a folder that is not a model."""
+    """The hint for a folder that is not a model."""
     gguf, inner = sorted(folder.glob("*.gguf")), sorted(folder.glob("*/config.json"))
     run = "it is a run; " if (folder / "recipe.yaml").is_file() else ""
     if gguf:
@@ -251,51 +170,123 @@ def _instead_of(folder: Path) -> str:
     return f"{run}{export}" if run else "expected Hugging Face layout"
 
 
-def _hub(stage: HfModel, path: str) -> Found:
-    if not HUB_ID.fullmatch(path):
-        repo, mark, revision = path.partition("@")
-        split = f"write `path: {repo}` and `revision: {revision}`"
-        hint = split if mark and HUB_ID.fullmatch(repo) else _as_local(path)
-        yield "path", f"{path!r} is neither a hub id (owner/name) nor a local path", hint
-    elif stage.revision is not None and not REVISION.fullmatch(stage.revision):
-        yield "revision", f"{stage.revision!r} is not a commit, branch or tag", ""
+def _config_file(stage: HfSettings, file: Path, key: str) -> Found:
+    if not file.is_file():
+        yield key, f"no such file: {file}", ""
+        return
+    try:
+        config = read_json(file)
+    except StageError as error:
+        yield key, str(error), ""
+        return
+    if key == "path" and "quantization_config" in config:
+        message = f"the weights in {file.parent} are quantized and cannot be trained"
+        yield key, message, "use the unquantized model"
+    else:
+        yield from _config(stage, config, key)
 
 
-def _as_local(path: str) -> str:
-    """Return the hint for a path that is not marked as a local one."""
-    there = f"write ./{path}" if Path(path).exists() else LOCAL_PATH
-    return instead_of_variable(path) or there
+def _config(stage: HfSettings, config: Mapping[str, Any], key: str) -> Found:
+    for kernel in kernels_named(config):
+        yield from _untrusted(key, require_code_trust, f"the hub's kernel {kernel}")
+        yield from _unpinned(key, kernel)
+    kind, known = config.get("model_type"), causal_types()
+    foreign = stage.trust_remote_code and "auto_map" in config
+    if wrong := wrong_size(config):
+        yield key, wrong, ""
+    elif not foreign and not isinstance(kind, str):
+        yield key, "`model_type` is missing", "for example `model_type: llama`"
+    elif not foreign and is_multimodal(config):
+        yield from _multimodal(stage, str(kind), key)
+    elif not foreign and known and kind not in known:
+        message = f"transformers has no causal language model of type {kind!r}"
+        yield key, message, did_you_mean(str(kind), known)
+    elif not foreign and (uneven := uneven_heads(config)):
+        yield key, uneven, ""
+    else:  # code that comes with a model can be of any architecture
+        later = None if foreign else sees_later_tokens(config)
+        for unsuited in (later, other_angles(config, of_transformers=not foreign)):
+            if unsuited:
+                yield key, *unsuited
 
 
-def _tokenizer(stage: HfModel, path: str) -> Found:
-    key, place = "tokenizer", local(path)
-    revision = stage.tokenizer_revision
-    if not is_local(path):
-        if not HUB_ID.fullmatch(path):
-            yield key, f"{path!r} is neither a hub id nor a local path", _as_local(path)
-        elif revision is not None and not REVISION.fullmatch(revision):
-            yield "tokenizer_revision", f"{revision!r} is not a commit, branch or tag", ""
+def _multimodal(stage: HfSettings, kind: str, key: str) -> Found:
+    """A model of more than text that cannot be trained on text, or not as declared."""
+    why = NOT_BY_TEXT.get(kind)
+    if why:
+        yield key, f"a {kind} is a model of more than text, and {why}", "train a language model"
+    elif stage.path is None or stage.init == "random":
+        message = f"a {kind} is a model of more than text, and an export needs weights of the rest"
+        yield key, message, "start from its pretrained weights, or declare a language model"
+
+
+def _words(stage: HfSettings) -> Found:
+    """Mistakes about the tokenizer and its chat template."""
+    path, revision = stage.tokenizer, stage.tokenizer_revision
+    if path is None:
+        if revision is not None:
+            message = "needs `tokenizer`; the tokenizer in `path` has its `revision`"
+            yield "tokenizer_revision", message, ""
+    elif not is_local(path):
+        if HUB_ID.fullmatch(path):
+            yield from _revision("tokenizer_revision", revision)
+        else:
+            yield "tokenizer", f"{path!r} is neither a hub id nor a local path", _as_local(path)
     elif revision is not None:
         yield "tokenizer_revision", "is only for a hub id, and `tokenizer` is local", ""
-    elif is_gguf(path):
-        if not place.is_file():
-            yield key, f"no such file: {place}", ""
-    elif not has_tokenizer(place):
-        yield key, f"no tokenizer files in {place}", ""
+    elif is_gguf(path) and not local(path).is_file():
+        yield "tokenizer", f"no such file: {local(path)}", ""
+    elif not is_gguf(path) and not has_tokenizer(local(path)):
+        yield "tokenizer", f"no tokenizer files in {local(path)}", ""
+    if stage.chat_template is not None:
+        try:
+            read_template(stage.chat_template)
+        except StageError as error:
+            yield "chat_template", str(error), ""
 
 
-FLASH = "flash_attention_"
+def beside_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
+    """Yield the files next to the weights of a local folder that matter: a mistake for an adapter,
+    which transformers would apply, unless an adapter slot starts from it; a warning for a file that
+    is not read."""
+    if stage.path is None or not is_local(stage.path) or is_gguf(stage.path):
+        return
+    if stage.init == "random" or stage.gguf_file is not None:
+        return
+    folder = local(stage.path)
+    adapter, others = adapter_beside(folder), other_weights(folder)
+    readers = plan.readers(stage) if adapter else ()
+    named = (one.start_from for one in readers if isinstance(one, traits.StartsFrom))
+    started = (local(name).resolve() for name in named if name)
+    if adapter and folder.resolve() not in started:
+        hint = f"name it in an adapter slot (`start_from: {stage.path}`), or move it away"
+        yield Problem(key="path", message=adapter, hint=hint)
+    if others:
+        yield Problem(key="path", message=others, hint="remove the one that is stale", warning=True)
 
 
-def speed_problems(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
-    """Every mistake in the fields about attention, memory and speed."""
-    for key, message, hint in (*_attention(stage, plan), *_blocks(stage), *_fp8(stage, plan)):
+def multimodal_notes(stage: HfSettings) -> Iterator[Problem]:
+    """Warn of a model of more than text of which the language model is trained."""
+    config = config_at_hand(stage) or {}
+    foreign = stage.trust_remote_code and "auto_map" in config
+    kind = str(config.get("model_type"))
+    if is_multimodal(config) and not foreign and not list(_multimodal(stage, kind, "")):
+        yield Problem(
+            message=f"a {kind} is a model of more than text: its language model is "
+            "trained, all else stays in its files and is passed through to the export",
+            warning=True,
+        )
+
+
+def speed_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
+    """Yield every mistake in the fields about attention, memory and speed."""
+    for key, message, hint in (*_attention(stage, plan), *_blocks(stage, plan)):
         yield Problem(key=key, message=message, hint=hint)
 
 
-def _attention(stage: HfModel, plan: PlanView) -> Found:
+def _attention(stage: HfSettings, plan: PlanView) -> Found:
     name = stage.attention
-    if name.startswith(FLASH) or "/" in name:
+    if name.startswith("flash_attention_") or "/" in name:
         package = "kernels" if "/" in name or not _installed("flash_attn") else "flash_attn"
         yield from _needs(plan, "attention", name, package, package)
         if "/" in name:
@@ -305,36 +296,13 @@ def _attention(stage: HfModel, plan: PlanView) -> Found:
             yield "attention", message, "install flash_attn, or set attention: sdpa"
     elif name == "flex_attention" and plan.device == "cpu":
         yield "attention", "flex_attention computes no gradients on a CPU", "use sdpa"
-    elif name == "sdpa":
+    elif name == "sdpa" and not stage.trust_remote_code:
         kind = str((config_at_hand(stage) or {}).get("model_type"))
-        known = attentions(kind)
-        if known and "sdpa" not in known and not stage.trust_remote_code:
+        if "sdpa" not in (attentions(kind) or "sdpa"):
             best = suited_attention(kind, plan.device)
             yield "attention", f"transformers has no sdpa for a {kind}", f"set attention: {best}"
     if stage.kernels is not None:
         yield from _needs(plan, "kernels", "Liger", "liger_kernel", "liger-kernel")
-
-
-def _blocks(stage: HfModel) -> Found:
-    recomputed = stage.activation_checkpointing
-    if recomputed is None:
-        return
-    if recomputed.keep == "attention" and stage.attention == "eager":
-        message = "eager attention is not one operation whose result can be kept"
-        yield "activation_checkpointing.keep", message, "set attention: sdpa, or keep: matmuls"
-    if recomputed.offload and stage.compile is not None:
-        message = "torch compiles no block whose activations are offloaded"
-        yield "compile", message, "leave out compile, or activation_checkpointing.offload"
-
-
-def _fp8(stage: HfModel, plan: PlanView) -> Found:
-    if stage.fp8 is None:
-        return
-    if not _installed("torchao"):
-        yield "fp8", "needs torchao", "pip install 'pipetrain[torchao]'"
-    if plan.device == "cpu" and not stage.fp8.emulate:
-        message = "needs a GPU with 8-bit products (compute capability 8.9 or above)"
-        yield "fp8", message, "set fp8.emulate: true to try it, slowly"
 
 
 def _needs(plan: PlanView, key: str, what: str, module: str, package: str) -> Found:
@@ -346,3 +314,18 @@ def _needs(plan: PlanView, key: str, what: str, module: str, package: str) -> Fo
 
 def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
+
+
+def _blocks(stage: HfSettings, plan: PlanView) -> Found:
+    recomputed = stage.activation_checkpointing
+    if recomputed and recomputed.keep == "attention" and stage.attention == "eager":
+        message = "eager attention is not one operation whose result can be kept"
+        yield "activation_checkpointing.keep", message, "set attention: sdpa, or keep: matmuls"
+    if recomputed and recomputed.offload and stage.compile is not None:
+        message = "torch compiles no block whose activations are offloaded"
+        yield "compile", message, "leave out compile, or activation_checkpointing.offload"
+    if stage.fp8 and not _installed("torchao"):
+        yield "fp8", "needs torchao", "pip install 'pipetrain[torchao]'"
+    if stage.fp8 and plan.device == "cpu" and not stage.fp8.emulate:
+        message = "needs a GPU with 8-bit products (compute capability 8.9 or above)"
+        yield "fp8", message, "set fp8.emulate: true to try it, slowly"

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.weights.change import Change, renamed
-
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from stages.weights.converted import Change
 
 # transformers imports torchao where it is installed, whose enumerations torch warns about.
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
@@ -48,8 +48,9 @@ def without_init() -> Iterator[None]:
 
 
 def changes_on_load(model: nn.Module, names: Iterable[str]) -> list[Change]:
-    """The changes that turn tensors of files into those of the module, as the architecture declares
-    them: older names, a missing or superfluous prefix, stacked experts. Unknown names are kept."""
+    """Return the changes that turn tensors of files into those of the module, as the architecture
+    declares them: older names, a missing or superfluous prefix, stacked experts. Unknown names are
+    kept."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -57,17 +58,18 @@ def changes_on_load(model: nn.Module, names: Iterable[str]) -> list[Change]:
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     state, prefix = model.state_dict(), getattr(model, "base_model_prefix", "")
-    groups = _Groups(model, converters)
-    for name in _in_order(names):
+
+    def target_of(name: str) -> tuple[str, str | None]:
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
-        groups.add(name, target, pattern)
-    return groups.changes(lambda name: name)
+        return target, pattern
+
+    return _changes(model, names, converters, target_of, lambda name: name)
 
 
 def changes_on_save(model: nn.Module, names: Iterable[str]) -> list[Change]:
-    """The reverse: the changes that turn tensors of the module into those of files."""
+    """Return the reverse: the changes that turn tensors of the module into those of files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
@@ -77,68 +79,55 @@ def changes_on_save(model: nn.Module, names: Iterable[str]) -> list[Change]:
     reverse = [entry.reverse_transform() for entry in kept]
     renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
-    groups = _Groups(model, converters)
-    for name in _in_order(names):
-        target, pattern = _first_match(name, converters)
-        groups.add(name, target if pattern else _all_matches(name, renamings), pattern)
-    return groups.changes(lambda name: _all_matches(name, renamings))
+
+    def rename(name: str) -> str:
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    def target_of(name: str) -> tuple[str, str | None]:
+        """The name that the first matching converter returns, and the pattern that matched."""
+        found = (converter.rename_source_key(name) for converter in converters)
+        return next((each for each in found if each[1] is not None), (rename(name), None))
+
+    return _changes(model, names, converters, target_of, rename)
 
 
-def _first_match(name: str, converters: Sequence[Any]) -> tuple[str, str | None]:
-    """The name that the first matching converter gives, and the pattern that matched."""
-    for converter in converters:
-        target, pattern = converter.rename_source_key(name)
-        if pattern is not None:
-            return target, pattern
-    return name, None
-
-
-def _all_matches(name: str, renamings: Sequence[Any]) -> str:
-    for renaming in renamings:
-        name, _ = renaming.rename_source_key(name)
-    return name
-
-
-def _in_order(names: Iterable[str]) -> list[str]:
-    """The names sorted with numbers as numbers, so that experts are stacked in their order."""
+def _changes(
+    model: nn.Module,
+    names: Iterable[str],
+    converters: Sequence[Any],
+    target_of: Callable[[str], tuple[str, str | None]],
+    rename: Callable[[str], str],
+) -> list[Change]:
+    """Changes of names, and a change for the tensors that a converter takes together, which have
+    the same target. `rename` is applied to the names of its results."""
     from transformers.core_model_loading import dot_natural_key
 
-    return sorted(names, key=dot_natural_key)
+    from stages.weights.converted import Change, renamed
 
-
-class _Groups:
-    """Groups the tensors that a converter takes together, as it gives them the same first name."""
-
-    def __init__(self, model: nn.Module, converters: Sequence[Any]) -> None:
-        self._model = model
-        self._converters = {pattern: one for one in converters for pattern in one.source_patterns}
-        self._members: dict[str, list[tuple[str, str]]] = {}
-        self._plain: dict[str, str] = {}
-
-    def add(self, name: str, target: str, pattern: str | None) -> None:
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    changes: list[Change] = []
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name in sorted(names, key=dot_natural_key):  # experts are stacked in their order
+        target, pattern = target_of(name)
         if pattern is None:
-            self._plain[name] = target
+            changes.append(renamed(name, target))
         else:
-            self._members.setdefault(target, []).append((name, pattern))
+            groups.setdefault(target, []).append((name, pattern))
 
-    def changes(self, rename: Callable[[str], str]) -> list[Change]:
-        """The changes; `rename` is applied to the names of converted tensors."""
-        plain = [renamed(old, new) for old, new in self._plain.items()]
-        return plain + [self._change(target, rename) for target in self._members]
+    def convert(target: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        converter = copy.deepcopy(by_pattern[groups[target][0][1]])
+        for name, pattern in groups[target]:
+            converter.add_tensor(target, name, pattern, tensors[name])
+        made = converter.convert(target, model=model, config=model.config)
+        return {rename(name): one[0] if isinstance(one, list) else one
+                for name, one in made.items()}  # fmt: skip
 
-    def _change(self, target: str, rename: Callable[[str], str]) -> Change:
-        members = self._members[target]
-        pristine = self._converters[members[0][1]]
-
-        def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            converter = copy.deepcopy(pristine)
-            for name, pattern in members:
-                converter.add_tensor(target, name, pattern, tensors[name])
-            made = converter.convert(target, model=self._model, config=self._model.config)
-            return {rename(name): one[0] if isinstance(one, list) else one
-                    for name, one in made.items()}  # fmt: skip
-
-        return Change(sources=tuple(name for name, _ in members), convert=convert)
+    return changes + [
+        Change(sources=[name for name, _ in members], convert=functools.partial(convert, target))
+        for target, members in groups.items()
+    ]
 
 
 def gguf_names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
@@ -162,11 +151,6 @@ def initialise(owner: Any, module: nn.Module) -> None:
     for child in module.children():
         initialise(owner, child)
     owner._init_weights(module)
-
-
-def declared_ties(model: Any) -> dict[str, str]:
-    """Tied name -> the name that files keep, as the architecture declares it."""
-    return dict(model.get_expanded_tied_weights_keys(all_submodels=True))
 
 
 def tables(model: Any) -> tuple[nn.Module | None, nn.Module | None]:
@@ -225,12 +209,12 @@ def is_remote_code(model: nn.Module) -> bool:
 
 
 def causal_types() -> Mapping[str, str]:
-    """`model_type` of each causal language model of transformers -> its class."""
+    """Return `model_type` of each causal language model of transformers -> its class."""
     return _table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
 
 
 def image_text_types() -> Mapping[str, str]:
-    """`model_type` of each model of transformers that writes text about images -> its class."""
+    """Return `model_type` of each model that writes text about images -> its class."""
     return _table("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
 
 

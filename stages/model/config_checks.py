@@ -1,4 +1,5 @@
-"""Mistakes that show in a model's config and tokenizer files before anything starts."""
+"""What a model's config and tokenizer files say before anything starts, and mistakes that show in
+them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,29 +12,29 @@ from typing import Any
 
 from pipeline import Data, ModelSource, PlanView, Problem, StageError, TrainedRun, traits
 from stages.model.files import has_tokenizer, is_gguf, is_local, local, read_json
-from stages.model.hf import HfModel
 from stages.model.read import config_at_hand, gguf_header
+from stages.model.settings import HfSettings
 from stages.model.source_text_compat import needs_even_heads, size_by_default
 
-TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+Config = Mapping[str, Any]
 
 
-def config_of(stage: Any, plan: PlanView) -> Mapping[str, Any] | None:
-    """The config of the model that a stage gets, if it can be read without a network."""
+def config_of(stage: Any, plan: PlanView) -> Config | None:
+    """Return the config of the model that a stage gets, if it can be read without a network."""
     models = plan.producers(stage, ModelSource)
     model = next((one for one in models if isinstance(one, traits.DeclaresConfig)), None)
     return None if model is None else model.config_at_hand()
 
 
-def hf_model(stage: Any, plan: PlanView) -> HfModel | None:
-    """The slot of transformers' model that a stage gets, or that was changed for it."""
+def hf_model(stage: Any, plan: PlanView) -> HfSettings | None:
+    """Return the slot of transformers' model that a stage gets, or that was changed for it."""
     models = plan.producers(stage, ModelSource)
-    return next((one for one in models if isinstance(one, HfModel)), None)
+    return next((one for one in models if isinstance(one, HfSettings)), None)
 
 
 def declarations(stage: Any, plan: PlanView) -> Iterator[Any]:
-    """The stages whose settings the model that a stage gets has: changes of it, the latest first,
-    then the model. Weights of a finished training have the changes before it merged."""
+    """Yield the stages whose settings the model that a stage gets has: changes of it, the latest
+    first, then the model. Weights of a finished training have the changes before it merged."""
     merged = False
     for model in plan.producers(stage, ModelSource):
         if not merged or plan.producer(model, ModelSource) is None:
@@ -44,8 +45,9 @@ def declarations(stage: Any, plan: PlanView) -> Iterator[Any]:
 def tokenizer_problems(
     stage: Any, plan: PlanView, *, no_template: str | None = None
 ) -> Iterator[Problem]:
-    """The problem of a stage that needs the tokenizer, if the model has none; of one that needs its
-    chat template too, `no_template` says how to do without. Files on the hub are not looked at."""
+    """Yield the problem of a stage that needs the tokenizer, if the model has none; of one that
+    needs its chat template too, `no_template` says how to do without. Files on the hub are not
+    looked at."""
     model = hf_model(stage, plan)
     if model is None or plan.forecast:
         return
@@ -56,13 +58,13 @@ def tokenizer_problems(
         return  # the model slot reports a missing path
     if model.tokenizer is None and model.config is None and config_at_hand(model) is None:
         return  # as it does a folder without a model
-    has, has_template = (False, False) if given is None else _found(model, local(given))
+    has, has_its_template = (False, False) if given is None else _found(model, local(given))
     if not has:
         yield Problem(
             message="needs a tokenizer, and the model comes without one",
             hint="set `tokenizer` in the model's slot to a folder that has one",
         )
-    elif no_template is not None and not (has_template or model.chat_template):
+    elif no_template is not None and not (has_its_template or model.chat_template):
         yield Problem(
             message=f"needs a chat template, and the tokenizer of {given} has none",
             hint="use an instruction-tuned model, name a template in `chat_template` in the "
@@ -70,17 +72,20 @@ def tokenizer_problems(
         )
 
 
-def _found(model: HfModel, place: Path) -> tuple[bool, bool]:
+def _found(model: HfSettings, place: Path) -> tuple[bool, bool]:
     """Whether there is a tokenizer, and whether it has a chat template."""
     if model.tokenizer is None and model.gguf_file is not None:
         place = place / model.gguf_file
     if not is_gguf(place.name):
         return has_tokenizer(place), has_template(place)
     try:
-        metadata, _ = gguf_header(place)
+        metadata = gguf_header(place).metadata
     except StageError:
         return True, True  # the run reports a damaged file
     return "tokenizer.ggml.model" in metadata, "tokenizer.chat_template" in metadata
+
+
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 def has_template(folder: Path) -> bool:
@@ -97,18 +102,16 @@ TABLES = {
     "gpt_neo": 2048, "gptj": 2048, "openai-gpt": 512, "opt": 2048,
 }  # fmt: skip
 """Models that look positions up in a table, and fail beyond it -> positions, by default."""
-
-
 POSITIONS = ("max_position_embeddings", "n_positions")
 """Names that architectures give the number of positions in their configs."""
 
 
-def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
-    """The problem of each slot whose samples may be longer than the model's positions: a mistake if
-    positions are rows of a table, else a warning."""
+def too_long(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
+    """Yield the problem of each slot whose samples may be longer than the model's positions: a
+    mistake if positions are rows of a table, else a warning."""
     whole = config_at_hand(stage) or {}
     part = whole.get("text_config")
-    config: Mapping[str, Any] = part if isinstance(part, Mapping) else whole
+    config: Config = part if isinstance(part, Mapping) else whole
     kind = config.get("model_type")
     on_hub = stage.path is not None and not is_local(stage.path)
     if on_hub and kind not in TABLES and not any(name in config for name in POSITIONS):
@@ -129,14 +132,15 @@ def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
             )
 
 
-def table_of_positions(config: Mapping[str, Any]) -> int | None:
-    """Rows of the table in which a model looks positions up; None if it computes them."""
+def table_of_positions(config: Config) -> int | None:
+    """Return the rows of the table in which a model looks positions up; None if it computes
+    them."""
     return stated_context(config) if str(config.get("model_type")) in TABLES else None
 
 
-def stated_context(config: Mapping[str, Any]) -> int | None:
-    """Positions that a config states, or its type by default, including those that scaling its
-    rotary angles adds; None if it states none."""
+def stated_context(config: Config) -> int | None:
+    """Return the positions that a config states, or its type by default, including those that
+    scaling its rotary angles adds; None if it states none."""
     kind = str(config.get("model_type"))
     defaults = (size_by_default(kind, name) for name in POSITIONS)
     default = TABLES.get(kind) or next(filter(None, defaults), None)
@@ -156,7 +160,7 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 """Names that architectures give the number of experts in their configs."""
 
 
-def has_experts(config: Mapping[str, Any]) -> bool:
+def has_experts(config: Config) -> bool:
     """Whether a config is of a mixture of experts."""
     parts = [value for value in config.values() if isinstance(value, Mapping)]
     return any(part.get(key) for part in (config, *parts) for key in EXPERTS)
@@ -171,15 +175,13 @@ SEE_LATER_TOKENS = dict.fromkeys(_DECODERS.split(), "is_decoder") | {
 """Types whose tokens see those after them -> the key of their config that prevents it; None where
 nothing does. transformers has them as causal language models, as they can be used as parts of
 others."""
-
-
 SEE_PADDING = ("prophetnet",)
 """Types whose rows have other losses when they are padded."""
 
 
-def sees_later_tokens(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Message and hint about a model whose tokens see the tokens that they are to predict, or the
-    padding after them; None for a causal one."""
+def sees_later_tokens(config: Config) -> tuple[str, str] | None:
+    """Return message and hint about a model whose tokens see the tokens that they are to predict,
+    or the padding after them; None for a causal one."""
     kind = str(config.get("model_type"))
     if kind in SEE_PADDING:
         return f"the loss of a row of a {kind} depends on its padding", "train another architecture"
@@ -187,8 +189,38 @@ def sees_later_tokens(config: Mapping[str, Any]) -> tuple[str, str] | None:
     if kind not in SEE_LATER_TOKENS or (key is not None and config.get(key) is True):
         return None
     hint = "train another architecture" if key is None else f"set `{key}: true` in its config"
-    message = f"each token of a {kind} sees those after it, which it would be trained to predict"
-    return message, hint
+    return f"each token of a {kind} sees those after it, which it would be trained to predict", hint
+
+
+LENGTHWISE = ("longrope", "dynamic")
+"""LongRoPE (Ding et al. 2024), which has one table for texts up to a length and one for longer
+ones, and dynamic NTK scaling, which has one for each length beyond the model's positions."""
+OLD_NAME = "su"
+"""What configs called LongRoPE before."""
+OF_THE_BATCH = ("deepseek_v4",)
+"""Types that ask for angles at positions of their own, which follow from the padded length."""
+
+
+def lengthwise_kind(config: Config, *, of_rope: bool = False) -> str | None:
+    """Return the kind of rotary tables of a config.json that depend on the length of a text; None
+    if it has no such tables. `of_rope`: it is the part of a config about them."""
+    kind = config.get("rope_type", config.get("type"))
+    if of_rope and kind in (*LENGTHWISE, OLD_NAME):
+        return str(kind)
+    parts = ((key, value) for key, value in config.items() if isinstance(value, Mapping))
+    found = (lengthwise_kind(value, of_rope=of_rope or "rope" in key) for key, value in parts)
+    return next((one for one in found if one is not None), None)
+
+
+def other_angles(config: Config, *, of_transformers: bool) -> tuple[str, str] | None:
+    """Return message and hint about a model, by its config.json, whose angles depend on other rows
+    than a token's own, as its code is not `of_transformers`, say; None for one whose do not."""
+    kind = lengthwise_kind(config)
+    if kind is None or (of_transformers and config.get("model_type") not in OF_THE_BATCH):
+        return None
+    message = f"its rotary tables are of kind {kind}, and depend on the longest row of a batch"
+    hint = "train another model" if of_transformers else "leave out trust_remote_code"
+    return f"{message} in its code", hint
 
 
 _NEED_IMAGES = (
@@ -205,8 +237,6 @@ NOT_BY_TEXT = {
     "molmo2": "asks in training which tokens are of images",
 }  # fmt: skip
 """Types of models of more than text that cannot be trained on text -> why."""
-
-
 MOST = 2**31 - 1
 """The largest size of anything; a larger one is a slip, and no memory could hold it."""
 MOST_BLOCKS = 1024
@@ -219,17 +249,7 @@ _NEVER_0 = (
 )  # fmt: skip
 
 
-def uneven_heads(config: Mapping[str, Any]) -> str:
-    """Return a sentence about heads that do not divide the hidden size, where the type needs that;
-    empty if they do."""
-    kind, names = str(config.get("model_type")), ("hidden_size", "num_attention_heads")
-    size, heads = (config.get(name) or size_by_default(kind, name) for name in names)
-    if not (size and heads and size % heads and needs_even_heads(kind)):
-        return ""
-    return f"hidden_size is {size}, which num_attention_heads ({heads}) does not divide"
-
-
-def wrong_size(config: Mapping[str, Any]) -> str:
+def wrong_size(config: Config) -> str:
     """Return a sentence about the first impossible size, also in the configs of a model's parts;
     empty if all sizes are possible."""
     for key, value in config.items():
@@ -243,3 +263,13 @@ def wrong_size(config: Mapping[str, Any]) -> str:
             if not least <= value <= most:
                 return f"{key} is {value:.4g}, expected a whole number from {least} to {most}"
     return ""
+
+
+def uneven_heads(config: Config) -> str:
+    """Return a sentence about heads that do not divide the hidden size, where the type needs that;
+    empty if they do."""
+    kind, names = str(config.get("model_type")), ("hidden_size", "num_attention_heads")
+    size, heads = (config.get(name) or size_by_default(kind, name) for name in names)
+    if not (size and heads and size % heads and needs_even_heads(kind)):
+        return ""
+    return f"hidden_size is {size}, which num_attention_heads ({heads}) does not divide"

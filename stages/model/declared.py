@@ -1,4 +1,4 @@
-"""Helpers of model sources: a module without memory, its ties, tolerated differences of weights,
+"""What model sources share: a module without memory, its ties, tolerated differences of weights,
 and the base of sources that change another one."""
 
 from __future__ import annotations
@@ -8,15 +8,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import ModelSource, Scorer, StageError, TensorReader, Weights
+from pipeline import ModelSource, StageError, Weights
 from stages.model import compat
 
 if TYPE_CHECKING:
     from torch import nn
-
 
 SHOWN = 10
 WAYS_OUT = (
@@ -25,8 +23,43 @@ WAYS_OUT = (
 )
 
 
+def outline(source: ModelSource) -> nn.Module:
+    """Return the source's module: parameters on the meta device, real buffers, weights tied."""
+    model = without_memory(source.build)
+    source.tie(model)
+    return model
+
+
+def without_memory(build: Callable[[], nn.Module]) -> nn.Module:
+    """Return a module that `build` makes, with parameters on the meta device and real buffers."""
+    import torch
+    from accelerate import init_empty_weights
+    from torch.overrides import TorchFunctionMode
+
+    class NoValues(TorchFunctionMode):
+        """Makes tensors without values on the meta device: `init_empty_weights` moves parameters
+        there only once they are made, and one may be larger than this machine's memory."""
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            given = dict(kwargs or {})
+            if func is torch.empty and given.get("device") is None and given.get("out") is None:
+                given["device"] = torch.device("meta")
+            return func(*args, **given)
+
+    with NoValues(), init_empty_weights(include_buffers=False):
+        model = build()
+    attributes = (each for module in model.modules() for each in vars(module).values())
+    others = (*model.buffers(), *(each for each in attributes if isinstance(each, torch.Tensor)))
+    if any(tensor.is_meta for tensor in others):
+        with init_empty_weights(include_buffers=False):  # tensors that are filled later
+            model = build()
+    return model
+
+
 def ties(model: nn.Module) -> dict[str, str]:
-    """Every name that shares its tensor with another -> the name that files keep.
+    """Return every name that shares its tensor with another -> the name that files keep.
 
     `model` has its weights tied. The kept name is the source that the architecture declares
     (usually the input embedding), or the first in the state dict.
@@ -34,7 +67,8 @@ def ties(model: nn.Module) -> dict[str, str]:
     groups: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)
-    sources = set(compat.declared_ties(model).values())
+    owner: Any = model
+    sources = set(owner.get_expanded_tied_weights_keys(all_submodels=True).values())
     tied = {}
     for names in groups.values():
         kept = next((name for name in names if name in sources), names[0])
@@ -43,8 +77,8 @@ def ties(model: nn.Module) -> dict[str, str]:
 
 
 def logical_numel(model: nn.Module) -> dict[str, int]:
-    """Name of each parameter that holds a packed weight -> elements of that weight. A module lists
-    its own parameters in an attribute of this name."""
+    """Return the name of each parameter that holds a packed weight -> elements of that weight. A
+    module lists its own parameters in an attribute of this name."""
     return {
         f"{owner}.{leaf}": elements
         for owner, module in model.named_modules()
@@ -66,11 +100,13 @@ def refuse_differences(
     """
     tolerated = compat.may_lack(model)
     lacking = [name for name in missing if not any(one.search(name) for one in tolerated)]
-    found = {"missing": lacking, "of another shape": misshapen}
-    parts = [f"{kind} {listed(names)}" for kind, names in found.items() if names]
     extra = unexpected if isinstance(unexpected, str) else listed(list(unexpected))
-    if unexpected:
-        parts.insert(bool(lacking), f"unexpected {extra}")
+    found = {
+        "missing": listed(lacking) if lacking else "",
+        "unexpected": extra if unexpected else "",
+        "of another shape": listed(misshapen) if misshapen else "",
+    }
+    parts = [f"{kind} {names}" for kind, names in found.items() if names]
     if parts:
         raise StageError(
             f"the weights in {where} do not fit {type(model).__name__}: {'; '.join(parts)}",
@@ -79,13 +115,13 @@ def refuse_differences(
 
 
 def misfit(name: str, found: Sequence[int], needed: Sequence[int]) -> str:
-    """Shapes that differ, as in `name 4x3 instead of 5x3`."""
+    """Return shapes that differ, as in `name 4x3 instead of 5x3`."""
     shapes = ("x".join(map(str, shape)) or "scalar" for shape in (found, needed))
     return f"{name} {' instead of '.join(shapes)}"
 
 
 def listed(names: Collection[str]) -> str:
-    """Number and names, as in `3 tensors (a, b, c)`; names after the tenth are left out."""
+    """Return number and names, as in `3 tensors (a, b, c)`; names after the tenth are left out."""
     shown = sorted(names)[:SHOWN]
     more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{len(names)} tensor{'s' * (len(names) != 1)} ({', '.join(shown)}{more})"
@@ -108,34 +144,17 @@ def refuse_idle(key: str, patterns: Iterable[str], names: Collection[str], what:
             )
 
 
-def without_memory(build: Callable[[], nn.Module]) -> nn.Module:
-    """A module that `build` makes, with parameters on the meta device and real buffers."""
-    from accelerate import init_empty_weights
-
-    from stages.model.no_values import NoValues, beside_parameters
-
-    with NoValues(), init_empty_weights(include_buffers=False):
-        model = build()
-    if any(tensor.is_meta for tensor in beside_parameters(model)):
-        with init_empty_weights(include_buffers=False):  # tensors that are filled later
-            model = build()
-    return model
-
-
-def outline(source: ModelSource) -> nn.Module:
-    """The source's module: parameters on the meta device, real buffers, weights tied."""
-    model = without_memory(source.build)
-    source.tie(model)
-    return model
-
-
 def completed(source: ModelSource, trained: Weights) -> Weights:
-    """The weights of a checkpoint, with the frozen ones that it leaves out from `source`."""
+    """Return the weights of a checkpoint, with the frozen ones that it leaves out from `source`."""
     from stages.weights.views import CompletedWeights
 
     frozen = set(source.frozen_base)
     lacking = frozen and frozen - set(trained.names())
     return CompletedWeights(trained, source.weights(), lacking) if lacking else trained
+
+
+def _of_base(name: str) -> Any:
+    return property(lambda source: getattr(source.base, name))
 
 
 class DerivedSource(ModelSource):
@@ -145,96 +164,36 @@ class DerivedSource(ModelSource):
         self.base = base
         self.name = base.name
 
-    def build(self) -> nn.Module:
-        return self.base.build()
-
-    def weights(self) -> TensorReader:
-        return self.base.weights()
-
-    def tie(self, model: nn.Module) -> None:
-        self.base.tie(model)
-
-    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        return self.base.blocks(model)
-
-    def tower_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        return self.base.tower_blocks(model)
-
-    def ends(self, model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-        return self.base.ends(model)
-
-    def external_parameter_modules(self, model: nn.Module) -> Sequence[nn.Module]:
-        return self.base.external_parameter_modules(model)
-
-    def compiled_modules(self, model: nn.Module) -> Sequence[nn.Module]:
-        return self.base.compiled_modules(model)
-
-    @property
-    def compiled_by(self) -> str | None:
-        return self.base.compiled_by
-
-    def tokenizer(self) -> Any:
-        return self.base.tokenizer()
-
-    def processor(self) -> Any | None:
-        return self.base.processor()
-
-    def scorer(self, model: nn.Module, **how: Any) -> Scorer:
-        return self.base.scorer(model, **how)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.base.vocab_size
-
-    @property
-    def most_positions(self) -> int | None:
-        return self.base.most_positions
-
-    @property
-    def fingerprint(self) -> str:
-        return self.base.fingerprint
-
-    @property
-    def sampled_contents(self) -> str | None:
-        return self.base.sampled_contents
-
-    @property
-    def contents(self) -> str | None:
-        return self.base.contents
-
-    @property
-    def location(self) -> str | None:
-        return self.base.location
-
-    @property
-    def revision(self) -> str | None:
-        return self.base.revision
-
-    @property
-    def frozen_base(self) -> Collection[str]:
-        return self.base.frozen_base
+    build = _of_base("build")
+    weights = _of_base("weights")
+    tie = _of_base("tie")
+    blocks = _of_base("blocks")
+    tower_blocks = _of_base("tower_blocks")
+    ends = _of_base("ends")
+    external_parameter_modules = _of_base("external_parameter_modules")
+    compiled_modules = _of_base("compiled_modules")
+    compiled_by = _of_base("compiled_by")
+    tokenizer = _of_base("tokenizer")
+    processor = _of_base("processor")
+    scorer = _of_base("scorer")
+    vocab_size = _of_base("vocab_size")
+    most_positions = _of_base("most_positions")
+    fingerprint = _of_base("fingerprint")
+    sampled_contents = _of_base("sampled_contents")
+    contents = _of_base("contents")
+    location = _of_base("location")
+    revision = _of_base("revision")
+    frozen_base = _of_base("frozen_base")
+    export_view = _of_base("export_view")
+    training_view = _of_base("training_view")
+    merge_trained = _of_base("merge_trained")
+    passed_through = _of_base("passed_through")
+    save_assets = _of_base("save_assets")
 
     @property
     @abstractmethod
     def inference_view(self) -> ModelSource:
         """The same on top of the base's inference view."""
-
-    @property
-    def export_view(self) -> ModelSource:
-        return self.base.export_view
-
-    @property
-    def training_view(self) -> ModelSource:
-        return self.base.training_view
-
-    def merge_trained(self, trained: Weights) -> Weights:
-        return self.base.merge_trained(trained)
-
-    def passed_through(self) -> TensorReader | None:
-        return self.base.passed_through()
-
-    def save_assets(self, folder: Path, *, dtype: str) -> None:
-        self.base.save_assets(folder, dtype=dtype)
 
 
 class FrozenSource(DerivedSource):

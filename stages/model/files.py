@@ -8,13 +8,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline import StageError, in_words, system_errors_as
 from pipeline.utils import HubName, commit_of, open_regular, parse_json, read_whole
-
-if TYPE_CHECKING:
-    from stages.model.hf import HfModel
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 REVISION = re.compile(r"[A-Za-z0-9_][\w./-]*")
@@ -27,6 +24,11 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
     "spiece.model",
 )  # fmt: skip
+ASSETS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
+MOST = 1 << 28
+"""Most bytes of a JSON file of a model. An index of weights is the largest."""
+EDGE = 1 << 20
+UNSTABLE = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "_model_name_or_path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +47,13 @@ def is_local(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~")) or path in (".", "..") or is_gguf(path)
 
 
-def hub_name(path: str | None, revision: str | None, named_by: str, key: str) -> Iterator[HubName]:
-    """Yield the model of the hub that two fields name, if it is one."""
-    if path is not None and not is_local(path) and HUB_ID.fullmatch(path):
-        yield HubName(kind="model", repo=path, revision=revision, named_by=named_by, key=key)
-
-
 def is_gguf(path: str) -> bool:
     """Whether `path` is a GGUF file by its name."""
     return path.lower().endswith(".gguf")
 
 
 def local(path: str) -> Path:
-    """The path with `~` expanded."""
+    """Return the path with `~` expanded."""
     return Path(path).expanduser()
 
 
@@ -67,48 +63,29 @@ def is_plain(name: str) -> bool:
     return bool(parts) and not Path(name).is_absolute() and ".." not in parts
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder holds any file of a tokenizer."""
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+def hub_name(path: str | None, revision: str | None, named_by: str, key: str) -> Iterator[HubName]:
+    """Yield the model of the hub that two fields name, if it is one."""
+    if path is not None and not is_local(path) and HUB_ID.fullmatch(path):
+        yield HubName(kind="model", repo=path, revision=revision, named_by=named_by, key=key)
 
 
-def largest_id(folder: Path) -> int | None:
-    """The largest id that the files of a tokenizer name; None if they name none. Raises StageError
-    for a file that is damaged."""
-    ids: list[int] = []
-    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
-        if file.is_file():
-            content = read_json(file)
-            try:
-                vocabulary = (content.get("model") or {}).get("vocab")
-                ids += map(int, vocabulary.values() if isinstance(vocabulary, dict) else ())
-                ids += [int(token["id"]) for token in content.get("added_tokens") or ()]
-                ids += map(int, content.get("added_tokens_decoder") or ())
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                message = f"{file} is damaged: a token has no id, or none that is a number"
-                raise StageError(message) from error
-    return max(ids, default=None)
+def commit_at(repo: str, revision: str | None) -> str:
+    """Return the commit of a hub model. Raises StageError."""
+    name = HubName(kind="model", repo=repo, revision=revision, named_by="path", key="revision")
+    return commit_of(name)
 
 
-def find_files(stage: HfModel) -> Files | None:
-    """The files of a slot's `path`, downloaded if it is a hub id; None for a config's random
-    weights. Raises StageError if there are none."""
-    if stage.path is None:
-        return None
-    if is_local(stage.path):
-        return _local_files(stage.path, stage.gguf_file)
-    weights = stage.init == "pretrained"
-    return _hub_files(stage.path, stage.revision, stage.gguf_file, weights=weights)
-
-
-def find_tokenizer(path: str, revision: str | None) -> Files:
-    """The files of a tokenizer, downloaded if `path` is a hub id. Raises StageError."""
-    if is_local(path):
-        return _local_files(path, None)
-    return _hub_files(path, revision, None, weights=False)
-
-
-def _local_files(path: str, gguf: str | None) -> Files:
+def find_files(
+    path: str, revision: str | None = None, gguf: str | None = None, *, weights: bool = False
+) -> Files:
+    """Return a folder or a GGUF file, downloaded into the hub's cache if `path` is a hub id, with
+    `weights` where they are asked for. Raises StageError if there is none."""
+    if not is_local(path):
+        wanted = [gguf] if gguf else ["*.safetensors"] if weights else []
+        folder = _snapshot(path, revision, [*ASSETS, *wanted])
+        if weights and not gguf and not any(folder.glob("*.safetensors")):
+            folder = _snapshot(path, revision, [*ASSETS, "pytorch_model*.bin"])
+        return Files(folder=folder, gguf=gguf)
     place = local(path)
     if is_gguf(path):
         place, gguf = place.parent, place.name
@@ -117,24 +94,6 @@ def _local_files(path: str, gguf: str | None) -> Files:
     if gguf is not None and not (place / gguf).is_file():
         raise StageError(f"no such file: {place / gguf}")
     return Files(folder=place.absolute(), gguf=gguf)
-
-
-ASSETS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
-
-
-def _hub_files(repo: str, revision: str | None, gguf: str | None, *, weights: bool) -> Files:
-    """Download what is needed into the hub's cache, without a network if it is complete."""
-    wanted = [gguf] if gguf else ["*.safetensors"] if weights else []
-    folder = _snapshot(repo, revision, [*ASSETS, *wanted])
-    if weights and not gguf and not any(folder.glob("*.safetensors")):
-        folder = _snapshot(repo, revision, [*ASSETS, "pytorch_model*.bin"])
-    return Files(folder=folder, gguf=gguf)
-
-
-def commit_at(repo: str, revision: str | None) -> str:
-    """The commit of a hub model. Raises StageError."""
-    name = HubName(kind="model", repo=repo, revision=revision, named_by="path", key="revision")
-    return commit_of(name)
 
 
 def _snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
@@ -152,14 +111,13 @@ def _snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The safetensors files of the folder, in order; empty when it has none."""
+    """Return the safetensors files of the folder, in order; empty when it has none."""
     return _indexed(folder, *SAFE)
 
 
 def weight_files(folder: Path, gguf: str | None) -> list[Path]:
-    """The files that the weights are read from. Raises StageError when there are none."""
-    files = [folder / gguf] if gguf else safetensors_files(folder)
-    files = files or _indexed(folder, *TORCH)
+    """Return the files that the weights are read from. Raises StageError when there are none."""
+    files = [folder / gguf] if gguf else safetensors_files(folder) or _indexed(folder, *TORCH)
     if not files:
         raise StageError(
             f"no weights in {folder}",
@@ -170,22 +128,6 @@ def weight_files(folder: Path, gguf: str | None) -> list[Path]:
     if missing is not None:
         raise StageError(f"a weight file is missing: {missing}")
     return files
-
-
-def adapter_beside(folder: Path) -> str | None:
-    """Return a sentence on an adapter next to the weights of a folder; None without one."""
-    file = folder / ADAPTER
-    return f"{file}: the adapter next to the weights is not applied" if file.is_file() else None
-
-
-def other_weights(folder: Path) -> str | None:
-    """Return a sentence on a folder that has the same weights in shards and as a single file; None
-    for others."""
-    forms = (SAFE, TORCH)
-    there = [name for form in forms for name in reversed(form) if (folder / name).is_file()]
-    if not any(set(form) <= set(there) for form in forms):
-        return None
-    return f"{folder} has {', '.join(there[:-1])} and {there[-1]}: {there[0]} is read"
 
 
 def _indexed(folder: Path, index: str, single: str) -> list[Path]:
@@ -205,12 +147,47 @@ def _indexed(folder: Path, index: str, single: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-MOST = 1 << 28
-"""Most bytes of a JSON file of a model. An index of weights is the largest."""
+def adapter_beside(folder: Path) -> str | None:
+    """Return a sentence on an adapter next to the weights of a folder; None without one."""
+    file = folder / ADAPTER
+    return f"{file}: the adapter next to the weights is not applied" if file.is_file() else None
+
+
+def other_weights(folder: Path) -> str | None:
+    """Return a sentence on a folder that has the same weights in shards and as a single file; None
+    for others."""
+    forms = (SAFE, TORCH)
+    there = [name for form in forms for name in reversed(form) if (folder / name).is_file()]
+    if not any(set(form) <= set(there) for form in forms):
+        return None
+    return f"{folder} has {', '.join(there[:-1])} and {there[-1]}: {there[0]} is read"
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds any file of a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def largest_id(folder: Path) -> int | None:
+    """Return the largest id that the files of a tokenizer name; None if they name none. Raises
+    StageError for a file that is damaged."""
+    ids: list[int] = []
+    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        if file.is_file():
+            content = read_json(file)
+            try:
+                vocabulary = (content.get("model") or {}).get("vocab")
+                ids += map(int, vocabulary.values() if isinstance(vocabulary, dict) else ())
+                ids += [int(token["id"]) for token in content.get("added_tokens") or ()]
+                ids += map(int, content.get("added_tokens_decoder") or ())
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                message = f"{file} is damaged: a token has no id, or none that is a number"
+                raise StageError(message) from error
+    return max(ids, default=None)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The mapping in a JSON file. Raises StageError for anything else."""
+    """Return the mapping in a JSON file. Raises StageError for anything else."""
     try:
         content = parse_json(read_whole(file, most=MOST))
     except (OSError, ValueError) as error:
@@ -221,24 +198,20 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def kernels_named(config: Mapping[str, Any]) -> Iterator[str]:
-    """The hub's kernels that a config makes transformers fetch and run: its attention, or that of a
-    part, can name one (`owner/name`)."""
+    """Yield the hub's kernels that a config makes transformers fetch and run: its attention, or
+    that of a part, can name one (`owner/name`)."""
     for key, value in config.items():
         inner = value if isinstance(value, Mapping) else {"": value}
-        if key.endswith("_implementation") or key.endswith("_implementation_internal"):
+        if key.endswith(("_implementation", "_implementation_internal")):
             yield from (each for each in inner.values() if isinstance(each, str) and "/" in each)
         elif isinstance(value, Mapping):
             yield from kernels_named(value)
 
 
-EDGE = 1 << 20
-UNSTABLE = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "_model_name_or_path")
-
-
 def source_fingerprint(
     config: Any, files: Iterable[Path], *, seed: int | None, new: Sequence[str] = ()
 ) -> str:
-    """sha256 over the config, the weight files, and the seed and names of the weights drawn.
+    """Return sha256 over the config, the weight files, and the seed and names of the weights drawn.
 
     Each file counts by its name, size, first and last MiB, which is cheap for any model; the header
     of a safetensors file begins with the first MiB.

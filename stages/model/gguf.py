@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,10 +17,9 @@ from pipeline import StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import CHUNK
 from pipeline.utils import optional
 from stages.model import compat
-from stages.model.read import gguf_header
-from stages.weights.change import Change, renamed
-from stages.weights.converted import ConvertedReader
-from stages.weights.torch_files import named
+from stages.model.read import GgufTensor, gguf_header, unreadable
+from stages.weights.converted import Change, ConvertedReader, renamed
+from stages.weights.views import named
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,48 +28,25 @@ FLOATS = ("F16", "F32", "F64", "BF16")
 """Names of types that are not quantized."""
 
 
-def gguf_reader(file: Path) -> Any:
-    """Return the gguf package's reader of a file, without the arrays of its metadata. Raises
-    StageError where the package is not installed, and for a file that is no GGUF or is cut
-    short."""
-    with gguf_package():
-        from stages.model.gguf_compat import TensorsOnly
-    gguf_header(file)  # the package walks through whatever a damaged header claims
-    try:
-        return TensorsOnly(file)
-    except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
-        hint = "download or copy it again"
-        raise StageError(f"{file} cannot be read as GGUF: {error}", hint=hint) from error
-
-
-def quantization(file: Path) -> str:
-    """Return the name of the type that most of a file's weights are quantized to, such as Q4_1;
-    empty where most are floating-point numbers. Raises what `gguf_reader` does."""
-    sizes = Counter[str]()
-    for tensor in gguf_reader(file).tensors:
-        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
-    kind = max(sizes, key=lambda name: sizes[name], default="")
-    return "" if kind in FLOATS else kind
-
-
 def gguf_package() -> AbstractContextManager[None]:
     """Raise StageError where the body imports the package and it is not installed."""
     hint = "pip install 'pipetrain[gguf]'"
     return optional("reading a GGUF file needs the package `gguf`", hint=hint)
 
 
-def quick_gguf(file: str | None) -> AbstractContextManager[None]:
-    """Have transformers read a GGUF file, if it is one, quickly in the body."""
-    if file is None:
-        return contextlib.nullcontext()
-    with gguf_package():
-        from stages.model.gguf_compat import read_quickly
-    return read_quickly()
+def quantization(file: Path) -> str:
+    """Return the name of the type that most of a file's weights are quantized to, such as Q4_1;
+    empty where most are floating-point numbers. Raises what `GgufTensors` does."""
+    sizes = Counter[str]()
+    for _, kind, shape in GgufTensors(file).stored.values():
+        sizes[kind.name] += math.prod(shape)
+    most = max(sizes, key=lambda name: sizes[name], default="")
+    return "" if most in FLOATS else most
 
 
 def open_gguf(file: Path, model: nn.Module) -> ConvertedReader:
-    """The file's tensors in fp32 under the names of `model`, unknown ones under their own. Raises
-    StageError for an architecture that it does not know."""
+    """Return the file's tensors in fp32 under the names of `model`, unknown ones under their own.
+    Raises StageError for an architecture that it does not know."""
     tensors = GgufTensors(file)
     try:
         processor, names = compat.gguf_names(tensors.architecture, model)
@@ -87,79 +64,121 @@ def open_gguf(file: Path, model: nn.Module) -> ConvertedReader:
 
 
 class GgufTensors(TensorReader):
-    """A file's tensors under their own names, in fp32."""
+    """A file's tensors under their own names, in fp32. Raises StageError where the package is not
+    installed, and for a file that is no GGUF or is cut short."""
 
     def __init__(self, file: Path) -> None:
-        reader = gguf_reader(file)
-        architecture = reader.get_field("general.architecture")
-        try:
-            self.architecture = "" if architecture is None else str(architecture.contents())
-        except UnicodeDecodeError as error:
-            raise StageError(f"{file} names no architecture: {error}") from error
-        self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
+        with gguf_package():
+            import gguf  # noqa: F401
+        header = gguf_header(file)
+        self.architecture = str(header.metadata.get("general.architecture", ""))
+        content = np.memmap(file, mode="r")
+        self.stored: dict[str, tuple[Any, Any, tuple[int, ...]]] = {}
+        """Name -> rows as they are stored, their type, and the shape."""
+        for name, tensor in header.tensors.items():
+            try:
+                self.stored[name] = _stored(content[header.size :], tensor)
+            except ValueError as error:
+                raise unreadable(file, ValueError(f"{name}: {error}")) from error
 
     def names(self) -> Collection[str]:
-        return self._tensors.keys()
+        return self.stored.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        shape = tuple(int(size) for size in reversed(named(self._tensors, name).shape))
-        return TensorSpec(shape, torch.float32)
+        return TensorSpec(named(self.stored, name)[2], torch.float32)
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        width = self.spec(name).shape[-1]
-        stored = self._tensors[name]
-        data = stored.data.reshape(-1, stored.data.shape[-1])
+        from gguf import dequantize
+
+        data, kind, (*_, width) = named(self.stored, name)
         step = max(CHUNK // (4 * width), 1)
         while start < stop:
             row = start // width
             last = min(row + step, -(-stop // width))
-            flat = self._dequantized(data[row:last], stored.tensor_type)
+            self.bytes_read += data[row:last].nbytes
+            try:
+                values = dequantize(data[row:last], kind).astype(np.float32, copy=False)
+            except NotImplementedError as error:
+                raise StageError(str(error), hint="use a file with another quantization") from error
+            flat = torch.from_numpy(np.require(values, requirements=["C", "W"])).view(-1)
             end = min(last * width, stop)
             yield flat[start - row * width : end - row * width]
             start = end
 
     def close(self) -> None:
-        self._tensors.clear()
+        self.stored.clear()
 
-    def _dequantized(self, rows: Any, kind: Any) -> Tensor:
-        from gguf import dequantize
 
-        self.bytes_read += rows.nbytes
-        try:
-            values = dequantize(rows, kind).astype(np.float32, copy=False)
-        except NotImplementedError as error:
-            raise StageError(str(error), hint="use a file with another quantization") from error
-        return torch.from_numpy(np.require(values, requirements=["C", "W"])).view(-1)
+def _stored(content: Any, tensor: GgufTensor) -> tuple[Any, Any, tuple[int, ...]]:
+    """Rows of a tensor, its type and its shape. Raises ValueError where the file ends before it
+    does, and for a type that is not known."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    kind, width = GGMLQuantizationType(tensor.kind), tensor.shape[0]
+    block, size = GGML_QUANT_SIZES[kind]
+    if width % block:
+        raise ValueError(f"rows of {width} are not whole blocks of {kind.name}")
+    rows, row = math.prod(tensor.shape[1:]), width // block * size
+    if tensor.offset + rows * row > len(content):
+        raise ValueError("the file ends before it does")
+    found = content[tensor.offset : tensor.offset + rows * row].reshape(rows, row)
+    return found, kind, tensor.shape[::-1]
 
 
 def _change(sources: Sequence[str], processor: Any, names: Mapping[str, str]) -> Change:
     def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
         made: dict[str, Tensor] = {}
+        outline = any(tensor.is_meta for tensor in tensors.values())
         for name in sources:
+            tensor = tensors[name]
+            # Without values, an array without memory stands for it.
+            empty = np.broadcast_to(np.zeros((), np.float32), tuple(tensor.shape))
             result = processor.process(
-                weights=_array(tensors[name]),
+                weights=empty if outline else tensor.numpy(),
                 name=name,
                 tensor_key_mapping=names,
                 parsed_parameters=parsed,
             )
-            if result.name is not None:
-                made[names[result.name]] = _tensor(result.weights, like=tensors[name])
-        outline = any(tensor.is_meta for tensor in tensors.values())
+            if result.name is None:
+                continue
+            made[names[result.name]] = (
+                torch.empty(result.weights.shape, dtype=tensor.dtype, device="meta")
+                if outline
+                else torch.from_numpy(np.require(result.weights, requirements=["C", "W"]))
+            )
         rest = parsed["tensors"].items()
         return made | {name: one.to("meta") if outline else one for name, one in rest}
 
     return Change(sources=sources, convert=convert)
 
 
-def _array(tensor: Tensor) -> Any:
-    """A numpy array of the tensor, without memory if the tensor has none."""
-    if tensor.is_meta:
-        return np.broadcast_to(np.zeros((), np.float32), tuple(tensor.shape))
-    return tensor.numpy()
+@contextlib.contextmanager
+def quick_gguf(file: str | None) -> Iterator[None]:
+    """Have transformers read a GGUF file, if it is one, quickly in the body: the package's reader
+    makes two views of a memory map for each token of the vocabulary, which takes seconds."""
+    if file is None:
+        yield
+        return
+    with gguf_package():
+        import gguf
 
+    class QuickReader(gguf.GGUFReader):  # type: ignore[misc]
+        """Reader whose views are plain arrays, which cost a tenth of a memory map's."""
 
-def _tensor(array: Any, *, like: Tensor) -> Tensor:
-    if like.is_meta:
-        return torch.empty(array.shape, dtype=like.dtype, device="meta")
-    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+        def _get(
+            self, offset: int, dtype: Any, count: int = 1, override_order: str | None = None
+        ) -> np.ndarray[Any, Any]:
+            order = override_order or self.byte_order
+            kind = np.dtype(dtype)
+            kind = kind if order == "I" else kind.newbyteorder(order)
+            # As from a slice, fewer of them where the file ends.
+            there = max(min(int(count), (self.data.size - offset) // kind.itemsize), 0)
+            return np.frombuffer(self.data, kind, there, offset if there else 0)
+
+    original = gguf.GGUFReader
+    gguf.GGUFReader = QuickReader
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = original

@@ -1,27 +1,42 @@
-"""The config of a `model.hf` slot, read without transformers."""
+"""The config of a `model.hf` slot, and the header of a GGUF file, read without transformers.
+
+Headers (ggml's docs/gguf.md) are read here because the gguf package makes an array of every token
+of the vocabulary, which takes seconds, and walks through whatever number of elements a damaged
+header claims.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import struct
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from pipeline import StageError
+from pipeline.utils import open_regular
 from stages.model.files import commit_at, is_gguf, is_local, local, read_json
-from stages.model.gguf_header import read_header
+from stages.model.settings import HfSettings
 
-if TYPE_CHECKING:
-    from stages.model.hf import HfModel
+T = TypeVar("T")
 
 TUNED = ("-Instruct", "-instruct", "-chat-hf", "-Base", "-base", "-Chat", "-it", "-pt")
 """Endings of hub ids that name a kind of tuning."""
+GGUF_KEYS = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "context_length": "max_position_embeddings",
+}
+"""Metadata of a GGUF file, after the architecture's name -> the config's key."""
 
 
 def known_config(repo: str) -> dict[str, Any] | None:
-    """The config of a well-known model of the hub, by `known_models.json`; None for other models.
-
-    It needs no network and no accepted licence.
-    """
+    """Return the config of a well-known model of the hub, by `known_models.json`; None for other
+    models. It needs no network and no accepted licence."""
     base = repo
     for ending in TUNED:
         base = base.removesuffix(ending)
@@ -29,17 +44,17 @@ def known_config(repo: str) -> dict[str, Any] | None:
     return models.get(base) or models.get(f"{base}-hf") or models.get(repo)
 
 
-def read_config(stage: HfModel) -> dict[str, Any]:
-    """The config, with the slot's own vocabulary size; a hub model's config.json is downloaded, if
-    it is not in the hub's cache. Raises StageError if it cannot be read."""
+def read_config(stage: HfSettings) -> dict[str, Any]:
+    """Return the config, with the slot's own vocabulary size; a hub model's config.json is
+    downloaded, if it is not in the hub's cache. Raises StageError if it cannot be read."""
     config = _read(stage)
     if stage.vocab_size is not None:
         config["vocab_size"] = stage.vocab_size
     return config
 
 
-def config_at_hand(stage: HfModel) -> dict[str, Any] | None:
-    """The config, if it can be read without a network."""
+def config_at_hand(stage: HfSettings) -> dict[str, Any] | None:
+    """Return the config, if it can be read without a network."""
     if stage.path is None and stage.config is None:
         return None
     if stage.path is not None and not is_local(stage.path) and known_config(stage.path) is None:
@@ -50,7 +65,7 @@ def config_at_hand(stage: HfModel) -> dict[str, Any] | None:
         return None
 
 
-def _read(stage: HfModel) -> dict[str, Any]:
+def _read(stage: HfSettings) -> dict[str, Any]:
     if isinstance(stage.config, Mapping):
         return dict(stage.config)
     if stage.config is not None:
@@ -59,9 +74,9 @@ def _read(stage: HfModel) -> dict[str, Any]:
     if not is_local(stage.path):
         return known_config(stage.path) or read_json(_from_hub(stage.path, stage.revision))
     if is_gguf(stage.path):
-        return _gguf(local(stage.path))
+        return _of_gguf(local(stage.path))
     if stage.gguf_file is not None:
-        return _gguf(local(stage.path) / stage.gguf_file)
+        return _of_gguf(local(stage.path) / stage.gguf_file)
     return read_json(local(stage.path) / "config.json")
 
 
@@ -79,42 +94,152 @@ def _from_hub(repo: str, revision: str | None) -> Path:
         ) from error
 
 
-GGUF_KEYS = {
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "block_count": "num_hidden_layers",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "context_length": "max_position_embeddings",
-}
-"""Metadata of a GGUF file, after the architecture's name -> the config's key."""
-
-
-def _gguf(file: Path) -> dict[str, Any]:
-    metadata, shapes = gguf_header(file)
-    if "token_embd.weight" not in shapes:
+def _of_gguf(file: Path) -> dict[str, Any]:
+    header = gguf_header(file)
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
         raise StageError(f"{file} has no tensor 'token_embd.weight'")
-    kind = metadata.get("general.architecture")
-    experts = metadata.get(f"{kind}.expert_count", 0)
+    kind = header.metadata.get("general.architecture")
+    experts = header.metadata.get(f"{kind}.expert_count", 0)
     if experts != 0:
         raise StageError(
             f"{file}: its header does not have all sizes of a {kind} with {experts} experts",
             hint="plan it from a folder in Hugging Face layout",
         )
-    found = {name: metadata.get(f"{kind}.{key}") for key, name in GGUF_KEYS.items()}
+    found = {name: header.metadata.get(f"{kind}.{key}") for key, name in GGUF_KEYS.items()}
     return {
         "model_type": kind,
         **{name: value for name, value in found.items() if value is not None},
-        "vocab_size": shapes["token_embd.weight"][-1],
-        "tie_word_embeddings": "output.weight" not in shapes,
+        "vocab_size": embedding.shape[-1],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
     }
 
 
-def gguf_header(file: Path) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
-    """Return what `read_header` does. Raises StageError for a file that is no GGUF or is cut."""
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+"""Version 1 has numbers of other sizes; 2^24 or more is a version in another byte order."""
+LONGEST_HEADER = 1 << 26
+"""Bytes of a header: more than any tokenizer takes, and read in seconds."""
+MOST_DIMENSIONS = 4
+SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+"""Type of a value -> its format in `struct`."""
+STRING, ARRAY = 8, 9
+
+
+class GgufTensor(NamedTuple):
+    """A tensor of a GGUF file."""
+
+    shape: tuple[int, ...]
+    """Innermost dimension first."""
+    kind: int
+    """Number of its type, as in ggml."""
+    offset: int
+    """Its first byte, counted from the end of the header."""
+
+
+class GgufHeader(NamedTuple):
+    """What a GGUF file says before its weights."""
+
+    metadata: Mapping[str, Any]
+    """Every array is None."""
+    tensors: Mapping[str, GgufTensor]
+    size: int
+    """Bytes of the header, with those that align the weights after it."""
+
+
+def gguf_header(file: Path) -> GgufHeader:
+    """Return the header of a file; one that has not changed is read once. Raises StageError for a
+    file that is no GGUF or is cut."""
     try:
-        return read_header(file)
+        found = file.stat()
+        return _header(file, found.st_ino, found.st_size, found.st_mtime_ns)
     except (OSError, ValueError) as error:
-        hint = "download or copy it again"
-        raise StageError(f"{file} cannot be read as GGUF: {error}", hint=hint) from error
+        raise unreadable(file, error) from error
+
+
+def unreadable(file: Path, error: Exception) -> StageError:
+    """Return the error of a GGUF file that is damaged."""
+    return StageError(f"{file} cannot be read as GGUF: {error}", hint="download or copy it again")
+
+
+@functools.lru_cache(maxsize=8)
+def _header(file: Path, _inode: int, size: int, _changed: int) -> GgufHeader:
+    with open_regular(file) as stream:
+        header = _Reader(stream, size)
+        if header.take(len(MAGIC)) != MAGIC:
+            raise ValueError("it is not a GGUF file")
+        version, tensors, pairs = header.numbers("IQQ")
+        if version not in VERSIONS:
+            raise ValueError(f"GGUF version {version} is not known")
+        metadata = _unique(header.pair() for _ in range(pairs))
+        placed = _unique(header.tensor() for _ in range(tensors))
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"its weights are aligned to {alignment} bytes")
+        end = stream.tell()
+        return GgufHeader(metadata, placed, end + -end % alignment)
+
+
+def _unique(pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"it says {name!r} twice")
+        found[name] = value
+    return found
+
+
+class _Reader:
+    """Reads one value after another. Raises ValueError where the header claims more than the file,
+    or any header, can hold, before anything is allocated or walked through."""
+
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream = stream
+        self._left = min(size, LONGEST_HEADER)
+        too_long = size > LONGEST_HEADER
+        self._why = "its header is too long" if too_long else "the file ends in its header"
+
+    def take(self, count: int, *, skip: bool = False) -> bytes:
+        """Return the next bytes, or `skip` them."""
+        if count > self._left:
+            raise ValueError(self._why)
+        self._left -= count
+        if skip:
+            self._stream.seek(count, 1)
+        return b"" if skip else self._stream.read(count)
+
+    def numbers(self, form: str) -> tuple[Any, ...]:
+        """Return little-endian numbers of a `struct` format."""
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))
+
+    def text(self) -> str:
+        return self.take(self.numbers("Q")[0]).decode("utf-8", "replace")
+
+    def pair(self) -> tuple[str, Any]:
+        """Return the name and the value of a piece of metadata."""
+        name, (kind,) = self.text(), self.numbers("I")
+        if kind == STRING:
+            return name, self.text()
+        if kind != ARRAY:
+            return name, self.numbers(_scalar(kind))[0]
+        inner, count = self.numbers("IQ")
+        if inner != STRING:
+            self.take(count * struct.calcsize(f"<{_scalar(inner)}"), skip=True)
+        for _ in range(count if inner == STRING else 0):
+            self.take(self.numbers("Q")[0], skip=True)
+        return name, None
+
+    def tensor(self) -> tuple[str, GgufTensor]:
+        name, (dimensions,) = self.text(), self.numbers("I")
+        if not 0 < dimensions <= MOST_DIMENSIONS:
+            raise ValueError(f"{name} has {dimensions} dimensions")
+        *shape, kind, offset = self.numbers(f"{dimensions}QIQ")
+        return name, GgufTensor(tuple(shape), kind, offset)
+
+
+def _scalar(kind: int) -> str:
+    if kind == ARRAY:
+        raise ValueError("it holds arrays of arrays, which nothing in a model needs")
+    if kind not in SCALARS:
+        raise ValueError(f"there is no type {kind} in GGUF")
+    return SCALARS[kind]

@@ -14,6 +14,7 @@ import torch
 from pipeline import StageError, TensorReader, TensorSpec
 from pipeline.utils import human
 from stages.model.declared import listed, matches, misfit, refuse_differences, refuse_idle
+from stages.model.settings import Fate
 from stages.weights.views import ExtendedReader, Origin
 
 if TYPE_CHECKING:
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from stages.model.hf import Fate
-
 COMPUTED = re.compile(
     r"rotary_emb\.inv_freq$|(^|\.)position_ids$|\b(cross)?att(n|ention)\.(masked_)?bias$"
     r"|^rope_(freqs|factors_(long|short))\.weight$"
 )
 """Rotary tables, position indices and causal masks, which old releases stored: they are computed,
 so nothing is lost with them."""
+SAMPLE = 1 << 18
+"""Elements of a sample of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +44,14 @@ class Unread:
 
     def log(self, log: Logger, where: str, held: TensorReader) -> None:
         """Say what is not read, with number and bytes."""
-        for names, fate in (
-            (self.passed, "frozen, not in memory, and passed through to the export"),
-            (self.dropped, "dropped"),
-        ):
+        passed = "frozen, not in memory, and passed through to the export"
+        for names, fate in ((self.passed, passed), (self.dropped, "dropped")):
             if names:
                 log.warning("not read from %s, %s: %s", where, fate, sized(names, held))
 
 
 def sized(names: Collection[str], held: TensorReader) -> str:
-    """Number, bytes and names, as in `2 tensors, 1.5 MB (a, b)`."""
+    """Return number, bytes and names, as in `2 tensors, 1.5 MB (a, b)`."""
     size = human(sum(held.spec(name).nbytes for name in names))
     return listed(names).replace(" (", f", {size} (", 1)
 
@@ -75,21 +74,16 @@ def sort_out(
                 f"unused_weights: {name} cannot be dropped, as the exported model would lack it",
                 hint="leave it out of unused_weights, and it is passed through",
             )
-        if name in wanted:
-            if fate == "pass_through":
-                raise StageError(f"unused_weights: {name} is used, and so cannot be passed through")
-            if fate is None:
-                continue
-        elif fate is None and name in towers:
+        if name in wanted and fate == "pass_through":
+            raise StageError(f"unused_weights: {name} is used, and so cannot be passed through")
+        if name in wanted and fate is None:
+            continue
+        if fate is None and name in towers:
             fate = "pass_through"
         elif fate is None and COMPUTED.search(name):
             fate = "drop"
         lists[fate].append(name)
     return found
-
-
-SAMPLE = 1 << 18
-"""Elements of a sample of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,81 +109,71 @@ def fit(
     fresh: Callable[[], TensorReader],
     log: Logger,
 ) -> TensorReader:
-    """A reader of `held` with exactly the names and shapes of `model`.
+    """Return a reader of `held` with exactly the names and shapes of `model`.
 
     `fresh` initialises the tensors that the recipe wants new, and those that the architecture
     tolerates to be missing, which are logged. `held` may have a tied tensor under any of its names.
     Raises StageError that lists every other difference.
     """
-    declared = {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in model.state_dict().items()}
-    wanted = {name: spec.shape for name, spec in declared.items()}
+    wanted = {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in model.state_dict().items()}
     unread = sort_out(held.names(), wanted, allowed.towers, allowed.unused)
     given = set(held.names()) - {*unread.passed, *unread.dropped}
     refuse_idle("new_weights", allowed.new, wanted, "tensor of the model")
     refuse_idle("unused_weights", allowed.unused, held.names(), f"tensor of {where}")
     origins: dict[str, Origin] = {}
     misshapen: dict[str, str] = {}
-    for name, shape in wanted.items():
-        source = _source(name, given, tied)
+    for name, declared in wanted.items():
         if matches(name, allowed.new):
-            origins[name] = Origin(name, 0, declared[name])
-        elif source is not None:
-            spec = held.spec(source)
-            if spec.shape == shape:
-                origins[name] = Origin(source, spec.numel, spec)
-            elif name in allowed.vocabulary and spec.shape[1:] == shape[1:]:
-                resized = TensorSpec(shape, spec.dtype)
-                origins[name] = Origin(source, min(spec.numel, resized.numel), resized)
-            else:
-                misshapen[name] = misfit(name, spec.shape, shape)
+            origins[name] = Origin(name, 0, declared)
+            continue
+        kept = tied.get(name, name)
+        alike = (name, kept, *(alias for alias, other in tied.items() if other == kept))
+        source = next((one for one in alike if one in given), None)
+        if source is None:
+            continue
+        spec, shape = held.spec(source), declared.shape
+        if spec.shape == shape:
+            origins[name] = Origin(source, spec.numel, spec)
+        elif name in allowed.vocabulary and spec.shape[1:] == shape[1:]:
+            resized = TensorSpec(shape, spec.dtype)
+            origins[name] = Origin(source, min(spec.numel, resized.numel), resized)
+        else:
+            misshapen[name] = misfit(name, spec.shape, shape)
     missing = wanted.keys() - origins.keys() - misshapen.keys()
     extra = sized(unread.undeclared, held) if unread.undeclared else ""
     lost = set(allowed.towers) - set(unread.passed)
     refuse_differences(where, model, missing | lost, extra, misshapen.values())
     if missing:
         log.info("not in %s, so initialised: %s", where, listed(missing))
-    origins |= {name: Origin(name, 0, declared[name]) for name in missing}
+    origins |= {name: Origin(name, 0, wanted[name]) for name in missing}
+    for alias, kept in tied.items():
+        _refuse_untied(where, held, alias, kept, origins)
     needs_fresh = any(origin.kept < origin.spec.numel for origin in origins.values())
-    _refuse_untied(where, held, origins, tied)
     return ExtendedReader(held, fresh() if needs_fresh else None, origins)
 
 
-def _source(name: str, given: Collection[str], tied: Mapping[str, str]) -> str | None:
-    """Return the source's name of the tensor, or of one that it is tied to."""
-    kept = tied.get(name, name)
-    alike = (name, kept, *(alias for alias, other in tied.items() if other == kept))
-    return next((one for one in alike if one in given), None)
-
-
 def _refuse_untied(
-    where: str, held: TensorReader, origins: Mapping[str, Origin], tied: Mapping[str, str]
+    where: str, held: TensorReader, alias: str, kept: str, origins: Mapping[str, Origin]
 ) -> None:
-    for alias, kept in tied.items():
-        one, other = origins[alias], origins[kept]
-        if one.kept and other.kept:
-            same = one.source == other.source or _equal(held, one, other)
-        else:
-            same = one.kept == other.kept  # both are new
-        if not same:
-            raise StageError(
-                f"the model shares one tensor between {alias} and {kept}, but {where} or "
-                "new_weights sets them to different values",
-                hint="name both in new_weights, or set tie_word_embeddings to false in its "
-                "config.json",
-            )
-
-
-def _equal(held: TensorReader, one: Origin, other: Origin) -> bool:
-    """Whether two tensors agree in three samples. Every process compares, so samples have to do: a
-    head that was trained apart from the embedding differs everywhere."""
-    first, second = held.spec(one.source), held.spec(other.source)
-    if first.shape != second.shape:
-        return False
-    length = min(SAMPLE, first.numel)
-    for start in (0, (first.numel - length) // 2, first.numel - length):
+    """Raise StageError for tied tensors that are set to different values. Every process compares,
+    so three samples have to do: a head that was trained apart differs everywhere."""
+    one, other = origins[alias], origins[kept]
+    same = one.kept == other.kept  # both are new
+    if one.kept and other.kept and one.source != other.source:
+        first, second = held.spec(one.source), held.spec(other.source)
+        length = min(SAMPLE, first.numel)
+        starts = (0, (first.numel - length) // 2, first.numel - length)
         samples = [torch.empty(length, dtype=torch.float32) for _ in range(2)]
-        for name, sample in zip((one.source, other.source), samples, strict=True):
-            held.read_into(name, start, sample)
-        if not torch.equal(*samples):
-            return False
-    return True
+        same = first.shape == second.shape
+        for start in starts if same else ():
+            held.read_into(one.source, start, samples[0])
+            held.read_into(other.source, start, samples[1])
+            same = same and torch.equal(*samples)
+    elif one.kept and other.kept:
+        same = True
+    if not same:
+        raise StageError(
+            f"the model shares one tensor between {alias} and {kept}, but {where} or "
+            "new_weights sets them to different values",
+            hint="name both in new_weights, or set tie_word_embeddings to false in its config.json",
+        )

@@ -1,6 +1,6 @@
 """Rotary angles that depend on how long a text is, as functions of that text alone.
 
-Two kinds of rotary tables do (`rotary_config.LENGTHWISE`). transformers chooses them by the
+Two kinds of rotary tables do (`config_checks.LENGTHWISE`). transformers chooses them by the
 longest row of a micro-batch, and for dynamic NTK keeps in the module what the longest row so far
 asked for. Here each token gets the angles that transformers gives its document when it is the only
 one, at inference say: its own function computes them, for one length after another.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import MicroBatch, StageError
 from pipeline.utils import has_values
 from stages.model.compat import is_remote_code
-from stages.model.rotary_config import LENGTHWISE, other_angles
+from stages.model.config_checks import LENGTHWISE, other_angles
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,17 +36,17 @@ def choose_by_document(model: nn.Module) -> None:
         raise StageError(f"{type(model).__name__}: {unsuited[0]}", hint=unsuited[1])
 
 
-def depends_on_length(model: nn.Module) -> bool:
-    """Whether the model has rotary tables that depend on the length of a text."""
-    return any(True for _ in document_angles(model))
-
-
 def document_angles(model: nn.Module) -> Iterator[DocumentAngles]:
     """Yield the objects that `choose_by_document` has put into `model`, or the one it wraps."""
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, DocumentAngles):
             yield forward
+
+
+def depends_on_length(model: nn.Module) -> bool:
+    """Whether the model has rotary tables that depend on the length of a text."""
+    return any(True for _ in document_angles(model))
 
 
 def with_positions(batch: MicroBatch) -> MicroBatch:
@@ -70,8 +70,8 @@ def placed(model: nn.Module, batch: MicroBatch) -> MicroBatch:
 
 
 def document_lengths(positions: Tensor) -> Tensor:
-    """The number of tokens of each token's document, of the shape of `positions`, (..., length). A
-    document is a run of ascending positions; it is as long as the last of them says."""
+    """Return the number of tokens of each token's document, of the shape of `positions`, (...,
+    length). A document is a run of ascending positions; it is as long as the last of them says."""
     import torch
 
     flat = positions.reshape(-1, positions.shape[-1])
@@ -85,7 +85,7 @@ class DocumentAngles:
     another, after each of which the module is as it was."""
 
     lengths: Callable[[Tensor], Tensor] = staticmethod(document_lengths)
-    """Gives the length of each token's document for the positions that the module is called with.
+    """Returns the length of each token's document for the positions that the module is called with.
     Whoever calls it with a part of them replaces this."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -97,25 +97,22 @@ class DocumentAngles:
     ) -> Any:
         if layer_type is not None:
             rest["layer_type"] = layer_type
-        kind, limit = self._kind(layer_type)
-        lengths = self.lengths(position_ids)
-        if kind not in LENGTHWISE:
-            return self._forward(x, position_ids, **rest)
-        result = self._of_length(limit, x, position_ids.clamp(max=limit - 1), rest)
-        for length in [limit + 1] if kind == "longrope" else _beyond(lengths, limit):
-            own = position_ids if kind == "longrope" else position_ids.clamp(max=length - 1)
-            result = _where(lengths >= length, self._of_length(length, x, own, rest), result)
-        return result
-
-    def _kind(self, layer_type: str | None) -> tuple[Any, int]:
-        """Kind of the tables, and the most tokens of a text that the first of them is for."""
-        module = self._module
+        module, lengths = self._module, self.lengths(position_ids)
         kind, stated = module.rope_type, module.config.rope_parameters
         if layer_type is not None:
             kind, stated = kind[layer_type], stated[layer_type]
-        if kind == "longrope":
-            return kind, int(stated["original_max_position_embeddings"])
-        return kind, int(module.original_max_seq_len)
+        if kind not in LENGTHWISE:
+            return self._forward(x, position_ids, **rest)
+        long = kind == "longrope"
+        # The most tokens of a text that the first table is for, and lengths that have another.
+        limit = int(
+            stated["original_max_position_embeddings"] if long else module.original_max_seq_len
+        )
+        result = self._of_length(limit, x, position_ids.clamp(max=limit - 1), rest)
+        for length in [limit + 1] if long else _beyond(lengths, limit):
+            own = position_ids if long else position_ids.clamp(max=length - 1)
+            result = _where(lengths >= length, self._of_length(length, x, own, rest), result)
+        return result
 
     def _of_length(self, length: int, x: Tensor, positions: Tensor, rest: dict[str, Any]) -> Any:
         """The angles at `positions` of a document of `length` tokens or, if positions go on, more:

@@ -19,6 +19,7 @@ from pipeline.utils import COMMIT
 from stages.data.sources import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks
+from stages.model.chat_template import align
 from stages.model.config_checks import table_of_positions
 from stages.model.declared import completed, matches, outline, refuse_idle, ties, without_memory
 from stages.model.files import (
@@ -26,7 +27,6 @@ from stages.model.files import (
     Files,
     adapter_beside,
     find_files,
-    find_tokenizer,
     has_tokenizer,
     is_local,
     other_weights,
@@ -38,37 +38,33 @@ from stages.model.gguf import open_gguf
 from stages.model.random_reader import RandomReader
 from stages.model.reconcile import Allowed, Unread, fit, sort_out
 from stages.model.rotary_compat import choose_by_document
-from stages.model.special_ids import align
+from stages.model.settings import HfSettings
 from stages.model.towers_compat import leave_out_towers
-from stages.weights.change import renamed
-from stages.weights.converted import ConvertedReader
-from stages.weights.safetensors import SafetensorsReader
-from stages.weights.sampled import sampled
-from stages.weights.torch_files import TorchFilesReader
+from stages.weights.converted import ConvertedReader, renamed
+from stages.weights.files import SafetensorsReader, TorchFilesReader, sampled
 
 if TYPE_CHECKING:
     from logging import Logger
 
-    from torch import Tensor
-
     from pipeline import Context
-    from stages.model.hf import HfModel
 
 
-def open_source(stage: HfModel, ctx: Context) -> HfSource:
-    """The model that a slot declares. Raises StageError for files or a config that cannot be used.
+def open_source(stage: HfSettings, ctx: Context) -> HfSource:
+    """Return the model that a slot declares. Raises StageError for files or a config that cannot be
+    used.
 
     Rank 0 goes first, so that the others find the files that it has downloaded.
     """
     from transformers import PreTrainedModel  # noqa: F401 - Python collects rarely up to here
 
+    files = None
     with ctx.dist.rank0_first():
-        files = find_files(stage)
-        tokenizer = (
-            files
-            if stage.tokenizer is None
-            else find_tokenizer(stage.tokenizer, stage.tokenizer_revision)
-        )
+        if stage.path is not None:
+            loads = stage.init == "pretrained"
+            files = find_files(stage.path, stage.revision, stage.gguf_file, weights=loads)
+        words = files
+        if stage.tokenizer is not None:
+            words = find_files(stage.tokenizer, stage.tokenizer_revision)
     if files is not None and not is_local(stage.path or ""):  # others are looked at in `check`
         _look_beside(stage, files, ctx.log)
     if stage.config is not None:
@@ -78,10 +74,10 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
         config = assets.config_of_files(files, trust_remote_code=stage.trust_remote_code)
     if stage.vocab_size is not None:
         config.get_text_config().vocab_size = stage.vocab_size
-    return HfSource(stage, config, files, tokenizer, seed=ctx.seed, log=ctx.log)
+    return HfSource(stage, config, files, words, seed=ctx.seed, log=ctx.log)
 
 
-def _look_beside(stage: HfModel, files: Files, log: Logger) -> None:
+def _look_beside(stage: HfSettings, files: Files, log: Logger) -> None:
     """Raise StageError for an adapter next to a hub model's weights, which transformers would
     apply, and warn of weights that are not read."""
     if stage.init == "random" or stage.gguf_file is not None:
@@ -109,7 +105,7 @@ class HfSource(ModelSource):
 
     def __init__(
         self,
-        stage: HfModel,
+        stage: HfSettings,
         config: Any,
         files: Files | None,
         tokenizer_files: Files | None,
@@ -119,17 +115,15 @@ class HfSource(ModelSource):
     ) -> None:
         self.name = stage.path or "random initialisation"
         self.config = config
-        self._stage = stage
-        self._files = files
-        self._tokenizer_files = tokenizer_files
-        self._seed = seed
-        self._log = log
+        self._stage, self._seed, self._log = stage, seed, log
+        self._files, self._tokenizer_files = files, tokenizer_files
         self._random = stage.config is not None or stage.init == "random"
         self._resized = stage.vocab_size is not None
-        self._told: list[Unread] = []
-        """What was logged as not read, by this source or by a view of it."""
-        self._said: set[str] = set()
         self._draws = self._random or self._resized or bool(stage.new_weights)
+        self._said: set[str] = set()
+        """What was logged, by this source or by a view of it."""
+
+    # The module.
 
     @property
     def _multimodal(self) -> bool:
@@ -172,6 +166,9 @@ class HfSource(ModelSource):
         model.tie_weights()
         return cast("nn.Module", model)
 
+    def tie(self, model: nn.Module) -> None:
+        model.tie_weights()  # type: ignore[operator]
+
     @property
     def inference_view(self) -> ModelSource:
         without: dict[str, Any] = dict.fromkeys(CHANGES)
@@ -183,121 +180,9 @@ class HfSource(ModelSource):
         return same
 
     @functools.cached_property
-    def _outline(self) -> nn.Module:
+    def _outline(self) -> Any:
         """The module with parameters on the meta device (no memory), real buffers, weights tied."""
         return outline(self.inference_view)
-
-    @functools.cached_property
-    def _whole(self) -> nn.Module:
-        """The module with all of its parts, by whose names files are read; without memory."""
-        if not self._multimodal:
-            return self._outline
-        return without_memory(self._built)
-
-    @functools.cached_property
-    def _towers(self) -> Collection[str]:
-        """Names of the tensors of the parts that text does not use."""
-        return self._whole.state_dict().keys() - self._outline.state_dict().keys()
-
-    @functools.cached_property
-    def _allowed(self) -> Allowed:
-        return Allowed(
-            new=self._stage.new_weights,
-            unused=self._stage.unused_weights,
-            vocabulary=compat.vocabulary(self._outline) if self._resized else (),
-            towers=self._towers,
-        )
-
-    @functools.cached_property
-    def _ties(self) -> Mapping[str, str]:
-        return ties(self._outline)
-
-    def weights(self) -> TensorReader:
-        if self._random:
-            return self._initialised()
-        held = self._stored()
-        try:
-            fitted = fit(
-                str(self._files), held, self._outline, self._ties, self._allowed,
-                self._initialised, self._log,
-            )  # fmt: skip
-            if not self._told:
-                self._told.append(self._unread(held))
-                self._told[0].log(self._log, str(self._files), held)
-            return fitted
-        except BaseException:
-            held.close()
-            raise
-
-    def _initialised(self) -> TensorReader:
-        model = self._outline
-        return RandomReader(model, self.blocks(model), self._ties, seed=self._seed)
-
-    def _stored(self) -> ConvertedReader:
-        """Tensors of the files, under the names of the module as far as they are known."""
-        files = self._weight_files
-        if files[0].suffix.lower() == ".gguf":
-            return open_gguf(files[0], self._outline)
-        base = _open_files(files)
-        return ConvertedReader(base, compat.changes_on_load(self._whole, base.names()))
-
-    def _unread(self, held: TensorReader) -> Unread:
-        """The tensors of the files that the module does not read."""
-        wanted = self._outline.state_dict().keys()
-        return sort_out(held.names(), wanted, self._towers, self._stage.unused_weights)
-
-    def passed_through(self) -> TensorReader | None:
-        if self._random:
-            return None
-        with contextlib.closing(self._stored()) as held:
-            passed = self._unread(held).passed
-            names = {source for name in passed for source in held.sources(name)}
-        if not names:
-            return None
-        files = self._weight_files
-        if files[0].suffix.lower() == ".gguf":
-            raise StageError(
-                f"tensors of {files[0]} cannot be passed through to an export, which has others",
-                hint="set `drop` in unused_weights",
-            )
-        return ConvertedReader(_open_files(files), [renamed(one, one) for one in sorted(names)])
-
-    @functools.cached_property
-    def _weight_files(self) -> Sequence[Path]:
-        """Files that weights are read from; none for random weights."""
-        if self._random:
-            return ()
-        assert self._files is not None
-        return weight_files(self._files.folder, self._files.gguf)
-
-    def tie(self, model: nn.Module) -> None:
-        model.tie_weights()  # type: ignore[operator]
-
-    @property
-    def frozen_base(self) -> Collection[str]:
-        return self._frozen if self._stage.frozen else ()
-
-    @functools.cached_property
-    def _frozen(self) -> Collection[str]:
-        """Every name of the tensors that patterns match."""
-        named = dict(self._outline.named_parameters(remove_duplicate=False))
-        found = {id(one) for name, one in named.items() if matches(name, self._stage.frozen)}
-        return frozenset(name for name, one in named.items() if id(one) in found)
-
-    def require_frozen(self) -> None:
-        """Raise StageError for a pattern of `frozen` that matches no parameter, and if all
-        match."""
-        patterns = self._stage.frozen
-        named = dict(self._outline.named_parameters(remove_duplicate=False)) if patterns else {}
-        refuse_idle("frozen", patterns, named, "parameter of the model")
-        if named and len(self._frozen) == len(named):
-            raise StageError(
-                f"frozen: {', '.join(patterns)} matches all parameters, and none is left to train",
-                hint="leave it out; an adapter freezes the model without it",
-            )
-
-    def merge_trained(self, trained: Weights) -> Weights:
-        return completed(self, trained)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return self._repeated(model, of_text=True)
@@ -326,33 +211,6 @@ class HfSource(ModelSource):
     def compiled_by(self) -> str | None:
         return None if self._stage.compile is None else self._stage.compile.backend
 
-    @property
-    def _has_tokenizer(self) -> bool:
-        files = self._tokenizer_files
-        return files is not None and (files.gguf is not None or has_tokenizer(files.folder))
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
-        files = self._tokenizer_files
-        if files is None or not self._has_tokenizer:
-            raise StageError(
-                f"{self.name} comes without a tokenizer",
-                hint="set `tokenizer` in the model's slot to a folder that has one",
-            )
-        return assets.open_tokenizer(files, self._stage, self._log)
-
-    def tokenizer(self) -> Any:
-        return self._tokenizer
-
-    @functools.cached_property
-    def _processor(self) -> Any | None:
-        if self._files is None:
-            return None
-        return assets.open_processor(self._files, self._stage, self.tokenizer)
-
-    def processor(self) -> Any | None:
-        return self._processor
-
     def scorer(self, model: nn.Module, **how: Any) -> Scorer:
         from stages.objectives.scoring import ModelScorer
 
@@ -360,21 +218,125 @@ class HfSource(ModelSource):
 
     @property
     def vocab_size(self) -> int:
-        table: Tensor = self._outline.get_input_embeddings().weight  # type: ignore[operator]
-        return int(table.shape[0])
+        return int(self._outline.get_input_embeddings().weight.shape[0])
 
     @property
     def most_positions(self) -> int | None:
         return table_of_positions(self.config.get_text_config().to_dict())
 
+    @property
+    def frozen_base(self) -> Collection[str]:
+        return self._frozen if self._stage.frozen else ()
+
+    @functools.cached_property
+    def _frozen(self) -> Collection[str]:
+        """Every name of the tensors that patterns match."""
+        named = dict(self._outline.named_parameters(remove_duplicate=False))
+        found = {id(one) for name, one in named.items() if matches(name, self._stage.frozen)}
+        return frozenset(name for name, one in named.items() if id(one) in found)
+
+    def require_frozen(self) -> None:
+        """Raise StageError for a pattern of `frozen` that matches no parameter, and if all
+        match."""
+        patterns = self._stage.frozen
+        named = dict(self._outline.named_parameters(remove_duplicate=False)) if patterns else {}
+        refuse_idle("frozen", patterns, named, "parameter of the model")
+        if named and len(self._frozen) == len(named):
+            raise StageError(
+                f"frozen: {', '.join(patterns)} matches all parameters, and none is left to train",
+                hint="leave it out; an adapter freezes the model without it",
+            )
+
+    # Weights.
+
+    @functools.cached_property
+    def _whole(self) -> nn.Module:
+        """The module with all of its parts, by whose names files are read; without memory."""
+        whole: nn.Module = without_memory(self._built) if self._multimodal else self._outline
+        return whole
+
+    @functools.cached_property
+    def _allowed(self) -> Allowed:
+        parts = self._whole.state_dict().keys() - self._outline.state_dict().keys()
+        return Allowed(
+            new=self._stage.new_weights,
+            unused=self._stage.unused_weights,
+            vocabulary=compat.vocabulary(self._outline) if self._resized else (),
+            towers=parts,
+        )
+
+    @functools.cached_property
+    def _ties(self) -> Mapping[str, str]:
+        return ties(self._outline)
+
+    @functools.cached_property
+    def _weight_files(self) -> Sequence[Path]:
+        """Files that weights are read from; none for random weights."""
+        if self._random:
+            return ()
+        assert self._files is not None
+        return weight_files(self._files.folder, self._files.gguf)
+
+    def weights(self) -> TensorReader:
+        if self._random:
+            return self._initialised()
+        held = self._stored()
+        try:
+            fitted = fit(
+                str(self._files), held, self._outline, self._ties, self._allowed,
+                self._initialised, self._log,
+            )  # fmt: skip
+            if "unread" not in self._said:
+                self._said.add("unread")
+                self._unread(held).log(self._log, str(self._files), held)
+            return fitted
+        except BaseException:
+            held.close()
+            raise
+
+    def _initialised(self) -> TensorReader:
+        model = self._outline
+        return RandomReader(model, self.blocks(model), self._ties, seed=self._seed)
+
+    def _stored(self) -> ConvertedReader:
+        """Tensors of the files, under the names of the module as far as they are known."""
+        files = self._weight_files
+        if files[0].suffix.lower() == ".gguf":
+            return open_gguf(files[0], self._outline)
+        base = _open_files(files)
+        return ConvertedReader(base, compat.changes_on_load(self._whole, base.names()))
+
+    def _unread(self, held: TensorReader) -> Unread:
+        """The tensors of the files that the module does not read."""
+        wanted = self._outline.state_dict().keys()
+        return sort_out(held.names(), wanted, self._allowed.towers, self._stage.unused_weights)
+
+    def passed_through(self) -> TensorReader | None:
+        if self._random:
+            return None
+        with contextlib.closing(self._stored()) as held:
+            passed = self._unread(held).passed
+            names = {source for name in passed for source in held.sources(name)}
+        if not names:
+            return None
+        files = self._weight_files
+        if files[0].suffix.lower() == ".gguf":
+            raise StageError(
+                f"tensors of {files[0]} cannot be passed through to an export, which has others",
+                hint="set `drop` in unused_weights",
+            )
+        return ConvertedReader(_open_files(files), [renamed(one, one) for one in sorted(names)])
+
+    def merge_trained(self, trained: Weights) -> Weights:
+        return completed(self, trained)
+
+    # Identity.
+
     @functools.cached_property
     def fingerprint(self) -> str:
-        return source_fingerprint(
-            self.config,
-            self._weight_files,
-            seed=self._seed if self._draws else None,
-            new=self._stage.new_weights,
-        )
+        seed = self._seed if self._draws else None
+        new = self._stage.new_weights
+        return source_fingerprint(self.config, self._weight_files, seed=seed, new=new)
 
     @functools.cached_property
     def sampled_contents(self) -> str | None:
@@ -399,26 +361,49 @@ class HfSource(ModelSource):
         commit = self._files.folder.name  # of the hub's cache
         return commit if COMMIT.fullmatch(commit) else None
 
+    # Files next to the weights.
+
+    @property
+    def _has_tokenizer(self) -> bool:
+        files = self._tokenizer_files
+        return files is not None and (files.gguf is not None or has_tokenizer(files.folder))
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        files = self._tokenizer_files
+        if files is None or not self._has_tokenizer:
+            raise StageError(
+                f"{self.name} comes without a tokenizer",
+                hint="set `tokenizer` in the model's slot to a folder that has one",
+            )
+        return assets.open_tokenizer(files, self._stage, self._log)
+
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @functools.cached_property
+    def _processor(self) -> Any | None:
+        files = self._files
+        return files and assets.open_processor(files, self._stage, self.tokenizer)
+
+    def processor(self) -> Any | None:
+        return self._processor
+
     def save_assets(self, folder: Path, *, dtype: str) -> None:
         model = self._outline
         torch_name = str(torch_dtype(cast("DtypeName", dtype))).removeprefix("torch.")
         origin = self._files.folder if self._files else None
+        name, changes = type(model).__name__, ""
         with compat.quiet():
-            assets.save_config(
-                self.config, folder, architecture=type(model).__name__, dtype=torch_name
-            )
-            assets.save_generation_config(self.config, origin, folder)
+            assets.save_configs(self.config, origin, folder, architecture=name, dtype=torch_name)
             if self._has_tokenizer:
                 assets.save_tokenizer(self.tokenizer(), folder)
                 changes = "; ".join(align(folder, self.tokenizer(), self.vocab_size))
-                if changes and changes not in self._said:
-                    self._said.add(changes)  # an export saves twice
-                    self._log.warning(
-                        "the exported model begins, ends and pads as tokenizer and chat template "
-                        "do: %s",
-                        changes,
-                    )
-        if self._multimodal:
-            assets.copy_processor(origin, folder)
-        if compat.is_remote_code(model):
-            assets.copy_code(origin, folder)
+        if changes and changes not in self._said:
+            self._said.add(changes)  # an export saves twice
+            self._log.warning(
+                "the exported model begins, ends and pads as tokenizer and chat template do: %s",
+                changes,
+            )
+        code = compat.is_remote_code(model)
+        assets.copy_files(origin, folder, processor=self._multimodal, code=code)

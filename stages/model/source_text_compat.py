@@ -12,30 +12,11 @@ _BODY = re.MULTILINE | re.DOTALL
 
 
 @functools.cache
-def tied_names(kind: str) -> tuple[str, str] | None:
-    """Names of the head's weight and of the embedding's, which causal language models of a type
-    share if their config says so; None if the source of the type does not say."""
-    made = re.search(rf"^class {causal_types().get(kind)}\(.*?(?=^class |\Z)", _code(kind), _BODY)
-    keys = made and re.search(r'_tied_weights_keys = {"(\S+\.weight)": "(\S+\.weight)"}', made[0])
-    return (keys[1], keys[2]) if keys else None
-
-
-def ties_by_default(kind: str) -> bool | None:
-    """Whether head and embedding share their weight where a config does not say it; None if the
-    source of the type does not say either."""
-    stated = _default(kind, "tie_word_embeddings")
-    return {"True": True, "False": False}.get(stated)
-
-
-def size_by_default(kind: str, name: str) -> int | None:
-    """A size where a config does not state it; None if the source of the type states none."""
-    stated = _default(kind, name)
-    return int(stated) if re.fullmatch(r"\d[\d_]*", stated) else None
-
-
-def needs_even_heads(kind: str) -> bool:
-    """Whether a type's config refuses a hidden size that its heads do not divide."""
-    return "not a multiple of the number of attention" in _code(kind, "configuration")
+def _code(kind: str, what: str = "modeling") -> str:
+    """The source of a type's models or configs; empty if it is not found."""
+    whole = kind.replace("-", "_")
+    names = (whole, whole.removesuffix("_text"))
+    return next(filter(None, (source_text(f"{name}/{what}_{name}.py") for name in names)), "")
 
 
 @functools.cache
@@ -47,10 +28,36 @@ def _default(kind: str, name: str) -> str:
     return "" if stated is None else stated[1]
 
 
+def ties_by_default(kind: str) -> bool | None:
+    """Whether head and embedding share their weight where a config does not say it; None if the
+    source of the type does not say either."""
+    return {"True": True, "False": False}.get(_default(kind, "tie_word_embeddings"))
+
+
+def size_by_default(kind: str, name: str) -> int | None:
+    """Return a size where a config does not state it; None if the type's source states none."""
+    stated = _default(kind, name)
+    return int(stated) if re.fullmatch(r"\d[\d_]*", stated) else None
+
+
+@functools.cache
+def tied_names(kind: str) -> tuple[str, str] | None:
+    """Return the names of the head's weight and of the embedding's, which causal language models of
+    a type share if their config says so; None if the source of the type does not say."""
+    made = re.search(rf"^class {causal_types().get(kind)}\(.*?(?=^class |\Z)", _code(kind), _BODY)
+    keys = made and re.search(r'_tied_weights_keys = {"(\S+\.weight)": "(\S+\.weight)"}', made[0])
+    return (keys[1], keys[2]) if keys else None
+
+
+def needs_even_heads(kind: str) -> bool:
+    """Whether a type's config refuses a hidden size that its heads do not divide."""
+    return "not a multiple of the number of attention" in _code(kind, "configuration")
+
+
 @functools.cache
 def attentions(kind: str) -> tuple[str, ...]:
-    """Attention implementations that a type has, the fastest that any device has first; empty if
-    its source does not say."""
+    """Return the attention implementations that a type has, the fastest that any device has first;
+    empty if its source does not say."""
     name = kind.replace("-", "_")
     code = source_text(f"{name}/modeling_{name}.py")  # models of text and more have others
     if "(PreTrainedModel)" not in code:
@@ -68,7 +75,8 @@ def suited_attention(kind: str, device: str) -> str:
 
 @functools.cache
 def linear_names(kind: str) -> Sequence[str]:
-    """Names that the source of a type gives linear layers, without those that contain them."""
+    """Return the names that the source of a type gives linear layers, without those that contain
+    them."""
     assigned = r"self\.(\w+) = (?:nn\.Linear|Conv1D|\w+Linear)\("
     return sorted(set(re.findall(assigned, _code(kind))) - {"lm_head"})
 
@@ -79,11 +87,3 @@ def lacks_name(kind: str, name: str) -> bool:
     source does not have the word. False where models are made by other files than the type's."""
     code = _code(kind)
     return bool(code) and "AutoModel" not in code and not re.search(rf"\b{re.escape(name)}\b", code)
-
-
-@functools.cache
-def _code(kind: str, what: str = "modeling") -> str:
-    """The source of a type's models or configs, which is not imported; empty if it is not found."""
-    whole = kind.replace("-", "_")
-    names = (whole, whole.removesuffix("_text"))
-    return next(filter(None, (source_text(f"{name}/{what}_{name}.py") for name in names)), "")

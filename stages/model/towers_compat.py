@@ -7,7 +7,6 @@ optimizer state; an export takes it from the source's files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from torch import nn
@@ -32,12 +31,6 @@ class LeftOut(nn.Module):
 def leave_out_towers(model: Any) -> None:
     """Take from a model of more than text every parameter that text does not use. Raises StageError
     for one that does not say which part of it is its language model."""
-    kept = {id(parameter) for part in _of_text(model) for parameter in part.parameters()}
-    skipped = (one for one in model.modules() if type(one).__name__ in WITHOUT_TEXT)
-    _leave_out(model, "", kept - {id(one) for layer in skipped for one in layer.parameters()})
-
-
-def _of_text(model: Any) -> Iterator[nn.Module]:
     decoder = model.get_decoder()
     apart = decoder is not None and decoder is not model and decoder is not model.base_model
     if not apart or getattr(model.config, "is_encoder_decoder", False):
@@ -46,10 +39,10 @@ def _of_text(model: Any) -> Iterator[nn.Module]:
             "which part of it is a language model",
             hint="train a language model",
         )
-    yield decoder
-    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if table is not None:
-            yield table
+    parts = (decoder, model.get_input_embeddings(), model.get_output_embeddings())
+    kept = {id(one) for part in parts if part is not None for one in part.parameters()}
+    skipped = (one for one in model.modules() if type(one).__name__ in WITHOUT_TEXT)
+    _leave_out(model, "", kept - {id(one) for layer in skipped for one in layer.parameters()})
 
 
 def _leave_out(module: nn.Module, name: str, kept: set[int]) -> None:

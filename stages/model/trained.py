@@ -28,19 +28,15 @@ class TrainedModel:
     """The trained weights, or their exponential moving average, where the training kept one (slot
     `average.ema`)."""
 
-    @property
-    def average(self) -> str | None:
-        """The average to read; None for the trained weights."""
-        return None if self.weights == "model" else self.weights
-
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from average_problems(self.weights, plan.producer(self, TrainedRun), plan)
         yield from result_problems(self, plan)
 
     def run(self, ctx: Context, trained: TrainedRun, model: ModelSource) -> ModelSource:
-        from stages.model.trained_source import open_trained_source
+        from stages.model.as_exported import open_trained_source
 
-        return open_trained_source(self, ctx, trained, model)
+        average = None if self.weights == "model" else self.weights
+        return open_trained_source(ctx, trained, model, self.dtype, average)
 
     def run_dry(self, ctx: Context, trained: TrainedRun, model: ModelSource) -> ModelSource:
         return self.run(ctx, trained, model)

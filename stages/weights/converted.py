@@ -10,7 +10,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline import StageError, TensorReader, TensorSpec
-from stages.weights.change import Change
-from stages.weights.torch_files import named, pieces
-from stages.weights.views import ReaderView
+from stages.weights.views import JoinedReader, named, pieces
 
 WORTHWHILE = 1 << 16
 """Bytes of a run, on average, below which whole tensors are converted instead."""
@@ -28,8 +27,25 @@ WIDTHS = 5, 7
 """Columns of the row numbers in the first and in the second run of a conversion. No part into which
 a conversion can cut a row fits into both."""
 
-Specs = Mapping[str, TensorSpec]
-Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Change:
+    """Tensors that together become others: renamed, stacked, split, permuted, computed. `convert`
+    takes all `sources` and returns the results by name. It depends on shapes and dtypes alone,
+    never on values, and also takes tensors on the meta device."""
+
+    sources: Sequence[str]
+    convert: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    renames: bool = False
+    """Whether it does nothing but rename one tensor."""
+
+    def __str__(self) -> str:
+        return ", ".join(self.sources[:3]) + (" ..." if len(self.sources) > 3 else "")
+
+
+def renamed(old: str, new: str) -> Change:
+    """Return the change of one tensor's name."""
+    return Change(sources=(old,), convert=lambda tensors: {new: tensors[old]}, renames=True)
 
 
 class Run(NamedTuple):
@@ -41,37 +57,47 @@ class Run(NamedTuple):
     length: int
 
 
+Specs = Mapping[str, TensorSpec]
 Runs = Mapping[str, list[Run]]
 
 
-class ConvertedReader(ReaderView):
+class ConvertedReader(JoinedReader):
     """Results of `changes` on the tensors of `base`, which it closes. A range of a result whose
     rows are only moved is read from where they lie; others are converted whole, the latest kept."""
 
     def __init__(self, base: TensorReader, changes: Iterable[Change]) -> None:
         super().__init__(base)
-        self._owner: dict[str, Change] = {}
+        self._base = base
+        self._change: dict[str, Change] = {}
         self._results: dict[Change, dict[str, TensorSpec]] = {}
         for change in changes:
             self._results[change] = self._outcome(change)
             for name in self._results[change]:
-                if name in self._owner:
-                    raise StageError(
-                        f"both {_listed(self._owner[name])} and {_listed(change)} become {name}"
-                    )
-                self._owner[name] = change
+                if name in self._change:
+                    raise StageError(f"both {self._change[name]} and {change} become {name}")
+                self._change[name] = change
         self._runs: dict[Change, Runs | None] = {}
         self._whole: tuple[Change, Mapping[str, Tensor]] | None = None
 
+    def _outcome(self, change: Change) -> dict[str, TensorSpec]:
+        """Specs of the results, found without reading."""
+        specs = {name: self._base.spec(name) for name in change.sources}
+        empty = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in specs.items()}
+        try:
+            made = change.convert(empty)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise StageError(f"{change} cannot be converted: {error}") from error
+        return {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in made.items()}
+
     def names(self) -> Collection[str]:
-        return self._owner.keys()
+        return self._change.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        return self._results[named(self._owner, name)][name]
+        return self._results[named(self._change, name)][name]
 
     def sources(self, name: str) -> Sequence[str]:
-        """Names in the base of the tensors that a result is made of."""
-        return named(self._owner, name).sources
+        """Return the names in the base of the tensors that a result is made of."""
+        return named(self._change, name).sources
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         runs = self._runs_of(name)
@@ -79,7 +105,7 @@ class ConvertedReader(ReaderView):
             for source, at, length in _between(runs, start, stop):
                 yield from self._base.chunks(source, at, at + length)
             return
-        change = self._owner[name]
+        change = self._change[name]
         if self._whole is None or self._whole[0] is not change:
             self._whole = None  # frees the old ones before new ones are made
             made = change.convert({source: self._base.read(source) for source in change.sources})
@@ -89,7 +115,7 @@ class ConvertedReader(ReaderView):
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         runs = self._runs_of(name)
         if runs is None:
-            super().read_into(name, start, out)
+            TensorReader.read_into(self, name, start, out)
             return
         done = 0
         for source, at, length in _between(runs, start, start + out.numel()):
@@ -98,21 +124,11 @@ class ConvertedReader(ReaderView):
 
     def close(self) -> None:
         self._whole = None
-        self._base.close()
-
-    def _outcome(self, change: Change) -> dict[str, TensorSpec]:
-        """Specs of the results, found without reading."""
-        specs = {name: self._base.spec(name) for name in change.sources}
-        empty = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in specs.items()}
-        try:
-            made = change.convert(empty)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            raise StageError(f"{_listed(change)} cannot be converted: {error}") from error
-        return {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in made.items()}
+        super().close()
 
     def _runs_of(self, name: str) -> list[Run] | None:
         """Runs of a result; None where whole tensors have to be converted, or should be."""
-        change = named(self._owner, name)
+        change = named(self._change, name)
         if change not in self._runs:
             sources = {source: self._base.spec(source) for source in change.sources}
             self._runs[change] = trace(change, sources, self._results[change], WORTHWHILE)
@@ -132,21 +148,27 @@ def _between(runs: list[Run], start: int, stop: int) -> Iterator[tuple[str, int,
         place += 1
 
 
-def _listed(change: Change) -> str:
-    return ", ".join(change.sources[:3]) + (" ..." if len(change.sources) > 3 else "")
-
-
 def trace(change: Change, sources: Specs, results: Specs, least: int = 0) -> Runs | None:
-    """The runs that make up each result, in order; None for a conversion that does more than move
-    whole rows, and for runs of less than `least` bytes on average."""
+    """Return the runs that make up each result, in order; None for a conversion that does more than
+    move whole rows, and for runs of less than `least` bytes on average."""
     if change.renames:
         return {name: [Run(0, change.sources[0], 0, spec.numel)] for name, spec in results.items()}
     if any(not spec.shape or not spec.numel for spec in (*sources.values(), *results.values())):
         return None
-    first, second = (_numbered(sources, width) for width in WIDTHS)
+    counts = (math.prod(spec.shape[:-1]) for spec in sources.values())
+    edges = list(itertools.accumulate(counts, initial=0))
+    # For each width a stand-in of each source, whose elements are numbers that occur nowhere else.
+    first, second = (
+        {
+            name: _numbers(torch.arange(*rows), width).view(*spec.shape[:-1], width)
+            for (name, spec), rows in zip(sources.items(), itertools.pairwise(edges), strict=True)
+        }
+        for width in WIDTHS
+    )
     # A result that is computed from numbers differs from one computed from random stand-ins.
-    count = sum(numbers.numel() for numbers in second.values())
-    random = torch.randint(1 << 31, (count,), generator=torch.Generator().manual_seed(0))
+    random = torch.randint(
+        1 << 31, (edges[-1] * WIDTHS[1],), generator=torch.Generator().manual_seed(0)
+    )
     try:
         found = change.convert(first)
         again = change.convert({name: random[numbers] for name, numbers in second.items()})
@@ -154,21 +176,12 @@ def trace(change: Change, sources: Specs, results: Specs, least: int = 0) -> Run
         return None
     runs = {}
     for name, spec in results.items():
-        rows = _rows(found.get(name), again.get(name), random, spec)
-        made = None if rows is None else _runs(rows, sources, spec, least)
+        rows = _rows((found.get(name), again.get(name)), random, spec)
+        made = None if rows is None else _runs(rows.numpy(), sources, edges, spec, least)
         if made is None:
             return None
         runs[name] = made
     return runs
-
-
-def _numbered(sources: Specs, width: int) -> dict[str, Tensor]:
-    """For each source a tensor with `width` columns, of numbers that occur nowhere else."""
-    ranges = zip(sources.items(), itertools.pairwise(_first_rows(sources)), strict=True)
-    return {
-        name: _numbers(torch.arange(*rows), width).view(*spec.shape[:-1], width)
-        for (name, spec), rows in ranges
-    }
 
 
 def _numbers(rows: Tensor, width: int) -> Tensor:
@@ -176,34 +189,35 @@ def _numbers(rows: Tensor, width: int) -> Tensor:
     return rows[:, None] * width + torch.arange(width)
 
 
-def _first_rows(sources: Specs) -> list[int]:
-    """Number of each source's first row, and of the row behind the last."""
-    counts = (math.prod(spec.shape[:-1]) for spec in sources.values())
-    return list(itertools.accumulate(counts, initial=0))
-
-
-def _rows(
-    found: Tensor | None, again: Tensor | None, random: Tensor, spec: TensorSpec
-) -> Rows | None:
-    """The source row of each row of a result; None if its rows are not rows of the sources."""
-    if found is None or again is None:
-        return None
-    for tensor, width in zip((found, again), WIDTHS, strict=True):
-        if tensor.dtype != torch.int64 or tuple(tensor.shape) != (*spec.shape[:-1], width):
+def _rows(made: tuple[Tensor | None, ...], random: Tensor, spec: TensorSpec) -> Tensor | None:
+    """The source row of each row of a result, which was `made` of numbers and of random stand-ins;
+    None if its rows are not rows of the sources."""
+    flat = []
+    for tensor, width in zip(made, WIDTHS, strict=True):
+        if tensor is None or tensor.dtype != torch.int64:
             return None
-    narrow, wide = WIDTHS
-    rows = found.reshape(-1, narrow)[:, 0] // narrow
-    if not torch.equal(found.reshape(-1, narrow), _numbers(rows, narrow)):
+        if tuple(tensor.shape) != (*spec.shape[:-1], width):
+            return None
+        flat.append(tensor.reshape(-1, width))
+    (found, again), (narrow, wide) = flat, WIDTHS
+    rows = found[:, 0] // narrow
+    if not torch.equal(found, _numbers(rows, narrow)):
         return None
     numbers = _numbers(rows, wide)
     if numbers.min() < 0 or numbers.max() >= len(random):
         return None
-    return rows.numpy() if torch.equal(again.reshape(-1, wide), random[numbers]) else None
+    return rows if torch.equal(again, random[numbers]) else None
 
 
-def _runs(rows: Rows, sources: Specs, result: TensorSpec, least: int) -> list[Run] | None:
-    names, firsts = list(sources), _first_rows(sources)[:-1]
-    owner = np.searchsorted(firsts, rows, side="right") - 1
+def _runs(
+    rows: np.ndarray[tuple[int], np.dtype[np.int64]],
+    sources: Specs,
+    firsts: Sequence[int],
+    result: TensorSpec,
+    least: int,
+) -> list[Run] | None:
+    names = list(sources)
+    owner = np.searchsorted(firsts[:-1], rows, side="right") - 1
     breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(owner) != 0)) + 1
     edges = [0, *breaks.tolist(), len(rows)]
     width = result.shape[-1]

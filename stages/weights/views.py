@@ -1,82 +1,70 @@
-"""Readers of other readers' tensors: cast, joined, computed, or with further rows."""
+"""Tensors in memory, and readers of other readers' tensors: joined, cast, computed, extended."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from pipeline import StageError, TensorReader, TensorSpec, Weights
-from stages.weights.torch_files import named
+from pipeline.checkpoint import CHUNK
+
+T = TypeVar("T")
 
 
-class ReaderView(TensorReader):
-    """A view of the tensors of `base` and others, which it leaves open. It has read what they
-    have."""
+def named(table: Mapping[str, T], name: str) -> T:
+    """Return the entry of a tensor. Raises StageError if there is none."""
+    if name not in table:
+        raise StageError(f"no tensor named {name}")
+    return table[name]
 
-    def __init__(self, base: TensorReader, *others: TensorReader) -> None:
-        self._base = base
-        self._bases = (base, *others)
+
+def pieces(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    """Yield elements [start, stop) of a tensor, flattened, in pieces of a few MiB."""
+    whole = tensor.contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # one element can have any stride
+    step = max(CHUNK // tensor.element_size(), 1)
+    for first in range(start, stop, step):
+        yield flat[first : min(first + step, stop)]
+
+
+class MemoryReader(TensorReader):
+    """Tensors of a state dict."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def spec(self, name: str) -> TensorSpec:
+        tensor = named(self._tensors, name)
+        return TensorSpec(tuple(tensor.shape), tensor.dtype)
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        yield from pieces(named(self._tensors, name).detach(), start, stop)
+
+    def close(self) -> None:
+        self._tensors.clear()
+
+
+class JoinedReader(TensorReader):
+    """Tensors of all `readers`, which it closes; of one name, that of the first reader. Subclasses
+    change some of them."""
+
+    def __init__(self, *readers: TensorReader) -> None:
+        self._readers = readers
+        self._owner = {name: reader for reader in reversed(readers) for name in reader.names()}
 
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
-        return sum(reader.bytes_read for reader in self._bases)
+        return sum(reader.bytes_read for reader in self._readers)
 
     @property
     def as_stored(self) -> bool:  # type: ignore[override]
-        return all(reader.as_stored for reader in self._bases)
-
-
-class CastReader(ReaderView):
-    """Floating tensors of `base` in the dtype that `dtype` returns for their name, others
-    unchanged. Raises StageError for finite values that become infinite."""
-
-    def __init__(self, base: TensorReader, dtype: Callable[[str], torch.dtype]) -> None:
-        super().__init__(base)
-        self._dtype = dtype
-
-    def names(self) -> Collection[str]:
-        return self._base.names()
-
-    def spec(self, name: str) -> TensorSpec:
-        spec = self._base.spec(name)
-        return spec._replace(dtype=self._dtype(name)) if spec.dtype.is_floating_point else spec
-
-    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        dtype = self.spec(name).dtype
-        for chunk in self._base.chunks(name, start, stop):
-            if chunk.dtype != dtype and _overflows(chunk, dtype):
-                raise StageError(
-                    f"{name} has values beyond {str(dtype).removeprefix('torch.')}",
-                    hint="export in bf16 or fp32",
-                )
-            yield chunk.to(dtype)
-
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
-        if self._base.spec(name).dtype == self.spec(name).dtype:
-            self._base.read_into(name, start, out)
-        else:
-            super().read_into(name, start, out)
-
-
-def _overflows(chunk: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the dtype cannot hold a finite value; False for dtypes with the range of fp32."""
-    most = torch.finfo(dtype).max
-    if most > 1e38:
-        return False
-    values = chunk.float().abs()
-    return bool(((values > most) & values.isfinite()).any())
-
-
-class JoinedReader(ReaderView):
-    """Tensors of both readers, which it closes; those of `base` come first."""
-
-    def __init__(self, base: TensorReader, other: TensorReader) -> None:
-        super().__init__(base, other)
-        self._owner = dict.fromkeys(other.names(), other) | dict.fromkeys(base.names(), base)
+        return all(reader.as_stored for reader in self._readers)
 
     def names(self) -> Collection[str]:
         return self._owner.keys()
@@ -91,7 +79,7 @@ class JoinedReader(ReaderView):
         named(self._owner, name).read_into(name, start, out)
 
     def close(self) -> None:
-        for reader in self._bases:
+        for reader in self._readers:
             reader.close()
 
 
@@ -106,38 +94,69 @@ class CompletedWeights(JoinedReader, Weights):
         self._owner = {name: one for name, one in self._owner.items() if name in kept}
 
     def close(self) -> None:
-        self._bases[1].close()
+        self._readers[1].close()
 
 
-class ComputedReader(TensorReader):
-    """Tensors of `others`, some of which are replaced by tensors computed chunk by chunk."""
+class CastReader(JoinedReader):
+    """Floating tensors of `base`, which it leaves open, in the dtype that `dtype` returns for their
+    name, others unchanged. Raises StageError for finite values that become infinite."""
 
-    @property
-    @abstractmethod
-    def others(self) -> TensorReader:
-        """Reader of the tensors that are not computed."""
+    def __init__(self, base: TensorReader, dtype: Callable[[str], torch.dtype]) -> None:
+        super().__init__(base)
+        self._dtype = dtype
 
-    @abstractmethod
-    def computes(self, name: str) -> bool:
-        """Whether the tensor is computed."""
-
-    @abstractmethod
-    def computed(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        """Like `chunks`, for a computed tensor."""
-
-    @property
-    def bytes_read(self) -> int:  # type: ignore[override]
-        return self.others.bytes_read
+    def spec(self, name: str) -> TensorSpec:
+        spec = super().spec(name)
+        return spec._replace(dtype=self._dtype(name)) if spec.dtype.is_floating_point else spec
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        reader = self.computed if self.computes(name) else self.others.chunks
-        yield from reader(name, start, stop)
+        dtype = self.spec(name).dtype
+        for chunk in super().chunks(name, start, stop):
+            if chunk.dtype != dtype and (most := torch.finfo(dtype).max) < 1e38:
+                values = chunk.float().abs()
+                if ((values > most) & values.isfinite()).any():
+                    raise StageError(
+                        f"{name} has values beyond {str(dtype).removeprefix('torch.')}",
+                        hint="export in bf16 or fp32",
+                    )
+            yield chunk.to(dtype)
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        if self.computes(name):
-            super().read_into(name, start, out)
-        else:
-            self.others.read_into(name, start, out)
+        casts = super().spec(name).dtype != self.spec(name).dtype
+        (TensorReader if casts else JoinedReader).read_into(self, name, start, out)
+
+    def close(self) -> None:
+        pass
+
+
+class ComputedReader(JoinedReader):
+    """Tensors of `base`, which it closes, except those that `computed` says the specs of: `compute`
+    yields their elements [start, stop). `names` are in the place of the base's."""
+
+    as_stored = False  # computing takes longer than sending the result
+
+    def __init__(
+        self,
+        base: TensorReader,
+        computed: Mapping[str, TensorSpec],
+        compute: Callable[[str, int, int], Iterator[Tensor]],
+        names: Collection[str] | None = None,
+    ) -> None:
+        super().__init__(base)
+        self._computed, self._compute = computed, compute
+        self._owner = dict.fromkeys(base.names() if names is None else names, base)
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._computed.get(name) or super().spec(name)
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        if name in self._computed:
+            return self._compute(name, start, stop)
+        return super().chunks(name, start, stop)
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        kind = TensorReader if name in self._computed else JoinedReader
+        kind.read_into(self, name, start, out)
 
 
 class Origin(NamedTuple):
@@ -149,7 +168,7 @@ class Origin(NamedTuple):
     spec: TensorSpec
 
 
-class ExtendedReader(ReaderView):
+class ExtendedReader(JoinedReader):
     """Tensors of `base` by the names in `origins`, extended by rows of `fresh`; closes both. A
     tensor of which nothing comes from the base has the dtype of the fresh one."""
 
@@ -157,8 +176,7 @@ class ExtendedReader(ReaderView):
         self, base: TensorReader, fresh: TensorReader | None, origins: Mapping[str, Origin]
     ) -> None:
         super().__init__(base)
-        self._fresh = fresh
-        self._origins = origins
+        self._base, self._fresh, self._origins = base, fresh, origins
 
     def names(self) -> Collection[str]:
         return self._origins.keys()
@@ -183,7 +201,7 @@ class ExtendedReader(ReaderView):
             kept += chunk.numel()
 
     def close(self) -> None:
-        self._base.close()
+        super().close()
         if self._fresh is not None:
             self._fresh.close()
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stages.model.forward_hooks_compat import around_forward, hooks_before
+from stages.model.block_changes import around_forward, hooks_before
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

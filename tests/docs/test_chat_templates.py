@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stages.model.special_ids import turn_ends
+from stages.model.chat_template import turn_ends
 from tests.support.tier import spread
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -27,7 +27,7 @@ with atheris.instrument_imports(include=["pipeline", "stages"]):
     from pipeline.recipe import read_recipe
     from stages.formats.dcp_compat import read_metadata
     from stages.formats.stored import load
-    from stages.weights.safetensors import SafetensorsReader
+    from stages.weights.files import SafetensorsReader
 from tests.fuzz.hostile import bounded
 
 ROOT = Path(__file__).parents[2]

@@ -27,7 +27,7 @@ from pipeline.launch.exchange import _BEATS
 from pipeline.recipe import read_recipe
 from stages.formats.formats import Canonical, Dcp, DeepSpeed
 from stages.model.files import weight_files
-from stages.weights.safetensors import SafetensorsReader
+from stages.weights.files import SafetensorsReader
 from tests.fuzz.hostile import Changes, bounded, changed_archive
 from tests.support.formats import tiny_native, tiny_universal
 from tests.support.sweep import save

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.adapter.compat import quiet
 from stages.adapter.lora import Lora
-from stages.adapter.nf4_linear import round_layers
+from stages.adapter.nf4 import quantizable, rounded
 from stages.adapter.peft_files import peft_config
 from stages.model.hf import HfModel
 from tests.support.models import context
@@ -69,7 +69,9 @@ def saved_by_peft(base: Path, source: Any, more: dict[str, Any]) -> tuple[Path, 
         setattr(config, key, value)
     plain = AutoModelForCausalLM.from_pretrained(base)
     if source.quantize is not None:
-        round_layers(plain, source.quantize)
+        for _, module in quantizable(plain):
+            values = rounded(module.weight.data.reshape(-1), source.quantize)
+            module.weight.data = values.view(module.weight.shape)
     with quiet():
         model = peft.get_peft_model(plain, config)
     generator = torch.Generator().manual_seed(6)

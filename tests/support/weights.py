@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.tensors import Weights
-from stages.weights.torch_files import MemoryReader
+from stages.weights.views import MemoryReader
 
 
 class MemoryWeights(MemoryReader, Weights):

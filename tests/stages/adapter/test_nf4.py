@@ -18,12 +18,18 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from pipeline.errors import StageError
 from stages.adapter.lora import Lora, QuantType
-from stages.adapter.nf4 import BLOCK, PackedReader, RoundedReader, packed_bytes, unpack
-from stages.adapter.nf4_linear import PackedLinear
+from stages.adapter.nf4 import (
+    BLOCK,
+    PackedLinear,
+    packed_bytes,
+    packed_reader,
+    rounded_reader,
+    unpack,
+)
 from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
-from stages.weights.torch_files import MemoryReader
+from stages.weights.views import MemoryReader
 from tests.stages.adapter.test_lora import GPT2, UNTIED, adapted, logits, module_with, trained
 from tests.support.models import context
 from tests.support.runs import TINY
@@ -41,11 +47,11 @@ def weight_of(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def packed_of(weight: torch.Tensor, kind: QuantType = "nf4") -> torch.Tensor:
-    return PackedReader(MemoryReader({"one.weight": weight}), {"one"}, kind).read("one.packed")
+    return packed_reader(MemoryReader({"one.weight": weight}), {"one"}, kind).read("one.packed")
 
 
 def rounded_of(weight: torch.Tensor, kind: QuantType = "nf4") -> torch.Tensor:
-    return RoundedReader(MemoryReader({"one.weight": weight}), {"one"}, kind).read("one.weight")
+    return rounded_reader(MemoryReader({"one.weight": weight}), {"one"}, kind).read("one.weight")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,8 +90,8 @@ def test_four_and_a_half_bits_an_element() -> None:
 def test_any_range_is_that_of_the_whole(data: Any, shape: tuple[int, int], kind: QuantType) -> None:
     base = MemoryReader({"one.weight": weight_of(shape)})
     for reader, name in (
-        (PackedReader(base, {"one"}, kind), "one.packed"),
-        (RoundedReader(base, {"one"}, kind), "one.weight"),
+        (packed_reader(base, {"one"}, kind), "one.packed"),
+        (rounded_reader(base, {"one"}, kind), "one.weight"),
     ):
         whole = reader.read(name).view(-1)
         start = data.draw(st.integers(0, whole.numel() - 1))
@@ -100,7 +106,7 @@ def test_large_weights_are_read_some_blocks_at_a_time(monkeypatch: pytest.Monkey
     monkeypatch.setattr("stages.adapter.nf4.STEP", 2 * BLOCK)
     assert torch.equal(packed_of(weight), packed)
     assert torch.equal(rounded_of(weight), rounded)
-    reader = PackedReader(MemoryReader({"one.weight": weight}), {"one"}, "nf4")
+    reader = packed_reader(MemoryReader({"one.weight": weight}), {"one"}, "nf4")
     sizes = [chunk.numel() for chunk in reader.chunks("one.packed", 0, packed.numel())]
     assert max(sizes) == BLOCK
 

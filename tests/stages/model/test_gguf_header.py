@@ -14,9 +14,8 @@ from gguf import GGMLQuantizationType as Kind
 
 from pipeline.errors import StageError
 from stages.model.gguf import GgufTensors
-from stages.model.gguf_header import read_header
 from stages.model.hf import HfModel
-from stages.model.read import read_config
+from stages.model.read import gguf_header, read_config
 from tests.support.gguf import write_tensors
 
 U32, STRING, ARRAY = 4, 8, 9
@@ -74,9 +73,9 @@ def test_arrays_are_left_out(tmp_path: Path) -> None:
     words = array("words", STRING, 2, text("a") + text("bc"))
     rows = array("rows", U32, 3, bytes(12))
     file.write_bytes(header([words, rows, number("x", 7)], [tensor("t", 5, 6)]))
-    metadata, shapes = read_header(file)
-    assert metadata == {"words": None, "rows": None, "x": 7}
-    assert shapes == {"t": (5, 6)}
+    found = gguf_header(file)
+    assert found.metadata == {"words": None, "rows": None, "x": 7}
+    assert {name: one.shape for name, one in found.tensors.items()} == {"t": (5, 6)}
 
 
 DAMAGED = {
@@ -118,7 +117,7 @@ def test_every_cut_through_a_header_is_refused(tmp_path: Path) -> None:
 def test_a_large_file_is_not_walked_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.model.gguf_header.MOST", 1 << 10)
+    monkeypatch.setattr("stages.model.read.LONGEST_HEADER", 1 << 10)
     empty_words = header([array("x", STRING, HUGE, bytes(1 << 11))])
     with pytest.raises(StageError, match="its header is too long"):
         configured(empty_words, tmp_path)
@@ -128,7 +127,8 @@ def test_a_large_file_is_not_walked_through(
 def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, share: float) -> None:
     whole = tmp_path / "whole.gguf"
     write_tensors(whole, {name: (torch.zeros(64, 32), Kind.Q8_0) for name in ("a", "b")})
-    assert read_header(whole)[1] == {"a": (32, 64), "b": (32, 64)}
+    tensors = gguf_header(whole).tensors
+    assert {name: one.shape for name, one in tensors.items()} == {"a": (32, 64), "b": (32, 64)}
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(whole.read_bytes()[: int(whole.stat().st_size * share)])
     with pytest.raises(StageError, match=rf"^{cut} cannot be read as GGUF: .*copy it again\)$"):

@@ -139,8 +139,8 @@ def test_what_the_types_say_of_themselves() -> None:
 def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     saved(tmp_path, "gemma")
     code = (
-        "import sys; from stages.model.hf import HfModel; from stages.model import head_checks;"
-        f"list(head_checks.head_problems(HfModel(path={str(tmp_path)!r})));"
+        "import sys; from stages.model.hf import HfModel; from stages.model import weight_checks;"
+        f"list(weight_checks.head_problems(HfModel(path={str(tmp_path)!r})));"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,7 +19,7 @@ from pipeline.testing import plan_view
 from stages.model.hf import HfModel
 from stages.model.reconcile import Allowed, fit, sized, sort_out
 from stages.optimizer.adamw import AdamW
-from stages.weights.torch_files import MemoryReader
+from stages.weights.views import MemoryReader
 from tests.support import runs
 from tests.support.models import context, filled, logits, random_source, tiny_llama_config
 from tests.support.processes import run_ranks

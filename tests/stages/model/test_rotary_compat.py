@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import StageError
 from stages.model.checks import problems
+from stages.model.config_checks import lengthwise_kind
 from stages.model.hf import HfModel
 from stages.model.rotary_compat import (
     choose_by_document,
@@ -20,7 +21,6 @@ from stages.model.rotary_compat import (
     document_lengths,
     with_positions,
 )
-from stages.model.rotary_config import lengthwise_kind
 from tests.support.batches import micro_batch
 from tests.support.models import random_source, tiny_llama_config
 from tests.support.tier import examples

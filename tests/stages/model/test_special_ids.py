@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 from transformers.trainer_utils import align_special_tokens
 
 from stages.data import template_limits
+from stages.model.chat_template import align, aligned, turn_ends
 from stages.model.hf import HfModel
-from stages.model.special_ids import align, aligned, turn_ends
 from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
 from tests.support.models import context, tiny_llama_config
 

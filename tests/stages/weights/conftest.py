@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from stages.weights import safetensors, torch_files
+from stages.weights import files, views
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_chunks() -> Iterator[None]:
     """Let small tensors take several chunks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_files, "CHUNK", 48)
-        patch.setattr(safetensors, "CHUNK", 48)
+        patch.setattr(views, "CHUNK", 48)
+        patch.setattr(files, "CHUNK", 48)
         yield
 
 

@@ -22,10 +22,9 @@ from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.model import compat
 from stages.weights import converted
-from stages.weights.change import Change, renamed
-from stages.weights.converted import ConvertedReader, Run, Runs, trace
-from stages.weights.safetensors import SafetensorsReader
-from stages.weights.torch_files import MemoryReader
+from stages.weights.converted import Change, ConvertedReader, Run, Runs, renamed, trace
+from stages.weights.files import SafetensorsReader
+from stages.weights.views import MemoryReader
 from tests.support.models import FAMILIES, filled, random_source
 from tests.support.readers import (
     FLOATS,

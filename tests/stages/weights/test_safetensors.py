@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.errors import StageError
-from stages.weights import safetensors
-from stages.weights.safetensors import SafetensorsReader
+from stages.weights import files as weight_files
+from stages.weights.files import SafetensorsReader
 from tests.support.readers import (
     FLOATS,
     random_bits,
@@ -92,7 +92,7 @@ def test_a_tensor_of_many_chunks_of_the_real_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(safetensors, "CHUNK", 1 << 22)
+    monkeypatch.setattr(weight_files, "CHUNK", 1 << 22)
     tensor = random_bits((1237, 1777), torch.float32)
     reader = SafetensorsReader(saved(tmp_path, {"a": tensor}))
     require_range(reader, "a", tensor, (1, tensor.numel() - 1))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from pipeline.errors import StageError
-from stages.weights.sampled import PIECES, sampled
+from stages.weights.files import PIECES, sampled
 
 SIZES = (0, 1, 3, 2_000, 4_096, 100_000)
 """Elements of tensors."""

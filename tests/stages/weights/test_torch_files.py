@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.write_plan import CODES
 from pipeline.errors import StageError
-from stages.weights.torch_files import TorchFilesReader
+from stages.weights.files import TorchFilesReader
 from tests.support.models import FAMILIES, context, filled, random_source
 from tests.support.readers import (
     DTYPES,

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pipeline.contracts.tensors import TensorSpec
 from pipeline.errors import StageError
-from stages.weights.torch_files import MemoryReader
-from stages.weights.views import CastReader, ExtendedReader, Origin
+from stages.weights.views import CastReader, ExtendedReader, MemoryReader, Origin
 from tests.support.readers import (
     FLOATS,
     chunked,

@@ -26,8 +26,7 @@ from pipeline.distributed.process_group import DistContext
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.weights import converted
-from stages.weights.safetensors import SafetensorsReader
-from stages.weights.torch_files import TorchFilesReader
+from stages.weights.files import SafetensorsReader, TorchFilesReader
 from stages.wrap.zero import Zero
 from tests.support.models import FAMILIES, filled, random_source, tiny_llama_config
 from tests.support.processes import run_ranks

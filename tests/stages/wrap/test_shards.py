@@ -23,7 +23,7 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
-from stages.weights.safetensors import SafetensorsReader
+from stages.weights.files import SafetensorsReader
 from stages.wrap.load_weights import LocalShard, load_weights, local_shards
 from stages.wrap.optimizer_groups import make_optimizers
 from stages.wrap.passes import ModulePasses

@@ -1,22 +1,25 @@
-"""Tensors of safetensors files, any range of which is read straight into its destination."""
+"""Tensors of safetensors files and of `torch.save`; and a quick look at both kinds of files."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline import StageError, TensorReader, TensorSpec
+from pipeline import StageError, TensorReader, TensorSpec, system_errors_as
 from pipeline.checkpoint import CHUNK, DTYPES, Placed, as_bytes, table
 from pipeline.utils import open_regular, read_at
-from stages.weights.torch_files import named
+from stages.formats.stored import flattened, load
+from stages.weights.views import MemoryReader, named
 
 LONGEST_HEADER = 100_000_000
-"""Bytes of a header at most, a limit of the format itself."""
+"""Bytes of a header at most, a limit of the safetensors format itself."""
 
 
 class _Place(NamedTuple):
@@ -26,14 +29,15 @@ class _Place(NamedTuple):
 
 
 class SafetensorsReader(TensorReader):
-    """Tensors of all files. Raises StageError for a damaged file, and for a name in two files."""
+    """Tensors of all files, any range of which is read straight into its destination. Raises
+    StageError for a damaged file, and for a name in two files."""
 
     as_stored = True
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._places: dict[str, _Place] = {}
         for file in files:
-            for name, place in places(file).items():
+            for name, place in _places(file).items():
                 if name in self._places:
                     raise StageError(f"{name} is in {self._places[name].file} and in {file}")
                 self._places[name] = place
@@ -89,7 +93,7 @@ class SafetensorsReader(TensorReader):
         self.bytes_read += done
 
 
-def places(file: Path) -> dict[str, _Place]:
+def _places(file: Path) -> dict[str, _Place]:
     """Place of each tensor of a file. Raises StageError unless the file holds all their bytes."""
     try:
         with open_regular(file) as stream:
@@ -99,10 +103,9 @@ def places(file: Path) -> dict[str, _Place]:
             size = os.fstat(stream.fileno()).st_size
         if len(head) != 8 + length:
             raise ValueError("its header is incomplete")
-        entries = table(head)
         return {
             name: _Place(file, len(head) + entry.begin, _spec(name, entry, size - len(head)))
-            for name, entry in entries.items()
+            for name, entry in table(head).items()
         }
     except (ValueError, OSError) as error:
         raise StageError(f"{file} cannot be read as safetensors: {error}") from error
@@ -119,3 +122,77 @@ def _spec(name: str, entry: Placed, available: int) -> TensorSpec:
     if entry.end > available:
         raise ValueError(f"the file ends before {name} does: it is incomplete")
     return spec
+
+
+class TorchFilesReader(MemoryReader):
+    """Tensors of files of `torch.save` (`pytorch_model.bin`), mapped: a range costs its own bytes.
+    No code in a file is ever run. Raises StageError for a file that is damaged or holds more than
+    tensors."""
+
+    as_stored = True
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            for name, tensor in _content(file):
+                if name in tensors:
+                    raise StageError(f"{file}: holds {name}, which another file holds too")
+                tensors[name] = tensor
+        super().__init__(tensors)
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        for piece in super().chunks(name, start, stop):
+            self.bytes_read += piece.nbytes
+            yield piece
+
+
+def _content(file: Path) -> Iterator[tuple[str, Tensor]]:
+    content = load(file, verify=False)
+    if not isinstance(content, dict):
+        raise StageError(f"{file}: holds no state dict")
+    for name, tensor in content.items():
+        if isinstance(name, str) and isinstance(tensor, torch.Tensor):
+            if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+                raise StageError(
+                    f"{file}: {name}: sparse, quantized or without values, which cannot be trained"
+                )
+            try:
+                flattened(tensor)
+            except ValueError as error:
+                raise StageError(f"{file}: {name}: {error}") from error
+            yield name, tensor
+        elif name != "_metadata":
+            raise StageError(f"{file}: {name!r} is not a tensor")
+
+
+PIECE = 4096
+"""Bytes of a piece: a page of memory, and of most disks."""
+PIECES = 512
+"""Pieces of a file at most."""
+
+
+def sampled(files: Sequence[Path]) -> str:
+    """Hex sha256 over each file's name, size, beginning, and pieces: of a safetensors file the
+    middle of every tensor, or of 512 evenly chosen ones; of another file 512 at even distances.
+
+    A training changes all of a tensor, so its result differs from what it began with; a change of
+    a few rows may be missed. Reads 2 MiB a file, or less. Raises StageError.
+    """
+    with system_errors_as(StageError), ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(_sample, files))
+    return hashlib.sha256(b"".join(found)).hexdigest()
+
+
+def _sample(file: Path) -> bytes:
+    size = file.stat().st_size
+    offsets = [*range(0, size, max(PIECE, size // PIECES))]
+    if file.suffix == ".safetensors":
+        each = _places(file).values()
+        offsets = sorted(one.offset + max(0, one.spec.nbytes - PIECE) // 2 for one in each)
+    count = min(len(offsets), PIECES)
+    even = (offsets[number * len(offsets) // count] for number in range(count))
+    digest = hashlib.sha256(f"{file.name} {size}\0".encode())
+    with file.open("rb", buffering=0) as stream:
+        for offset in (0, *even):
+            digest.update(os.pread(stream.fileno(), PIECE, offset))
+    return digest.digest()
