@@ -106,8 +106,7 @@ ADAPTER = "default"
 
 
 def name_in_file(name: str) -> str:
-    """The name under which peft saves a tensor of the module with updates; names that are already
-    in that form, also those of other versions of peft, are accepted too."""
+    """Return the name under which peft saves a tensor of the module, or has saved it."""
     parts = name.removeprefix(PREFIX).split(".")
     # Updates of several stacked weights of a module differ in nothing else.
     update = next((place for place, part in enumerate(parts) if part.startswith("lora_")), 0)
@@ -132,8 +131,7 @@ class Layer:
     """A linear layer, or the stacked weights of a layer's experts, with an update."""
 
     name: str
-    """Name in the model without updates: of the linear layer's module, or of the stacked weights'
-    parameter."""
+    """Name of the linear layer's module, or of the stacked weights, without updates."""
     rank: int
     """Rank of the update, for each expert."""
     scaling: float

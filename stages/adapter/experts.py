@@ -30,8 +30,7 @@ ALIGNED = 8
 
 
 class Factors(nn.Module):
-    """One factor of each updated weight of an experts' module, by the weight's name in it, without
-    values."""
+    """One factor of each updated weight of an experts' module, by its name there."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         super().__init__()
@@ -56,8 +55,7 @@ def first_projection(experts: Any) -> str:
 
 
 def stacked_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the weights of experts that can have updates: name, the module that holds them, and
-    their name in it, in the module's order."""
+    """Yield experts' weights that can have updates: name, their module, name in it."""
     said = ("is_transposed", "is_concatenated", "has_gate", "has_bias", "has_post_expert_norm")
     for owner, module in model.named_modules():
         if all(hasattr(module, name) for name in (*said, "num_experts")):

@@ -1,5 +1,4 @@
-"""Updates of a model's layers, by peft for linear ones and by us for experts, and a report of the
-matrices that get none."""
+"""Updates of a model's layers and experts, and a report of matrices without one."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ def _inject_linear(stage: LoraSettings, model: nn.Module) -> None:
 
 
 def _chosen_experts(stage: LoraSettings, model: nn.Module) -> Collection[str]:
-    """Names of the stacked weights that get updates. Raises StageError for a name that matches
-    none."""
+    """Names of the stacked weights that get updates. Raises StageError for idle targets."""
     names = [name for name, _, _ in stacked_weights(model)]
     if stage.target_parameters is None:
         trained = () if stage.misses_experts else names
@@ -123,8 +121,7 @@ def _linear_hint(model: nn.Module, target: str = "") -> str:
 
 
 def layers(model: nn.Module) -> list[Layer]:
-    """Return the layers and stacked weights of `model` that have an update. Raises StageError for
-    kinds that cannot be merged."""
+    """Return the updated layers and stacked weights. Raises StageError for odd kinds."""
     lora = import_peft().tuners.lora
     found = []
     for name, module in model.named_modules():

@@ -154,8 +154,7 @@ def _is_named(name: str, patterns: Sequence[str]) -> bool:
 
 
 def differences(stage: LoraSettings, folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield reasons why the stage cannot go on from the adapter in a folder: a message and a hint
-    each."""
+    """Yield why the stage cannot go on from a saved adapter: a message and a hint each."""
     from stages.adapter.compat import CONFIG, WEIGHTS
 
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]

@@ -1,5 +1,4 @@
-"""Weights in 4 bits (NF4 or FP4): packed in linear layers, and as the values that they stand
-for."""
+"""Weights in 4 bits (NF4 or FP4): packed in linear layers, and as values."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ def unpack(packed: Tensor, shape: Sequence[int], kind: QuantType, dtype: torch.d
 
 
 def _blocks(base: TensorReader, weight: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    """The whole blocks that hold elements [start, stop), a few MiB at a time: first element, fp32
-    values."""
+    """The whole blocks of fp32 values that hold elements [start, stop), with their first."""
     end = min(math.ceil(stop / BLOCK) * BLOCK, base.spec(weight).numel)
     for first in range(start // BLOCK * BLOCK, end, STEP):
         values = torch.empty(min(STEP, end - first), dtype=torch.float32)
@@ -122,8 +120,7 @@ def packed_reader(base: TensorReader, layers: Collection[str], kind: QuantType) 
 
 
 def rounded_reader(base: TensorReader, layers: Collection[str], kind: QuantType) -> ComputedReader:
-    """Return the tensors of `base`, with the weights of `layers` as fp32 values that 4 bits
-    hold."""
+    """Return `base` with the weights of `layers` as fp32 values that 4 bits hold."""
 
     def compute(name: str, start: int, stop: int) -> Iterator[Tensor]:
         for first, values in _blocks(base, name, start, stop):
@@ -135,8 +132,7 @@ def rounded_reader(base: TensorReader, layers: Collection[str], kind: QuantType)
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer with a frozen weight that is unpacked for each product, in the dtype of the
-    input."""
+    """A linear layer whose frozen weight is unpacked for each product."""
 
     def __init__(self, like: nn.Linear, kind: QuantType) -> None:
         nn.Module.__init__(self)
@@ -182,16 +178,14 @@ class _Product(torch.autograd.Function):
 
 
 def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers that are quantized, by name: torch's own, without the head, whose
-    errors show most."""
+    """Yield the layers that are quantized: torch's, without the head, whose errors show."""
     for name, module in linear_layers(model):
         if type(module) is nn.Linear:
             yield name, module
 
 
 class RoundedSource(DerivedSource):
-    """`base` in an ordinary module; the weights of linear layers but the head are the values that
-    4 bits hold."""
+    """`base` in an ordinary module, with weights that 4 bits hold in linear layers."""
 
     reader: Callable[[TensorReader, Collection[str], QuantType], TensorReader] = staticmethod(
         rounded_reader

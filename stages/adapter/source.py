@@ -80,8 +80,7 @@ class AdaptedSource(AdaptedModel):
         return [name for name, one in self.outline.named_parameters() if one.requires_grad]
 
     def log_summary(self, log: logging.Logger) -> None:
-        """Log the number of trained parameters. Raises StageError for names that match nothing in
-        the model."""
+        """Log the number of trained parameters and what gets no update."""
         parameters = dict(self.outline.named_parameters())
         trained = sum(parameters[name].numel() for name in self.trained)
         stacked = sum(layer.experts is not None for layer in self.layers)

@@ -1,5 +1,4 @@
-"""Values of an adapter: those that it begins with, and the model's weights with it merged into
-them."""
+"""Values of an adapter: fresh ones, and the model's weights with it merged."""
 
 from __future__ import annotations
 

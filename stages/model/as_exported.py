@@ -123,8 +123,7 @@ def open_trained_source(
 
 
 class TrainedSource(DerivedSource):
-    """The model that a training made of `origin`, without its adapters. Checkpoints are opened when
-    something is read."""
+    """The model that a training made of `origin`, without its adapters, opened when it is read."""
 
     def __init__(
         self,

@@ -109,8 +109,7 @@ def config_of_recipe(config: Mapping[str, Any] | str) -> Any:
 
 
 def config_of_files(files: Files, *, trust_remote_code: bool) -> Any:
-    """Return the config of a folder or GGUF file. Raises StageError if it cannot be used, or if
-    weights are quantized."""
+    """Return the config of a folder or GGUF file. Raises StageError if it cannot be trained."""
     from transformers import AutoConfig
 
     if files.gguf is not None:
@@ -148,8 +147,7 @@ def _require_sizes(config: Mapping[str, Any]) -> None:
 
 
 def open_tokenizer(files: Files, stage: HfSettings, log: Logger) -> Any:
-    """Return the tokenizer of a folder or GGUF file, with the recipe's chat template. Raises
-    StageError if it cannot be loaded."""
+    """Return the tokenizer of files, with the recipe's chat template. Raises StageError."""
     from transformers import AutoTokenizer
 
     try:

@@ -155,8 +155,7 @@ def around_forward(module: nn.Module, before: Forward, after: Forward) -> None:
 
 
 def hooks_before(module: nn.Module) -> Iterator[Forward]:
-    """Yield the hooks ahead of `module`'s forward: those that torch calls, and those that it calls
-    itself."""
+    """Yield the hooks ahead of `module`'s forward, also those that forward calls itself."""
     yield from module._forward_pre_hooks.values()
     yield from (before for before, _ in getattr(module, INSIDE, ()))
 
@@ -182,8 +181,7 @@ def with_hooks(module: nn.Module, forward: Forward) -> Forward:
 
 
 def use_fp8(model: Any, settings: Fp8) -> None:
-    """Have linear layers multiply in 8 bits, except the head and layers of odd sizes. Raises
-    StageError if no layer is left."""
+    """Have linear layers of suited sizes but the head multiply in 8 bits. Raises StageError."""
     with optional("fp8 needs torchao", hint="pip install 'pipetrain[torchao]'"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     config = Float8LinearConfig.from_recipe_name(settings.recipe)
@@ -204,8 +202,7 @@ def use_fp8(model: Any, settings: Fp8) -> None:
 
 
 def use_liger(model: Any) -> None:
-    """Replace parts of the model by Liger's kernels. Raises StageError for an architecture without
-    kernels."""
+    """Replace parts of the model by Liger's kernels. Raises StageError where it has none."""
     needed = "kernels: liger needs liger-kernel, and that needs Triton"
     with optional(needed, hint="pip install liger-kernel"):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance

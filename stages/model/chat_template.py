@@ -31,8 +31,7 @@ def known_templates() -> list[str]:
 
 
 def read_template(given: str) -> str:
-    """Return the template of a local file or a known name. Raises StageError if there is none, or
-    if it is no template."""
+    """Return the template of a local file or a known name. Raises StageError if there is none."""
     if not is_local(given):
         if given not in known_templates():
             hint = f"{did_you_mean(given, known_templates())}; a file starts with ./, ../, / or ~"
@@ -57,8 +56,7 @@ def read_template(given: str) -> str:
 
 
 def unknown_tokens(template: str, tokenizer: Any) -> list[str]:
-    """Return what a template writes that looks like a special token and is none of the
-    tokenizer's, so that it becomes several tokens."""
+    """Return what looks like special tokens in a template, and is none of the tokenizer's."""
     known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     return sorted(set(_TOKEN.findall(template)) - known)
 
@@ -74,8 +72,7 @@ def turn_ends(tokenizer: Any) -> list[int]:
     render = Limited(tokenizer.apply_chat_template, tokenizer.name_or_path)
 
     def after_answer(*roles: str) -> str:
-        """The text after an answer that messages of some roles follow; empty if the template lays
-        it out in no form."""
+        """The text after an answer that messages of some roles follow; empty if it is not found."""
         turns = (*_TURNS, *((role, ".") for role in roles))
         for in_parts in (False, True):
             contents = ([{"type": "text", "text": text}] if in_parts else text for _, text in turns)
@@ -113,8 +110,7 @@ def turn_ends(tokenizer: Any) -> list[int]:
 
 
 def wanted_ids(tokenizer: Any, rows: int) -> Mapping[str, list[int]]:
-    """Return the key of the configs -> ids that it must have, the tokenizer's own first; ids that
-    are no rows of the embedding are left out."""
+    """Return key of the configs -> ids that it must have, the tokenizer's own first."""
     found = {
         "eos_token_id": [tokenizer.eos_token_id, *turn_ends(tokenizer)],
         "bos_token_id": [tokenizer.bos_token_id],
@@ -139,8 +135,7 @@ def aligned(held: Any, wanted: list[int], *, several: bool) -> Any:
 
 
 def align(folder: Path, tokenizer: Any, rows: int) -> Iterator[str]:
-    """Align `config.json` and `generation_config.json` of a saved model with its tokenizer, and
-    yield what was changed, in words."""
+    """Align both configs of a saved model with its tokenizer; yield what was changed, in words."""
     wanted = wanted_ids(tokenizer, rows)
     for name in ("config.json", "generation_config.json"):
         try:

@@ -220,8 +220,7 @@ def image_text_types() -> Mapping[str, str]:
 
 @functools.cache
 def _table(name: str) -> Mapping[str, str]:
-    """A table of transformers; empty if it is not found. It is parsed, as to import it would import
-    torch, which takes seconds."""
+    """A table of transformers, which is parsed, as importing it would import torch for seconds."""
     try:
         rest = source_text("auto/modeling_auto.py").split(f"{name} = OrderedDict(")[1]
         return dict(ast.literal_eval(rest.split("\n)\n")[0].strip()))
@@ -230,8 +229,7 @@ def _table(name: str) -> Mapping[str, str]:
 
 
 def source_text(name: str) -> str:
-    """Text of a file among transformers' models, which is not imported; empty if it is not
-    found."""
+    """Return a file's text among transformers' models, not imported; empty if there is none."""
     found = importlib.util.find_spec("transformers")
     if found is None or not found.submodule_search_locations:
         return ""
@@ -242,8 +240,7 @@ def source_text(name: str) -> str:
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a model of more than text, and not of its language model, which
-    some have as a class of its own."""
+    """Whether a config.json is of a model of more than text, not of its language model."""
     kind, stated = config.get("model_type"), config.get("architectures")
     whole, causal = (table().get(str(kind)) for table in (image_text_types, causal_types))
     if whole is None:

@@ -1,5 +1,4 @@
-"""What a model's config and tokenizer files say before anything starts, and mistakes that show in
-them. Imports no torch."""
+"""What a model's config and tokenizer files say before anything starts, without torch."""
 
 from __future__ import annotations
 
@@ -107,8 +106,7 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 
 
 def too_long(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
-    """Yield the problem of each slot whose samples may be longer than the model's positions: a
-    mistake if positions are rows of a table, else a warning."""
+    """Yield slots whose samples may be longer than the model's positions; see `TABLES`."""
     whole = config_at_hand(stage) or {}
     part = whole.get("text_config")
     config: Config = part if isinstance(part, Mapping) else whole
@@ -133,8 +131,7 @@ def too_long(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
 
 
 def table_of_positions(config: Config) -> int | None:
-    """Return the rows of the table in which a model looks positions up; None if it computes
-    them."""
+    """Return the rows of the table of a model's positions; None if it computes them."""
     return stated_context(config) if str(config.get("model_type")) in TABLES else None
 
 
@@ -202,8 +199,7 @@ OF_THE_BATCH = ("deepseek_v4",)
 
 
 def lengthwise_kind(config: Config, *, of_rope: bool = False) -> str | None:
-    """Return the kind of rotary tables of a config.json that depend on the length of a text; None
-    if it has no such tables. `of_rope`: it is the part of a config about them."""
+    """Return the kind of rotary tables that depend on the length of a text, or None."""
     kind = config.get("rope_type", config.get("type"))
     if of_rope and kind in (*LENGTHWISE, OLD_NAME):
         return str(kind)
@@ -250,8 +246,7 @@ _NEVER_0 = (
 
 
 def wrong_size(config: Config) -> str:
-    """Return a sentence about the first impossible size, also in the configs of a model's parts;
-    empty if all sizes are possible."""
+    """Return a sentence about the first impossible size, also of a part; empty without one."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             inner = wrong_size(value)
@@ -266,8 +261,7 @@ def wrong_size(config: Config) -> str:
 
 
 def uneven_heads(config: Config) -> str:
-    """Return a sentence about heads that do not divide the hidden size, where the type needs that;
-    empty if they do."""
+    """Return a sentence about heads that do not divide the hidden size, if they have to."""
     kind, names = str(config.get("model_type")), ("hidden_size", "num_attention_heads")
     size, heads = (config.get(name) or size_by_default(kind, name) for name in names)
     if not (size and heads and size % heads and needs_even_heads(kind)):

@@ -77,8 +77,7 @@ def ties(model: nn.Module) -> dict[str, str]:
 
 
 def logical_numel(model: nn.Module) -> dict[str, int]:
-    """Return the name of each parameter that holds a packed weight -> elements of that weight. A
-    module lists its own parameters in an attribute of this name."""
+    """Return packed weights -> their elements, by the attribute of this name of modules."""
     return {
         f"{owner}.{leaf}": elements
         for owner, module in model.named_modules()
@@ -133,8 +132,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def refuse_idle(key: str, patterns: Iterable[str], names: Collection[str], what: str) -> None:
-    """Raise StageError for a pattern in the field `key` that matches none of the names, which is a
-    spelling mistake."""
+    """Raise StageError for a pattern in the field `key` that matches none of the names."""
     for pattern in patterns:
         if not any(matches(name, [pattern]) for name in names):
             shown = dict.fromkeys([*get_close_matches(pattern, names, 1), *sorted(names)[-3:]])

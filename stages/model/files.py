@@ -154,8 +154,7 @@ def adapter_beside(folder: Path) -> str | None:
 
 
 def other_weights(folder: Path) -> str | None:
-    """Return a sentence on a folder that has the same weights in shards and as a single file; None
-    for others."""
+    """Return a sentence on a folder that has the same weights in two forms, or None."""
     forms = (SAFE, TORCH)
     there = [name for form in forms for name in reversed(form) if (folder / name).is_file()]
     if not any(set(form) <= set(there) for form in forms):
@@ -169,8 +168,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def largest_id(folder: Path) -> int | None:
-    """Return the largest id that the files of a tokenizer name; None if they name none. Raises
-    StageError for a file that is damaged."""
+    """Return the largest id in a tokenizer's files, or None. Raises StageError for damage."""
     ids: list[int] = []
     for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
         if file.is_file():
@@ -198,8 +196,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def kernels_named(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the hub's kernels that a config makes transformers fetch and run: its attention, or
-    that of a part, can name one (`owner/name`)."""
+    """Yield the hub's kernels (`owner/name`) that a config makes transformers run."""
     for key, value in config.items():
         inner = value if isinstance(value, Mapping) else {"": value}
         if key.endswith(("_implementation", "_implementation_internal")):

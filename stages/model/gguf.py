@@ -110,8 +110,7 @@ class GgufTensors(TensorReader):
 
 
 def _stored(content: Any, tensor: GgufTensor) -> tuple[Any, Any, tuple[int, ...]]:
-    """Rows of a tensor, its type and its shape. Raises ValueError where the file ends before it
-    does, and for a type that is not known."""
+    """Rows of a tensor, its type and its shape. Raises ValueError for damage."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     kind, width = GGMLQuantizationType(tensor.kind), tensor.shape[0]

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 def unit_seed(seed: int, unit: str) -> int:
-    """Return the 64-bit seed of a module: the first 8 bytes of sha256 over the run's seed and its
-    name."""
+    """Return 8 bytes of sha256 over the run's seed and a module's name, as a seed."""
     return int.from_bytes(hashlib.sha256(f"{seed}\0{unit}".encode()).digest()[:8], "big")
 
 

@@ -148,8 +148,7 @@ class GgufHeader(NamedTuple):
 
 
 def gguf_header(file: Path) -> GgufHeader:
-    """Return the header of a file; one that has not changed is read once. Raises StageError for a
-    file that is no GGUF or is cut."""
+    """Return the header of a file; an unchanged file is read once. Raises StageError."""
     try:
         found = file.stat()
         return _header(file, found.st_ino, found.st_size, found.st_mtime_ns)

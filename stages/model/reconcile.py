@@ -1,5 +1,4 @@
-"""Reconcile the tensors of a source with those that a module needs, or report the differences; and
-what becomes of the tensors that the module does not read."""
+"""Reconcile the tensors of a source with those that a module needs."""
 
 from __future__ import annotations
 

@@ -129,8 +129,7 @@ class DocumentAngles:
 
 
 def _beyond(lengths: Tensor, limit: int) -> list[int]:
-    """Distinct lengths beyond `limit`, ascending; waits for the device. Without values the tokens
-    are one document."""
+    """Distinct lengths beyond `limit`, ascending; without values all tokens are one document."""
     if not has_values(lengths):
         return [lengths.shape[-1]] if lengths.shape[-1] > limit else []
     import torch

@@ -236,8 +236,7 @@ class HfSource(ModelSource):
         return frozenset(name for name, one in named.items() if id(one) in found)
 
     def require_frozen(self) -> None:
-        """Raise StageError for a pattern of `frozen` that matches no parameter, and if all
-        match."""
+        """Raise StageError for a pattern of `frozen` that matches nothing, and if all match."""
         patterns = self._stage.frozen
         named = dict(self._outline.named_parameters(remove_duplicate=False)) if patterns else {}
         refuse_idle("frozen", patterns, named, "parameter of the model")

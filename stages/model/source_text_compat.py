@@ -29,8 +29,7 @@ def _default(kind: str, name: str) -> str:
 
 
 def ties_by_default(kind: str) -> bool | None:
-    """Whether head and embedding share their weight where a config does not say it; None if the
-    source of the type does not say either."""
+    """Whether head and embedding share their weight by default; None if it is not said."""
     return {"True": True, "False": False}.get(_default(kind, "tie_word_embeddings"))
 
 
@@ -56,8 +55,7 @@ def needs_even_heads(kind: str) -> bool:
 
 @functools.cache
 def attentions(kind: str) -> tuple[str, ...]:
-    """Return the attention implementations that a type has, the fastest that any device has first;
-    empty if its source does not say."""
+    """Return the attention implementations that a type has, the fastest first, if it says."""
     name = kind.replace("-", "_")
     code = source_text(f"{name}/modeling_{name}.py")  # models of text and more have others
     if "(PreTrainedModel)" not in code:
@@ -75,8 +73,7 @@ def suited_attention(kind: str, device: str) -> str:
 
 @functools.cache
 def linear_names(kind: str) -> Sequence[str]:
-    """Return the names that the source of a type gives linear layers, without those that contain
-    them."""
+    """Return the names of linear layers in the source of a type, without longer ones."""
     assigned = r"self\.(\w+) = (?:nn\.Linear|Conv1D|\w+Linear)\("
     return sorted(set(re.findall(assigned, _code(kind))) - {"lm_head"})
 

@@ -102,8 +102,7 @@ def _found(stored: Mapping[str, Stored], wanted: str) -> Stored | None:
 
 
 def _equal(one: Stored, other: Stored) -> bool:
-    """Whether two tensors agree at their beginning, middle and end. True where dtypes differ, since
-    values are not read here."""
+    """Whether two tensors agree at three places. True where dtypes differ."""
     if one.placed.dtype != other.placed.dtype:
         return True
     if one.placed.shape != other.placed.shape:
@@ -120,8 +119,7 @@ def _equal(one: Stored, other: Stored) -> bool:
 
 
 def frozen_problems(stage: HfSettings) -> Iterator[Problem]:
-    """Yield patterns that match everything or nothing, and those that freeze weights which are
-    drawn at random and which the data train on."""
+    """Yield patterns that match all or nothing, and that freeze random weights in use."""
     for pattern in stage.frozen:
         if not pattern.strip("*"):
             message = "matches all parameters" if pattern else "matches no parameter"
@@ -141,8 +139,7 @@ def frozen_problems(stage: HfSettings) -> Iterator[Problem]:
 
 
 def vocabulary_tables(model: HfSettings) -> dict[str, str]:
-    """Return the tables of a model with a row for each token -> their names, empty where the source
-    of its type does not say them. Tied ones are one."""
+    """Return the tables with a row for each token -> their names, empty if not known."""
     config = config_at_hand(model) or {}
     kind, text = str(config.get("model_type")), config.get("text_config") or {}
     other_class = model.trust_remote_code or is_multimodal(config)

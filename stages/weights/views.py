@@ -51,8 +51,7 @@ class MemoryReader(TensorReader):
 
 
 class JoinedReader(TensorReader):
-    """Tensors of all `readers`, which it closes; of one name, that of the first reader. Subclasses
-    change some of them."""
+    """Tensors of all `readers`, which it closes; of one name, that of the first reader."""
 
     def __init__(self, *readers: TensorReader) -> None:
         self._readers = readers
@@ -84,8 +83,7 @@ class JoinedReader(TensorReader):
 
 
 class CompletedWeights(JoinedReader, Weights):
-    """Trained weights, which it leaves open, and the tensors `names` of `source`, which it
-    closes."""
+    """Trained weights, left open, and the tensors `names` of `source`, which it closes."""
 
     def __init__(self, trained: Weights, source: TensorReader, names: Collection[str]) -> None:
         super().__init__(trained, source)
