@@ -9,10 +9,12 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.utils import optional
+from stages.model.compat import replaced
 
 
 def import_peft() -> Any:
@@ -50,8 +52,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def uninitialised() -> Iterator[None]:
+def uninitialised() -> AbstractContextManager[None]:
     """Leave DoRA's magnitudes without values: peft would compute them from weights that are not
     loaded yet, or that this process holds in part."""
     import torch
@@ -62,26 +63,15 @@ def uninitialised() -> Iterator[None]:
         rows = base_layer.out_features if hasattr(base_layer, "out_features") else base_layer.nf
         self.weight = torch.nn.Parameter(torch.empty(int(rows)))
 
-    computed = DoraLinearLayer.update_layer
-    DoraLinearLayer.update_layer = declare
-    try:
-        yield
-    finally:
-        DoraLinearLayer.update_layer = computed
+    return replaced(DoraLinearLayer, "update_layer", declare)
 
 
-@contextlib.contextmanager
-def targets_as_named() -> Iterator[None]:
+def targets_as_named() -> AbstractContextManager[None]:
     """Have peft put updates where it is told to. It takes names of linear layers that experts had
     in transformers 4 for names of stacked weights, and doubles their rank."""
     from peft.utils import transformers_weight_conversion as conversion
 
-    converted = conversion.convert_peft_config_for_transformers
-    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        conversion.convert_peft_config_for_transformers = converted
+    return replaced(conversion, "convert_peft_config_for_transformers", lambda *_, **__: None)
 
 
 def read_as_experts(model: Any, name: str) -> bool:

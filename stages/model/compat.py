@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +40,14 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_init() -> Iterator[None]:
-    """Skip weight initialisation and tying of modules that are built in the body."""
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights():
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Have an attribute of a module or class of others be `value` in the body."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
         yield
+    finally:
+        setattr(owner, name, original)
 
 
 def changes_on_load(model: nn.Module, names: Iterable[str]) -> list[Change]:
@@ -138,12 +141,8 @@ def gguf_names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
     kind = mapping.TENSOR_PROCESSORS.get(architecture, mapping.TensorProcessor)
     processor = kind(config=model.config.to_dict())
     # transformers asks for the same names once for every module, and making them takes 0.1 s
-    original = gguf.get_tensor_name_map
-    gguf.get_tensor_name_map = functools.cache(original)
-    try:
+    with replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
         return processor, mapping.get_gguf_hf_weights_map(model, processor)
-    finally:
-        gguf.get_tensor_name_map = original
 
 
 def initialise(owner: Any, module: nn.Module) -> None:
@@ -254,8 +253,7 @@ def auto_class(config: Mapping[str, Any]) -> str:
     return "AutoModelForImageTextToText" if is_multimodal(config) else "AutoModelForCausalLM"
 
 
-@contextlib.contextmanager
-def masks_of_values(*, packed: bool) -> Iterator[None]:
+def masks_of_values(*, packed: bool) -> AbstractContextManager[None]:
     """Make models build the masks of real samples from tensors without values, in the body.
 
     Without values transformers builds a whole mask, which is right for packed samples; for others
@@ -263,10 +261,6 @@ def masks_of_values(*, packed: bool) -> Iterator[None]:
     """
     from transformers import masking_utils
 
-    original = masking_utils.is_tracing
-    if not packed:
-        masking_utils.is_tracing = lambda *_: False
-    try:
-        yield
-    finally:
-        masking_utils.is_tracing = original
+    if packed:
+        return contextlib.nullcontext()
+    return replaced(masking_utils, "is_tracing", lambda *_: False)

@@ -152,13 +152,11 @@ def _change(sources: Sequence[str], processor: Any, names: Mapping[str, str]) ->
     return Change(sources=sources, convert=convert)
 
 
-@contextlib.contextmanager
-def quick_gguf(file: str | None) -> Iterator[None]:
+def quick_gguf(file: str | None) -> AbstractContextManager[None]:
     """Have transformers read a GGUF file, if it is one, quickly in the body: the package's reader
     makes two views of a memory map for each token of the vocabulary, which takes seconds."""
     if file is None:
-        yield
-        return
+        return contextlib.nullcontext()
     with gguf_package():
         import gguf
 
@@ -175,9 +173,4 @@ def quick_gguf(file: str | None) -> Iterator[None]:
             there = max(min(int(count), (self.data.size - offset) // kind.itemsize), 0)
             return np.frombuffer(self.data, kind, there, offset if there else 0)
 
-    original = gguf.GGUFReader
-    gguf.GGUFReader = QuickReader
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = original
+    return compat.replaced(gguf, "GGUFReader", QuickReader)

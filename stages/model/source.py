@@ -18,7 +18,7 @@ from pipeline import DtypeName, ModelSource, Scorer, StageError, TensorReader, W
 from pipeline.utils import COMMIT
 from stages.data.sources import file_digests
 from stages.model import assets, compat
-from stages.model.block_changes import CHANGES, change_blocks
+from stages.model.block_changes import CHANGES, change_blocks, leave_out_towers
 from stages.model.chat_template import align
 from stages.model.config_checks import table_of_positions
 from stages.model.declared import completed, matches, outline, refuse_idle, ties, without_memory
@@ -35,11 +35,9 @@ from stages.model.files import (
     weight_files,
 )
 from stages.model.gguf import open_gguf
-from stages.model.random_reader import RandomReader
-from stages.model.reconcile import Allowed, Unread, fit, sort_out
+from stages.model.reconcile import Allowed, RandomReader, Unread, fit, sort_out
 from stages.model.rotary_compat import choose_by_document
 from stages.model.settings import HfSettings
-from stages.model.towers_compat import leave_out_towers
 from stages.weights.converted import ConvertedReader, renamed
 from stages.weights.files import SafetensorsReader, TorchFilesReader, sampled
 
@@ -145,13 +143,14 @@ class HfSource(ModelSource):
     def _built(self) -> nn.Module:
         """The architecture with all of its parts."""
         import transformers
+        from transformers.initialization import no_init_weights
 
         config = copy.deepcopy(self.config)
         # Training never reads a key-value cache; `self.config` keeps the value to be exported.
         config.use_cache = False
         try:
             config.get_text_config().use_cache = False
-            with compat.quiet(), compat.without_init():
+            with compat.quiet(), no_init_weights():
                 auto = "AutoModelForImageTextToText" if self._multimodal else "AutoModelForCausalLM"
                 model = getattr(transformers, auto).from_config(
                     config,

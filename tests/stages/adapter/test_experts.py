@@ -131,7 +131,7 @@ def test_dora_of_such_a_layer_can_only_be_merged(tmp_path: Path) -> None:
 def test_a_range_of_merged_experts_is_that_of_the_whole(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.adapter.updates.CHUNK", 7 * 4 * 24)
+    monkeypatch.setattr("stages.adapter.source.CHUNK", 7 * 4 * 24)
     source = adapted(tmp_path, MOE[kind], rank=3)
     merged = source.merge_trained(trained(source))
     name = "model.layers.1.mlp.experts.gate_up_proj"

@@ -20,7 +20,7 @@ from pipeline.errors import ResumeRefused, StageError
 from pipeline.testing import assert_conforms, plan_view
 from pipeline.testing.helpers import checked
 from stages.adapter.lora import Lora
-from stages.adapter.updates import row_blocks
+from stages.adapter.source import row_blocks
 from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import ActivationCheckpointing, Fp8, HfModel
@@ -113,7 +113,7 @@ def test_the_merge_is_peft_s_own(tmp_path: Path) -> None:
 def test_a_range_of_a_merged_weight_is_that_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.adapter.updates.CHUNK", 7 * 4 * 24)  # seven rows
+    monkeypatch.setattr("stages.adapter.source.CHUNK", 7 * 4 * 24)  # seven rows
     source = adapted(tmp_path, UNTIED, rank=3, dora=True)
     merged = source.merge_trained(trained(source))
     name = "model.layers.1.mlp.up_proj.weight"
@@ -123,7 +123,7 @@ def test_a_range_of_a_merged_weight_is_that_of_the_whole(
 
 
 def test_row_blocks_do_not_depend_on_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.adapter.updates.CHUNK", 4 * 4 * 10)
+    monkeypatch.setattr("stages.adapter.source.CHUNK", 4 * 4 * 10)
     assert list(row_blocks(11, 10, 0, 110)) == [(0, 4), (4, 8), (8, 11)]
     assert list(row_blocks(11, 10, 45, 81)) == [(4, 8), (8, 11)]
     assert list(row_blocks(11, 10, 39, 40)) == [(0, 4)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import StageError
 from stages.model.declared import outline
-from stages.model.random_reader import unit_seed
+from stages.model.reconcile import unit_seed
 from tests.support.models import (
     FAMILIES,
     filled,
