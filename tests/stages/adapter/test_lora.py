@@ -1,264 +1,38 @@
-"""LoRA: trained weights, checkpoints and exports."""
+"""Mistakes in an `adapter.lora` slot, most of which `pipe check` finds."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from pipeline.contracts.data import Data
-from pipeline.contracts.training import Progress, TrainedRun
-from pipeline.errors import ResumeRefused, StageError
+from pipeline.errors import StageError
 from pipeline.testing import assert_conforms, plan_view
 from pipeline.testing.helpers import checked
 from stages.adapter.lora import Lora
-from stages.adapter.source import row_blocks
 from stages.export.adapter import ExportAdapter
-from stages.export.safetensors import ExportSafetensors
-from stages.model.hf import ActivationCheckpointing, Fp8, HfModel
-from stages.train.causal_lm import TrainCausalLm
-from stages.train.resuming import lineage, require_same_lineage
-from tests.support.adapters import adapted, base_of, logits, module_with, saved_by_peft, trained
-from tests.support.models import context
+from stages.model.block_changes import is_linear
+from stages.model.declared import outline
+from stages.model.hf import HfModel
+from stages.model.source import open_source
+from tests.stages.data.fakes import FakeSource
+from tests.support.adapters import adapted, trained
+from tests.support.every_family import every, small
+from tests.support.models import FAMILIES, context
+from tests.support.moe import MOE
 from tests.support.runs import TINY
-from tests.support.weights import MemoryWeights
+from tests.support.tier import spread
 
-GPT2 = {"model_type": "gpt2", "vocab_size": 50, "n_embd": 12, "n_layer": 2, "n_head": 2,
-        "n_positions": 32}  # fmt: skip
-UNTIED = {**TINY, "tie_word_embeddings": False}
-
-
-CASES = {
-    "lora": (TINY, {"rank": 4, "alpha": 8.0}),
-    "rslora": (TINY, {"rank": 4, "scaling": "rslora", "targets": ("q_proj", "mlp.up_proj")}),
-    "dora": (UNTIED, {"rank": 3, "dora": True}),
-    "and a head": (UNTIED, {"rank": 2, "targets": ("v_proj",), "train_also": ("lm_head.*",)}),
-    "transposed": (GPT2, {"rank": 4, "targets": ("c_attn", "c_fc")}),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_fresh_adapter_changes_nothing(name: str, tmp_path: Path) -> None:
-    config, fields = CASES[name]
-    source = adapted(tmp_path, config, **fields)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
-    torch.testing.assert_close(
-        logits(module_with(source, MemoryWeights({}))), logits(plain), rtol=0, atol=2e-6
-    )
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_merged_model_computes_what_the_adapted_one_does(name: str, tmp_path: Path) -> None:
-    config, fields = CASES[name]
-    source = adapted(tmp_path, config, **fields)
-    weights = trained(source)
-    done = ExportSafetensors(dtype="fp32").run(context(tmp_path), weights, source)
-    merged = AutoModelForCausalLM.from_pretrained(done.folder).eval()
-    expected = logits(module_with(source, weights))
-    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=2e-5)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
-    assert (logits(plain) - expected).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_peft_loads_an_exported_adapter(name: str, tmp_path: Path) -> None:
-    config, fields = CASES[name]
-    source = adapted(tmp_path, config, **fields)
-    weights = trained(source)
-    done = ExportAdapter().run(context(tmp_path), weights, source)
-    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder).eval()
-    expected = logits(module_with(source, weights))
-    torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=2e-6)
-    told: list[str] = []
-    ExportAdapter.verify(done.folder, told.append, trust_remote_code=False)
-    assert "as they were written" in told[-2]
-    total = sum(tensor.numel() for tensor in weights.tensors.values())
-    assert done.total_bytes < 4 * total + 8192
-
-
-@pytest.mark.parametrize("stage", [ExportSafetensors(dtype="fp32"), ExportAdapter()])
-def test_what_training_does_to_the_module_is_no_part_of_the_proof(
-    stage: Any, tmp_path: Path
-) -> None:
-    base = base_of({**UNTIED, "hidden_size": 32, "intermediate_size": 48}, tmp_path)
-    training = HfModel(
-        path=str(base), fp8=Fp8(emulate=True), activation_checkpointing=ActivationCheckpointing()
-    )
-    source = Lora(rank=4).run(context(tmp_path), training.run(context(tmp_path)))
-    weights = trained(source)
-    done = stage.run(context(tmp_path), weights, source)
-    assert done.total_bytes
-    rounded, exact = module_with(source, weights), module_with(source.inference_view, weights)
-    assert (logits(rounded) - logits(exact)).abs().max() > 1e-3
-
-
-def test_the_merge_is_peft_s_own(tmp_path: Path) -> None:
-    source = adapted(tmp_path, UNTIED, rank=3, dora=True)
-    weights = trained(source)
-    done = ExportAdapter().run(context(tmp_path), weights, source)
-    merged = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder).merge_and_unload()
-    ours = source.merge_trained(weights)
-    for name, tensor in merged.state_dict().items():
-        torch.testing.assert_close(ours.read(name), tensor, rtol=0, atol=1e-6, msg=name)
-
-
-def test_a_range_of_a_merged_weight_is_that_of_the_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("stages.adapter.source.CHUNK", 7 * 4 * 24)  # seven rows
-    source = adapted(tmp_path, UNTIED, rank=3, dora=True)
-    merged = source.merge_trained(trained(source))
-    name = "model.layers.1.mlp.up_proj.weight"
-    whole = merged.read(name).view(-1)
-    for start, stop in ((0, 1), (13, 14), (5, 400), (167, 169), (860, 888), (0, 888)):
-        assert torch.equal(torch.cat(list(merged.chunks(name, start, stop))), whole[start:stop])
-
-
-def test_row_blocks_do_not_depend_on_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.adapter.source.CHUNK", 4 * 4 * 10)
-    assert list(row_blocks(11, 10, 0, 110)) == [(0, 4), (4, 8), (8, 11)]
-    assert list(row_blocks(11, 10, 45, 81)) == [(4, 8), (8, 11)]
-    assert list(row_blocks(11, 10, 39, 40)) == [(0, 4)]
-
-
-def test_an_adapter_goes_on_from_a_saved_one(tmp_path: Path) -> None:
-    source = adapted(tmp_path, TINY, rank=4)
-    weights = trained(source)
-    done = ExportAdapter().run(context(tmp_path), weights, source)
-    again = Lora(rank=4, start_from=str(done.folder)).run(context(tmp_path), source.base)
-    reader = again.weights()
-    for name, tensor in weights.tensors.items():
-        assert torch.equal(reader.read(name), tensor)
-    other = Lora(rank=4, targets=("q_proj",), start_from=str(done.folder))
-    with pytest.raises(StageError, match=r"is not of this model and these settings: unexpected 36"):
-        other.run(context(tmp_path), source.base).weights()
-
-
-OF_PEFT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    **{name: (config, fields, {}) for name, (config, fields) in CASES.items()},
-    "and a head": (*CASES["and a head"], {"modules_to_save": ["lm_head"]}),
-    "of a head": (UNTIED, {"rank": 2, "targets": ("lm_head", "q_proj")}, {}),
-    "and biases": (
-        {**UNTIED, "model_type": "qwen2"},
-        {"rank": 2, "targets": ("q_proj",), "train_also": ("*.q_proj.bias",)},
-        {"bias": "lora_only"},
-    ),
-    "in 4 bits": (UNTIED, {"rank": 2, "quantize": "nf4", "dora": True}, {}),
-}  # fmt: skip
-"""An architecture, fields of the training, and further fields of peft's configuration."""
-
-
-@pytest.mark.parametrize("name", OF_PEFT)
-def test_an_adapter_of_peft_is_read_and_written_as_peft_does(name: str, tmp_path: Path) -> None:
-    config, fields, more = OF_PEFT[name]
-    fresh = adapted(tmp_path, config, **fields)
-    folder, model = saved_by_peft(tmp_path / "base", fresh, more)
-    base = fresh.base.base if fresh.quantize else fresh.base
-    source = Lora(**fields, start_from=str(folder)).run(context(tmp_path), base)
-    torch.testing.assert_close(
-        logits(module_with(source, MemoryWeights({}))), logits(model), rtol=0, atol=2e-5
-    )
-    if "bias" in more:
-        return  # export.adapter cannot express it
-    reader = source.weights()
-    weights = MemoryWeights({name: reader.read(name) for name in source.trained})
-    done = ExportAdapter().run(context(tmp_path), weights, source)
-    ours = load_file(done.folder / "adapter_model.safetensors")
-    theirs = load_file(folder / "adapter_model.safetensors")
-    assert ours.keys() == {name for name in theirs if ".base_layer." not in name}
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-
-
-def test_an_adapter_that_we_wrote_under_other_names_still_loads(tmp_path: Path) -> None:
-    config, fields = CASES["dora"]
-    source = adapted(tmp_path, config, **fields)
-    weights = trained(source)
-    done = ExportAdapter().run(context(tmp_path), weights, source)
-    file = done.folder / "adapter_model.safetensors"
-    suffix = ".lora_magnitude_vector"
-    before = {
-        f"{name}.weight" if name.endswith(suffix) else name: tensor
-        for name, tensor in load_file(file).items()
-    }
-    assert any(name.endswith(f"{suffix}.weight") for name in before)
-    save_file(before, file)
-    reader = (
-        Lora(**fields, start_from=str(done.folder)).run(context(tmp_path), source.base).weights()
-    )
-    assert all(torch.equal(reader.read(n), tensor) for n, tensor in weights.tensors.items())
-
-
-def test_what_is_borrowed_is_all_that_is_not_trained(tmp_path: Path) -> None:
-    source = adapted(tmp_path, UNTIED, rank=2, train_also=("*norm.weight",))
-    names = {name for name, _ in source.outline.named_parameters()}
-    assert set(source.frozen_base) | set(source.trained) == names
-    assert "model.norm.weight" in source.trained
-    assert "model.layers.0.self_attn.q_proj.base_layer.weight" in source.frozen_base
-
-
-def test_the_file_is_as_peft_would_write_it(tmp_path: Path) -> None:
-    source = adapted(tmp_path, TINY, rank=2, targets=("q_proj",))
-    done = ExportAdapter(dtype="bf16").run(context(tmp_path), trained(source), source)
-    tensors = load_file(done.folder / "adapter_model.safetensors")
-    assert set(tensors) == {
-        f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{part}.weight"
-        for layer in range(3)
-        for part in "AB"
-    }
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    config = json.loads((done.folder / "adapter_config.json").read_text())
-    assert config["target_modules"] == ["q_proj"]
-    assert config["base_model_name_or_path"] == str(tmp_path / "base")
-    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (2, 32.0, "LORA")
-
-
-def test_an_altered_base_is_neither_trained_on_nor_exported(tmp_path: Path) -> None:
-    """One bit in the middle of the only file has changed; its size and times have not."""
-    source = adapted(tmp_path, UNTIED, rank=2)
-    began = lineage_of(source, tmp_path)
-    weights, done = trained(source), TrainedRun(checkpoint="", progress=Progress(lineage=began))
-    stage, file = ExportSafetensors(dtype="fp32"), tmp_path / "base/model.safetensors"
-    assert stage.run(context(tmp_path), weights, source, done).total_bytes
-    times, content = file.stat(), bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    again = Lora(rank=2).run(
-        context(tmp_path), HfModel(path=str(tmp_path / "base")).run(context(tmp_path))
-    )
-    with pytest.raises(ResumeRefused, match=r"weights was \w+, is \w+ .*--accept weights"):
-        require_same_lineage(lineage_of(again, tmp_path), (), done.progress)
-    with pytest.raises(StageError, match="are not those that were trained on"):
-        stage.run(context(tmp_path), weights, again, done)
-    with pytest.raises(StageError, match=r"\(put back the files, or name the export\)"):
-        stage.open_trained(context(tmp_path), weights, again, done)
-    accepted = dataclasses.replace(context(tmp_path), accept=frozenset({"weights"}))
-    assert stage.run(accepted, weights, again, done).total_bytes
-    assert (
-        lineage_of(again.base, tmp_path)["weights"] is None
-    )  # without an adapter a checkpoint has all
-
-
-def lineage_of(source: Any, folder: Path) -> dict[str, Any]:
-    data = Data(train=[], heldout=None, pad_id=0, packed=False, identity={})  # type: ignore[arg-type]
-    return lineage(TrainCausalLm(steps=1, global_batch_size=1), context(folder), data, source)
-
-
-MISTAKES = {
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no such layer": ({"targets": ("q_prj",)}, "linear layers are called"),
     "one of two": ({"targets": ("q_proj", "kproj")}, "no linear layer's name ends in 'kproj'"),
-    "no linear layer": (
-        {"targets": ("embed_tokens",)},
-        "of class Embedding, which is no",
-    ),
+    "no linear layer": ({"targets": ("embed_tokens",)}, "of class Embedding, which is no"),
     "no such parameter": ({"train_also": ("head",)}, "'head' matches no parameter"),
     "an update's own weight": (
         {"train_also": ("*.q_proj.weight",)},
@@ -269,90 +43,11 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(name: str, tmp_path: Path) -> None:
+def test_mistakes_that_a_run_finds(name: str, tmp_path: Path) -> None:
     fields, words = MISTAKES[name]
     with pytest.raises(StageError) as caught:
         adapted(tmp_path, TINY, **fields)
     assert words in f"{caught.value}"
-
-
-SAVED = {"rank": 4, "alpha": 8.0, "targets": ("q_proj",)}
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({}, []),
-        ({"rank": 2}, ["was trained with rank: 4, this is 2 (set rank: 4)"]),
-        (
-            {"alpha": 16.0, "scaling": "rslora"},
-            [
-                "was trained with alpha: 8.0, this is 16.0 (set alpha: 8.0)",
-                "was trained with scaling: standard, this is rslora (set scaling: standard)",
-            ],
-        ),
-        ({"dora": True}, ["was trained with dora: False, this is True (set dora: False)"]),
-    ],
-)
-def test_an_adapter_goes_on_with_its_own_settings(
-    fields: dict[str, Any], said: list[str], tmp_path: Path
-) -> None:
-    source = adapted(tmp_path, TINY, **SAVED)
-    done = ExportAdapter().run(context(tmp_path), trained(source), source)
-    stage = Lora(**{**SAVED, **fields, "start_from": str(done.folder)})
-    found = [problem for problem in stage.check(plan_view({})) if problem.key == "start_from"]
-    assert [f"{problem.message} ({problem.hint})" for problem in found] == said
-
-
-def test_an_adapter_of_another_shape_is_no_start(tmp_path: Path) -> None:
-    source = adapted(tmp_path, TINY, **SAVED)
-    done = ExportAdapter().run(context(tmp_path), trained(source), source)
-    other = adapted(tmp_path, {**TINY, "hidden_size": 16}, **SAVED, start_from=str(done.folder))
-    with pytest.raises(StageError, match=r"has shape \[4, 24\] instead of \[4, 16\]"):
-        other.weights()
-
-
-QWEN = {**UNTIED, "model_type": "qwen2"}
-OUTSIDE = {"model_type": "opt", "vocab_size": 101, "hidden_size": 24, "ffn_dim": 32,
-           "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 16,
-           "max_position_embeddings": 64}  # fmt: skip
-MIXTRAL = {**UNTIED, "model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48,
-           "num_local_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("config", "fields"),
-    [
-        pytest.param(QWEN, {"train_also": ("*.bias",)}, id="biases of adapted layers"),
-        pytest.param(OUTSIDE, {"dora": True}, id="dora outside of blocks"),
-        pytest.param(MIXTRAL, {"dora": True}, id="beside experts"),
-    ],
-)
-def test_other_architectures(
-    config: dict[str, Any], fields: dict[str, Any], tmp_path: Path
-) -> None:
-    source = adapted(tmp_path, config, rank=2, **fields)
-    weights = trained(source)
-    done = ExportSafetensors(dtype="fp32").run(context(tmp_path), weights, source)
-    merged = AutoModelForCausalLM.from_pretrained(done.folder).eval()
-    expected = logits(module_with(source, weights))
-    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=2e-5)
-    if "train_also" not in fields:
-        alone = ExportAdapter(folder=str(tmp_path / "alone"))
-        alone.run(context(tmp_path), weights, source)
-
-
-@pytest.mark.parametrize("field", [{"vocab_size": 128}, {"new_weights": ("lm_head.*",)}])
-def test_an_adapter_belongs_to_a_model_that_others_have(field: dict[str, Any]) -> None:
-    plan = plan_view({"model": HfModel(path="./model", **field), "adapter": Lora()})
-    (problem,) = checked(ExportAdapter(), plan)
-    assert f"{next(iter(field))} makes another model" in problem.message
-
-
-def test_an_adapter_cannot_hold_a_module_in_part(tmp_path: Path) -> None:
-    source = adapted(tmp_path, TINY, rank=2, train_also=("model.embed_tokens.weight",))
-    with pytest.raises(StageError, match=r"embed_tokens: an adapter cannot express"):
-        ExportAdapter().run(context(tmp_path), trained(source), source)
 
 
 def test_conforms() -> None:
@@ -363,3 +58,203 @@ def test_conforms() -> None:
                  ("start_from", {"start_from": "/nowhere"})],
     )  # fmt: skip
     assert_conforms(ExportAdapter, valid={"dtype": "bf16"}, invalid=[("prompt", {"prompt": " "})])
+
+
+@pytest.mark.parametrize("field", [{"vocab_size": 128}, {"new_weights": ("lm_head.*",)}])
+def test_an_adapter_belongs_to_a_model_that_others_have(field: dict[str, Any]) -> None:
+    plan = plan_view({"model": HfModel(path="./model", **field), "adapter": Lora()})
+    (problem,) = checked(ExportAdapter(), plan)
+    assert f"{next(iter(field))} makes another model" in problem.message
+
+
+# Where it goes on from.
+
+SAVED = {"rank": 4, "alpha": 8.0, "targets": ("q_proj",)}
+
+
+def test_an_adapter_goes_on_with_its_own_settings(tmp_path: Path) -> None:
+    source = adapted(tmp_path, TINY, **SAVED)
+    done = ExportAdapter().run(context(tmp_path), trained(source), source)
+
+    def said(**fields: Any) -> list[str]:
+        stage = Lora(**{**SAVED, **fields, "start_from": str(done.folder)})
+        found = [problem for problem in stage.check(plan_view({})) if problem.key == "start_from"]
+        return [f"{problem.message} ({problem.hint})" for problem in found]
+
+    assert said() == []
+    assert said(rank=2) == ["was trained with rank: 4, this is 2 (set rank: 4)"]
+    assert said(alpha=16.0, scaling="rslora") == [
+        "was trained with alpha: 8.0, this is 16.0 (set alpha: 8.0)",
+        "was trained with scaling: standard, this is rslora (set scaling: standard)",
+    ]
+    assert said(dora=True) == ["was trained with dora: False, this is True (set dora: False)"]
+
+
+# Targets.
+
+
+def errors(config: dict[str, Any], **fields: Any) -> list[str]:
+    """Return the errors of the adapter's slot."""
+    adapter = Lora(**fields)
+    plan = plan_view({"model": HfModel(config=config), "adapter": adapter})
+    return [str(one) for one in adapter.check(plan) if not one.warning]
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "hint"),
+    [
+        ("llama", "q_prj", "did you mean `q_proj`? linear layers are called down_proj, gate_proj"),
+        ("gpt2", "q_proj", "linear layers are called c_attn, c_fc, c_proj"),
+        ("phi3", "mlp.gate_proj", "gate_up_proj"),
+        ("llama", "selfattn.q_proj", "linear layers are called down_proj"),
+        ("qwen2", "query_key_value", "linear layers are called down_proj"),
+    ],
+)
+def test_a_target_that_matches_nothing(family: str, target: str, hint: str, tmp_path: Path) -> None:
+    (said,) = errors(FAMILIES[family], targets=(target,))
+    kind = FAMILIES[family]["model_type"]
+    assert said.startswith(
+        f"targets: no linear layer of a {kind} has a name that ends in '{target}'"
+    )
+    assert hint in said
+    ctx = context(tmp_path)
+    with pytest.raises(StageError, match=r"adapter\.lora"):
+        Lora(targets=(target,)).run(ctx, HfModel(config=FAMILIES[family]).run(ctx))
+
+
+def test_experts_that_match_nothing() -> None:
+    (said,) = errors(MOE["mixtral"], target_parameters=("experts.up_gate_proj",))
+    assert said.startswith("target_parameters: no weight of a mixtral has a name that ends in")
+    assert errors(MOE["mixtral"], target_parameters=("experts.gate_up_proj",)) == []
+
+
+def test_a_name_of_another_module_is_found_when_the_model_is_built(tmp_path: Path) -> None:
+    assert errors(FAMILIES["llama"], targets=("input_layernorm",)) == []
+    ctx = context(tmp_path)
+    with pytest.raises(StageError, match="linear layers are called down_proj"):
+        Lora(targets=("input_layernorm",)).run(ctx, HfModel(config=FAMILIES["llama"]).run(ctx))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", spread(every(), 12))
+def test_no_name_of_a_layer_is_refused(kind: str, tmp_path: Path) -> None:
+    try:
+        config = small(kind)
+        model = outline(open_source(HfModel(config=config, attention="eager"), context(tmp_path)))
+    except StageError as error:
+        pytest.skip(f"its shrunk config cannot be built: {error}")
+    names = [name for name, module in model.named_modules() if is_linear(module)]
+    weights = [name for name, one in model.named_parameters() if one.ndim == 3]
+    assert errors(config, targets=tuple(names), target_parameters=tuple(weights)) == []
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys; from stages.adapter.lora import Lora; from stages.model.hf import HfModel;"
+        "from pipeline.testing import plan_view;"
+        "lora = Lora(targets=('x_proj',));"
+        "slots = {'model': HfModel(config={'model_type': 'llama'}), 'adapter': lora};"
+        "assert len([*lora.check(plan_view(slots))]) == 1;"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Random weights that would stay frozen while data train on them.
+
+BOTH = ("*embed_tokens.weight", "lm_head.weight")
+
+
+def frozen(model: HfModel, *also: str) -> list[str]:
+    """Return the mistakes of an adapter's `train_also`."""
+    stage = Lora(train_also=also)
+    view = plan_view({"model": model, "adapter": stage})
+    return [p.message for p in stage.check(view) if p.key == "train_also"]
+
+
+def model(
+    folder: Path, rows: int, *, kind: str = "llama", tied: bool | None = False, **fields: Any
+) -> HfModel:
+    """Return a slot of a model with `rows` rows, whose tokenizer has ids up to 258."""
+    config = {"model_type": kind, "vocab_size": rows, "tie_word_embeddings": tied}
+    config = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    FakeSource().fast.save_pretrained(folder)
+    return HfModel(path=str(folder), **fields)
+
+
+def test_new_rows_that_the_tokenizer_uses(tmp_path: Path) -> None:
+    grown = model(tmp_path, 257, vocab_size=320)
+    [message] = frozen(grown)
+    assert message == (
+        "2 rows of the vocabulary are new and random, and stay frozen while the tokenizer uses "
+        "them: train_also names no embedding and no head"
+    )
+    assert frozen(grown, *BOTH) == frozen(grown, "*") == []
+    assert "names no head" in frozen(grown, BOTH[0])[0]
+    assert "names no embedding" in frozen(grown, BOTH[1])[0]
+    tied = dataclasses.replace(model(tmp_path, 257, tied=True), vocab_size=320)
+    assert "names no embedding" in frozen(tied)[0]
+    assert frozen(tied, BOTH[0]) == []
+
+
+@pytest.mark.parametrize(("rows", "size"), [(259, 320), (300, 320), (300, 260), (300, None)])
+def test_rows_that_no_token_uses_may_be_random(tmp_path: Path, rows: int, size: int | None) -> None:
+    assert frozen(model(tmp_path, rows, vocab_size=size)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "also", "lacking"),
+    [
+        ("gpt_neox", None, ("embed_out.weight",), ["embedding", "head"]),  # of older releases
+        ("gpt_neox", None, ("gpt_neox.embed_in.weight",), ["head"]),
+        ("gpt_neox", None, ("*.embed_in.*", "lm_head.*"), []),
+        ("gpt2", None, ("transformer.wte.weight",), []),
+        ("gpt2", None, ("lm_head.weight",), ["embedding"]),
+        ("gpt2", False, ("*wte*",), ["head"]),
+        ("gemma", None, ("model.embed_tokens.weight",), []),
+        ("gemma", None, ("embed_tokens",), ["embedding"]),  # which matches no whole name
+        ("opt", None, ("model.decoder.embed_tokens.weight",), []),
+        ("rwkv", False, ("rwkv.embeddings.*", "head.weight"), []),
+        ("llama", False, ("model.layers.0.*", "*overhead*"), ["embedding", "head"]),
+        ("xlstm", None, (), ["embedding", "head"]),  # whose source does not name them
+        ("xlstm", None, ("backbone.embeddings.weight",), []),
+    ],
+)
+def test_the_names_of_tables_are_those_of_the_type(
+    tmp_path: Path, kind: str, tied: bool | None, also: tuple[str, ...], lacking: list[str]
+) -> None:
+    grown = model(tmp_path, 257, kind=kind, tied=tied, vocab_size=320)
+    told = [f"names no {' and no '.join(lacking)}"] if lacking else []
+    assert [each.rpartition("train_also ")[2] for each in frozen(grown, *also)] == told
+
+
+def test_a_new_head(tmp_path: Path) -> None:
+    new = model(tmp_path, 259, new_weights=("lm_head.*",))
+    assert frozen(new) == [
+        "lm_head.*, which the model slot's new_weights draw at random, stay frozen"
+    ]
+    assert frozen(new, "lm_head.*") == frozen(new, "lm_*") == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda text: text[: len(text) // 2], "tokenizer.json cannot be read: "),
+        (lambda text: text.replace('"id": 258', '"it": 258'), "tokenizer.json is damaged: a token"),
+        (lambda text: text.replace('"id": 258', '"id": null'), "tokenizer.json is damaged: a tok"),
+        (lambda text: text.replace('"id": 258', '"id": "x"'), "tokenizer.json is damaged: a tok"),
+        (lambda text: "[]", "tokenizer.json is not a JSON object"),
+        (lambda text: '{"model": [1]}', "tokenizer.json is damaged: a token"),
+    ],
+)
+def test_a_damaged_tokenizer_is_a_sentence(
+    tmp_path: Path, damage: Callable[[str], str], told: str
+) -> None:
+    grown = model(tmp_path, 257, vocab_size=320)
+    file = tmp_path / "tokenizer.json"
+    before = file.read_text("utf-8")
+    file.write_text(damage(before), "utf-8")
+    assert file.read_text("utf-8") != before
+    (message,) = [p.message for p in checked(Lora(), plan_view({"model": grown})) if not p.warning]
+    assert message.startswith(f"{tmp_path}/{told}")

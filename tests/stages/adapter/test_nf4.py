@@ -30,7 +30,8 @@ from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
 from stages.weights.views import MemoryReader
-from tests.stages.adapter.test_lora import GPT2, UNTIED, adapted, logits, module_with, trained
+from tests.stages.adapter.test_source import GPT2, UNTIED
+from tests.support.adapters import adapted, logits, module_with, trained
 from tests.support.models import context
 from tests.support.runs import TINY
 from tests.support.tier import spread

@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import StageError
-from pipeline.testing import plan_view, problems
 from stages.adapter.lora import Lora
 from stages.model.block_changes import checkpoint_blocks
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8, HfModel
@@ -112,13 +111,6 @@ def test_a_model_without_blocks_is_refused(fields: dict[str, Any], tmp_path: Any
         source(tmp_path, config, **fields).build()
 
 
-def test_eager_attention_cannot_be_kept() -> None:
-    keep = {"activation_checkpointing": {"keep": "attention"}, "config": SIZED}
-    (problem,) = problems(HfModel, {**keep, "attention": "eager"}, plan=plan_view({}))
-    assert problem.message.startswith("eager attention is not one operation")
-    assert not problems(HfModel, keep, plan=plan_view({}))
-
-
 @pytest.mark.parametrize(("keep", "again"), [("nothing", 2), ("matmuls", 1)])
 def test_products_of_experts_are_kept(keep: Any, again: int) -> None:
     block = Experts()
@@ -157,34 +149,3 @@ class Counted(TorchDispatchMode):
 def test_liger_without_triton_is_a_clear_error(tmp_path: Any) -> None:
     with pytest.raises(StageError, match="liger-kernel"):
         source(tmp_path, kernels="liger").build()
-
-
-REFUSED = {
-    "flash": ({"attention": "flash_attention_2"}, "attention", "needs a GPU"),
-    "a kernel of the hub": (
-        {"attention": "kernels-community/flash-attn2"}, "attention", "needs a GPU",
-    ),
-    "flex": ({"attention": "flex_attention"}, "attention", "computes no gradients on a CPU"),
-    "liger": ({"kernels": "liger"}, "kernels", "Liger needs a GPU"),
-    "fp8": ({"fp8": {}, "compile": {}}, "fp8", "needs a GPU with 8-bit products"),
-    "offloaded and compiled": (
-        {"activation_checkpointing": {"offload": True}, "compile": {}}, "compile",
-        "torch compiles no block whose activations are offloaded",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_here_is_refused(name: str) -> None:
-    fields, key, words = REFUSED[name]
-    found = problems(HfModel, {"config": {"model_type": "llama"}, **fields}, plan=plan_view())
-    assert any(problem.key == key and words in problem.message for problem in found), found
-
-
-def test_on_a_gpu_it_depends_on_what_is_installed() -> None:
-    def found(fields: dict[str, Any]) -> list[str]:
-        given = {"config": {"model_type": "llama"}, **fields}
-        return [one.message for one in problems(HfModel, given, plan=plan_view(device="cuda"))]
-
-    assert found({"attention": "flex_attention", "fp8": {}, "compile": {}}) == []
-    assert found({"kernels": "liger"}) == ["Liger needs liger-kernel"]

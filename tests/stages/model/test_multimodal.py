@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from pipeline.errors import StageError
 from pipeline.testing import plan_view
@@ -17,6 +16,7 @@ from stages.adapter.lora import Lora
 from stages.model.checks import multimodal_notes, problems
 from stages.model.compat import auto_class, image_text_types, is_multimodal
 from stages.model.config_checks import NOT_BY_TEXT
+from stages.model.declared import outline
 from stages.model.files import read_json
 from stages.model.hf import HfModel
 from stages.model.source import HfSource, open_source
@@ -24,6 +24,7 @@ from stages.wrap.axes import PipelineParallel
 from stages.wrap.axis_checks import config_problems
 from stages.wrap.fsdp import Fsdp
 from tests.support.every_family import small
+from tests.support.model_folders import edit, tensors_of
 from tests.support.models import FAMILIES, context, filled, random_source, save_tokenizer
 from tests.support.multimodal import CONFIGS, saved, whole_source
 from tests.support.tier import spread
@@ -33,17 +34,6 @@ IDS = torch.tensor([[3, 17, 55, 4, 90, 8, 21]])
 
 def opened(folder: Path, **fields: Any) -> HfSource:
     return open_source(HfModel(path=str(folder), **fields), context(folder))
-
-
-def raw(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def edit(folder: Path, **change: torch.Tensor | None) -> None:
-    """Replace tensors of the file, or remove those that are None."""
-    tensors = {**raw(folder), **{name.replace("__", "."): one for name, one in change.items()}}
-    kept = {name: one for name, one in tensors.items() if one is not None}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -70,7 +60,7 @@ def test_all_else_is_passed_through_under_its_names(kind: str, tmp_path: Path) -
     source = opened(tmp_path)
     passed = source.passed_through()
     assert passed is not None
-    stored, own = raw(tmp_path), set(source.weights().names())
+    stored, own = tensors_of(tmp_path), set(source.weights().names())
     assert len(passed.names()) + len(own) >= len(stored)
     for name in passed.names():
         assert passed.spec(name).dtype == stored[name].dtype
@@ -94,7 +84,8 @@ def test_what_is_not_read_is_said_once_with_number_and_bytes(
 
 def test_a_tensor_of_another_part_needs_a_word(tmp_path: Path) -> None:
     saved("qwen3_5", tmp_path)
-    edit(tmp_path, mtp__fc__weight=torch.ones(4, 5).half(), mtp__norm__weight=torch.ones(3))
+    extra = {"mtp.fc.weight": torch.ones(4, 5).half(), "mtp.norm.weight": torch.ones(3)}
+    edit(tmp_path, lambda t: t.update(extra))
     with pytest.raises(StageError, match=r"unexpected 2 tensors, 52 B \(mtp.fc.weight, mtp.norm"):
         opened(tmp_path).weights()
     fates: dict[str, Any] = {"mtp.fc.*": "pass_through", "mtp.*": "drop"}
@@ -112,51 +103,43 @@ def test_towers_cannot_be_dropped_or_missing(tmp_path: Path) -> None:
     saved("gemma3", tmp_path)
     with pytest.raises(StageError, match="cannot be dropped, as the exported model would lack it"):
         opened(tmp_path, unused_weights={"model.vision_tower.*": "drop"}).weights()
-    name = next(name for name in raw(tmp_path) if name.startswith("vision_tower"))
-    edit(tmp_path, **{name: None})
+    name = next(name for name in tensors_of(tmp_path) if name.startswith("vision_tower"))
+    edit(tmp_path, lambda t: t.pop(name))
     with pytest.raises(StageError, match=r"missing 1 tensor \(model.vision_tower"):
         opened(tmp_path).weights()
-
-
-def test_a_tensor_that_is_read_cannot_be_passed_through(tmp_path: Path) -> None:
-    saved("llava", tmp_path)
     with pytest.raises(StageError, match=r"lm_head\.weight is used, and so cannot be passed"):
         opened(tmp_path, unused_weights={"lm_head.*": "pass_through"}).weights()
 
 
+TEXT, WHOLE = "AutoModelForCausalLM", "AutoModelForImageTextToText"
+
+
 @pytest.mark.parametrize(
-    ("config", "name"),
+    ("kind", "stated", "name"),
     [
-        ({"model_type": "llama"}, "AutoModelForCausalLM"),
-        ({"model_type": "gemma3"}, "AutoModelForImageTextToText"),
-        ({"model_type": "qwen3_5"}, "AutoModelForCausalLM"),
-        (
-            {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]},
-            "AutoModelForImageTextToText",
-        ),
-        (
-            {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForCausalLM"]},
-            "AutoModelForCausalLM",
-        ),
-        ({"model_type": "llava", "architectures": ["other"]}, "AutoModelForImageTextToText"),
+        ("llama", None, TEXT),
+        ("gemma3", None, WHOLE),
+        ("qwen3_5", None, TEXT),
+        ("qwen3_5", "Qwen3_5ForConditionalGeneration", WHOLE),
+        ("qwen3_5", "Qwen3_5ForCausalLM", TEXT),
+        ("llava", "other", WHOLE),
     ],
 )
-def test_the_class_of_the_source_is_trained(config: dict[str, Any], name: str) -> None:
-    assert auto_class(config) == name
+def test_the_class_of_the_source_is_trained(kind: str, stated: str | None, name: str) -> None:
+    assert (
+        auto_class({"model_type": kind, **({"architectures": [stated]} if stated else {})}) == name
+    )
 
 
 def said(stage: HfModel) -> list[str]:
     return [problem.message for problem in problems(stage)]
 
 
-@pytest.mark.parametrize("kind", ["blip-2", "t5gemma2", "git"])
-def test_check_refuses_what_text_does_not_train(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    (found,) = said(HfModel(path=str(tmp_path)))
-    assert found == f"a {kind} is a model of more than text, and {NOT_BY_TEXT[kind]}"
-
-
-def test_check_refuses_random_weights(tmp_path: Path) -> None:
+def test_check_refuses_what_text_does_not_train_and_random_weights(tmp_path: Path) -> None:
+    for kind in ("blip-2", "t5gemma2", "git"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        (found,) = said(HfModel(path=str(tmp_path)))
+        assert found == f"a {kind} is a model of more than text, and {NOT_BY_TEXT[kind]}"
     (found,) = said(HfModel(config={"model_type": "llava"}))
     assert "an export needs weights of the rest" in found
 
@@ -215,8 +198,6 @@ def test_every_type_trains_on_text_alone(kind: str, tmp_path: Path) -> None:
 
 def with_numbers(source: HfSource) -> Any:
     """Return the module with some numbers for weights."""
-    from stages.model.declared import outline
-
     model = outline(source).train()
     made: dict[Any, Any] = {}
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Headers of GGUF files, whole and damaged."""
+"""Configs of well-known models, and headers of GGUF files, whole and damaged."""
 
 from __future__ import annotations
 
@@ -13,17 +13,59 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from pipeline.errors import StageError
+from stages.model.assets import config_of_recipe
 from stages.model.gguf import GgufTensors
 from stages.model.hf import HfModel
-from stages.model.read import gguf_header, read_config
+from stages.model.read import gguf_header, known_config, read_config
 from tests.support.gguf import write_tensors
+from tests.support.tier import spread
+
+KNOWN = {
+    "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
+    "microsoft/Phi-3-medium-4k-instruct": 13_960_238_080,
+    "microsoft/phi-4": 14_659_507_200,
+    "microsoft/Phi-4-mini-instruct": 3_836_021_760,
+    "google/gemma-2-2b-it": 2_614_341_888,
+    "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-2-27b": 27_227_128_320,
+    "google/gemma-3-270m": 268_098_176,
+    "google/gemma-3-1b-pt": 999_885_952,
+    "allenai/OLMo-2-0425-1B-Instruct": 1_484_916_736,
+    "allenai/OLMo-2-1124-7B": 7_298_617_344,
+    "allenai/OLMo-2-1124-13B": 13_716_198_400,
+    "allenai/OLMo-2-0325-32B": 32_234_279_936,
+    "ibm-granite/granite-3.1-2b-base": 2_533_531_648,
+    "ibm-granite/granite-3.1-8b-instruct": 8_170_848_256,
+    "openai-community/gpt2": 124_439_808,
+    "openai-community/gpt2-medium": 354_823_168,
+    "openai-community/gpt2-large": 774_030_080,
+    "openai-community/gpt2-xl": 1_557_611_200,
+    "EleutherAI/pythia-160m": 162_322_944,
+    "EleutherAI/pythia-1b": 1_011_781_632,
+    "EleutherAI/pythia-6.9b": 6_857_302_016,
+    "EleutherAI/pythia-12b": 11_846_072_320,
+    "EleutherAI/gpt-neox-20b": 20_554_567_680,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+}
+"""Number of parameters in the files, by hub id."""
+
+
+@pytest.mark.parametrize("repo", spread(list(KNOWN), 6))
+def test_well_known_models_have_the_known_number_of_parameters(repo: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = known_config(repo)
+    assert config is not None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of_recipe(config))
+    model.tie_weights()
+    assert sum(one.numel() for one in model.parameters()) == KNOWN[repo]
+
 
 U32, STRING, ARRAY = 4, 8, 9
 HUGE = 1 << 60
-SIZES = {
-    "embedding_length": 64, "feed_forward_length": 96, "block_count": 2,
-    "attention.head_count": 4,
-}  # fmt: skip
+SIZES = {"embedding_length": 64, "feed_forward_length": 96, "block_count": 2,
+         "attention.head_count": 4}  # fmt: skip
 
 
 def text(value: str) -> bytes:
@@ -63,9 +105,12 @@ def llama(*more: bytes) -> bytes:
 
 def configured(content: bytes, folder: Path) -> dict[str, Any]:
     """Return the config from a file with this content."""
-    file = folder / "model.gguf"
-    file.write_bytes(content)
-    return read_config(HfModel(path=str(file)))
+    (folder / "model.gguf").write_bytes(content)
+    return read_config(HfModel(path=str(folder / "model.gguf")))
+
+
+def shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    return {name: one.shape for name, one in gguf_header(file).tensors.items()}
 
 
 def test_arrays_are_left_out(tmp_path: Path) -> None:
@@ -73,27 +118,28 @@ def test_arrays_are_left_out(tmp_path: Path) -> None:
     words = array("words", STRING, 2, text("a") + text("bc"))
     rows = array("rows", U32, 3, bytes(12))
     file.write_bytes(header([words, rows, number("x", 7)], [tensor("t", 5, 6)]))
-    found = gguf_header(file)
-    assert found.metadata == {"words": None, "rows": None, "x": 7}
-    assert {name: one.shape for name, one in found.tensors.items()} == {"t": (5, 6)}
+    assert gguf_header(file).metadata == {"words": None, "rows": None, "x": 7}
+    assert shapes(file) == {"t": (5, 6)}
 
 
+ENDS = "ends in its header"
 DAMAGED = {
     "magic": (b"GGML" + bytes(20), "it is not a GGUF file"),
     "version 1": (header(version=1), "GGUF version 1 is not known"),
     "other byte order": (header(version=3 << 24), "GGUF version 50331648 is not known"),
-    "fewer tensors": (header(counts=(HUGE, 0)), "ends in its header"),
-    "fewer pairs": (header(counts=(0, HUGE)), "ends in its header"),
-    "long name": (header([struct.pack("<Q", HUGE)]), "ends in its header"),
-    "long array": (header([array("x", U32, HUGE)]), "ends in its header"),
-    "many words": (header([array("x", STRING, HUGE)]), "ends in its header"),
-    "long word": (header([array("x", STRING, 1, struct.pack("<Q", HUGE))]), "ends in its header"),
+    "fewer tensors": (header(counts=(HUGE, 0)), ENDS),
+    "fewer pairs": (header(counts=(0, HUGE)), ENDS),
+    "long name": (header([struct.pack("<Q", HUGE)]), ENDS),
+    "long array": (header([array("x", U32, HUGE)]), ENDS),
+    "many words": (header([array("x", STRING, HUGE)]), ENDS),
+    "long word": (header([array("x", STRING, 1, struct.pack("<Q", HUGE))]), ENDS),
     "nested": (header([array("x", ARRAY, 1)]), "arrays of arrays"),
     "twice": (header([number("x", 1), number("x", 2)]), "it says 'x' twice"),
     "type": (header([array("x", 99, 1)]), "no type 99 in GGUF"),
     "no dimensions": (header((), [tensor("t")]), "t has 0 dimensions"),
     "many dimensions": (header((), [tensor("t", 1, 2, 3, 4, 5)]), "t has 5 dimensions"),
     "no tensors": (header(), r"no tensor 'token_embd\.weight'"),
+    "alignment": (header([number("general.alignment", 0)]), "aligned to 0 bytes"),
 }
 
 
@@ -123,12 +169,11 @@ def test_a_large_file_is_not_walked_through(
         configured(empty_words, tmp_path)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.5, 0.9999])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.1, 0.5, 0.9, 0.9999])
 def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, share: float) -> None:
     whole = tmp_path / "whole.gguf"
     write_tensors(whole, {name: (torch.zeros(64, 32), Kind.Q8_0) for name in ("a", "b")})
-    tensors = gguf_header(whole).tensors
-    assert {name: one.shape for name, one in tensors.items()} == {"a": (32, 64), "b": (32, 64)}
+    assert shapes(whole) == {"a": (32, 64), "b": (32, 64)}
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(whole.read_bytes()[: int(whole.stat().st_size * share)])
     with pytest.raises(StageError, match=rf"^{cut} cannot be read as GGUF: .*copy it again\)$"):
