@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +13,17 @@ from torch import Tensor
 
 from pipeline.contracts.tensors import TensorSpec
 from pipeline.errors import StageError
-from stages.weights.views import CastReader, ExtendedReader, MemoryReader, Origin
+from stages.weights.views import (
+    CastReader,
+    ComputedReader,
+    ExtendedReader,
+    JoinedReader,
+    MemoryReader,
+    Origin,
+)
 from tests.support.readers import (
     FLOATS,
     chunked,
-    filled,
     random_bits,
     ranges,
     raw,
@@ -54,24 +59,18 @@ class Counting(MemoryReader):
 # Memory.
 
 
-@given(tensor=tensors(), view=st.sampled_from(list(VIEWS)), data=st.data())
-def test_any_range_of_memory(tensor: Tensor, view: str, data: st.DataObject) -> None:
+@given(tensor=tensors(), view=st.sampled_from(list(VIEWS)), dtype=FLOATS, data=st.data())
+def test_any_range_of_memory(
+    tensor: Tensor, view: str, dtype: torch.dtype, data: st.DataObject
+) -> None:
     stored = VIEWS[view](tensor)
     reader = MemoryReader({"a": stored, "b": torch.ones(1)})
-    require_range(reader, "a", stored, data.draw(ranges(stored.numel())))
+    span = data.draw(ranges(stored.numel()))
+    require_range(reader, "a", stored, span)
+    if stored.is_floating_point():
+        require_cast(reader, "a", stored.detach(), span, dtype)
     require_equal(reader, {"a": stored, "b": torch.ones(1)})
     assert reader.bytes_read == 0
-
-
-@given(tensor=tensors(FLOATS), dtype=FLOATS, data=st.data())
-def test_any_range_of_memory_in_another_dtype(
-    tensor: Tensor, dtype: torch.dtype, data: st.DataObject
-) -> None:
-    require_cast(MemoryReader({"a": tensor}), "a", tensor, data.draw(ranges(tensor.numel())), dtype)
-
-
-def test_memory_is_given_back() -> None:
-    reader = MemoryReader({"a": torch.ones(1)})
     reader.close()
     assert list(reader.names()) == []
     with pytest.raises(StageError, match="no tensor named a"):
@@ -161,20 +160,7 @@ def test_any_range_of_rows_from_two_readers(data: st.DataObject) -> None:
     assert reader.bytes_read == 2 * old * dtype.itemsize
 
 
-@given(data=st.data(), read=FLOATS)
-def test_new_rows_have_the_source_s_dtype(data: st.DataObject, read: torch.dtype) -> None:
-    """The dtype does not depend on how the rows are read, so it is the same on every rank and under
-    every strategy."""
-    stored, fresh, kept = data.draw(halves(torch.bfloat16))
-    start, stop = data.draw(ranges(fresh.numel()))
-    found = filled(extended(stored, fresh, kept), "a", start, stop, read)
-    rounded = fresh.reshape(-1)[kept:].to(stored.dtype)
-    wanted = torch.cat([stored.reshape(-1)[:kept], rounded]).to(read)[start:stop]
-    same = (found == wanted) | (found.double().isnan() & wanted.double().isnan())
-    assert bool(same.all())
-
-
-def test_names_are_those_of_the_origins_and_both_are_closed() -> None:
+def test_names_are_those_of_the_origins_and_all_readers_are_closed() -> None:
     base, fresh = Counting({"old": torch.ones(2)}), Counting({"new": torch.zeros(3)})
     spec = TensorSpec((2,), torch.float32)
     origins = {"x": Origin("old", 2, spec), "y": Origin("old", 2, spec),
@@ -186,13 +172,45 @@ def test_names_are_those_of_the_origins_and_both_are_closed() -> None:
     reader.close()
     assert base.closed
     assert fresh.closed
-
-
-def test_without_a_fresh_reader() -> None:
     base = Counting({"old": torch.arange(6.0)})
-    origins = {"x": Origin("old", 4, TensorSpec((2, 2), torch.float32))}
-    reader = ExtendedReader(base, None, origins)
+    reader = ExtendedReader(base, None, {"x": Origin("old", 4, spec._replace(shape=(2, 2)))})
     require_equal(reader, {"x": torch.arange(4.0).view(2, 2)})
-    assert base.bytes_read == math.prod((2, 2)) * 4
+    assert base.bytes_read == 4 * 4
     reader.close()
     assert base.closed
+
+
+# Tensors of several readers, and computed ones.
+
+
+def test_joined_tensors_are_those_of_the_first_reader_that_has_them() -> None:
+    first, second = (
+        Counting({"a": torch.ones(2)}),
+        Counting({"a": torch.zeros(2), "b": torch.ones(1)}),
+    )
+    reader = JoinedReader(first, second)
+    require_equal(reader, {"a": torch.ones(2), "b": torch.ones(1)})
+    assert reader.bytes_read == first.bytes_read + second.bytes_read == 12
+    for ask in (reader.spec, reader.read):
+        with pytest.raises(StageError, match="no tensor named c"):
+            ask("c")
+    reader.close()
+    assert first.closed
+    assert second.closed
+
+
+@given(data=st.data())
+def test_any_range_of_computed_and_of_other_tensors(data: st.DataObject) -> None:
+    base = Counting({"a": torch.arange(7.0), "b": torch.arange(3.0)})
+
+    def doubled(name: str, start: int, stop: int) -> Iterator[Tensor]:
+        for chunk in base.chunks("a", start, stop):
+            yield chunk.double() * 2
+
+    spec = TensorSpec((7,), torch.float64)
+    reader = ComputedReader(base, {"2a": spec}, doubled, ["2a", "b"])
+    expected = {"2a": torch.arange(7.0).double() * 2, "b": torch.arange(3.0)}
+    require_equal(reader, expected)
+    for name, tensor in expected.items():
+        require_range(reader, name, tensor, data.draw(ranges(tensor.numel())))
+    assert not reader.as_stored
