@@ -114,28 +114,42 @@ def updated_experts(model: nn.Module) -> Iterator[Layer]:
         )
 
 
-class Groups(NamedTuple):
-    """Tokens sorted by expert, one row for each expert that a token is sent to."""
-
-    expert: Tensor
-    """Expert of each row, int64, ascending."""
-    ends: Tensor
-    """End of each expert's rows, int32, shape (experts,)."""
-    plain: bool
-    """Whether to multiply group by group with plain operations."""
-
-
 def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Outputs of the experts, shape (tokens, width), as transformers' implementations compute them,
     with updates. `chosen` and `weights` have shape (tokens, experts for each token)."""
     picks = chosen.shape[1]
+    # One row for each expert that a token is sent to, sorted by expert.
     expert, order = torch.sort(chosen.reshape(-1), stable=True)
     numbers = torch.arange(1, experts.num_experts + 1, device=expert.device)
     ends = torch.searchsorted(expert, numbers).to(torch.int32)
-    groups = Groups(expert, ends, experts.config._experts_implementation == "eager")
-    rows = _project(experts, first_projection(experts), hidden[order // picks], groups)
+
+    def product(rows: Tensor, stacked: Tensor) -> Tensor:
+        """Each expert's rows times its matrix, of shape (experts, inputs, outputs)."""
+        if experts.config._experts_implementation == "eager":
+            last = ends.tolist()
+            spans = enumerate(zip([0, *last], last, strict=False))
+            return torch.cat([rows[start:end] @ stacked[number] for number, (start, end) in spans])
+        from transformers.integrations.moe import _grouped_mm
+
+        grouped: Tensor = _grouped_mm(rows, stacked, ends)
+        return grouped
+
+    def project(leaf: str, rows: Tensor) -> Tensor:
+        """Rows times a stacked weight and its update, with its bias."""
+        weight = getattr(experts, leaf)
+        found = product(rows, weight if experts.is_transposed else weight.mT)
+        if leaf in experts.lora_A.shapes:
+            rank, scaling, dropout = experts.low_rank
+            down, up = getattr(experts.lora_A, leaf), getattr(experts.lora_B, leaf)
+            if missing := -rank % ALIGNED:  # zeros, up to a size that grouped products can read
+                down, up = F.pad(down, (0, 0, 0, missing)), F.pad(up, (0, missing))
+            inputs = F.dropout(rows, dropout, training=experts.training)
+            found = found + product(scaling * product(inputs, down.mT), up.mT)
+        return found + getattr(experts, f"{leaf}_bias")[expert] if experts.has_bias else found
+
+    rows = project(first_projection(experts), hidden[order // picks])
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
-    rows = _project(experts, "down_proj", rows, groups)
+    rows = project("down_proj", rows)
     if experts.has_post_expert_norm:
         rows = experts.post_expert_norm(rows)
     rows = rows * weights.reshape(-1)[order, None]
@@ -143,32 +157,3 @@ def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     back[order] = torch.arange(len(order), device=order.device)
     summed: Tensor = rows[back].view(len(hidden), picks, -1).sum(dim=1)
     return summed.to(hidden.dtype)
-
-
-def _project(experts: Any, leaf: str, rows: Tensor, groups: Groups) -> Tensor:
-    """Products of the rows with a stacked weight and its update, and its bias."""
-    weight = getattr(experts, leaf)
-    product = _product(rows, weight if experts.is_transposed else weight.mT, groups)
-    if leaf in experts.lora_A.shapes:
-        rank, scaling, dropout = experts.low_rank
-        down, up = getattr(experts.lora_A, leaf), getattr(experts.lora_B, leaf)
-        if missing := -rank % ALIGNED:  # zeros, up to a size that grouped products can read
-            down, up = F.pad(down, (0, 0, 0, missing)), F.pad(up, (0, missing))
-        inputs = F.dropout(rows, dropout, training=experts.training)
-        low = scaling * _product(inputs, down.mT, groups)
-        product = product + _product(low, up.mT, groups)
-    if experts.has_bias:
-        product = product + getattr(experts, f"{leaf}_bias")[groups.expert]
-    return product
-
-
-def _product(rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-    """Products of groups of rows, each with its matrix, of shape (groups, inputs, outputs)."""
-    if not groups.plain:
-        from transformers.integrations.moe import _grouped_mm
-
-        product: Tensor = _grouped_mm(rows, weights, groups.ends)
-        return product
-    ends = groups.ends.tolist()
-    spans = zip([0, *ends], ends, strict=False)
-    return torch.cat([rows[start:end] @ weights[n] for n, (start, end) in enumerate(spans)])

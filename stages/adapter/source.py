@@ -123,14 +123,14 @@ class AdaptedSource(AdaptedModel):
             owner, _, leaf = name.rpartition(".")
             new = f"{owner}.base_layer.{leaf}" if owner in adapted else name
             changes.append(renamed(name, new))
-        # Parameters that were trained as a whole come from the saved adapter, not from the model.
-        return JoinedReader(self._updates(), ConvertedReader(base, changes))
-
-    def _updates(self) -> TensorReader:
         if self.stage.start_from is None:
-            return InitialValues(self.layers, self.base.inference_view.weights, seed=self._seed)
-        folder = Path(self.stage.start_from).expanduser()
-        return saved_updates(folder, self.outline, self.trained, self.layers)
+            open_base = self.base.inference_view.weights
+            updates: TensorReader = InitialValues(self.layers, open_base, seed=self._seed)
+        else:
+            folder = Path(self.stage.start_from).expanduser()
+            updates = saved_updates(folder, self.outline, self.trained, self.layers)
+        # Parameters that were trained as a whole come from the saved adapter, not from the model.
+        return JoinedReader(updates, ConvertedReader(base, changes))
 
     @property
     def fingerprint(self) -> str:

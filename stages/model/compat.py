@@ -8,7 +8,6 @@ import copy
 import functools
 import importlib.util
 import logging
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -183,12 +182,6 @@ def attend_fast(model: Any) -> None:
 def block_classes(model: nn.Module) -> Collection[str]:
     """Class names of the modules that the architecture does not want split over devices."""
     return set(getattr(model, "_no_split_modules", None) or ())
-
-
-def may_lack(model: nn.Module) -> list[re.Pattern[str]]:
-    """Patterns of names that files may lack, as the architecture has them."""
-    missing = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    return [re.compile(one) for one in missing]
 
 
 def nearest_model(model: nn.Module, name: str) -> nn.Module:

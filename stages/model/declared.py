@@ -4,6 +4,7 @@ and the base of sources that change another one."""
 from __future__ import annotations
 
 import functools
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
@@ -11,7 +12,6 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from pipeline import ModelSource, StageError, Weights
-from stages.model import compat
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,8 +97,8 @@ def refuse_differences(
 
     `misshapen` are sentences of `misfit`, `unexpected` names or sentences about several.
     """
-    tolerated = compat.may_lack(model)
-    lacking = [name for name in missing if not any(one.search(name) for one in tolerated)]
+    tolerated = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    lacking = [name for name in missing if not any(re.search(one, name) for one in tolerated)]
     extra = unexpected if isinstance(unexpected, str) else listed(list(unexpected))
     found = {
         "missing": listed(lacking) if lacking else "",

@@ -63,12 +63,6 @@ def is_plain(name: str) -> bool:
     return bool(parts) and not Path(name).is_absolute() and ".." not in parts
 
 
-def hub_name(path: str | None, revision: str | None, named_by: str, key: str) -> Iterator[HubName]:
-    """Yield the model of the hub that two fields name, if it is one."""
-    if path is not None and not is_local(path) and HUB_ID.fullmatch(path):
-        yield HubName(kind="model", repo=path, revision=revision, named_by=named_by, key=key)
-
-
 def commit_at(repo: str, revision: str | None) -> str:
     """Return the commit of a hub model. Raises StageError."""
     name = HubName(kind="model", repo=repo, revision=revision, named_by="path", key="revision")

@@ -50,11 +50,13 @@ class HfModel(HfSettings):
 
     def hub_names(self) -> Iterator[HubName]:
         """Yield the model and the tokenizer, if they are of the hub."""
-        from stages.model.files import hub_name
+        from stages.model.files import HUB_ID, is_local
 
-        for name in ("path", "tokenizer"):
-            revision = "revision" if name == "path" else "tokenizer_revision"
-            yield from hub_name(getattr(self, name), getattr(self, revision), name, revision)
+        keys = {"path": "revision", "tokenizer": "tokenizer_revision"}
+        for name, key in keys.items():
+            repo, revision = getattr(self, name), getattr(self, key)
+            if repo is not None and not is_local(repo) and HUB_ID.fullmatch(repo):
+                yield HubName(kind="model", repo=repo, revision=revision, named_by=name, key=key)
 
     def run(self, ctx: Context) -> ModelSource:
         from stages.model.checks import foreign_code
