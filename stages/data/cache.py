@@ -20,6 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from pipeline import Context, StageError, utils
 from pipeline.utils import in_short
+from stages.digests import digest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -59,11 +60,6 @@ class Entry:
     def array(self, name: str, dtype: str) -> VerifiedArray:
         """Open one of the entry's arrays."""
         return VerifiedArray(self.folder / name, dtype)
-
-
-def digest(parts: object) -> str:
-    """Return the hex SHA-256 of a JSON value."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def cache_folder(given: str | None = None) -> Path:

@@ -14,13 +14,14 @@ import numpy as np
 from pipeline import Context, ModelSource, Samples, StageError
 from pipeline.utils import activity, counted
 from stages.data import encode, samples, tokenize
-from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
+from stages.data.cache import KEYS, Counts, Entry, cache_folder, prepare
 from stages.data.fields import ChatFields
 from stages.data.forms import rows_with_forms
 from stages.data.mistakes import Mistake, Mistakes, Note, write_notes
 from stages.data.prepare import BAD, CHANGED, Entries
 from stages.data.rows import JSON, JSON_LINES, Row
 from stages.data.sources import OpenedSource
+from stages.digests import digest
 
 Made = Sequence[encode.Encoded | encode.Dropped]
 """What a row became."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pipeline import Context, DataError, ModelSource
 from pipeline.utils import activity, counted
 from stages.data import tokenize
-from stages.data.cache import KEYS, Counts, Entry, digest
+from stages.data.cache import KEYS, Counts, Entry
 from stages.data.fields import DocumentSettings
 from stages.data.mistakes import Enough, Mistakes, Note, write_notes
 from stages.data.prepare import BAD, CHANGED, Entries
@@ -20,6 +20,7 @@ from stages.data.rows import TEXT, Report, raised, read_text, require_text
 from stages.data.samples import STARTS, TOKENS, TokenBlocks
 from stages.data.sources import OpenedSource, Part
 from stages.data.tokenizer_compat import cutter
+from stages.digests import digest
 
 _BATCH = 256
 """Pieces of documents per call of the tokenizer."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline import DataError, StageError
 from stages.data.messages import CALLS, REASONING, Conversation, Messages
-from stages.data.template_limits import Limited, TemplateLimitError
+from stages.template_limits import Limited, TemplateLimitError
 
 _DIRECTIVES = "aAbBcCdDeFgGhHIjmMnpRStTuUVwWxXyYzZ"
 _UNPADDED = "deHIjmMSUWy"

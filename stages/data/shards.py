@@ -35,11 +35,12 @@ from pipeline import (
 )
 from pipeline.utils import append_line, counted, open_address, read_lines, wait_for_lock
 from stages.data import sources, tokenize
-from stages.data.cache import Counts, cache_errors, cache_folder, digest, prepare_locally
+from stages.data.cache import Counts, cache_errors, cache_folder, prepare_locally
 from stages.data.documents import Document, DocumentEntries
 from stages.data.fields import StreamFields
 from stages.data.samples import Indices, JoinedSamples, TokenBlocks, block_count
 from stages.data.sources import Part, Patterns, Source
+from stages.digests import content_digest, digest
 
 INDEX = "stream.jsonl"
 """Shard index in the run's folder."""
@@ -250,7 +251,7 @@ class ShardStore:
 
         log = self.documents.ctx.log
         with fetched(shard, self.folder) as path:
-            (folder / _DIGEST).write_text(sources.content_digest(path), "ascii")
+            (folder / _DIGEST).write_text(content_digest(path), "ascii")
             parts = [Part(path)]
             counts, notes = self.documents.tokenise(parts, folder, blank=True, watch=until_closed)
         for note in notes:

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from pipeline import ModelSource, StageError
 from pipeline.hardware import cores_each
 from pipeline.utils import die_with
-from stages.data.cache import digest
 from stages.data.tokenizer_compat import backend, token_sizes
+from stages.digests import digest
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -33,7 +33,6 @@ from pipeline.utils import BYTES, activity, human
 from stages.adapter.compat import CONFIG as ADAPTER_CONFIG
 from stages.adapter.compat import WEIGHTS as ADAPTER
 from stages.adapter.compat import import_peft, quiet
-from stages.data.template_limits import Limited
 from stages.export import manifest, target
 from stages.export.proof import ROOM, loaded, loading
 from stages.model import compat
@@ -42,6 +41,7 @@ from stages.model.chat_template import aligned, wanted_ids
 from stages.model.config_checks import table_of_positions
 from stages.model.files import read_json, safetensors_files
 from stages.precision.policy import emulates_narrow
+from stages.template_limits import Limited
 
 
 class Words:

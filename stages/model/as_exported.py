@@ -22,7 +22,7 @@ from pipeline import (
 )
 from pipeline.checkpoint import Reading, open_state
 from stages.consolidate.weights import open_weights, state_files
-from stages.data.sources import file_digests
+from stages.digests import file_digests
 from stages.model.declared import (
     DerivedSource,
     completed,

@@ -67,7 +67,7 @@ def turn_ends(tokenizer: Any) -> list[int]:
     user's and a tool's message begin. Empty if there is no template, or no such token."""
     if not getattr(tokenizer, "chat_template", None):
         return []
-    from stages.data.template_limits import Limited, TemplateLimitError
+    from stages.template_limits import Limited, TemplateLimitError
 
     render = Limited(tokenizer.apply_chat_template, tokenizer.name_or_path)
 

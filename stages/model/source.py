@@ -16,7 +16,7 @@ from torch import nn
 
 from pipeline import DtypeName, ModelSource, Scorer, StageError, TensorReader, Weights, torch_dtype
 from pipeline.utils import COMMIT
-from stages.data.sources import file_digests
+from stages.digests import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks, leave_out_towers
 from stages.model.chat_template import align

@@ -30,8 +30,8 @@ from pipeline import (
     StageError,
 )
 from stages.batches.layout import pad
-from stages.data.template_limits import Limited
 from stages.objectives.rows import rows_in_order
+from stages.template_limits import Limited
 from stages.train.settings import Generation
 
 STRIDE = 64

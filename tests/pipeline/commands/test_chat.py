@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline import Written, cli
 from pipeline.commands import chat
 from pipeline.testing import context
-from stages.data.template_limits import Limited
 from stages.export import text_model
+from stages.template_limits import Limited
 from tests.stages.data.fakes import PLAIN, FakeSource
 from tests.support.pipe import Pipe
 from tests.support.runs import TINY

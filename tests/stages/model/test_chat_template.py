@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 from transformers.trainer_utils import align_special_tokens
 
-from stages.data import template_limits
+from stages import template_limits
 from stages.model.chat_template import (
     align,
     aligned,

@@ -18,11 +18,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipeline.cli import main
 from pipeline.errors import StageError
-from stages.data import template_limits
+from stages import template_limits
 from stages.data.messages import Conversation
 from stages.data.rendering import Renderer
 from stages.data.rows import Row
-from stages.data.template_limits import Limited, TemplateLimitError
+from stages.template_limits import Limited, TemplateLimitError
 from tests.support.models import random_source, save_tokenizer, tiny_llama_config
 from tests.support.tier import spread
 

@@ -1,0 +1,67 @@
+"""Digests of files, read again only when they may have changed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pipeline import DataError
+from pipeline.utils import cache_folder, replace_text
+
+SETTLED = 60.0
+"""Seconds. The digest of a file is not kept if the file was changed less than this before it was
+read: a later change could get the same time stamp."""
+
+
+def digest(parts: object) -> str:
+    """Return the hex SHA-256 of a JSON value."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def file_digests(paths: Sequence[Path]) -> list[str]:
+    """Return the hex SHA-256 of the content of each file. Files that are new or have changed are
+    read in threads; the digests of the others are known from an earlier call."""
+    names = [str(path.absolute()) for path in paths]
+    record = cache_folder() / "digests" / f"{digest(names)}.json"
+    known, now = dict[str, Any](), time.time()
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # absent, or damaged
+        kept = json.loads(record.read_text("utf-8"))
+        known = kept["files"] if digest(kept["files"]) == kept["digest"] else {}
+
+    def stamp(path: Path) -> list[int]:
+        found = path.stat()
+        return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+    def stamp_and_digest(path: Path) -> list[Any]:
+        at, entry = stamp(path), known.get(str(path.absolute()))
+        return entry if entry and entry[0] == at else [at, content_digest(path)]
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        found = list(pool.map(stamp_and_digest, paths))
+    settled = {
+        name: entry
+        for name, entry, path in zip(names, found, paths, strict=True)
+        if entry[0] == stamp(path) and max(entry[0][1:3]) / 1e9 < now - SETTLED
+    }
+    if settled != known:
+        text = json.dumps({"files": settled, "digest": digest(settled)})
+        with contextlib.suppress(OSError):  # the files are read again next time
+            record.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(record, text)
+    return [content for _, content in found]
+
+
+def content_digest(path: Path) -> str:
+    """Return the hex SHA-256 of a file's content. Raises DataError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", file=path) from error
