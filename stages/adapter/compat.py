@@ -75,7 +75,7 @@ def targets_as_named() -> AbstractContextManager[None]:
 
 
 def read_as_experts(model: Any, name: str) -> bool:
-    """Whether peft takes a linear layer's name for that of stacked weights of experts."""
+    """Whether peft takes a linear layer's name for the name of stacked weights of experts."""
     from peft import LoraConfig
     from peft.utils import transformers_weight_conversion as conversion
 

@@ -1,10 +1,10 @@
 """Updates of experts whose weights are stacked in one tensor.
 
-Each expert has a pair of factors, A (rank, inputs) and B (outputs, rank); those of all experts are
+Each expert has a pair of factors, A (rank, inputs) and B (outputs, rank). All experts' factors are
 two tensors, `lora_A.NAME` and `lora_B.NAME` of the experts' module. Tokens are sorted by expert, as
 transformers' own fast implementation does, and multiplied group by group: W x + s B A x.
 
-peft adds s B A to the weights instead. That gives the same numbers, but keeps a changed copy of all
+peft adds s B A to the weights instead. The numbers are the same, but it keeps a changed copy of all
 experts of each layer until backward, and makes a gradient as large. Here a layer keeps, for each
 token and expert that it is sent to, the inputs of both projections and `rank` numbers for each.
 

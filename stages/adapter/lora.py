@@ -91,7 +91,7 @@ def _skipped_experts(stage: Lora, plan: PlanView) -> Iterator[Problem]:
 
 def _unmatched_targets(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     """A mistake for each target with a name that the model's source does not have. A name that it
-    has can still be that of no linear layer, which the run finds when it builds the model."""
+    has may still name no linear layer, which the run finds when it builds the model."""
     from stages.model.compat import is_multimodal
     from stages.model.config_checks import config_of, hf_model
     from stages.model.source_text_compat import lacks_name, linear_names
@@ -154,7 +154,7 @@ def _is_named(name: str, patterns: Sequence[str]) -> bool:
 
 
 def differences(stage: LoraSettings, folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield why the stage cannot go on from a saved adapter: a message and a hint each."""
+    """Yield why the stage cannot continue from a saved adapter: a message and a hint each."""
     from stages.adapter.compat import CONFIG, WEIGHTS
 
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]

@@ -25,7 +25,7 @@ BLOCK = 64
 SCALE = 4
 """Bytes of a scale, in fp32."""
 STEP = CHUNK // 4 // torch.float32.itemsize // BLOCK * BLOCK
-"""Elements that are quantized at a time: whole blocks, of which copies are made."""
+"""Elements that are quantized at a time: whole blocks, which are copied."""
 
 
 def code_bytes(elements: int) -> int:

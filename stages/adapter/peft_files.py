@@ -20,7 +20,7 @@ MERGED = "export.safetensors merges it into the model"
 
 
 def peft_config(stage: LoraSettings, targets: Sequence[str] | None = None) -> Any:
-    """Return the stage as peft's configuration; `targets` in place of its own."""
+    """Return the stage as peft's configuration, with other `targets` if they are given."""
     own = stage.targets if isinstance(stage.targets, str) else list(stage.targets)
     return import_peft().LoraConfig(
         task_type="CAUSAL_LM",
@@ -97,7 +97,7 @@ def _whole_modules(model: nn.Module, names: Collection[str]) -> list[str]:
 
 
 def changes_to_file(trained: Sequence[str], layers: Sequence[Layer]) -> Iterator[Change]:
-    """Yield the changes that turn the `trained` tensors of the module into those of peft's file.
+    """Yield the changes that turn the module's `trained` tensors into the tensors of peft's file.
 
     peft keeps the factors of all experts as matrices: A is (experts * rank, inputs), B is
     (outputs, rank * experts) with the number of the expert running fastest.

@@ -32,7 +32,7 @@ class AdaptedModel(DerivedSource):
 
     @abstractmethod
     def changes_to_file(self) -> Sequence[Change]:
-        """The changes that turn the trained tensors into those of peft's file."""
+        """The changes that turn the trained tensors into the tensors of peft's file."""
 
     @abstractmethod
     def save_config(self, folder: Path) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pipeline import DtypeName
 
 AS_SOURCE = "source"
-"""In place of a dtype: each tensor keeps that of the source."""
+"""Instead of a dtype: each tensor keeps the source's."""
 
 
 def module_tensors(

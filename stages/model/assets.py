@@ -66,7 +66,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _drop_keys(file: Path, *keys: str) -> None:
-    """Take these keys, and those of where it was read, from a JSON file, if it is there."""
+    """Take these keys, and LOCAL_KEYS, from a JSON file, if it is there."""
     if file.is_file():
         content = json.loads(file.read_text("utf-8"))
         kept = {key: value for key, value in content.items() if key not in (*LOCAL_KEYS, *keys)}

@@ -1,4 +1,4 @@
-"""Changes of a built model, in place. For training alone: checkpointing, compiling, 8-bit products,
+"""Changes of a built model, in place. Only for training: checkpointing, compiling, 8-bit products,
 Liger kernels. Parts that text does not use are left out.
 
 Names of parameters stay. Hooks around a block's forward, which its recomputation repeats, use
@@ -75,7 +75,7 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], settings: ActivationCheckpoin
     """Have every n-th block recompute itself in backward.
 
     The forward method is replaced, not the module: a strategy's hooks on the block stay outside,
-    but for those of `around_forward`, and its hooks on modules within are repeated with them.
+    except `around_forward`'s, and its hooks on modules within are repeated with them.
     """
     for block in blocks[:: settings.every]:
         block.forward = _recomputed(with_hooks(block, block.forward), settings)
@@ -145,7 +145,7 @@ def around_forward(module: nn.Module, before: Forward, after: Forward) -> None:
     forward that `with_hooks` has made calls them itself.
 
     torch's own registration numbers hooks, and compiled graphs look up the numbers: each block
-    would get a graph of its own, up to a limit beyond which blocks are not compiled.
+    would get its own graph, up to a limit beyond which blocks are not compiled.
     """
     if hasattr(module, INSIDE):
         getattr(module, INSIDE)[:] = [(before, after)]
@@ -163,7 +163,7 @@ def hooks_before(module: nn.Module) -> Iterator[Forward]:
 
 def with_hooks(module: nn.Module, forward: Forward) -> Forward:
     """Return a forward of `module` that calls the hooks that `around_forward` will put on it, so
-    that a recomputation, outside of which torch calls hooks, repeats them."""
+    that a recomputation repeats them; torch calls hooks outside of it."""
     hooks: list[tuple[Forward, Forward]] = []
     setattr(module, INSIDE, hooks)
 

@@ -266,7 +266,7 @@ def beside_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
 
 
 def multimodal_notes(stage: HfSettings) -> Iterator[Problem]:
-    """Warn of a model of more than text of which the language model is trained."""
+    """Warn of a model of more than text: only its language model is trained."""
     config = config_at_hand(stage) or {}
     foreign = stage.trust_remote_code and "auto_map" in config
     kind = str(config.get("model_type"))

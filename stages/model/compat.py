@@ -50,8 +50,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def changes_on_load(model: nn.Module, names: Iterable[str]) -> list[Change]:
-    """Return the changes that turn tensors of files into those of the module, as the architecture
-    declares them: older names, a missing or superfluous prefix, stacked experts. Unknown names are
+    """Return the changes that turn tensors of files into the module's, as the architecture declares
+    them: older names, a missing or superfluous prefix, stacked experts. Unknown names are
     kept."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -71,7 +71,7 @@ def changes_on_load(model: nn.Module, names: Iterable[str]) -> list[Change]:
 
 
 def changes_on_save(model: nn.Module, names: Iterable[str]) -> list[Change]:
-    """Return the reverse: the changes that turn tensors of the module into those of files."""
+    """Return the reverse: the changes that turn the module's tensors into the files'."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 

@@ -195,7 +195,7 @@ ones, and dynamic NTK scaling, which has one for each length beyond the model's 
 OLD_NAME = "su"
 """What configs called LongRoPE before."""
 OF_THE_BATCH = ("deepseek_v4",)
-"""Types that ask for angles at positions of their own, which follow from the padded length."""
+"""Types that ask for angles at further positions, which follow from the padded length."""
 
 
 def lengthwise_kind(config: Config, *, of_rope: bool = False) -> str | None:

@@ -195,7 +195,7 @@ class DerivedSource(ModelSource):
 
 
 class FrozenSource(DerivedSource):
-    """The model of another source, of which nothing is trained."""
+    """The model of another source, without anything that is trained."""
 
     def build(self) -> nn.Module:
         return self.base.build().requires_grad_(requires_grad=False)

@@ -65,7 +65,7 @@ def open_gguf(file: Path, model: nn.Module) -> ConvertedReader:
 
 class GgufTensors(TensorReader):
     """A file's tensors under their own names, in fp32. Raises StageError where the package is not
-    installed, and for a file that is no GGUF or is cut short."""
+    installed, and for a file that is not GGUF or is cut short."""
 
     def __init__(self, file: Path) -> None:
         with gguf_package():

@@ -1,4 +1,4 @@
-"""Weights that a module gets: those of a source, reconciled with what it needs, and random ones.
+"""Weights that a module gets: a source's, reconciled with what it needs, and random ones.
 
 Random weights are a pure function of seed and module name. A tensor has the same value on every
 rank and in every world size, and whatever is read before it: each transformer block, and each
@@ -49,7 +49,7 @@ class Unread:
     """Exported as they are."""
     dropped: list[str] = field(default_factory=list)
     undeclared: list[str] = field(default_factory=list)
-    """Those of which nothing says what becomes of them."""
+    """Neither passed nor dropped by the recipe."""
 
     def log(self, log: Logger, where: str, held: TensorReader) -> None:
         """Say what is not read, with number and bytes."""
@@ -102,7 +102,7 @@ class Allowed:
     new: Sequence[str] = ()
     """Patterns of names that are initialised, also where the source has them."""
     unused: Mapping[str, Fate] = field(default_factory=dict)
-    """Patterns of names in the source that the module does not read -> what becomes of them."""
+    """Patterns of names in the source that the module does not read -> their fate."""
     vocabulary: Collection[str] = ()
     """Names of the tensors with a row per token, which may have more or fewer rows."""
     towers: Collection[str] = ()

@@ -1,9 +1,9 @@
-"""Rotary angles that depend on how long a text is, as functions of that text alone.
+"""Rotary angles that depend on how long a text is, as functions of only that text.
 
 Two kinds of rotary tables do (`config_checks.LENGTHWISE`). transformers chooses them by the
 longest row of a micro-batch, and for dynamic NTK keeps in the module what the longest row so far
-asked for. Here each token gets the angles that transformers gives its document when it is the only
-one, at inference say: its own function computes them, for one length after another.
+asked for. Here each token gets the angles that transformers computes for its document when it is
+the only one, at inference say: its own function computes them, for one length after another.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def with_positions(batch: MicroBatch) -> MicroBatch:
 
 
 def placed(model: nn.Module, batch: MicroBatch) -> MicroBatch:
-    """The micro-batch as `model` has to be given it: `with_positions` if it depends on lengths."""
+    """The micro-batch as `model` must get it: `with_positions` if it depends on lengths."""
     return with_positions(batch) if depends_on_length(model) else batch
 
 
@@ -81,8 +81,8 @@ def document_lengths(positions: Tensor) -> Tensor:
 
 
 class DocumentAngles:
-    """Forward method of a rotary module: that of transformers, for documents of one length after
-    another, after each of which the module is as it was."""
+    """Forward method of a rotary module: transformers', for documents of one length after another.
+    After each, the module is as it was."""
 
     lengths: Callable[[Tensor], Tensor] = staticmethod(document_lengths)
     """Returns the length of each token's document for the positions that the module is called with.
@@ -115,7 +115,7 @@ class DocumentAngles:
         return result
 
     def _of_length(self, length: int, x: Tensor, positions: Tensor, rest: dict[str, Any]) -> Any:
-        """The angles at `positions` of a document of `length` tokens or, if positions go on, more:
+        """The angles at `positions` of a document of `length` tokens, or more if positions continue:
         its last position is put after them, as transformers looks for the largest, and its angles
         are dropped."""
         import torch

@@ -98,7 +98,7 @@ def _open_files(files: Sequence[Path]) -> TensorReader:
 
 
 class HfSource(ModelSource):
-    """The model of a `model.hf` slot. Its weights are those of `files`, or random; declared new
+    """The model of a `model.hf` slot. Its weights are read from `files`, or random; declared new
     weights, and new rows of a resized vocabulary, are drawn from the seed."""
 
     def __init__(

@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 
 def head_problems(stage: HfSettings) -> Iterator[Problem]:
     """Yield the problem of a model whose head its files do not have, or have as a second matrix
-    though it shares that of the embedding. What cannot be read here, loading reports."""
+    though it shares the embedding's. What cannot be read here, loading reports."""
     if stage.path is None or stage.init == "random" or stage.trust_remote_code:
         return
     config = config_at_hand(stage)

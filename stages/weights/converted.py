@@ -31,7 +31,7 @@ a conversion can cut a row fits into both."""
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Change:
     """Tensors that together become others: renamed, stacked, split, permuted, computed. `convert`
-    takes all `sources` and returns the results by name. It depends on shapes and dtypes alone,
+    takes all `sources` and returns the results by name. It depends only on shapes and dtypes,
     never on values, and also takes tensors on the meta device."""
 
     sources: Sequence[str]
@@ -127,7 +127,7 @@ class ConvertedReader(JoinedReader):
         super().close()
 
     def _runs_of(self, name: str) -> list[Run] | None:
-        """Runs of a result; None where whole tensors have to be converted, or should be."""
+        """Runs of a result; None where whole tensors must be converted, or should be."""
         change = named(self._change, name)
         if change not in self._runs:
             sources = {source: self._base.spec(source) for source in change.sources}

@@ -29,7 +29,7 @@ class _Place(NamedTuple):
 
 
 class SafetensorsReader(TensorReader):
-    """Tensors of all files, any range of which is read straight into its destination. Raises
+    """Tensors of all files; any range of one is read straight into its destination. Raises
     StageError for a damaged file, and for a name in two files."""
 
     as_stored = True

@@ -51,7 +51,7 @@ class MemoryReader(TensorReader):
 
 
 class JoinedReader(TensorReader):
-    """Tensors of all `readers`, which it closes; of one name, that of the first reader."""
+    """Tensors of all `readers`, which it closes; for a name in several, the first reader's."""
 
     def __init__(self, *readers: TensorReader) -> None:
         self._readers = readers
@@ -158,8 +158,8 @@ class ComputedReader(JoinedReader):
 
 
 class Origin(NamedTuple):
-    """A tensor whose first `kept` elements are those of `source` in the base; the others come from
-    the same place in the fresh reader."""
+    """A tensor whose first `kept` elements are `source`'s in the base; the others come from the
+    same place in the fresh reader."""
 
     source: str
     kept: int
@@ -168,7 +168,7 @@ class Origin(NamedTuple):
 
 class ExtendedReader(JoinedReader):
     """Tensors of `base` by the names in `origins`, extended by rows of `fresh`; closes both. A
-    tensor of which nothing comes from the base has the dtype of the fresh one."""
+    tensor without elements of the base has the dtype of the fresh one."""
 
     def __init__(
         self, base: TensorReader, fresh: TensorReader | None, origins: Mapping[str, Origin]
