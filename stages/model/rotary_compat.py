@@ -115,9 +115,9 @@ class DocumentAngles:
         return result
 
     def _of_length(self, length: int, x: Tensor, positions: Tensor, rest: dict[str, Any]) -> Any:
-        """The angles at `positions` of a document of `length` tokens, or more if positions continue:
-        its last position is put after them, as transformers looks for the largest, and its angles
-        are dropped."""
+        """The angles at `positions` of a document of `length` tokens, or of more if positions
+        continue: its last position is put after them, as transformers looks for the largest, and
+        its angles are dropped."""
         import torch
 
         last = torch.full_like(positions[..., :1], length - 1)
