@@ -92,8 +92,7 @@ def _blocks(base: TensorReader, weight: str, start: int, stop: int) -> Iterator[
 
 
 def packed_reader(base: TensorReader, layers: Collection[str], kind: QuantType) -> ComputedReader:
-    """Return the tensors of `base`, with the weights of `layers` as bytes: `<layer>.packed` in
-    place of `<layer>.weight`."""
+    """Return `base` with the weights of `layers` as bytes: `<layer>.packed` replaces `.weight`."""
     weights = {f"{layer}.packed": f"{layer}.weight" for layer in layers}
     packed = {weight: name for name, weight in weights.items()}
     sizes = {name: base.spec(weight).numel for name, weight in weights.items()}

@@ -19,11 +19,9 @@ class ActivationCheckpointing:
 
     every: Annotated[int, Gt(0)] = 1
     """Every n-th block is computed again, from the first on; 1 means all."""
-
     keep: Literal["nothing", "attention", "matmuls"] = "nothing"
     """Results that are kept because they cost most to compute: attention's, or attention's and all
     matrix products."""
-
     offload: bool = False
     """Keep the inputs of these blocks in host memory until backward needs them."""
 
@@ -34,12 +32,10 @@ class Compile:
 
     backend: str = "inductor"
     """Backend of torch.compile."""
-
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
         "default"
     )
     """Effort that torch spends on finding faster kernels."""
-
     dynamic: bool | None = None
     """Whether shapes change: null finds out, false compiles again for each length, true for all
     lengths at once."""
@@ -54,7 +50,6 @@ class Fp8:
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """Granularity of scales: per tensor, which is fastest, or per row, which is more precise;
     `rowwise_with_gw_hp` computes gradients of weights in the compute dtype."""
-
     emulate: bool = False
     """Round to 8 bits but multiply in the compute dtype: slow, to try it without such a GPU."""
 

@@ -118,13 +118,10 @@ def test_linear_layers_that_peft_takes_for_experts_stay_linear_layers(tmp_path: 
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder).eval()
     expected = logits(module_with(source, weights))
     torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=1e-5)
-
-
-def test_dora_of_such_a_layer_can_only_be_merged(tmp_path: Path) -> None:
-    source = adapted(tmp_path, MOE["deepseek_v3"], rank=2, dora=True)
+    dora = adapted(tmp_path, MOE["deepseek_v3"], rank=2, dora=True)  # which can only be merged
     with pytest.raises(StageError, match="has neither DoRA nor 4 bits"):
-        ExportAdapter().run(context(tmp_path), trained(source), source)
-    assert ExportSafetensors().run(context(tmp_path), trained(source), source).total_bytes
+        ExportAdapter().run(context(tmp_path), trained(dora), dora)
+    assert ExportSafetensors().run(context(tmp_path), trained(dora), dora).total_bytes
 
 
 @pytest.mark.parametrize("kind", spread(["qwen3_moe", "mixtral", "gpt_oss"], 2))
@@ -274,9 +271,8 @@ def test_mistakes(kind: str, fields: dict[str, Any], words: str, tmp_path: Path)
 
 
 def test_settings_that_exclude_each_other() -> None:
-    both = Lora(dora=True, target_parameters=("experts.down_proj",))
-    assert [one.key for one in both.check(plan_view({})) if not one.warning] == [
-        "target_parameters"
-    ]
-    none = Lora(targets=())
-    assert [one.key for one in none.check(plan_view({})) if not one.warning] == ["targets"]
+    for stage, key in (
+        (Lora(dora=True, target_parameters=("experts.down_proj",)), "target_parameters"),
+        (Lora(targets=()), "targets"),
+    ):
+        assert [one.key for one in stage.check(plan_view({})) if not one.warning] == [key]
