@@ -10,17 +10,16 @@ from typing import Any
 import peft
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.cli import main
 from pipeline.errors import StageError
 from pipeline.testing import plan_view
 from stages.adapter.compat import quiet
 from stages.adapter.lora import Lora
 from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
+from stages.model.hf import HfModel
 from tests.support.adapters import adapted, logits, module_with, saved_by_peft, trained
 from tests.support.models import context
 from tests.support.moe import MOE
@@ -220,37 +219,30 @@ def test_a_warning_names_what_has_no_update(
     assert bool(mentioned) == (kind in MOE)
 
 
-WARNING = "experts get no update: "
+QWEN, MIXTRAL = MOE["qwen3_moe"], MOE["mixtral"]
 
 
 @pytest.mark.parametrize(
-    ("said", "settings", "warns"),
+    ("config", "settings", "key"),
     [
-        (MOE["mixtral"], {}, ""),
-        (MOE["qwen3_moe"], {}, ""),
-        (MOE["qwen3_moe"], {"target_parameters": []}, "adapter.target_parameters"),
-        (MOE["mixtral"], {"targets": ["q_proj"]}, "adapter.target_parameters"),
-        (MOE["mixtral"], {"targets": ["q_proj"], "target_parameters": ["experts.down_proj"]}, ""),
-        (MOE["mixtral"], {"dora": True}, "adapter.dora"),
-        (MOE["mixtral"], {"dora": True, "train_also": ["*.experts.*"]}, ""),
-        (MOE["mixtral"], {"dora": True, "train_also": ["*norm.weight"]}, "adapter.dora"),
-        (TINY, {"targets": ["q_proj"]}, ""),
+        (MIXTRAL, {}, None),
+        (QWEN, {}, None),
+        (QWEN, {"target_parameters": ()}, "target_parameters"),
+        (MIXTRAL, {"targets": ("q_proj",)}, "target_parameters"),
+        (MIXTRAL, {"targets": ("q_proj",), "target_parameters": ("experts.down_proj",)}, None),
+        (MIXTRAL, {"dora": True}, "dora"),
+        (MIXTRAL, {"dora": True, "train_also": ("*.experts.*",)}, None),
+        (MIXTRAL, {"dora": True, "train_also": ("*norm.weight",)}, "dora"),
+        (TINY, {"targets": ("q_proj",)}, None),
     ],
 )
 def test_check_warns_of_experts_without_updates(
-    said: dict[str, Any], settings: dict[str, Any], warns: str, tmp_path: Path
+    config: dict[str, Any], settings: dict[str, Any], key: str | None
 ) -> None:
-    stages = {
-        "model": {"use": "model.hf", "config": said},
-        "adapter": {"use": "adapter.lora", **settings},
-    }
-    file = tmp_path / "recipe.yaml"
-    file.write_text(json.dumps({"name": "r", "stages": stages}))
-    result = CliRunner().invoke(main, ["check", str(file)])
-    assert result.exit_code == 0, result.output
-    assert (WARNING in result.stderr) == bool(warns)
-    if warns:
-        assert f"{warns}: {WARNING}" in result.stderr
+    stage = Lora(**settings)
+    problems = list(stage.check(plan_view({"model": HfModel(config=config), "adapter": stage})))
+    assert [(one.key, one.warning) for one in problems] == ([(key, True)] if key else [])
+    assert all(one.message.startswith("experts get no update: ") for one in problems)
 
 
 @pytest.mark.parametrize(
