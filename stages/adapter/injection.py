@@ -155,28 +155,12 @@ def log_left_out(
     stage: LoraSettings, model: Any, layers: Sequence[Layer], log: logging.Logger
 ) -> None:
     """Warn of linear layers and stacked weights without an update, and say how to include them;
-    mention routers, which are usually left as they are. Embeddings, the head and biases do not
-    count."""
-    tables = (model.get_input_embeddings(), model.get_output_embeddings())
-    updated = {layer.weight for layer in layers}
-    experts = {name for name, _, _ in stacked_weights(model)}
-    packed = logical_numel(model)
-    found: dict[str, Counter[str]] = {}
-    for owner, module in model.named_modules():
-        if any(module is table for table in tables) or owner.endswith(".base_layer"):
-            continue
-        for leaf, weight in module.named_parameters(recurse=False):
-            name, linear = f"{owner}.{leaf}", is_linear(module)
-            few = not linear and weight.ndim < 2
-            if name in updated or weight.requires_grad or "bias" in leaf or few:
-                continue
-            # "other" are matrices of modules that are no linear layers, as routers are.
-            stacked = "experts" if name in experts else "stacked" if weight.ndim > 2 else "other"
-            shown = re.sub(r"\.\d+\.", ".*.", f"{owner}.weight" if linear else name)
-            sizes = found.setdefault("linear" if linear else stacked, Counter())
-            sizes[shown] += packed.get(name) or weight.numel()
-    for kind, sizes in found.items():
+    mention routers, which are usually left as they are."""
+    for kind, sizes in _left_out(model, layers).items():
         what = f"{sizes.total():,} parameters of {', '.join(sizes)}"
+        if kind == "router":
+            log.info("%s stay as they are; train_also trains them as a whole", what)
+            continue
         ends = sorted({pattern.rpartition(".*.")[2] for pattern in sizes})
         whole = ", ".join(f"'*.{end}'" for end in ends)
         advice = f"train_also: [{whole}] trains them as a whole"
@@ -187,7 +171,28 @@ def log_left_out(
             advice = f"DoRA has none for experts; {advice}"
         elif kind == "experts":
             advice = f"target_parameters: [{', '.join(ends)}] includes them"
-        if kind == "other":
-            log.info("%s stay as they are; train_also trains them as a whole", what)
-        else:
-            log.warning("%s get no update and stay as they are; %s", what, advice)
+        log.warning("%s get no update and stay as they are; %s", what, advice)
+
+
+def _left_out(model: Any, layers: Sequence[Layer]) -> dict[str, Counter[str]]:
+    """Kind -> names, without the numbers of blocks, of the matrices without an update and their
+    elements. Embeddings, the head and biases do not count."""
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    updated = {layer.weight for layer in layers}
+    experts = {name for name, _, _ in stacked_weights(model)}
+    packed = logical_numel(model)
+    found: dict[str, Counter[str]] = {}
+    for owner, module in model.named_modules():
+        if any(module is table for table in tables) or owner.endswith(".base_layer"):
+            continue
+        for leaf, weight in module.named_parameters(recurse=False):
+            name, linear = f"{owner}.{leaf}", is_linear(module)
+            if name in updated or weight.requires_grad or "bias" in leaf:
+                continue
+            if not linear and weight.ndim < 2:
+                continue
+            stacked = "experts" if name in experts else "stacked" if weight.ndim > 2 else "router"
+            shown = re.sub(r"\.\d+\.", ".*.", f"{owner}.weight" if linear else name)
+            sizes = found.setdefault("linear" if linear else stacked, Counter())
+            sizes[shown] += packed.get(name) or weight.numel()
+    return found

@@ -164,28 +164,34 @@ def fit(
 def _refuse_untied(
     where: str, held: TensorReader, alias: str, kept: str, origins: Mapping[str, Origin]
 ) -> None:
-    """Raise StageError for tied tensors that are set to different values. Every process compares,
-    so three samples have to do: a head that was trained apart differs everywhere."""
+    """Raise StageError for tied tensors that are set to different values."""
     one, other = origins[alias], origins[kept]
-    same = one.kept == other.kept  # both are new
-    if one.kept and other.kept and one.source != other.source:
-        first, second = held.spec(one.source), held.spec(other.source)
-        length = min(SAMPLE, first.numel)
-        starts = (0, (first.numel - length) // 2, first.numel - length)
-        samples = [torch.empty(length, dtype=torch.float32) for _ in range(2)]
-        same = first.shape == second.shape
-        for start in starts if same else ():
-            held.read_into(one.source, start, samples[0])
-            held.read_into(other.source, start, samples[1])
-            same = same and torch.equal(*samples)
-    elif one.kept and other.kept:
-        same = True
+    if one.kept and other.kept:
+        same = one.source == other.source or _agree(held, one.source, other.source)
+    else:
+        same = one.kept == other.kept  # both are new
     if not same:
         raise StageError(
             f"the model shares one tensor between {alias} and {kept}, but {where} or "
             "new_weights sets them to different values",
             hint="name both in new_weights, or set tie_word_embeddings to false in its config.json",
         )
+
+
+def _agree(held: TensorReader, one: str, other: str) -> bool:
+    """Whether two tensors agree in three samples. Every process compares, so samples have to do: a
+    head that was trained apart from the embedding differs everywhere."""
+    first, second = held.spec(one), held.spec(other)
+    length = min(SAMPLE, first.numel)
+    samples = [torch.empty(length, dtype=torch.float32) for _ in range(2)]
+    if first.shape != second.shape:
+        return False
+    for start in (0, (first.numel - length) // 2, first.numel - length):
+        held.read_into(one, start, samples[0])
+        held.read_into(other, start, samples[1])
+        if not torch.equal(*samples):
+            return False
+    return True
 
 
 def unit_seed(seed: int, unit: str) -> int:
