@@ -96,10 +96,9 @@ class HfPlanner(Planner[HfModel]):
 
         left_out: dict[str, Any] = dict.fromkeys([*LEFT_OUT, "tokenizer"])
         if self.stage.attention not in ("sdpa", "eager"):  # kernels that are not on every machine
-            from stages.model import planned_attention
+            from stages.model.compat import planned_attention
 
-            planned_attention.register()
-            left_out["attention"] = planned_attention.NAME
+            left_out["attention"] = planned_attention()
         if self.stage.compile is not None:
             left_out["compile"] = Compile(backend=planning.traced_backend(), dynamic=False)
         stage = replace(self.stage, init="random", **left_out)

@@ -257,3 +257,28 @@ def masks_of_values(*, packed: bool) -> AbstractContextManager[None]:
     if packed:
         return contextlib.nullcontext()
     return replaced(masking_utils, "is_tracing", lambda *_: False)
+
+
+def planned_attention() -> str:
+    """Return the name of a stand-in for fused attention, which transformers then knows: plans have
+    neither its GPU nor values to run it on."""
+    from torch.nn import functional
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **given: Any
+    ) -> tuple[Tensor, None]:
+        """Causal attention of (batch, heads, tokens, size) as (batch, tokens, heads, size)."""
+        out = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=given.get("scaling"),
+            enable_gqa=key.shape[1] != query.shape[1],
+        )  # fmt: skip
+        sinks = given.get("s_aux")
+        if sinks is not None:  # a weight of each head, which gets a gradient and keeps nothing
+            out = out + sinks.to(out.dtype).reshape(1, -1, 1, 1)
+        return out.transpose(1, 2).contiguous(), None
+
+    name = "planned_fused_attention"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, lambda *_, **__: None)
+    return name

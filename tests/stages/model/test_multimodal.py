@@ -80,6 +80,8 @@ def test_what_is_not_read_is_said_once_with_number_and_bytes(
     count = len(passed.names())
     assert f"passed through to the export: {count} tensors, " in said
     assert "model.vision_tower." in said
+    with pytest.raises(StageError, match=r"lm_head\.weight is used, and so cannot be passed"):
+        opened(tmp_path, unused_weights={"lm_head.*": "pass_through"}).weights()
 
 
 def test_a_tensor_of_another_part_needs_a_word(tmp_path: Path) -> None:
@@ -107,8 +109,9 @@ def test_towers_cannot_be_dropped_or_missing(tmp_path: Path) -> None:
     edit(tmp_path, lambda t: t.pop(name))
     with pytest.raises(StageError, match=r"missing 1 tensor \(model.vision_tower"):
         opened(tmp_path).weights()
-    with pytest.raises(StageError, match=r"lm_head\.weight is used, and so cannot be passed"):
-        opened(tmp_path, unused_weights={"lm_head.*": "pass_through"}).weights()
+
+
+TEXT, WHOLE = "AutoModelForCausalLM", "AutoModelForImageTextToText"
 
 
 TEXT, WHOLE = "AutoModelForCausalLM", "AutoModelForImageTextToText"
