@@ -7,7 +7,8 @@ import hashlib
 import logging
 import os
 import subprocess
-from importlib import metadata
+import sys
+from importlib import metadata, util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,8 @@ LOG = logging.getLogger("pipe.operators")
 
 
 def keep_operators() -> None:
-    """Make DeepSpeed keep the operators that it compiles, and compile one at a time.
+    """Make DeepSpeed keep the operators that it compiles, compile one at a time, and load a kept
+    one without asking ninja and the compiler, which takes seconds.
 
     They are in `TORCH_EXTENSIONS_DIR`, or in the user's cache in a folder of these packages.
     """
@@ -43,6 +45,10 @@ def keep_operators() -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
         with library.with_suffix(".lock").open("w") as file:
             wait_for_lock(file)
+            complete, digest = library.with_suffix(".complete"), _digest(builder)
+            if library.exists() and complete.exists() and complete.read_text() == digest:
+                OpBuilder._loaded_ops[builder.name] = kept = _load(library)
+                return kept
             # torch's own lock, which is not freed when its holder is killed
             (library.parent / "lock").unlink(missing_ok=True)
             if not library.exists():
@@ -56,9 +62,28 @@ def keep_operators() -> None:
                     hint="install a C++ compiler (`apt install build-essential`), or name one in "
                     "CXX",
                 ) from error
+            if module.__file__ == str(library):  # torch numbers those after the first in a process
+                complete.write_text(digest)
         return module
 
     OpBuilder.jit_load = jit_load
+
+
+def _load(library: Path) -> ModuleType:
+    spec = util.spec_from_file_location(library.stem, library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _digest(builder: Any) -> str:
+    """What an operator is compiled of: another source needs another compilation."""
+    digest = hashlib.sha256(_facts().encode())
+    for source in builder.sources():
+        digest.update(Path(builder.deepspeed_src_path(source)).read_bytes())
+    return digest.hexdigest()
 
 
 class _Subprocess:
@@ -104,6 +129,10 @@ def ninja() -> str:
 
 def _folder() -> str:
     """The folder for these packages, this CPU and this compiler, which torch's cache mixes."""
+    return str(cache_folder() / "operators" / hashlib.sha256(_facts().encode()).hexdigest()[:16])
+
+
+def _facts() -> str:
     import cpuinfo
     import deepspeed
 
@@ -113,7 +142,8 @@ def _folder() -> str:
         features = sorted(listed.partition(":")[2].split())
     except (OSError, StopIteration):
         features = list(cpuinfo.get_cpu_info().get("flags", ()))
-    packages = [(package.__file__, package.__version__) for package in (torch, deepspeed)]
-    facts = repr((packages, metadata.version("ninja"), features, os.environ.get("CXX")))
-    key = hashlib.sha256(facts.encode()).hexdigest()[:16]
-    return str(cache_folder() / "operators" / key)
+    packages = (torch.__version__, torch.version.git_version, deepspeed.__version__)
+    gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    compilers = [os.environ.get(name) for name in ("CXX", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")]
+    versions = sys.implementation.cache_tag, metadata.version("ninja")
+    return repr((packages, versions, features, gpu, compilers))

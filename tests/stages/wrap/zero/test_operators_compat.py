@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
+from torch.utils import cpp_extension
 
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
@@ -40,10 +41,11 @@ class Number(OpBuilder):  # type: ignore[misc]
 
     def __init__(self, folder: Path, number: int = 7) -> None:
         super().__init__(name="number")
-        self._folder, self._number = folder, number
+        self._folder = folder
         folder.mkdir(exist_ok=True)
+        source = SOURCE.replace("NUMBER", str(number))
         if not (folder / "number.cpp").exists():
-            (folder / "number.cpp").write_text(SOURCE, encoding="utf-8")
+            (folder / "number.cpp").write_text(source, encoding="utf-8")
 
     def absolute_name(self) -> str:
         return "tests.number"
@@ -52,7 +54,7 @@ class Number(OpBuilder):  # type: ignore[misc]
         return [str(self._folder / "number.cpp")]
 
     def cxx_args(self) -> list[str]:
-        return ["-O0", f"-DNUMBER={self._number}"]
+        return ["-O0"]
 
     def jit_load(self, verbose: bool = False) -> ModuleType:
         module: ModuleType = super().jit_load(verbose)
@@ -82,7 +84,7 @@ import sys
 from pathlib import Path
 from tests.stages.wrap.zero.test_operators_compat import Number, point_at_device, DistContext, torch
 point_at_device(DistContext(device=torch.device("cpu")))
-print(Number(Path(sys.argv[1])).jit_load().number)
+print(*(Number(Path(folder)).jit_load().number for folder in sys.argv[1:]))
 """
 
 
@@ -90,7 +92,7 @@ def test_each_installation_has_a_folder(monkeypatch: pytest.MonkeyPatch) -> None
     plain = operators_compat._folder()
     assert operators_compat._folder() == plain
     for place, name, other in (
-        (torch, "__version__", "another"), (deepspeed, "__file__", "another"),
+        (torch, "__version__", "another"), (deepspeed, "__version__", "another"),
         (operators_compat.metadata, "version", lambda name: f"{name} 9"),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
@@ -98,26 +100,46 @@ def test_each_installation_has_a_folder(monkeypatch: pytest.MonkeyPatch) -> None
             assert operators_compat._folder() != plain
 
 
-def test_another_process_builds_nothing_even_with_another_ninja_on_the_path(
+def test_another_process_asks_neither_ninja_nor_the_compiler(
     tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of another version would build: it does not read the log of this one."""
-    first = Number(tmp_path / "one").jit_load()
+    number = Number(tmp_path / "one")
+    first = number.jit_load()
     assert first.number == 7
     library = kept / "number" / "number.so"
     assert first.__file__ == str(library)
-    compiled, log = library.stat(), (kept / "number" / ".ninja_log").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(cpp_extension, "load", None)
+        again = number.jit_load()
+    assert (again.number, again.__file__) == (7, str(library))
     bin_ = tmp_path / "bin"
     bin_.mkdir()
-    (bin_ / "ninja").write_text('#!/bin/sh\necho "ninja log version 1" > .ninja_log\nexit 1\n')
-    (bin_ / "ninja").chmod(0o755)
+    for name in ("ninja", "c++"):
+        (bin_ / name).write_text(f"#!/bin/sh\ntouch {bin_}/asked\nexit 1\n")
+        (bin_ / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(bin_), prepend=os.pathsep)
     command = [sys.executable, "-c", LOAD, str(tmp_path / "one")]
+    compiled = library.stat()
     assert subprocess.run(command, check=True, capture_output=True).stdout.split()[-1] == b"7"
     after = library.stat()
     assert (after.st_ino, after.st_mtime_ns) == (compiled.st_ino, compiled.st_mtime_ns)
-    assert (kept / "number" / ".ninja_log").read_bytes() == log
-    assert Number(tmp_path / "two", number=8).jit_load().number == 8  # it compiles there too
+    assert not (bin_ / "asked").exists()
+
+
+def test_other_sources_are_compiled(tmp_path: Path) -> None:
+    """Also after a module that torch numbered, which is not taken for the kept one."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    Number(one, number=1)
+    Number(two, number=2)
+
+    def loaded(*folders: Path) -> list[int]:
+        command = [sys.executable, "-c", LOAD, *map(str, folders)]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return [int(number) for number in said.splitlines()[-1].split()]
+
+    assert loaded(one, two) == [1, 2]
+    assert loaded(one) == [1]
+    assert loaded(two) == [2]
 
 
 @pytest.mark.parametrize(
