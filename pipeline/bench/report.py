@@ -12,8 +12,7 @@ from typing import Any
 
 import click
 
-from pipeline.bench.results import SPREAD_STEPS, Row, RunMeasurement, Speed, distinguishable
-from pipeline.bench.session import Benchmark
+from pipeline.bench.session import SPREAD_STEPS, Benchmark, Row, RunMeasurement, Speed
 from pipeline.errors import StageError, in_words, system_errors_as
 from pipeline.utils.files import replace_text
 from pipeline.utils.packages import optional, versions
@@ -50,13 +49,21 @@ def report(
 ) -> None:
     """Print the table and the verdict, or the JSON, then write the files. Raises StageError for
     files that cannot be written."""
-    missing = session.missing(rows)
     if not json_only:
         lines = ["", *_conditions(session, rows), "", *table(rows), "", *verdict(rows)]
-        if stopped and missing:
-            lines.append(f"stopped by {stopped.name} before the end of {', '.join(missing)}")
+        if stopped and len(rows) < len(session.rows):
+            missing = ", ".join(row.label for row in session.rows[len(rows) :])
+            lines.append(f"stopped by {stopped.name} before the end of {missing}")
         click.echo("\n".join([*lines, ""]))
-    text = as_json(session, rows, _plot(session, rows))
+    plot = None
+    if any(row.measured for row in rows):
+        try:
+            with system_errors_as(StageError):
+                draw(rows, session.folder / PLOT, session.plan.recipe.name)
+            plot = PLOT
+        except StageError as error:
+            click.echo(f"no {PLOT}: {error}", err=True)
+    text = as_json(session, rows, plot)
     if json_only:
         click.echo(text)
     with system_errors_as(StageError):
@@ -91,33 +98,31 @@ def _conditions(session: Benchmark, rows: Sequence[Row]) -> Iterator[str]:
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """Lines of the table; a run without numbers has its error instead."""
-    lines = align([COLUMNS, *((row.strategy, str(row.procs), *_cells(row)) for row in rows)])
-    yield next(lines)
+    cells = [(row.strategy, str(row.procs), *_cells(row, row.measured)) for row in rows]
+    head, *lines = align([COLUMNS, *cells])
+    yield head
     for row, line in zip(rows, lines, strict=True):
         yield f"{line}  {row.error}" if row.measured is None else line
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    m = row.measured
+def _cells(row: Row, m: RunMeasurement | None) -> list[str]:
     if m is None:
-        return ()
-    return (
-        f"{m.tokens_per_second.median:,.0f}",
-        _text(m.tokens_per_second.spread, "{:.0%}"),
-        f"{m.step_seconds.median:.3g}",
-        _text(row.efficiency, "{:.0%}"),
-        _text(m.memory.measured and m.memory.measured / 2**30, "{:.2f} GiB"),
-        _text(m.memory.predicted and m.memory.predicted / 2**30, "{:.2f} GiB"),
-        _text(m.memory.ratio, "{:.2f}"),
-        f"{m.data_wait_share:.1%}",
-        _text(m.communication_share, "{:.1%}"),
-        f"{m.first_step_seconds:.1f} s",
-        _text(m.checkpoint_seconds, "{:.2f} s"),
+        return []
+    memory, gib = m.memory, 1 << 30
+    cells = (
+        (m.tokens_per_second.median, "{:,.0f}"),
+        (m.tokens_per_second.spread, "{:.0%}"),
+        (m.step_seconds.median, "{:.3g}"),
+        (row.efficiency, "{:.0%}"),
+        (memory.measured and memory.measured / gib, "{:.2f} GiB"),
+        (memory.predicted and memory.predicted / gib, "{:.2f} GiB"),
+        (memory.ratio, "{:.2f}"),
+        (m.data_wait_share, "{:.1%}"),
+        (m.communication_share, "{:.1%}"),
+        (m.first_step_seconds, "{:.1f} s"),
+        (m.checkpoint_seconds, "{:.2f} s"),
     )
-
-
-def _text(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+    return ["-" if value is None else form.format(value) for value, form in cells]
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
@@ -132,10 +137,17 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     return [_fastest(best, speeds), *scaling, _bottleneck(best, ran[best]), *failed]
 
 
+def distinguishable(one: Speed, other: Speed) -> bool | None:
+    """Whether two speeds differ by more than the wider of their spreads; None if one has none."""
+    if one.spread is None or other.spread is None:
+        return None
+    widest = max(one.spread * one.median, other.spread * other.median)
+    return abs(one.median - other.median) > widest
+
+
 def _fastest(best: Row, speeds: Mapping[Row, Speed]) -> str:
-    speed = speeds[best]
-    text = f"fastest that fits: {best.label}, {speed.median:,.0f} tokens/s"
-    apart = {row: distinguishable(speeds[row], speed) for row in speeds if row is not best}
+    text = f"fastest that fits: {best.label}, {speeds[best].median:,.0f} tokens/s"
+    apart = {row: distinguishable(speeds[row], speeds[best]) for row in speeds if row is not best}
     if like := [row.label for row, is_apart in apart.items() if is_apart is False]:
         text += f"; indistinguishable from it within the steps' spread: {', '.join(like)}"
     if None in apart.values():
@@ -164,13 +176,14 @@ def _scaling(speeds: Mapping[Row, Speed]) -> Iterator[str]:
 
 
 def _bottleneck(row: Row, m: RunMeasurement) -> str:
-    data, communication = f"{m.data_wait_share:.0%}", _text(m.communication_share, "{:.0%}")
+    data, share = f"{m.data_wait_share:.0%}", m.communication_share
+    communication = "-" if share is None else f"{share:.0%}"
     found = []
     if m.data_wait_share >= SLOW_DATA:
         found.append(f"waiting for data, {data} of the step")
-    if (m.communication_share or 0) >= MUCH_COMMUNICATION:
+    if (share or 0) >= MUCH_COMMUNICATION:
         found.append(f"communication, {communication} of the step")
-    if not found and m.communication_share is None:
+    if not found and share is None:
         found = ["not data; communication could not be measured"]
     compute = f"compute (data {data}, communication {communication} of the step)"
     return f"bottleneck of {row.label}: {' and '.join(found) or compute}"
@@ -190,15 +203,15 @@ def as_json(session: Benchmark, rows: Sequence[Row], plot: str | None = None) ->
         "threads": session.threads,
         "packages": versions(),
         "folder": str(session.folder),
-        "rows": [_row(row) for row in rows],
-        "missing": session.missing(rows),
+        "rows": [_json_row(row) for row in rows],
+        "missing": [row.label for row in session.rows[len(rows) :]],
         "verdict": verdict(rows),
         "plot": plot,
     }
     return json.dumps(content, indent=1, allow_nan=False)
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _json_row(row: Row) -> dict[str, Any]:
     """A row of the JSON; the numbers of a failed run are null."""
     numbers: dict[str, Any] = dict.fromkeys(field.name for field in fields(RunMeasurement))
     if row.measured:
@@ -208,43 +221,30 @@ def _row(row: Row) -> dict[str, Any]:
     return {**head, "error": row.error or None, **numbers}
 
 
-def _plot(session: Benchmark, rows: Sequence[Row]) -> str | None:
-    """The picture's file name; None, with the reason printed, if it cannot be drawn."""
-    if all(row.measured is None for row in rows):
-        return None
-    try:
-        with system_errors_as(StageError):
-            draw(rows, session.folder / PLOT, session.plan.recipe.name)
-    except StageError as error:
-        click.echo(f"no {PLOT}: {error}", err=True)
-        return None
-    return PLOT
-
-
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     """Write one self-contained SVG. Raises StageError without matplotlib."""
     with optional("the plot needs matplotlib", hint="pip install 'pipetrain[report]'"):
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
+    found: dict[str, dict[int, Speed]] = {}
+    for row in sorted(rows, key=lambda row: row.procs):
+        if row.speed:
+            found.setdefault(row.strategy, {})[row.procs] = row.speed
     with matplotlib.rc_context({"svg.hashsalt": "pipe"}):
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot(title=title, xlabel="processes", ylabel="tokens per second")
         for strategy in dict.fromkeys(row.strategy for row in rows if row.speed):
-            _draw_strategy(axes, strategy, [row for row in rows if row.strategy == strategy])
+            procs, speeds = list(found[strategy]), found[strategy].values()
+            medians = [speed.median for speed in speeds]
+            spans = [[s.median - s.low for s in speeds], [s.high - s.median for s in speeds]]
+            bars = axes.errorbar(procs, medians, spans, marker="o", capsize=3, label=strategy)
+            if len(procs) > 1:
+                ideal = [medians[0] * count / procs[0] for count in procs]
+                axes.plot(procs, ideal, linestyle=":", color=bars[0].get_color())
         axes.plot([], [], linestyle=":", color="grey", label="ideal")
-        axes.set_xticks(sorted({row.procs for row in rows if row.speed}))
+        axes.set_xticks(sorted({count for speeds in found.values() for count in speeds}))
         axes.set_ylim(bottom=0)
         axes.legend()
         figure.savefig(path, format="svg", metadata={"Date": None})
-
-
-def _draw_strategy(axes: Any, strategy: str, rows: Sequence[Row]) -> None:
-    speeds = {row.procs: row.speed for row in sorted(rows, key=lambda r: r.procs) if row.speed}
-    procs, medians = list(speeds), [speed.median for speed in speeds.values()]
-    spans = zip(*((s.median - s.low, s.high - s.median) for s in speeds.values()), strict=True)
-    bars = axes.errorbar(procs, medians, list(spans), marker="o", capsize=3, label=strategy)
-    if len(procs) > 1:
-        ideal = [medians[0] * count / procs[0] for count in procs]
-        axes.plot(procs, ideal, linestyle=":", color=bars[0].get_color())

@@ -1,4 +1,4 @@
-"""Run the trials of a benchmark one after another, each in separate processes."""
+"""Run the trials of a benchmark one after another, each in separate processes, and measure them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import contextlib
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import click
 
-from pipeline.bench.results import Row, RunMeasurement, measured, with_efficiency
 from pipeline.bench.trials import BenchLength, TrialRecipe
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.chain.registry import Registry
@@ -27,6 +28,7 @@ from pipeline.planning.forecast import RESUME, SAVE
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import estimate_plan
 from pipeline.utils.processes import kill_descendants, module_command
+from pipeline.utils.text import plural
 
 STOP_SECONDS = 60.0
 """Time limit of this process when it is stopped; the run gets half of it."""
@@ -38,6 +40,147 @@ REASONS = ("logs", failures.FOLDER)
 """Folders that show why a run failed."""
 AFTERWARDS = (SAVE, RESUME)
 """Phases after the measured peak."""
+SPREAD_STEPS = 3
+"""Fewest steps whose extremes are a spread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Median and extremes of a number over the measured steps."""
+
+    median: float
+    low: float
+    high: float
+    steps: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Speed:
+        """The speed of at least one value."""
+        found = sorted(values)
+        return cls(median=statistics.median(found), low=found[0], high=found[-1], steps=len(found))
+
+    @property
+    def spread(self) -> float | None:
+        """Half of the distance between the extremes, relative to the median; None for few steps."""
+        return (self.high - self.low) / 2 / self.median if self.steps >= SPREAD_STEPS else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Peak of the fullest rank in bytes, measured, and predicted for the plan's tensors."""
+
+    kind: Literal["device", "host"]
+    """`device`: tensors on the rank's GPU. `host`: resident memory in addition to that before the
+    model."""
+    measured: int | None = None
+    predicted: int | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured to predicted; None for resident memory, which is not only of tensors."""
+        known = self.kind == "device" and self.measured and self.predicted
+        return self.measured / self.predicted if known else None  # type: ignore[operator]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMeasurement:
+    """The numbers of a successful run. Tokens and samples are over all ranks."""
+
+    tokens_per_second: Speed
+    """Tokens without padding."""
+    step_seconds: Speed
+    steps_left_out: int
+    """Steps after warm-up whose update loss scaling skipped."""
+    tokens_per_step: float
+    samples_per_step: int
+    data_wait_share: float
+    communication_share: float | None
+    first_step_seconds: float
+    """Time from the start of the command to the end of the first step."""
+    checkpoint_seconds: float | None
+    """Time from the beginning of the save to the last byte on disk."""
+    checkpoint_stall_seconds: float | None
+    memory: Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One strategy on a number of processes, with its numbers or its error in one line."""
+
+    strategy: str
+    use: str
+    procs: int
+    measured: RunMeasurement | None = None
+    error: str = ""
+    efficiency: float | None = None
+    """T_N / (N * T_1), or with `efficiency_base` instead of 1."""
+    efficiency_base: int | None = None
+    """Smallest number of processes of the strategy's runs."""
+
+    @property
+    def label(self) -> str:
+        """`fsdp on 2 processes`."""
+        return f"{self.strategy} on {plural(self.procs, 'process')}"
+
+    @property
+    def speed(self) -> Speed | None:
+        """Tokens per second."""
+        return None if self.measured is None else self.measured.tokens_per_second
+
+
+def measured(
+    records: Sequence[Mapping[str, Any]], *, warmup: int, began: float, predicted: int | None
+) -> RunMeasurement:
+    """The numbers in a run's `metrics.jsonl`, without the first `warmup` steps, profiled steps and
+    steps without an update; `began` is the start of its command (epoch seconds). Raises StageError
+    if no step is left."""
+    steps = [record for record in records if "loss" in record]
+    plain = [record for record in steps if not record.get("profiled")]
+    counted = [record for record in plain[warmup:] if record.get("applied", True)]
+    if not plain[warmup:]:
+        raise StageError("no steps were recorded after warm-up")
+    if not counted:
+        raise StageError("no step after warm-up updated the model", hint="more --warmup may help")
+    seconds = [record["step_seconds"] for record in counted]
+
+    def in_steps(name: str) -> list[float]:
+        return [record[name] * record["step_seconds"] for record in counted]
+
+    profiled = (one for one in steps if one.get("profiled") and one.get("applied", True))
+    saves = [one for one in records if "checkpoint_stall_seconds" in one][-1:]
+    saves += [one for one in records if "checkpoint_seconds" in one][-1:]
+    saved = {name: value for one in saves for name, value in one.items()}
+    kind: Literal["device", "host"] = "device" if "peak_memory_bytes" in plain[-1] else "host"
+    peak = plain[-1].get("peak_memory_bytes" if kind == "device" else "peak_host_memory_bytes")
+    return RunMeasurement(
+        tokens_per_second=Speed.of(record["tokens_per_second"] for record in counted),
+        step_seconds=Speed.of(seconds),
+        steps_left_out=len(plain[warmup:]) - len(counted),
+        tokens_per_step=statistics.median(in_steps("tokens_per_second")),
+        samples_per_step=round(statistics.median(map(round, in_steps("samples_per_second")))),
+        data_wait_share=sum(in_steps("data_wait_share")) / sum(seconds),
+        communication_share=next(profiled, {}).get("communication_share"),
+        first_step_seconds=steps[0]["time"] - began,
+        checkpoint_seconds=saved.get("checkpoint_seconds"),
+        checkpoint_stall_seconds=saved.get("checkpoint_stall_seconds"),
+        memory=Memory(kind=kind, measured=peak, predicted=predicted),
+    )
+
+
+def with_efficiency(rows: Sequence[Row]) -> list[Row]:
+    """The rows with their scaling efficiency, relative to the strategy's smallest run."""
+    bases: dict[str, tuple[int, float]] = {}
+    found = []
+    for row in sorted(rows, key=lambda row: row.procs):
+        if row.speed:
+            bases.setdefault(row.strategy, (row.procs, row.speed.median / row.procs))
+    for row in rows:
+        if row.speed:
+            base, speed_of_one = bases[row.strategy]
+            share = row.speed.median / row.procs / speed_of_one
+            row = replace(row, efficiency=share, efficiency_base=base)
+        found.append(row)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +208,11 @@ class Benchmark:
         stopped = None
         try:
             with interruptible(force_after=STOP_SECONDS):
-                for trial in self.trials:
-                    click.echo(trial.row.label, err=True)
-                    row = trial.row
+                for trial, row in zip(self.trials, self.rows, strict=True):
+                    click.echo(row.label, err=True)
                     folder = self.folder / TRIALS / f"{row.strategy}-{row.procs}"
                     try:
-                        row = self._tried(trial, folder)
+                        row = self._tried(trial.text, row, folder)
                     finally:
                         if not self.keep:
                             _clear(folder, failed=bool(row.error))
@@ -84,39 +226,39 @@ class Benchmark:
             (self.folder / TRIALS).rmdir()
         return rows, stopped
 
-    def missing(self, rows: Sequence[Row]) -> list[str]:
-        """Labels of the trials that are not among the rows."""
-        return [trial.row.label for trial in self.trials[len(rows) :]]
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of all trials, without numbers."""
+        return [Row(strategy=one.strategy, use=one.use, procs=one.procs) for one in self.trials]
 
-    def _tried(self, trial: TrialRecipe, folder: Path) -> Row:
-        """The trial's row with its numbers or its error."""
+    def _tried(self, text: str, row: Row, folder: Path) -> Row:
+        """The row with its numbers or its error."""
         file = folder / "trial.yaml"
         try:
             with system_errors_as(StageError):
                 folder.mkdir(parents=True)
-                file.write_text(trial.text, "utf-8")
+                file.write_text(text, "utf-8")
                 plan = plan_file(file, registry=self.registry, for_this_machine=True)
-                return replace(trial.row, measured=self._run(plan, file, folder))
+                return replace(row, measured=self._run(plan, file, folder))
         except RecipeError as error:
-            first = replace(error.problems[0], location=None)  # in a file that nobody wrote
-            return replace(trial.row, error=str(first))
+            first = replace(error.problems[0], location=None)  # in a file that no one wrote
+            return replace(row, error=str(first))
         except PipeError as error:
             lines = str(error).strip().splitlines() or ["failed without a message"]
-            return replace(trial.row, error=lines[0])
+            return replace(row, error=lines[0])
 
     def _run(self, plan: Plan, file: Path, folder: Path) -> RunMeasurement:
         """The numbers of a run. Raises PipeError if it fails."""
-        run_dir = folder / RUN
+        run_dir, output, began = folder / RUN, folder / "output.txt", time.time()
         command = ["run", str(file), "--run-dir", str(run_dir)]
-        began = time.time()
-        with (folder / "output.txt").open("wb") as output:
-            code = _call(command, output.fileno(), self.minutes * 60)
+        with output.open("wb") as written:
+            code = _call(command, written.fileno(), self.minutes * 60)
         if code is None:
             slot = Journal(run_dir / rundir.JOURNAL).state().slot
             where = f" in slot `{slot}`" if slot else ""
             raise StageError(f"ended after {self.minutes} min{where}", hint="--timeout allows more")
         if code:
-            raise StageError(_reason(run_dir, folder / "output.txt", code))
+            raise StageError(_reason(run_dir, output, code))
         records = list(metrics.records(run_dir / rundir.METRICS))
         predicted = _predicted(plan)
         return measured(records, warmup=self.length.warmup, began=began, predicted=predicted)
@@ -124,12 +266,11 @@ class Benchmark:
 
 def _clear(folder: Path, *, failed: bool) -> None:
     """Remove the folder of a run; if it failed, only large folders that show no reason."""
-    if not failed:
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    for path in (folder / RUN).glob("*"):
-        if path.is_dir() and path.name not in REASONS:
-            shutil.rmtree(path, ignore_errors=True)
+    found = [
+        path for path in (folder / RUN).glob("*") if path.is_dir() and path.name not in REASONS
+    ]
+    for path in found if failed else [folder]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _call(arguments: list[str], output: int, seconds: float) -> int | None:
@@ -169,7 +310,7 @@ def _predicted(plan: Plan) -> int | None:
 
 def _reason(run_dir: Path, output: Path, code: int) -> str:
     """Reason of a run's failure: the problem in its journal, or else the last line it printed."""
-    for event in reversed(list(Journal(run_dir / rundir.JOURNAL).events())):
+    for event in reversed(Journal(run_dir / rundir.JOURNAL).events()):
         if event.get("problem"):
             return str(event["problem"])
     if code < 0:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import click
 from pydantic import ValidationError
 
-from pipeline.bench.results import Row
 from pipeline.chain.artifacts import training_slots
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.chain.registry import Registry
@@ -42,20 +42,14 @@ class BenchLength:
     warmup: int
     weak: bool
 
-    def trial(self, procs: int, *, own: int, most: int) -> Trial:
-        """The trial on `procs` processes, for a recipe of `own` and a benchmark of at most `most`.
-        One more step is profiled at the end, as a profiler costs time and memory."""
-        last = self.warmup + self.steps + 1
-        if self.weak:
-            return Trial(steps=last, profile=(last,), growth=Fraction(procs, own), shares=own)
-        return Trial(steps=last, profile=(last,), shares=max(own, most))
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRecipe:
-    """The text of a run's recipe, and the run's row without numbers."""
+    """A strategy on a number of processes, and the text of its run's recipe."""
 
-    row: Row
+    strategy: str
+    use: str
+    procs: int
     text: str
 
 
@@ -91,22 +85,26 @@ def write(
     *,
     registry: Registry,
 ) -> list[TrialRecipe]:
-    """The recipe under each strategy on each number of processes. Raises UsageError with `weak`
-    for a batch that does not divide evenly."""
-    content, most = plan.recipe.public(), max(counts)
+    """The recipe under each strategy on each number of processes. One more step than measured is
+    profiled at the end, as a profiler costs time and memory. Raises UsageError with `weak` for a
+    batch that does not divide evenly."""
+    content, most, own = plan.recipe.public(), max(counts), plan.view.procs
     head = {"name": plan.recipe.name, "seed": plan.recipe.seed}
     launch = {"device": plan.view.device, "threads": threads(plan, most)}
     env = {"env": content["env"]} if content.get("env") else {}
-    recipes = []
-    for strategy in strategies:
-        for procs in counts:
-            trial = length.trial(procs, own=plan.view.procs, most=most)
-            trial = replace(trial, shares=_shares(strategy.slot, trial.shares, registry))
-            stages, wrap = shortened_slots(plan, trial), _wrap_slot(plan).slot
-            stages[wrap] = {**reserved(stages[wrap]), **replacement(strategy.slot, trial, registry)}
-            recipe = {**head, "launch": {"procs": procs, **launch}, **env, "stages": stages}
-            row = Row(strategy=strategy.name, use=strategy.use, procs=procs)
-            recipes.append(TrialRecipe(row=row, text=render(recipe)))
+    last, recipes = length.warmup + length.steps + 1, []
+    for strategy, procs in itertools.product(strategies, counts):
+        shares = own if length.weak else max(own, most)
+        stage = _stage(strategy.slot, registry)
+        if isinstance(stage, DividesRanks):
+            shares = stage.data_ranks(shares) or shares
+        growth = Fraction(procs, own) if length.weak else Fraction(1)
+        trial = Trial(steps=last, profile=(last,), growth=growth, shares=shares)
+        stages, wrap = shortened_slots(plan, trial), _wrap_slot(plan).slot
+        stages[wrap] = {**reserved(stages[wrap]), **replacement(strategy.slot, trial, registry)}
+        recipe = {**head, "launch": {"procs": procs, **launch}, **env, "stages": stages}
+        facts = {"strategy": strategy.name, "use": strategy.use, "text": render(recipe)}
+        recipes.append(TrialRecipe(procs=procs, **facts))
     return recipes
 
 
@@ -119,15 +117,6 @@ def threads(plan: Plan, most: int) -> int | None:
     return cores_each(most)
 
 
-def _shares(slot: Slot, procs: int, registry: Registry) -> int:
-    """Data-parallel ranks of a strategy on a number of processes; all for one that is refused."""
-    try:
-        stage = adapter(registry.load(slot["use"])).validate_json(json.dumps(_fields(slot)))
-    except ValidationError:
-        return procs
-    return (stage.data_ranks(procs) if isinstance(stage, DividesRanks) else procs) or procs
-
-
 def _wrap_slot(plan: Plan) -> PlannedSlot:
     engines = (one for one in plan.slots if issubclass(one.gives or object, Engine))
     wrap = plan.wrap_of(plan.trainings[0]) if plan.trainings else next(engines, None)
@@ -138,6 +127,14 @@ def _wrap_slot(plan: Plan) -> PlannedSlot:
 
 def _fields(slot: Slot) -> dict[str, Any]:
     return {name: value for name, value in slot.items() if name not in RESERVED}
+
+
+def _stage(slot: Slot, registry: Registry) -> Any:
+    """The stage of a slot; None for fields that it refuses: its plan finds mistakes."""
+    try:
+        return adapter(registry.load(slot["use"])).validate_json(json.dumps(_fields(slot)))
+    except ValidationError:
+        return None
 
 
 def say_which(plan: Plan) -> None:
@@ -167,14 +164,10 @@ def shortened_slots(plan: Plan, trial: Trial) -> dict[str, Slot]:
 
 
 def replacement(slot: Slot, trial: Trial, registry: Registry) -> Slot:
-    """The slot of a strategy, shortened if it can be; mistakes in it are found by its plan."""
-    try:
-        kind = adapter(registry.load(slot["use"]))
-        stage = kind.validate_json(json.dumps(_fields(slot)), strict=True)
-    except ValidationError:
-        return slot
+    """The slot of a strategy, shortened if it can be."""
+    stage = _stage(slot, registry)
     planner = Planners.installed().find(slot["use"]) or Planner
-    return _shortened(slot, planner(stage), trial)
+    return slot if stage is None else _shortened(slot, planner(stage), trial)
 
 
 def _shortened(slot: Slot, planner: Planner[Any], trial: Trial) -> Slot:

@@ -26,7 +26,7 @@ def report(run: Path, out: Path | None, opens: bool) -> None:
     origin of every value, and the environment. Each run also writes it when it ends. The report of
     a FOLDER with runs is a table of all runs, with their curves and links to their reports.
     """
-    from pipeline.view.report.folder_report import holds_runs, write_folder_report
+    from pipeline.view.report.compare import holds_runs, write_folder_report
     from pipeline.view.report.run_report import write_report
 
     hide_environment()

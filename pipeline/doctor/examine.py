@@ -16,17 +16,9 @@ from typing import Any, Literal
 
 import click
 
-from pipeline.doctor.inventory import (
-    environment,
-    folders,
-    host,
-    kernel,
-    network,
-    operators,
-    software,
-)
+from pipeline.doctor import inventory
 from pipeline.doctor.measurements import bandwidth
-from pipeline.doctor.ranks import RankResults, measure
+from pipeline.doctor.ranks import measure
 from pipeline.doctor.report import (
     Device,
     Failure,
@@ -98,83 +90,88 @@ class Session:
 
     def torch(self) -> dict[str, Any]:
         """What torch and the driver report, or nothing. The total time begins after it."""
-        seconds = TORCH_SECONDS * self._patience
-        records = self._run("torch", {}, procs=1, seconds=seconds).all_records
+        records = self._run("torch", {}, procs=1, seconds=TORCH_SECONDS * self._time_factor)
         self._began = time.monotonic()
-        return {name: value for record in records for name, value in record.items()}
+        return _merged(records)
 
     def measure(self, runs: Folder) -> dict[str, Any]:
         """The measured fields of a report."""
-        dtypes = ["fp32", "bf16", *(["fp16"] if self.device == "cuda" else [])]
-        size = min(self.budget.disk_bytes, (runs.free_bytes or 0) // SHARE_OF_DISK)
         rates: dict[str, float] = {}
+        size = min(self.budget.disk_bytes, (runs.free_bytes or 0) // SHARE_OF_DISK)
         if runs.writable and size >= MIB:
-            rates = self._rates("disk", {"folder": runs.path, "size": size}, procs=1)
+            rates = _merged(self._limited("disk", {"folder": runs.path, "size": size}, procs=1))
         else:
             reason = "it has no space left" if runs.writable else "it cannot be written to"
-            self._noted("disk", RankResults(failure=f"{runs.path}: {reason}"))
-        matmul = self._rates("matmul", {"dtypes": dtypes})
+            self.failures.append(Failure(measurement="disk", reason=f"{runs.path}: {reason}"))
+        dtypes = ["fp32", "bf16", *(["fp16"] if self.device == "cuda" else [])]
+        matmul = _merged(self._limited("matmul", {"dtypes": dtypes}))
         size = min(self.budget.copy_bytes, self._buffer())
-        rates |= self._rates("copies", {"size": size})
+        rates |= _merged(self._limited("copies", {"size": size}))
         fields: dict[str, Any] = {"allreduce": [], "allgather": []}
         if self.procs > 1:
             sizes = [size for size in self.budget.sizes if size <= self._buffer()]
-            for record in self._measure("collectives", {"sizes": sizes}).all_records:
+            for record in self._limited("collectives", {"sizes": sizes}):
                 fields[record["operation"]].append(bandwidth(**record, procs=self.procs))
-        for name in MachineReport.model_fields:
-            if name.endswith("_bytes_per_s"):
-                fields[name] = rates.get(name)
+        names = (name for name in MachineReport.model_fields if name.endswith("_bytes_per_s"))
+        fields |= {name: rates.get(name) for name in names}
         return {**fields, "matmul_flops": Matmul(**{"fp32": None, "bf16": None, **matmul})}
-
-    def _rates(self, name: str, settings: dict[str, Any], procs: int = 0) -> dict[str, float]:
-        """Rates by name; all ranks record the same ones."""
-        records = self._measure(name, settings, procs).all_records
-        return {name: rate for record in records for name, rate in record.items()}
 
     def _buffer(self) -> int:
         """Bytes of the largest buffer in each process."""
         return free_memory() // self.procs // SHARE_OF_MEMORY
 
     @property
-    def _patience(self) -> int:
+    def _time_factor(self) -> int:
         return CUDA_FACTOR if self.gpus else 1
 
-    def _measure(self, name: str, settings: dict[str, Any], procs: int = 0) -> RankResults:
-        total = self.budget.total * self._patience
+    def _limited(
+        self, name: str, settings: dict[str, Any], procs: int | None = None
+    ) -> Sequence[Mapping[str, Any]]:
+        """Run a measurement within its share of the time, and what is left of it."""
+        total = self.budget.total * self._time_factor
         left = self._began + total - time.monotonic()
         if left < 1:
-            return self._noted(name, RankResults(failure="no time was left for it", late=True))
+            reason = "no time was left for it"
+            self.failures.append(Failure(measurement=name, reason=reason, late=True))
+            return ()
         settings["budget"] = self.budget.seconds[name]
-        seconds = min(left, LIMITS[name] * total)
-        return self._run(name, settings, procs=procs or self.procs, seconds=seconds)
+        return self._run(name, settings, procs or self.procs, min(left, LIMITS[name] * total))
 
-    def _run(self, name: str, settings: dict[str, Any], procs: int, seconds: float) -> RankResults:
+    def _run(
+        self, name: str, settings: dict[str, Any], procs: int, seconds: float
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return the records of all ranks, which may be partial; a failure is noted."""
         click.echo(f"measuring: {name}", err=True)
         target = f"pipeline.doctor.measurements:measure_{name}"
         settings["device"] = self.device
-        return self._noted(name, measure(target, settings, procs=procs, seconds=seconds))
+        done = measure(target, settings, procs=procs, seconds=seconds)
+        if done.failure:
+            facts = {"reason": done.failure, "late": done.late, "printed": done.printed}
+            self.failures.append(Failure.model_validate({"measurement": name, **facts}))
+        return done.all_records
 
-    def _noted(self, name: str, results: RankResults) -> RankResults:
-        """The results, which may be partial; a failure of theirs is noted."""
-        if results.failure:
-            late, printed = results.late, results.printed
-            failure = Failure(measurement=name, reason=results.failure, late=late, printed=printed)
-            self.failures.append(failure)
-        return results
+
+def _merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Values by name; all ranks record the same ones."""
+    return {name: value for record in records for name, value in record.items()}
 
 
 def examine(runs: Path, *, procs: int | None, quick: bool) -> MachineReport:
     """Inspect and measure this machine with `procs` processes (None: one per GPU, or two). Progress
     is printed to standard error. Raises UsageError if there are fewer GPUs than `procs`."""
     load = _load()  # before anything of this program adds to it
-    places = folders(runs)
-    budget = QUICK if quick else FULL
-    session = Session(budget=budget, gpus=gpu_count() > 0)
+    places = inventory.folders(runs)
+    session = Session(budget=QUICK if quick else FULL, gpus=gpu_count() > 0)
     torch = session.torch()
     devices = _devices(torch.get("devices", ()), torch.get("uuids", ()))
-    session.procs = _procs(procs, len(devices))
     if devices:
         session.device, session.gpus = "cuda", True  # some GPUs only torch knows
+        if procs is not None and procs > len(devices):
+            raise UsageError(
+                f"--procs {procs}, but this machine has {plural(len(devices), 'GPU')}",
+                hint="measure its processors instead: CUDA_VISIBLE_DEVICES= pipe doctor",
+            )
+    session.procs = procs or len(devices) or max(1, min(2, int(usable_cores())))
     return MachineReport(
         **session.measure(places[0]),
         device=session.device,
@@ -182,15 +179,15 @@ def examine(runs: Path, *, procs: int | None, quick: bool) -> MachineReport:
         procs=session.procs,
         taken=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         host_memory_bytes=total_memory(),
-        host=host(),
+        host=inventory.host(),
         load=load,
         topology=_topology(torch, {each.number for each in devices}),
-        network=network(),
-        software=software(torch),
-        operators=operators(),
-        kernel=kernel(),
+        network=inventory.network(),
+        software=inventory.software(torch),
+        operators=inventory.operators(),
+        kernel=inventory.kernel(),
         folders=places,
-        environment=environment(os.environ),
+        environment=inventory.environment(os.environ),
         failures=tuple(session.failures),
     )
 
@@ -219,12 +216,3 @@ def _devices(found: Sequence[Mapping[str, Any]], uuids: Sequence[str]) -> tuple[
     return tuple(
         Device(**device, number=numbers[device["uuid"]] if known else None) for device in found
     )
-
-
-def _procs(procs: int | None, gpus: int) -> int:
-    if gpus and procs is not None and procs > gpus:
-        raise UsageError(
-            f"--procs {procs}, but this machine has {plural(gpus, 'GPU')}",
-            hint="measure its processors instead: CUDA_VISIBLE_DEVICES= pipe doctor",
-        )
-    return procs or gpus or max(1, min(2, int(usable_cores())))

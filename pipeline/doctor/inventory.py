@@ -15,7 +15,7 @@ import sysconfig
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -49,6 +49,13 @@ VARIABLES = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING", "TORCH_DISTRIBUTED_DEBUG", "MASTER_ADDR",
 }  # fmt: skip
 """Variables that change how a run goes, in addition to names that begin with PREFIXES."""
+PACKAGES = (
+    "pipetrain", "torch", "torchvision", "torchaudio", "triton", "transformers", "deepspeed",
+    "accelerate", "safetensors", "numpy", "peft", "bitsandbytes", "torchao", "flash_attn",
+    "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+)  # fmt: skip
+COMPANIONS = ("torchvision", "torchaudio")
+"""Packages whose compiled code fits one torch only."""
 
 
 def host() -> Host:
@@ -75,51 +82,39 @@ def network() -> Network:
 def folders(runs: Path) -> tuple[Folder, ...]:
     """The folders of runs and of temporary files."""
     try:
-        temporary = Path(tempfile.gettempdir())
+        temporary = tempfile.gettempdir()
     except OSError:  # there is none that Python can write to
-        temporary = Path(os.environ.get("TMPDIR") or "/tmp")
-    places = {"runs": runs.resolve(), "temporary files": temporary.resolve()}
-    return tuple(
-        Folder(
-            use=use,  # type: ignore[arg-type]
-            path=str(path),
-            filesystem=filesystem(path),
-            free_bytes=_space(path)[1],
-            writable=_takes_files(path),
-        )
-        for use, path in places.items()
-    )
+        temporary = os.environ.get("TMPDIR") or "/tmp"
+    return _folder("runs", runs.resolve()), _folder("temporary files", Path(temporary).resolve())
+
+
+def _folder(use: Literal["runs", "temporary files"], path: Path) -> Folder:
+    writable = False
+    # permissions do not show that a file system is full
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=path) as file:
+        file.write(b"something")
+        file.flush()
+        writable = True
+    kind, free = filesystem(path), _space(path)[1]
+    return Folder(use=use, path=str(path), filesystem=kind, free_bytes=free, writable=writable)
 
 
 def _space(path: Path) -> tuple[int | None, int | None]:
     """All and free bytes of the file system; None if it cannot be asked."""
-    try:
+    with contextlib.suppress(OSError):
         usage = shutil.disk_usage(path)
-    except OSError:
-        return None, None
-    return usage.total, usage.free
-
-
-def _takes_files(path: Path) -> bool:
-    """Whether a file can be written; permissions do not show that a file system is full."""
-    try:
-        with tempfile.TemporaryFile(dir=path) as file:
-            file.write(b"something")
-    except OSError:
-        return False
-    return True
+        return usage.total, usage.free
+    return None, None
 
 
 def filesystem(path: Path) -> str | None:
-    """Kind of the file system that holds the absolute `path`.
-
-    It is the deepest mount that contains the path; the last one mounted there hides others."""
+    """Kind of the file system that holds the absolute `path`: the deepest mount above it decides,
+    and the last one mounted there hides others."""
     above = {str(parent) for parent in (path, *path.parents)}
     mounts = [mount for mount in psutil.disk_partitions(all=True) if mount.mountpoint in above]
-    if not mounts:
-        return None
-    nearest = max(len(mount.mountpoint) for mount in mounts)
-    return [mount.fstype for mount in mounts if len(mount.mountpoint) == nearest][-1] or None
+    # of equally deep ones, max returns the first
+    deepest = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
+    return (deepest and deepest.fstype) or None
 
 
 def kernel() -> Kernel:
@@ -129,8 +124,7 @@ def kernel() -> Kernel:
     limits = {}
     for name, number in LIMITS.items():
         known = (None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(number))
-        soft, hard = known
-        limits[name] = Limit(soft=soft, hard=hard)
+        limits[name] = Limit(**dict(zip(("soft", "hard"), known, strict=True)))
     return Kernel(
         limits=limits,
         processes_in_group=most_processes(),
@@ -142,10 +136,9 @@ def kernel() -> Kernel:
 
 def _search(pattern: str, file: str | Path) -> str | None:
     """The pattern's group in the file's first line that has it; None without one."""
-    try:
+    found = None
+    with contextlib.suppress(OSError):
         found = re.search(pattern, Path(file).read_text("utf-8"), re.MULTILINE)
-    except OSError:
-        return None
     return found[1] if found else None
 
 
@@ -156,15 +149,6 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(variables.items())
         if name in VARIABLES or name.startswith(PREFIXES)
     }
-
-
-PACKAGES = (
-    "pipetrain", "torch", "torchvision", "torchaudio", "triton", "transformers", "deepspeed",
-    "accelerate", "safetensors", "numpy", "peft", "bitsandbytes", "torchao", "flash_attn",
-    "nvidia-nccl-cu12", "nvidia-nccl-cu13",
-)  # fmt: skip
-COMPANIONS = ("torchvision", "torchaudio")
-"""Packages whose compiled code fits one torch only."""
 
 
 def software(torch: Mapping[str, Any]) -> Software:
@@ -195,22 +179,17 @@ def needs_torch() -> dict[str, str]:
 def operators() -> Operators:
     """The tools that compile DeepSpeed's operators, found as torch and DeepSpeed find them."""
     chosen = os.environ.get("CXX", "c++").split()
-    scripts = sysconfig.get_path("scripts")  # pip's is called there, whatever comes first on PATH
-    folders = [Path("/usr/include"), Path("/usr/local/include")]
-    folders += [Path(each) for each in os.environ.get("CPATH", "").split(os.pathsep) if each]
-    header = any((folder / "libaio.h").exists() for folder in folders)
+    scripts = sysconfig.get_path("scripts")  # pip's is called there, whatever is first on PATH
+    includes = ["/usr/include", "/usr/local/include", *os.environ.get("CPATH", "").split(":")]
+    header = any(Path(folder, "libaio.h").exists() for folder in filter(None, includes))
+    home, nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
+    found = nvcc and str(Path(nvcc).parent.parent)
+    if home or not nvcc:
+        home = home or "/usr/local/cuda"
+        found = home if Path(home, "bin/nvcc").exists() else None
     return Operators(
         compiler=shutil.which(chosen[0]) if chosen else None,
         ninja=shutil.which("ninja", path=scripts) or shutil.which("ninja"),
-        cuda_home=_cuda_home(),
+        cuda_home=found,
         libaio=header and ctypes.util.find_library("aio") is not None,
     )
-
-
-def _cuda_home() -> str | None:
-    given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc")
-    if nvcc and not given:
-        return str(Path(nvcc).parent.parent)
-    home = given or "/usr/local/cuda"
-    return home if (Path(home) / "bin/nvcc").exists() else None

@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from pipeline.utils.files import page_aligned, read_at, write_at
 if TYPE_CHECKING:
     import torch
 
+Settings = Mapping[str, Any]
 Record = Callable[[dict[str, Any]], None]
 """Writes one result of a measurement."""
 FEWEST, MOST = 1, 50
@@ -43,7 +44,7 @@ CROSSINGS = {"allreduce": 2, "allgather": 1}
 """Times that all data but a process's own share crosses the busiest link."""
 
 
-def measure_torch(settings: Mapping[str, Any], record: Record) -> None:
+def measure_torch(settings: Settings, record: Record) -> None:
     """Record what NVIDIA's driver says of the GPUs, then torch's CUDA, NCCL and devices; `problem`
     is why it cannot be imported or use them. In a process, as a broken driver may not answer."""
     gpus = Telemetry()
@@ -54,7 +55,7 @@ def measure_torch(settings: Mapping[str, Any], record: Record) -> None:
     except Exception as error:  # a broken installation may raise anything
         record({"problem": f"torch cannot be imported: {error}", "devices": []})
         return
-    devices = []
+    devices, nccl = [], None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
@@ -68,13 +69,12 @@ def measure_torch(settings: Mapping[str, Any], record: Record) -> None:
             }
             devices.append(device)
     problem = None if devices or not caught else str(caught[0].message).split("\n")[0]
-    nccl = None
     if torch.version.cuda is not None and torch.distributed.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     record({"cuda": torch.version.cuda, "nccl": nccl, "problem": problem, "devices": devices})
 
 
-def measure_disk(settings: Mapping[str, Any], record: Record) -> None:
+def measure_disk(settings: Settings, record: Record) -> None:
     """Write up to `size` bytes in `folder` with `fsync`, then read them, as one process.
 
     The page cache of the file is dropped before it is read (POSIX_FADV_DONTNEED). Caches of the
@@ -92,8 +92,7 @@ def measure_disk(settings: Mapping[str, Any], record: Record) -> None:
         start, done = time.perf_counter(), 0
         while done < written and time.perf_counter() - start < settings["budget"]:
             done += read_at(descriptor, done, into)
-        read, seconds = done, time.perf_counter() - start
-        record({"disk_read_bytes_per_s": read / seconds})
+        record({"disk_read_bytes_per_s": done / (time.perf_counter() - start)})
 
 
 def _write(descriptor: int, data: memoryview, size: int, budget: float) -> tuple[int, float]:
@@ -107,31 +106,25 @@ def _write(descriptor: int, data: memoryview, size: int, budget: float) -> tuple
     return done, time.perf_counter() - start
 
 
-def measure_copies(settings: Mapping[str, Any], record: Record) -> None:
+def measure_copies(settings: Settings, record: Record) -> None:
     """Copy `size` bytes within host memory, and to (h2d) and from (d2h) a GPU, page-locked. All
     ranks copy at the same time; the slowest one's rate is recorded."""
     import torch
 
-    device, size = settings["device"], settings["size"]
-    agree = Rendezvous(settings).slowest
+    size, timed = settings["size"], _timer(settings, Rendezvous(settings))
 
     def rate(name: str, into: torch.Tensor, source: torch.Tensor) -> None:
-        seconds = seconds_each(
-            lambda: into.copy_(source), device=device, budget=settings["budget"], agree=agree
-        )
-        record({f"{name}_bytes_per_s": size / seconds})
+        record({f"{name}_bytes_per_s": size / timed(lambda: into.copy_(source))})
 
     rate("host_copy", torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8))
-    if device != "cuda":
-        return
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    gpu = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    pinned = torch.ones(size, dtype=torch.uint8, pin_memory=True)
-    rate("h2d", gpu, pinned)
-    rate("d2h", pinned, gpu)
+    if settings["device"] == "cuda":
+        gpu = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        pinned = torch.ones(size, dtype=torch.uint8, pin_memory=True)
+        rate("h2d", gpu, pinned)
+        rate("d2h", pinned, gpu)
 
 
-def measure_matmul(settings: Mapping[str, Any], record: Record) -> None:
+def measure_matmul(settings: Settings, record: Record) -> None:
     """Multiply matrices in each of `dtypes`, under torch's default settings (no TF32).
 
     All ranks compute at the same time; the slowest one's rate is recorded. The fastest of several
@@ -139,67 +132,53 @@ def measure_matmul(settings: Mapping[str, Any], record: Record) -> None:
     """
     import torch
 
-    device = settings["device"]
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device, timed = settings["device"], _timer(settings, Rendezvous(settings))
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    timed = partial(seconds_each, device=device, agree=Rendezvous(settings).slowest)
+
+    def product(size: int, dtype: torch.dtype) -> Callable[[], object]:
+        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        return lambda: left @ right
+
     for name in settings["dtypes"]:
-        # rows of square matrices whose product keeps the device busy
-        size = SMALLEST
+        size = SMALLEST  # rows of square matrices whose product keeps the device busy
         while size < LARGEST:
-            if timed(_product(size, device, dtypes[name]), budget=0) > LONG_ENOUGH[device]:
+            if timed(product(size, dtypes[name]), budget=0) > LONG_ENOUGH[device]:
                 break
             size *= 2
-        product = _product(size, device, dtypes[name])
-        batch = settings["budget"] / BATCHES
-        fastest = min(timed(product, budget=batch) for _ in range(BATCHES))
+        action, batch = product(size, dtypes[name]), settings["budget"] / BATCHES
+        fastest = min(timed(action, budget=batch) for _ in range(BATCHES))
         record({name: 2 * size**3 / fastest})
 
 
-def _product(size: int, device: str, dtype: torch.dtype) -> Callable[[], object]:
+def measure_collectives(settings: Settings, record: Record) -> None:
+    """Record operation, bytes and seconds on rank 0, for each of `sizes` (bytes, ascending, rounded
+    to whole shares). `budget` is the seconds for one operation; sizes that would need far more are
+    skipped."""
     import torch
-
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return lambda: left @ right
-
-
-def measure_collectives(settings: Mapping[str, Any], record: Record) -> None:
-    """Record operation, bytes and seconds on rank 0, for each of `sizes` (bytes, ascending).
-
-    `budget` is the seconds for one operation; sizes that would need far more are skipped.
-    """
     import torch.distributed as dist
 
     from pipeline.distributed.process_group import environment_dist
 
-    meeting, device = Rendezvous(settings), settings["device"]
-    here = environment_dist(meeting.store, device=device)
-    timed = partial(seconds_each, device=device, budget=settings["budget"], agree=meeting.slowest)
+    meeting = Rendezvous(settings)
+    here = environment_dist(meeting.store, device=settings["device"])
+    timed = _timer(settings, meeting)
     for size in settings["sizes"]:
+        share = max(size // ITEM // here.world_size, 1)
+        whole = torch.zeros(share * here.world_size, device=here.device)
+        own = torch.ones(share, device=here.device)
+        actions: dict[str, Callable[[], object]] = {
+            "allreduce": partial(dist.all_reduce, whole),
+            "allgather": partial(dist.all_gather_into_tensor, whole, own),
+        }
         worst = 0.0
-        for name, real, action in _operations(size, here.world_size, here.device):
+        for name, action in actions.items():
             seconds = timed(action)
             worst = max(worst, seconds)
             if here.is_main:
-                record({"operation": name, "bytes": real, "seconds": seconds})
+                record({"operation": name, "bytes": whole.numel() * ITEM, "seconds": seconds})
         if worst > 4 * settings["budget"]:
             break
     dist.destroy_process_group()
-
-
-def _operations(
-    size: int, procs: int, device: torch.device
-) -> Iterator[tuple[str, int, Callable[[], object]]]:
-    """Name, bytes (`size` rounded to whole shares) and call of each operation."""
-    import torch
-    import torch.distributed as dist
-
-    share = max(size // ITEM // procs, 1)
-    whole = torch.zeros(share * procs, device=device)
-    yield "allreduce", whole.numel() * ITEM, lambda: dist.all_reduce(whole)
-    own = torch.ones(share, device=device)
-    yield "allgather", whole.numel() * ITEM, lambda: dist.all_gather_into_tensor(whole, own)
 
 
 def bandwidth(operation: str, bytes: int, seconds: float, procs: int) -> Collective:
@@ -211,31 +190,41 @@ def bandwidth(operation: str, bytes: int, seconds: float, procs: int) -> Collect
     return Collective(bytes=bytes, seconds=seconds, algbw=rate, busbw=busbw)
 
 
+def _timer(settings: Settings, meeting: Rendezvous) -> Callable[..., float]:
+    """Return `seconds_each` for this measurement, on this rank's GPU if there is one."""
+    device = settings["device"]
+    if device == "cuda":
+        import torch
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return partial(seconds_each, device=device, budget=settings["budget"], agree=meeting.slowest)
+
+
 def seconds_each(
     action: Callable[[], object],
     *,
     device: str,
     budget: float,
-    agree: Callable[[float], float] = lambda seconds: seconds,
+    agree: Callable[[float], float],
 ) -> float:
     """Mean seconds of one `action`, repeated for about `budget` seconds.
 
     `agree` returns one time for all ranks, which so repeat the action equally often, and makes them
     wait for each other.
     """
-    _timed(action, 1, device)  # warm up caches, connections, clocks
-    once = agree(_timed(action, 1, device))
+
+    def timed(count: int) -> float:
+        _synchronize(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            action()
+        _synchronize(device)
+        return max(time.perf_counter() - start, 1e-9)
+
+    timed(1)  # warm up caches, connections, clocks
+    once = agree(timed(1))
     count = min(max(int(budget / once), FEWEST), MOST)
-    return agree(_timed(action, count, device)) / count
-
-
-def _timed(action: Callable[[], object], count: int, device: str) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        action()
-    _synchronize(device)
-    return max(time.perf_counter() - start, 1e-9)
+    return agree(timed(count)) / count
 
 
 def _synchronize(device: str) -> None:
@@ -248,7 +237,7 @@ def _synchronize(device: str) -> None:
 class Rendezvous:
     """Meeting point of a measurement's processes: a file, as a network may be what is broken."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Settings) -> None:
         import torch.distributed as dist
 
         self._rank, self._procs = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -72,12 +72,8 @@ def measure(target: str, settings: Mapping[str, Any], *, procs: int, seconds: fl
             results = RankResults(failure=f"no process could be started: {error}")
         finally:
             kill_sessions(processes)
-        records = (tuple(jsonl.read_lines(_file(folder, rank, "jsonl"))) for rank in range(procs))
-        return replace(results, records=tuple(records))
-
-
-def _file(folder: Path, rank: int, kind: str) -> Path:
-    return folder / f"rank-{rank}.{kind}"
+        files = (folder / f"rank-{rank}.jsonl" for rank in range(procs))
+        return replace(results, records=tuple(tuple(jsonl.read_lines(file)) for file in files))
 
 
 def _start(
@@ -89,7 +85,7 @@ def _start(
     }  # fmt: skip
     threads = {"OMP_NUM_THREADS": str(cores_each(procs))}
     for rank in range(procs):
-        with _file(folder, rank, "log").open("wb") as log:
+        with (folder / f"rank-{rank}.log").open("wb") as log:
             yield start_child(
                 "pipeline.doctor.ranks",
                 message,
@@ -103,33 +99,33 @@ def _start(
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> RankResults:
     """Wait until a rank fails, all end, or the time is up."""
+
+    def printed(rank: int) -> str:
+        log = (folder / f"rank-{rank}.log").read_text("utf-8", errors="replace")
+        return log.strip()[-LONGEST_PRINTED:]
+
     deadline = time.monotonic() + seconds
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
             if code:
-                printed = _printed(folder, rank)
-                reason = (printed.splitlines() or [f"exit code {code}"])[-1][:LONGEST_REASON]
+                said = printed(rank)
+                reason = (said.splitlines() or [f"exit code {code}"])[-1][:LONGEST_REASON]
                 if code < 0:
                     reason = f"its process was killed ({signal.Signals(-code).name})"
-                return RankResults(failure=reason, printed=printed)
+                return RankResults(failure=reason, printed=said)
         if all(code == 0 for code in codes):
             return RankResults()
         if time.monotonic() > deadline:
             failure = f"given up after {seconds:.0f} s"
-            return RankResults(failure=failure, late=True, printed=_printed(folder, 0))
+            return RankResults(failure=failure, late=True, printed=printed(0))
         time.sleep(POLL_SECONDS)
-
-
-def _printed(folder: Path, rank: int) -> str:
-    log = _file(folder, rank, "log").read_text("utf-8", errors="replace")
-    return log.strip()[-LONGEST_PRINTED:]
 
 
 def main(target: str, folder: str, parent: int, settings: Mapping[str, Any]) -> None:
     """Call `target` in this rank; exit with code 1 and one line if it raises."""
     die_with(parent)
-    file = _file(Path(folder), int(os.environ["RANK"]), "jsonl")
+    file = Path(folder) / f"rank-{os.environ['RANK']}.jsonl"
     module, _, function = target.partition(":")
     try:
         measurement = getattr(importlib.import_module(module), function)

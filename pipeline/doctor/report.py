@@ -1,4 +1,4 @@
-"""The machine report: inventory, measurements and findings, and the JSON that holds them."""
+"""The machine report: inventory, measurements and findings, with the JSON that holds them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pipeline.utils.foreign import read_whole
 
 SCHEMA_VERSION: Final = 1
 Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 PerSecond = Annotated[float, Field(ge=1, allow_inf_nan=False)]
@@ -36,10 +37,8 @@ class Device(Record):
 
 
 class Collective(Record):
-    """A collective on `bytes` bytes: the reduced tensor, or the whole gathered one.
-
-    `algbw` is bytes / seconds, `busbw` the rate of the busiest link.
-    """
+    """A collective on `bytes` bytes: the reduced tensor, or the whole gathered one. `algbw` is
+    bytes / seconds, `busbw` the rate of the busiest link."""
 
     bytes: Count
     seconds: Positive
@@ -94,7 +93,7 @@ class Limit(Record):
 class Kernel(Record):
     """Limits (open_files, locked_memory, processes) and settings of the kernel.
     `processes_in_group` is the control group's limit of processes and threads; `locks_freely` is
-    true for a user whom the limit of locked memory does not bind."""
+    true for a user without a limit of locked memory."""
 
     limits: dict[str, Limit] = {}
     processes_in_group: Count | None = None
@@ -104,11 +103,9 @@ class Kernel(Record):
 
 
 class Software(Record):
-    """Versions; `torch_cuda` and `nccl` are the versions that torch was built with.
-
-    `needs_torch` is the torch that a package was built for, `torch_problem` why torch cannot be
-    imported or use the GPUs, `gpus` how many the driver shows to a process here.
-    """
+    """Versions; `torch_cuda` and `nccl` are the versions that torch was built with, `needs_torch`
+    the torch that a package was built for, `torch_problem` why torch cannot be imported or use the
+    GPUs, `gpus` how many the driver shows to a process here."""
 
     python: str | None = None
     packages: dict[str, str] = {}

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from pipeline.doctor.report import Finding, Link, MachineReport, Severity
+from pipeline.doctor.report import SEVERITIES, Finding, Link, MachineReport
 from pipeline.utils.text import human, plural
 
-SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 BF16 = 8.0  # first compute capability with bf16 arithmetic
 MOSTLY_FREE = 0.9  # share of a GPU's memory; CUDA itself and a desktop take some
 LARGE = 64 << 20
@@ -71,20 +70,19 @@ def _torch(machine: MachineReport) -> Findings:
 
 def _unusable_gpus(machine: MachineReport) -> Findings:
     """The driver has GPUs that torch cannot use: a torch without CUDA, or a driver too old."""
-    software = machine.software
-    gpus, usable = software.gpus or 0, len(machine.devices)
+    software, usable = machine.software, len(machine.devices)
+    gpus, cuda = software.gpus or 0, software.torch_cuda
     unknown = any(failure.measurement == "torch" for failure in machine.failures)
     if unknown or usable >= gpus or "torch" not in software.packages:
         return
     if usable:
         seen = f"can use {usable} only"
-    elif software.torch_cuda is None and software.torch_problem is None:
+    elif cuda is None and software.torch_problem is None:
         seen = "was built without CUDA"
     else:
-        cuda = f"for CUDA {software.torch_cuda} " if software.torch_cuda else ""
         driver = f"driver {software.driver}" if software.driver else "the driver"
         reason = software.torch_problem or "torch does not say why"
-        seen = f"{cuda}cannot use them under {driver}: {reason}"
+        seen = f"{f'for CUDA {cuda} ' if cuda else ''}cannot use them under {driver}: {reason}"
     torch = f"torch {software.packages['torch']}"
     yield _finding("driver", f"{plural(gpus, 'GPU')}, but {torch} {seen}")
 
@@ -118,9 +116,9 @@ def _compilers(machine: MachineReport) -> Findings:
 
 def _gpus(machine: MachineReport) -> Findings:
     old = [each for each in machine.devices if float(each.compute_capability or "inf") < BF16]
-    if old:
-        capability = f"compute capability {old[0].compute_capability}"
-        yield _finding("bf16", f"{old[0].name} has {capability}, below {BF16}")
+    for device in old[:1]:
+        capability = f"compute capability {device.compute_capability}"
+        yield _finding("bf16", f"{device.name} has {capability}, below {BF16}")
     kinds = sorted({device.name for device in machine.devices})
     if len(kinds) > 1:
         yield _finding("unlike-gpus", f"GPUs of different kinds: {', '.join(kinds)}")
@@ -131,59 +129,49 @@ def _gpus(machine: MachineReport) -> Findings:
 
 
 def _links(machine: MachineReport) -> Findings:
+    def pairs(links: Sequence[Link]) -> str:
+        named = ", ".join(f"{link.a}-{link.b}" for link in links[:4])
+        return f"{named} and {len(links) - 4} more pairs" if len(links) > 4 else named
+
     links = machine.topology.links
     if across := [link for link in links if link.kind == "SYS"]:
         path = "only over the link between processors (SYS)"
-        yield _finding("across-numa", f"{_pairs(across)}: {path}")
+        yield _finding("across-numa", f"{pairs(across)}: {path}")
     if slow := [link for link in links if not link.is_nvlink and link.kind != "SYS"]:
         kinds = ", ".join(sorted({link.kind for link in slow}))
-        yield _finding("no-nvlink", f"{_pairs(slow)}: no NVLink, only PCIe ({kinds})")
-    large = [each.busbw for each in machine.allreduce if each.bytes >= LARGE]
+        yield _finding("no-nvlink", f"{pairs(slow)}: no NVLink, only PCIe ({kinds})")
+    fastest = max((one.busbw for one in machine.allreduce if one.bytes >= LARGE), default=None)
     connected = machine.device == "cuda" and links and all(link.is_nvlink for link in links)
-    if connected and _below(max(large, default=None), NVLINK_BUSBW):
-        rate = f"{human(max(large))}/s"
-        seen = f"all-reduce has a bus bandwidth of {rate}, though NVLink connects all GPUs"
-        yield _finding("nvlink-unused", seen)
+    if connected and _below(fastest, NVLINK_BUSBW):
+        rate = f"a bus bandwidth of {human(fastest)}/s"
+        yield _finding("nvlink-unused", f"all-reduce has {rate}, though NVLink connects all GPUs")
 
 
-def _pairs(links: Sequence[Link]) -> str:
-    named = ", ".join(f"{link.a}-{link.b}" for link in links[:4])
-    return f"{named} and {len(links) - 4} more pairs" if len(links) > 4 else named
-
-
-def _failures(machine: MachineReport) -> Findings:
+def _measured(machine: MachineReport) -> Findings:
+    busy = machine.load is not None and machine.load >= BUSY
+    if busy:
+        yield _finding("busy", f"{machine.load:.1f} processes for each core ran or waited before")
     for failure in machine.failures:
-        if failure.measurement == "torch" and failure.late and not _is_busy(machine):
+        if failure.measurement == "torch" and failure.late and not busy:
             yield _finding("slow-import", f"importing torch was {failure.reason}")
         else:
             fatal = failure.measurement in FATAL and not failure.late
             other = {"severity": "error"} if fatal else {}
             yield _finding("failed", f"{failure.measurement}: {failure.reason}", **other)
-
-
-def _is_busy(machine: MachineReport) -> bool:
-    return machine.load is not None and machine.load >= BUSY
-
-
-def _load(machine: MachineReport) -> Findings:
-    if _is_busy(machine):
-        yield _finding("busy", f"{machine.load:.1f} processes for each core ran or waited before")
-
-
-def _disk(machine: MachineReport) -> Findings:
     rate = machine.disk_write_bytes_per_s
-    if _below(rate, SLOW_DISK) and not _is_busy(machine):
-        size, minutes = human(CHECKPOINT), CHECKPOINT / rate / 60
-        why = f"the checkpoint of a 7B model with its AdamW, {size}, takes {minutes:.0f} min"
+    if _below(rate, SLOW_DISK) and not busy:
+        minutes = f"{CHECKPOINT / rate / 60:.0f} min"
+        model = f"a 7B model with its AdamW, {human(CHECKPOINT)}"
+        why = f"the checkpoint of {model}, takes {minutes}"
         yield _finding("slow-disk", f"{human(rate)}/s are written", why=why)
 
 
 def _memory(machine: MachineReport) -> Findings:
-    kernel = machine.kernel
+    kernel, procs = machine.kernel, machine.procs
     free, size = kernel.shared_memory_free_bytes, kernel.shared_memory_bytes
-    if machine.procs > 1 and _below(free, SHARED) and size is not None:
-        room = f"{human(free)} of {human(size)} free"
-        yield _finding("shared-memory", f"/dev/shm has {room}, for {machine.procs} processes")
+    if procs > 1 and _below(free, SHARED) and size is not None:
+        room = f"/dev/shm has {human(free)} of {human(size)} free"
+        yield _finding("shared-memory", f"{room}, for {procs} processes")
     limit = _soft_limit(machine, "locked_memory")
     if kernel.locks_freely is False and _below(limit, LOCKED):
         yield _finding("locked-memory", f"{human(limit)} of memory may be locked (ulimit -l)")
@@ -198,7 +186,7 @@ def _soft_limit(machine: MachineReport, name: str) -> int | None:
     return None if limit is None else limit.soft
 
 
-def _cores(machine: MachineReport) -> Findings:
+def _processes(machine: MachineReport) -> Findings:
     cores, procs = machine.host.cores, machine.procs
     if _below(cores, procs):
         yield _finding("cores", f"{procs} processes share {cores:g} cores")
@@ -206,9 +194,6 @@ def _cores(machine: MachineReport) -> Findings:
     if threads.isdecimal() and int(threads) > 1 and _below(cores, int(threads) * procs):
         seen = f"OMP_NUM_THREADS={threads} in {procs} processes on {cores:g} cores"
         yield _finding("threads", seen)
-
-
-def _limits(machine: MachineReport) -> Findings:
     files, processes = (_soft_limit(machine, name) for name in ("open_files", "processes"))
     group = machine.kernel.processes_in_group
     if _below(files, FEW):
@@ -241,6 +226,6 @@ def _folders(machine: MachineReport) -> Findings:
 
 
 RULES: tuple[Callable[[MachineReport], Findings], ...] = (
-    _torch, _unusable_gpus, _companions, _compilers, _gpus, _links, _load, _failures, _disk,
-    _memory, _cores, _limits, _switches, _folders,
+    _torch, _unusable_gpus, _companions, _compilers, _gpus, _links, _measured, _memory,
+    _processes, _switches, _folders,
 )  # fmt: skip

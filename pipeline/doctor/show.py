@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import click
 
-from pipeline.doctor.report import Finding, MachineReport, Record
-from pipeline.doctor.rules import SEVERITIES
+from pipeline.doctor.report import SEVERITIES, Finding, MachineReport, Record
 from pipeline.utils.text import align, human, plural
 
 Row = tuple[str, str]
@@ -27,22 +26,30 @@ def lines(machine: MachineReport, findings: Sequence[Finding]) -> Iterator[str]:
     """The report line by line; `findings` in the given order."""
     each = ", per GPU" if machine.device == "cuda" else ", per process"
     processes = plural(machine.procs, "process") + (each if machine.procs > 1 else "")
+    tools, environment = machine.operators, machine.environment.items()
     memory = [("memory", _size(machine.host_memory_bytes))]
     yield from _section("machine", memory, _facts(machine.host))
     yield from _section("GPUs", _gpus(machine))
     yield from _section("network", _network(machine))
     yield from _section("software", _facts(machine.software), machine.software.packages.items())
-    yield from _section("operators", _facts(machine.operators) if machine.operators else ())
+    yield from _section("operators", _facts(tools) if tools else ())
     yield from _section("limits", _limits(machine), _facts(machine.kernel))
-    yield from _section("environment", machine.environment.items())
-    yield from _section("folders", _folders(machine))
+    yield from _section("environment", environment)
+    yield from _section(
+        "folders",
+        (
+            (one.use, f"{one.path} ({one.filesystem or UNKNOWN}, {_size(one.free_bytes)} free)")
+            for one in machine.folders
+        ),
+    )
     yield from _section(f"measured, {processes}", _rates(machine))
     yield from _collectives(machine)
     yield "what will hurt"
     for finding in findings:
-        yield _wrapped(f"{finding.severity}: {finding.name}: {finding.seen}", 2)
-        yield _wrapped(f"why: {finding.why}", 4)
-        yield _wrapped(f"do:  {finding.do}", 4)
+        texts = f"{finding.severity}: {finding.name}: {finding.seen}", f"why: {finding.why}"
+        for text, indent in zip((*texts, f"do:  {finding.do}"), (2, 4, 4), strict=True):
+            first, rest = " " * indent, " " * (indent + 5)
+            yield click.wrap_text(text, WIDTH, initial_indent=first, subsequent_indent=rest)
         yield ""
     counts = Counter(finding.severity for finding in findings)
     counted = (plural(counts[name], name) for name in SEVERITIES if counts[name])
@@ -74,13 +81,10 @@ def _gpus(machine: MachineReport) -> Iterator[Row]:
         yield "none", "training runs on the processor"
     for name, device in machine.gpus.items():
         free = f", {human(device.memory_free_bytes)} free" if device.memory_free_bytes else ""
-        memory = f"{human(device.memory_bytes)}{free}"
         capability = f"compute capability {device.compute_capability or UNKNOWN}"
-        yield name, f"{device.name}, {memory}, {capability}"
-    for link in machine.topology.links:
-        yield f"{link.a}-{link.b}", link.kind
-    for gpu, node in machine.topology.numa.items():
-        yield gpu, f"NUMA node {node}"
+        yield name, f"{device.name}, {human(device.memory_bytes)}{free}, {capability}"
+    yield from ((f"{link.a}-{link.b}", link.kind) for link in machine.topology.links)
+    yield from ((gpu, f"NUMA node {node}") for gpu, node in machine.topology.numa.items())
 
 
 def _network(machine: MachineReport) -> Iterator[Row]:
@@ -97,12 +101,6 @@ def _limits(machine: MachineReport) -> Iterator[Row]:
         yield name.replace("_", " "), "unlimited" if limit.soft is None else text(limit.soft)
 
 
-def _folders(machine: MachineReport) -> Iterator[Row]:
-    for folder in machine.folders:
-        kind = folder.filesystem or UNKNOWN
-        yield folder.use, f"{folder.path} ({kind}, {_size(folder.free_bytes)} free)"
-
-
 def _rates(machine: MachineReport) -> Iterator[Row]:
     for dtype, flops in machine.matmul_flops:
         if flops is not None or dtype != "fp16":
@@ -110,18 +108,18 @@ def _rates(machine: MachineReport) -> Iterator[Row]:
             yield f"matrix products, {dtype}", rate
     for name, label in RATES.items():
         if machine.device == "cuda" or "2" not in name:
-            yield label, _rate(getattr(machine, f"{name}_bytes_per_s"))
+            yield label, _size(getattr(machine, f"{name}_bytes_per_s"), "/s")
 
 
 def _collectives(machine: MachineReport) -> Iterator[str]:
     backend = "NCCL" if machine.device == "cuda" else "gloo"
     for name, rows in (("all-reduce", machine.allreduce), ("all-gather", machine.allgather)):
         if rows:
-            yield f"{name}, {plural(machine.procs, 'process')} ({backend})"
             table = [("size", "time", "algorithm bandwidth", "bus bandwidth")]
             for row in rows:
-                time = f"{row.seconds * 1e3:.3f} ms"
-                table.append((_binary(row.bytes), time, _rate(row.algbw), _rate(row.busbw)))
+                rates = _size(row.algbw, "/s"), _size(row.busbw, "/s")
+                table.append((_binary(row.bytes), f"{row.seconds * 1e3:.3f} ms", *rates))
+            yield f"{name}, {plural(machine.procs, 'process')} ({backend})"
             yield from (f"  {line}" for line in align(table, left=0))
             yield f"  latency: {rows[0].seconds * 1e6:.0f} us, at {_binary(rows[0].bytes)}"
             yield ""
@@ -129,18 +127,9 @@ def _collectives(machine: MachineReport) -> Iterator[str]:
         yield from ("one process: no all-reduce, no all-gather (--procs 2)", "")
 
 
-def _size(size: int | None) -> str:
-    return UNKNOWN if size is None else human(size)
-
-
-def _rate(rate: float | None) -> str:
-    return UNKNOWN if rate is None else f"{human(rate)}/s"
+def _size(size: float | None, per: str = "") -> str:
+    return UNKNOWN if size is None else f"{human(size)}{per}"
 
 
 def _binary(size: int) -> str:
     return f"{size / 2**20:.4g} MiB" if size >= 2**20 else f"{size / 2**10:.4g} KiB"
-
-
-def _wrapped(text: str, indent: int) -> str:
-    first, rest = " " * indent, " " * (indent + 5)
-    return click.wrap_text(text, width=WIDTH, initial_indent=first, subsequent_indent=rest)

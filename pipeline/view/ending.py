@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,12 @@ from pipeline.view.run import labelled, slots_that_train
 
 REPORT = "report.html"
 """File of the report in a run's folder."""
+MOST_PROMPTS = 3
+MOST_LETTERS = 200
+"""Prompts, and letters of a text, in the last lines of a run."""
+MOST_IN_REPORT = 40
+MOST_ANSWERS = 20
+"""Prompts in a report, and answers to a prompt there: the first, and the newest."""
 
 
 def outcome(folder: Path) -> Iterator[tuple[str, str]]:
@@ -38,17 +43,14 @@ def outcome(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _measured(training: Training) -> Iterator[tuple[str, str]]:
-    step = training.step
-    if step:
-        rate = training.speed.mean("tokens_per_second")
+    if step := training.step:
+        rate, total = training.speed.mean("tokens_per_second"), step.get("total_steps")
         mean = "" if rate is None else f", {count(rate)} tokens/s (mean)"
-        total = step.get("total_steps")
-        whole = f" of {total}" if total and total > step["step"] else ""
-        yield "steps", f"{step['step']}{whole}{mean}"
+        of_all = f" of {total}" if total and total > step["step"] else ""
+        yield "steps", f"{step['step']}{of_all}{mean}"
     if training.ended_early:
         yield "ended early", shown(training.ended_early)
-    text = held_out(training.evaluations, training.best)
-    if text:
+    if text := held_out(training.evaluations, training.best):
         yield "held-out loss", text
     for name, values in training.measured.items():
         number, value = values[-1]
@@ -59,25 +61,15 @@ def _measured(training: Training) -> Iterator[tuple[str, str]]:
 def next_lines(folder: Path, state: str) -> list[tuple[str, str]]:
     """Return labels with the files to look at and the commands to call after a run has ended; none
     while it is running."""
-    run = shown_path(folder)
     if state == "running":
         return []
-    lines = []
-    if (folder / REPORT).is_file():
-        lines.append(("report", shown_path(folder / REPORT)))
+    run, report = shown_path(folder), folder / REPORT
+    lines = [("report", shown_path(report))] if report.is_file() else []
     if state != "finished":
         lines.append(("continue", f"pipe resume {shlex.quote(run)}"))
     if can_talk(folder):
         lines.append(("talk to it", f"pipe chat {shlex.quote(run)}"))
     return lines
-
-
-MOST_PROMPTS = 3
-MOST_LETTERS = 200
-"""Prompts, and letters of a text, in the last lines of a run."""
-MOST_IN_REPORT = 40
-MOST_ANSWERS = 20
-"""Prompts in a report, and answers to a prompt there: the first, and the newest."""
 
 
 def by_prompt(found: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], dict[int, str]]:
@@ -98,53 +90,32 @@ def before_and_after(found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, 
     last = max(itertools.chain(*answers.values()), default=0)
     both = (item for item in answers.items() if last and {0, last} <= item[1].keys())
     for (_, prompt), by_step in itertools.islice(both, MOST_PROMPTS):
-        yield "prompt", _in_short(prompt)
-        yield "  before", _in_short(by_step[0])
-        yield "  after", _in_short(by_step[last])
+        for label, text in (
+            ("prompt", prompt),
+            ("  before", by_step[0]),
+            ("  after", by_step[last]),
+        ):
+            line = " ".join(text.split()) or "(empty answer)"
+            cut = f"{line[:MOST_LETTERS].rstrip()} ..." if len(line) > MOST_LETTERS else line
+            yield label, cut
 
 
-def _in_short(text: str) -> str:
-    line = " ".join(text.split())
-    if not line:
-        return "(empty answer)"
-    return line if len(line) <= MOST_LETTERS else f"{line[:MOST_LETTERS].rstrip()} ..."
+def prompts(records: Iterable[Mapping[str, Any]], slot: str = "") -> list[dict[str, Any]]:
+    """Return the newest prompts of a training's records for a report: `text`, the first and the
+    last answer (`shown`), others (`between`), and how many were `left_out`. An answer has `when` it
+    was written and its `text`, empty where it is white space; `slot` is the training's, if the run
+    has others."""
 
+    def answer(step: int, text: str) -> dict[str, str]:
+        when = f"{slot} step {step}".strip() if step else f"before {slot or 'training'}"
+        return {"when": when, "text": shown(text) if text.strip() else ""}
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The text that a model wrote after a prompt."""
-
-    when: str
-    """`before training`, `step 20`."""
-    text: str
-    """Empty where it wrote nothing but white space."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """A prompt, and its answers in the order of the training."""
-
-    text: str
-    shown: list[Answer]
-    """The first and the last, to be compared; one where there is one."""
-    between: list[Answer]
-    left_out: int
-
-
-def prompts(records: Iterable[Mapping[str, Any]], slot: str = "") -> list[Prompt]:
-    """Return the newest prompts of a training's records with their answers, for a report; `slot` is
-    the training's, if the run has others."""
     found = []
     for (_, text), by_step in list(by_prompt(records).items())[-MOST_IN_REPORT:]:
-        first, *rest = _answers(by_step, slot)
+        first, *rest = (answer(step, by_step[step]) for step in sorted(by_step))
         kept = rest[max(0, len(rest) - MOST_ANSWERS + 1) :]
         ends, left_out = [first, *kept[-1:]], len(rest) - len(kept)
-        found.append(Prompt(text=shown(text), shown=ends, between=kept[:-1], left_out=left_out))
+        found.append(
+            {"text": shown(text), "shown": ends, "between": kept[:-1], "left_out": left_out}
+        )
     return found
-
-
-def _answers(by_step: Mapping[int, str], slot: str) -> Iterator[Answer]:
-    for step in sorted(by_step):
-        when = f"{slot} step {step}".strip() if step else f"before {slot or 'training'}"
-        text = by_step[step]
-        yield Answer(when=when, text=shown(text) if text.strip() else "")

@@ -1,22 +1,27 @@
-"""A run as a block of text that a terminal draws again and again."""
+"""A run as a block of text, and the live display that draws it at the bottom of a terminal."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO, cast
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.file_proxy import FileProxy
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from pipeline.execution import rundir
 from pipeline.execution.run_state import Training
-from pipeline.hardware.telemetry import GpuReading
+from pipeline.hardware.telemetry import GpuReading, Telemetry
 from pipeline.utils.activities import BYTES
-from pipeline.utils.terminal import shown
+from pipeline.utils.terminal import RedactingStream, bare, shown
 from pipeline.utils.text import (
     ASCII_BARS,
     BARS,
@@ -27,12 +32,14 @@ from pipeline.utils.text import (
     human,
     number,
     percent,
+    plural,
     sparkline,
 )
-from pipeline.view.run import PLANNED, Run, json_in
+from pipeline.view.run import LOOK_SECONDS, PLANNED, Run, json_in
+from pipeline.view.screen import LinePipe, View
 
 LABEL = "bright_black"
-"""Colour of what is the same all the time."""
+"""Colour of what is always the same."""
 LABEL_WIDTH = len("training")
 CURVE_WIDTH = 30
 MOST_MEASURED = 6
@@ -41,30 +48,19 @@ LONGEST_LABEL = 20
 """Characters of a plugin's name for a number that are drawn."""
 GAP = "  "
 """Between two slots."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Marks:
-    """Characters for the states of slots, and for curves."""
-
-    waiting: str
-    running: str
-    finished: str
-    failed: str
-    stopped: str
-    bars: str
-    dot: str
-    cut: str
-
-
-UNICODE = Marks(
-    waiting="·", running="●", finished="✓", failed="✗", stopped="■", bars=BARS, dot=" · ", cut="…"
-)  # fmt: skip
-ASCII = Marks(
-    waiting=".", running="*", finished="+", failed="x", stopped="=", bars=ASCII_BARS, dot=", ",
-    cut="~",
-)  # fmt: skip
-_COLOURS = {
+GPU_SECONDS = 2.0
+"""Seconds between two readings of the GPUs."""
+Glyphs = Mapping[str, str]
+UNICODE: Glyphs = {
+    "waiting": "·", "running": "●", "finished": "✓", "failed": "✗", "stopped": "■", "bars": BARS,
+    "dot": " · ", "cut": "…",
+}  # fmt: skip
+"""State of a slot -> its sign, and what else is drawn."""
+ASCII: Glyphs = {
+    "waiting": ".", "running": "*", "finished": "+", "failed": "x", "stopped": "=",
+    "bars": ASCII_BARS, "dot": ", ", "cut": "~",
+}  # fmt: skip
+COLOURS = {
     "waiting": LABEL, "running": "bold cyan", "finished": "green", "failed": "bold red",
     "stopped": "yellow",
 }  # fmt: skip
@@ -80,7 +76,7 @@ class Header:
 
 
 def drawing(
-    header: Header, run: Run, gpus: Sequence[GpuReading], *, width: int, marks: Marks = UNICODE
+    header: Header, run: Run, gpus: Sequence[GpuReading], *, width: int, marks: Glyphs = UNICODE
 ) -> RenderableType:
     """Return the run as it is at the moment, `width` columns wide."""
     title = Table.grid(expand=True)
@@ -88,28 +84,27 @@ def drawing(
     title.add_column(justify="right", no_wrap=True)
     name = Text(shown(header.name), style="bold").append(f"  {shown(header.where)}", style=LABEL)
     title.add_row(name, Text(duration(run.seconds), style=LABEL))
-    parts: list[RenderableType] = [Text(), title, _chain(run, marks, width)]
-    doing = run.activity()
-    if doing:
+    parts: list[RenderableType] = [Text(), title, _slots(run, marks, width)]
+    if doing := run.activity():
         parts.append(_activity(doing, width))
     if run.training.step:
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(style=LABEL, no_wrap=True, min_width=LABEL_WIDTH)
         table.add_column(overflow="fold")
         for label, value in _rows(run, gpus, marks):
-            table.add_row(label, value)
-        parts += [_steps(run, width), table]
+            if value:
+                table.add_row(Text(label), Text(value) if isinstance(value, str) else value)
+        parts += [_progress(run, width), table]
     return Group(*parts)
 
 
-def _chain(run: Run, marks: Marks, width: int) -> RenderableType:
+def _slots(run: Run, marks: Glyphs, width: int) -> RenderableType:
     """Return the slots, in as many lines as they take."""
     lines = [Text()]
     for name, state in run.slots.items():
-        words = [getattr(marks, state.state), shown(name)]
-        if state.state == "running":
-            words.append(duration(time.time() - state.began))
-        slot = Text(" ".join(words), style=_COLOURS[state.state])
+        since = duration(time.time() - state.began) if state.state == "running" else ""
+        text = f"{marks[state.state]} {shown(name)} {since}".rstrip()
+        slot = Text(text, style=COLOURS[state.state])
         if lines[-1] and lines[-1].cell_len + len(GAP) + slot.cell_len > width:
             lines.append(Text())
         lines[-1].append(GAP if lines[-1] else "").append_text(slot)
@@ -117,117 +112,118 @@ def _chain(run: Run, marks: Marks, width: int) -> RenderableType:
 
 
 def _activity(doing: dict[str, Any], width: int) -> RenderableType:
-    """Return a bar, or only the amount where the whole is not known."""
-    name, unit = shown(doing["name"]), shown(doing["unit"])
-    done = float(doing["done"])
+    """Return a bar, or only the amount where the total is not known."""
+    name, unit, done = shown(doing["name"]), shown(doing["unit"]), float(doing["done"])
     amount = human if unit == BYTES else lambda value: counted(value, unit)
-    if not doing["total"]:
-        return Text(f"{name}  {amount(done) if done else duration(float(doing['seconds']))}")
-    total = float(doing["total"])
-    left = float(doing["seconds"]) * (total - done) / done if done else None
-    return _bar(Text(name), done, total, f"{amount(done)} of {amount(total)}", left, width)
+    seconds, total = float(doing["seconds"]), float(doing["total"] or 0)
+    if not total:
+        return Text(f"{name}  {amount(done) if done else duration(seconds)}")
+    left = seconds * (total - done) / done if done else None
+    return _bar(name, done, total, f"{amount(done)} of {amount(total)}", left, width)
 
 
-def _steps(run: Run, width: int) -> RenderableType:
+def _progress(run: Run, width: int) -> RenderableType:
     newest, name = run.training.step, shown(run.training.slot)
     step, total = newest["step"], newest.get("total_steps")
     if not total:
         return Text(f"{name} step {step}".strip())
-    text, left = f"step {step} of {total}", run.seconds_left or None
-    return _bar(Text(name or "training"), step, total, text, left, width)
+    left = run.seconds_left or None
+    return _bar(name or "training", step, total, f"step {step} of {total}", left, width)
 
 
 def _bar(
-    name: Text, done: float, total: float, amount: str, left: float | None, width: int
+    name: str, done: float, total: float, amount: str, left: float | None, width: int
 ) -> RenderableType:
+    bar = ProgressBar(total=total, completed=min(done, total), width=max(10, width // 4),
+                      complete_style="cyan", finished_style="green")  # fmt: skip
     line = Table.grid(padding=(0, 2, 0, 0))
-    line.add_row(
-        name,
-        ProgressBar(
-            total=total,
-            completed=min(done, total),
-            width=max(10, width // 4),
-            complete_style="cyan",
-            finished_style="green",
-        ),
-        Text(amount),
-        Text("" if left is None else f"{duration(left)} left", style=LABEL),
-    )
+    rest = Text("" if left is None else f"{duration(left)} left", style=LABEL)
+    line.add_row(Text(name), bar, Text(amount), rest)
     return line
 
 
-def _rows(
-    run: Run, gpus: Sequence[GpuReading], marks: Marks
-) -> Iterator[tuple[str, RenderableType]]:
-    training, dot = run.training, marks.dot
-    step = training.step
+def _rows(run: Run, gpus: Sequence[GpuReading], marks: Glyphs) -> Iterator[tuple[str, Text | str]]:
+    """Yield labels and values of the newest training; an empty value is not known."""
+    training, dot = run.training, marks["dot"]
+    step, newest = training.step, training.newest
     losses = [one["loss"] for one in training.steps if one["loss"] is not None]
     loss = Text(number(step["loss"]), style="bold")
-    loss.append(f"  {sparkline(losses, CURVE_WIDTH, marks.bars)}", style="cyan")
-    yield "loss", loss
-    if training.ended_early:
-        yield "ended early", Text(shown(training.ended_early))
-    if "evaluation" in training.newest:
-        record = training.newest["evaluation"]
-        first = training.first_evaluation if run.whole else None
-        best = record.get("best_step") == record["step"]
-        so_far = ", best so far" if best else ""
-        parts = [f"{number(record['eval_loss'])} (step {record['step']}{so_far})"]
-        if record.get("best_step") is not None and not best:
-            parts.append(f"best {record['best_eval_loss']:.4f} (step {record['best_step']})")
-        if first and first["step"] not in (record["step"], record.get("best_step")):
-            parts.append(f"first {number(first['eval_loss'])} (step {first['step']})")
-        yield "held out", Text(dot.join(parts))
+    yield "loss", loss.append(f"  {sparkline(losses, CURVE_WIDTH, marks['bars'])}", style="cyan")
+    yield "ended early", shown(training.ended_early)
+    yield "held out", dot.join(_held_out(run))
     yield from _measured(training, marks)
-    yield "step", Text(dot.join(_update(step)))
-    speed = dot.join(_speed(step, run))
-    if speed:
-        yield "speed", Text(speed)
-    planned = json_in(run.folder / rundir.PLAN, PLANNED).get("needed_bytes")
-    memory = dot.join(_memory(step, planned, gpus))
-    if memory:
-        yield "memory", Text(memory)
-    for label, text, warns in _gpus(gpus, dot):
-        yield label, Text(text, style="yellow" if warns else "")
-    if "checkpoint" in training.newest:
-        saved = training.newest["checkpoint"]
-        age = duration(time.time() - saved["time"])
-        yield "saved", Text(f"step {saved['step']}, {age} ago")
+    yield (
+        "step",
+        dot.join(
+            form.format(value)
+            for form, value in (
+                ("gradient norm {:.3g}", step.get("grad_norm")),
+                ("learning rate {:.3g}", step.get("lr")),
+                ("{} target tokens", None if step.get("tokens") is None else count(step["tokens"])),
+            )
+            if value is not None
+        ),
+    )
+    yield "speed", dot.join(_speed(step, run))
+    yield "memory", dot.join(_memory(step, run, gpus))
+    if gpus:
+        readings = (
+            ([100 * one.utilisation for one in gpus if one.utilisation is not None], "% busy"),
+            ([one.temperature for one in gpus if one.temperature is not None], "°C"),
+            ([one.watts for one in gpus if one.watts is not None], "W"),
+        )
+        ranges = [_range(values, unit) for values, unit in readings if values]
+        yield plural(len(gpus), "GPU"), dot.join(ranges)
+    for gpu in gpus:
+        if gpu.throttled:
+            yield "slowed", Text(f"GPU {gpu.index} by {' and '.join(gpu.throttled)}", "yellow")
+    if saved := newest.get("checkpoint"):
+        yield "saved", f"step {saved['step']}, {duration(time.time() - saved['time'])} ago"
 
 
-def _measured(training: Training, marks: Marks) -> Iterator[tuple[str, RenderableType]]:
+def _range(values: Sequence[float], unit: str) -> str:
+    """Return `70 to 71 °C`."""
+    ends = dict.fromkeys((round(min(values)), round(max(values))))
+    return f"{' to '.join(map(str, ends))} {unit}"
+
+
+def _held_out(run: Run) -> Iterator[str]:
+    """Yield the newest evaluation, and the best and the first where they are others."""
+    record = run.training.newest.get("evaluation")
+    if record is None:
+        return
+    step, best = record["step"], record.get("best_step")
+    so_far = ", best so far" if best == step else ""
+    yield f"{number(record['eval_loss'])} (step {step}{so_far})"
+    if best not in (None, step):
+        yield f"best {record['best_eval_loss']:.4f} (step {best})"
+    first = run.training.first_evaluation
+    if run.whole and first["step"] not in (step, best):
+        yield f"first {number(first['eval_loss'])} (step {first['step']})"
+
+
+def _measured(training: Training, marks: Glyphs) -> Iterator[tuple[str, Text]]:
     """Yield plugins' numbers: the newest of each, and its curve."""
     measured = training.measured
     for name, values in list(measured.items())[:MOST_MEASURED]:
         step, value = values[-1]
         when = "" if step == training.step["step"] else f" at step {step}"
-        text = Text(f"{value:.4g}{when}")
-        curve = sparkline([value for _, value in values], CURVE_WIDTH, marks.bars)
+        curve = sparkline([value for _, value in values], CURVE_WIDTH, marks["bars"])
         label = shown(name)
         if len(label) > LONGEST_LABEL:
-            label = f"{label[: LONGEST_LABEL - 1]}{marks.cut}"
-        yield label, text.append(f"  {curve}", style="cyan")
+            label = f"{label[: LONGEST_LABEL - 1]}{marks['cut']}"
+        yield label, Text(f"{value:.4g}{when}").append(f"  {curve}", style="cyan")
     left = len(measured) - MOST_MEASURED
     if left > 0:
         yield "", Text(f"{left} more measurements are in the report", style=LABEL)
 
 
-def _update(step: dict[str, Any]) -> Iterator[str]:
-    if step.get("grad_norm") is not None:
-        yield f"gradient norm {step['grad_norm']:.3g}"
-    if step.get("lr") is not None:
-        yield f"learning rate {step['lr']:.3g}"
-    if step.get("tokens") is not None:
-        yield f"{count(step['tokens'])} target tokens"
-
-
 def _speed(step: dict[str, Any], run: Run) -> Iterator[str]:
-    """Yield the mean speed and, while there are steps to come, the newest step's."""
+    """Yield the mean speed and, while there are steps left, the newest step's."""
     speed = run.training.speed
-    mean = speed.mean("tokens_per_second")
+    mean, now = speed.mean("tokens_per_second"), step.get("tokens_per_second")
     if mean is None:
         return
-    now = step.get("tokens_per_second")
     if now is not None and run.state == "running" and step["step"] != step.get("total_steps"):
         yield f"{count(now)} tokens/s now, {count(mean)} on average"
     else:
@@ -237,39 +233,92 @@ def _speed(step: dict[str, Any], run: Run) -> Iterator[str]:
         share = speed.mean(name)
         if share is not None:
             yield f"{label} {percent(share)}"
-    record = run.training.newest.get("communication")
-    if record:
+    if record := run.training.newest.get("communication"):
         yield f"communication {percent(record['communication_share'])} (step {record['step']})"
 
 
-def _memory(step: dict[str, Any], planned: int | None, gpus: Sequence[GpuReading]) -> Iterator[str]:
-    peak = step.get("peak_memory_bytes")
+def _memory(step: dict[str, Any], run: Run, gpus: Sequence[GpuReading]) -> Iterator[str]:
+    peak, host = step.get("peak_memory_bytes"), step.get("peak_host_memory_bytes")
     if peak is not None:
         sizes = [gpu.memory_total_bytes for gpu in gpus if gpu.memory_total_bytes]
-        whole = f" of {gib(min(sizes))}" if sizes else ""
-        yield f"{gib(peak)}{whole} GiB"
+        yield f"{gib(peak)}{f' of {gib(min(sizes))}' if sizes else ''} GiB"
+        planned = json_in(run.folder / rundir.PLAN, PLANNED).get("needed_bytes")
         if planned is not None:
             yield f"plan {gib(planned)} GiB"
-    if step.get("peak_host_memory_bytes") is not None:
-        yield f"host {gib(step['peak_host_memory_bytes'])} GiB per process"
+    if host is not None:
+        yield f"host {gib(host)} GiB per process"
 
 
-def _gpus(gpus: Sequence[GpuReading], dot: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield label, text and whether something holds a GPU back; the ranges over all GPUs."""
-    if not gpus:
-        return
-    uses = [100 * gpu.utilisation for gpu in gpus if gpu.utilisation is not None]
-    degrees = [gpu.temperature for gpu in gpus if gpu.temperature is not None]
-    watts = [gpu.watts for gpu in gpus if gpu.watts is not None]
-    parts = [_range(uses, "% busy"), _range(degrees, "°C"), _range(watts, "W")]
-    yield f"{len(gpus)} GPU" + "s" * (len(gpus) > 1), dot.join(filter(None, parts)), False
-    for gpu in gpus:
-        if gpu.throttled:
-            yield "slowed", f"GPU {gpu.index} by {' and '.join(gpu.throttled)}", True
+class LiveDisplay(View):
+    """Draws the run at the bottom of the terminal; what rank 0 and this process print goes above.
+
+    Drawn by the thread that calls `refresh`, so nothing is drawn while that is busy.
+    """
+
+    def __init__(self, run: Run, header: Header, console: Console | None = None) -> None:
+        self._run, self._header = run, header
+        self._console = console or Console(file=bare(sys.stdout), highlight=False)
+        self._live = Live(
+            console=self._console, auto_refresh=False, redirect_stdout=False,
+            redirect_stderr=False, vertical_overflow="crop",
+        )  # fmt: skip
+        self._telemetry, self._gpus = Telemetry(), list[GpuReading]()
+        self._next_drawing = self._next_reading = 0.0
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._live)
+            stack.enter_context(_printing_above(self._console))
+            self._pipe = LinePipe()
+            self._stack = stack.pop_all()
+        self.output, self._lines = self._pipe.write, deque[str]()
+
+    def refresh(self) -> None:
+        self._print_new()
+        if time.monotonic() >= self._next_drawing:
+            self._draw()
+
+    def close(self) -> None:
+        with self._stack:  # standard output is this process's again, whatever happens
+            self._lines.extend(self._pipe.close())
+            self._print_new()
+            self._draw()
+
+    def abandon(self) -> None:
+        self._stack.close()
+
+    def printed(self) -> list[str]:
+        lines = [*self._lines, *self._pipe.lines()]
+        self._lines.clear()
+        return lines
+
+    def _print_new(self) -> None:
+        self._lines.extend(self._pipe.lines())
+        while self._lines:  # one that cannot be printed stays
+            self._console.print(Text(shown(self._lines[0])), soft_wrap=True)
+            self._lines.popleft()
+
+    def _draw(self) -> None:
+        now = time.monotonic()
+        self._next_drawing = now + LOOK_SECONDS
+        if now >= self._next_reading:
+            self._next_reading, self._gpus = now + GPU_SECONDS, self._telemetry.read()
+        self._run.look()
+        marks, width = ASCII if self._console.options.ascii_only else UNICODE, self._console.width
+        picture = drawing(self._header, self._run, self._gpus, width=width, marks=marks)
+        self._live.update(picture, refresh=True)
 
 
-def _range(values: Sequence[float], unit: str) -> str:
-    if not values:
-        return ""
-    least, most = round(min(values)), round(max(values))
-    return f"{least} {unit}" if least == most else f"{least} to {most} {unit}"
+@contextlib.contextmanager
+def _printing_above(console: Console) -> Iterator[None]:
+    """Print what this process prints in the body above the display, redacted as before."""
+
+    def above(stream: TextIO) -> TextIO:
+        return cast(TextIO, RedactingStream(cast(TextIO, FileProxy(console, bare(stream)))))
+
+    before = sys.stdout, sys.stderr
+    replaced = sys.stdout, sys.stderr = above(sys.stdout), above(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        for stream in replaced:
+            stream.flush()

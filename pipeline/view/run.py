@@ -18,12 +18,15 @@ from pipeline.errors import PluginError, RecipeError
 from pipeline.execution import failures, rundir
 from pipeline.execution.activity_record import FILE as ACTIVITY
 from pipeline.execution.journal import Journal, is_event
-from pipeline.execution.run_state import RunState, SlotState, Training
+from pipeline.execution.run_state import ENDS, RunState, SlotState, Training
 from pipeline.recipe import Recipe, read_recipe
 from pipeline.utils.foreign import fitting, is_number, is_text, json_object
 from pipeline.utils.jsonl import Tail
+from pipeline.utils.text import plural
 
 Ended = Literal["running", "finished", "failed", "stopped"]
+LOOK_SECONDS = 0.5
+"""Seconds between two looks at the folder of a run that is followed."""
 KEPT = 1000
 """Newest records of a training that are kept of a run that is followed."""
 NEWEST_BYTES = 1 << 20
@@ -51,9 +54,7 @@ def json_in(file: Path, kinds: Kinds) -> dict[str, Any]:
     return fitting(json_object(file, within=file.parent), kinds)
 
 
-def in_order(
-    events: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
+def _in_order(*sources: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Events and records by their time, each in its own order; one without a time follows the one
     before it."""
 
@@ -63,7 +64,7 @@ def in_order(
             newest = max(newest, float(row.get("time") or 0.0))
             yield newest, row
 
-    return (row for _, row in heapq.merge(timed(events), timed(found), key=lambda pair: pair[0]))
+    return (row for _, row in heapq.merge(*map(timed, sources), key=lambda pair: pair[0]))
 
 
 class Run:
@@ -78,17 +79,20 @@ class Run:
 
     def look(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], bool]:
         """Read what is new. Returns events, records, and whether the records begin with earlier
-        ones: of earlier starts, or returned before."""
+        ones: from earlier starts, or returned before."""
         events = [event for event in self._journal.read() if is_event(event)]
         first = not self._metrics.began
         found = [record for record in self._metrics.read() if is_record(record)]
-        if self._metrics.replaced:  # a resumed run has dropped steps that are to be repeated
+        if self._metrics.replaced:  # a resumed run has dropped steps that it repeats
             self.now.trainings.clear()
-        for one in in_order(events, found):
+        self._apply(events, found)
+        return events, found, first or self._metrics.replaced
+
+    def _apply(self, events: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]]) -> None:
+        for one in _in_order(events, found):
             self.now.apply(one)
         if self.state != "running":
             self.now.end_silently()
-        return events, found, first or self._metrics.replaced
 
     @property
     def slots(self) -> dict[str, SlotState]:
@@ -165,11 +169,7 @@ class History(Run):
         super().__init__(folder, {slot: spec.use for slot, spec in recipe.stages.items()})
         self.recipe: Recipe = recipe
         self._over, self.now = ended, RunState()
-        events = Journal(folder / rundir.JOURNAL).events()
-        for one in in_order(events, records(folder / rundir.METRICS)):
-            self.now.apply(one)
-        if self.state != "running":
-            self.now.end_silently()
+        self._apply(Journal(folder / rundir.JOURNAL).events(), records(folder / rundir.METRICS))
         self.environment: Mapping[str, Any] = json_in(folder / ENVIRONMENT_FILE, SURROUNDINGS)
         """Packages and machine of the newest start; empty if not known."""
         self.engines: Mapping[str, Mapping[str, Any]] = {
@@ -197,6 +197,11 @@ class History(Run):
         return self.now.events
 
     @property
+    def starts(self) -> list[dict[str, Any]]:
+        """Events of the run's starts."""
+        return [event for event in self.events if event["event"] == "run started"]
+
+    @property
     def metrics(self) -> list[dict[str, Any]]:
         """Records of `metrics.jsonl`, training by training."""
         return [record for one in self.trainings for record in one.records]
@@ -216,6 +221,29 @@ class History(Run):
         """Lowest held-out loss of the newest training, `eval_loss`, and its `step`; None before an
         evaluation."""
         return self.trainings[-1].best
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that all starts of the run took together."""
+        total, began = 0.0, None
+        for event in self.events:
+            if event["event"] == "run started":
+                began = event["time"]
+            elif event["event"] in ENDS and began is not None:
+                total, began = total + event["time"] - began, None
+        if began is not None and self.state == "running":
+            total += max(0.0, time.time() - began)
+        return total
+
+    @property
+    def where(self) -> str:
+        """Strategy of each training, processes and device: `fully_shard, 8 processes, cuda`."""
+        newest = self.starts[-1] if self.starts else {}
+        engines = [*self.engines.values()]
+        kinds = " then ".join(dict.fromkeys(str(one.get("engine", "")) for one in engines))
+        procs = plural(newest["procs"], "process") if "procs" in newest else ""
+        device = next((str(one["device"]) for one in engines if "device" in one), "")
+        return ", ".join(filter(None, (kinds, procs, device or str(newest.get("device", "")))))
 
 
 def labelled(found: Mapping[str, Training], slots: Callable[[], Sequence[str]]) -> list[Training]:

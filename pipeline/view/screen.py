@@ -6,26 +6,22 @@ import contextlib
 import fcntl
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pipeline.errors import in_words
 from pipeline.utils.terminal import shown
 
 if TYPE_CHECKING:
-    pass
+    from pipeline.execution.gpu_records import HardwareRecord
 
-Choice = Literal["live", "lines", "quiet", "json"]
 LONG = 1 << 16
 """Bytes of an unfinished line from which on only the text after its last carriage return is
 kept."""
-LOOK_SECONDS = 0.5
-"""Seconds between two looks at the run's folder."""
 
 
-class Screen:
-    """Shows a run while its launcher waits for the ranks; this one leaves that to rank 0."""
+class View:
+    """A way to show a run. This one shows nothing: rank 0 prints lines."""
 
     output: int | None = None
     """Descriptor for rank 0's standard output and error; None: the launcher's own."""
@@ -48,69 +44,64 @@ class Screen:
         return []
 
 
-class Harmless(Screen):
-    """A screen whose failure is reported once and ends nothing else: a terminal that is gone, a
-    reader of events that has ended. From then on rank 0's lines appear on standard error."""
+class Screen:
+    """Shows a run while its launcher waits for the ranks, and records this machine's GPUs.
 
-    def __init__(self, make: Callable[[], Screen]) -> None:
-        self._screen, self._failed = Screen(), False
+    A view that fails (a terminal that is gone, a reader of events that has ended) is reported once
+    and stops nothing else; from then on rank 0's lines appear on standard error.
+    """
+
+    def __init__(
+        self, make: Callable[[], View] = View, recorder: HardwareRecord | None = None
+    ) -> None:
+        self._view, self._failed, self._recorder = View(), False, recorder
         with self._guarded():
-            self._screen = make()
-        self.output = self._screen.output
+            self._view = make()
+        self.output = self._view.output
 
     def refresh(self) -> None:
-        if self._failed:
-            self._pass_on()
-        else:
+        """Show what is new, and record the GPUs; see `View`."""
+        if self._recorder is not None:
+            with contextlib.suppress(Exception):  # only people read it
+                self._recorder.look()
+        if not self._failed:
             with self._guarded():
-                self._screen.refresh()
+                self._view.refresh()
+        else:
+            self._pass_on()
 
     def close(self) -> None:
+        """Show what the ranks have done last, and leave the terminal as it was."""
         with self._guarded():
-            self._screen.close()
+            self._view.close()
         if self._failed:
             self._pass_on()
 
     def end(self) -> None:
+        """Show how the run has ended."""
         if not self._failed:
             with self._guarded():
-                self._screen.end()
+                self._view.end()
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         try:
             yield
-        except (Exception, SystemExit) as error:  # rich ends the program where nobody reads
+        except (Exception, SystemExit) as error:  # rich ends the program where nothing reads
             if not self._failed:
                 self._failed = True
                 with contextlib.suppress(Exception):
-                    self._screen.abandon()
+                    self._view.abandon()
                 _say(f"the display has ended: {in_words(error)}")
 
     def _pass_on(self) -> None:
-        for line in self._screen.printed():
+        for line in self._view.printed():
             _say(line)
 
 
 def _say(line: str) -> None:
-    """Print a line to standard error, if that can be."""
     with contextlib.suppress(Exception):
         print(shown(line), file=sys.stderr, flush=True)
-
-
-class Now:
-    """Says whether it is time for another look."""
-
-    def __init__(self, seconds: float = LOOK_SECONDS) -> None:
-        self._seconds, self._looked = seconds, 0.0
-
-    def __call__(self) -> bool:
-        """Return whether the last time that this was true is long enough ago."""
-        now = time.monotonic()
-        if now - self._looked < self._seconds:
-            return False
-        self._looked = now
-        return True
 
 
 class LinePipe:

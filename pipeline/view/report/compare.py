@@ -1,22 +1,38 @@
-"""Several runs side by side: what differs between them, what came out, and their curves."""
+"""Several runs: what differs between some and what came out, or a table of all in a folder, and
+their curves."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from pipeline.errors import in_words
+from pipeline.execution import rundir
 from pipeline.execution.run_state import Training, measured
 from pipeline.recipe.nodes import leaves
+from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import align, count, duration, human, number, percent
-from pipeline.view.report.facts import busy_seconds, where
-from pipeline.view.report.page import Plot, Series, curve, render
+from pipeline.view.ending import REPORT
+from pipeline.view.report.page import Plot, clock, plots, render, value_text
 from pipeline.view.run import History, slots_that_train
 
+MOST_DRAWN = 12
+"""Newest runs whose curves are drawn."""
+MOST_POINTS = 150
+"""Points of a curve."""
+STARTED = "%Y-%m-%d %H:%M"
+COLUMNS = ("where", "steps", "loss", "first", "last", "best", "speed", "time")
+"""What is empty of a run that cannot be read."""
 MISSING = "-"
-Records = Sequence[Mapping[str, Any]]
+Value = tuple[str, float | None]
+"""A run's value of a property, and a number that is lower where the run is better; None if no value
+is better than another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,35 +50,24 @@ class Row:
         return len(set(self.values)) == 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Value:
-    """A run's value of a property."""
-
-    text: str
-    rank: float | None = None
-    """A number that is lower where the run is better; None if no value is better than another."""
-
-
 def results(histories: Sequence[History]) -> list[Row]:
     """Return what came out of each run; without properties that no run has."""
     columns: list[dict[str, Value]] = []
     for history, trainings in zip(histories, _trainings(histories), strict=True):
-        column = {"state": Value(text=history.state), "where": Value(text=where(history))}
+        column: dict[str, Value] = {"state": (history.state, None), "where": (history.where, None)}
         for training in trainings:
             column |= {training.named(name): value for name, value in _of_training(training)}
-        columns.append({**column, "time": Value(text=duration(busy_seconds(history)))})
-    names = dict.fromkeys(name for column in columns for name in column)
-    missing = Value(text=MISSING)
-    return [_row(name, [column.get(name, missing) for column in columns]) for name in names]
-
-
-def _row(name: str, found: Sequence[Value]) -> Row:
-    """Return a row; values that read the same are equally good."""
-    ranks = [value.rank for value in found if value.rank is not None]
-    best = {value.text for value in found if ranks and value.rank == min(ranks)}
-    values = tuple(value.text for value in found)
-    better = tuple(at for at, text in enumerate(values) if text in best)
-    return Row(name=name, values=values, better=better if len(set(values)) > 1 else ())
+        columns.append({**column, "time": (duration(history.busy_seconds), None)})
+    rows = []
+    for name in dict.fromkeys(name for column in columns for name in column):
+        found = [column.get(name, (MISSING, None)) for column in columns]
+        values, ranks = tuple(text for text, _ in found), [rank for _, rank in found]
+        best = min((rank for rank in ranks if rank is not None), default=None)
+        # values that read the same are equally good
+        texts = {text for text, rank in found if rank is not None and rank == best}
+        better = tuple(at for at, text in enumerate(values) if text in texts)
+        rows.append(Row(name=name, values=values, better=better if len({*values}) > 1 else ()))
+    return rows
 
 
 def _trainings(histories: Sequence[History]) -> list[list[Training]]:
@@ -80,66 +85,56 @@ def _trainings(histories: Sequence[History]) -> list[list[Training]]:
 
 def _of_training(training: Training) -> Iterator[tuple[str, Value]]:
     last: Mapping[str, Any] = training.step
+    evaluations, best, speed = training.evaluations, training.best, training.speed
     if last:
-        yield "steps", Value(text=str(last["step"]))
-        yield "training loss", _lower(last["loss"])
-    reason = training.ended_early
-    if reason:
-        yield "ended early", Value(text=shown(reason))
-    evaluations, best = training.evaluations, training.best
+        yield "steps", (str(last["step"]), None)
+        yield "training loss", (number(last["loss"]), last["loss"])
+    if reason := training.ended_early:
+        yield "ended early", (shown(reason), None)
     if evaluations:
-        yield "first held-out loss", Value(text=number(evaluations[0]["eval_loss"]))
-        yield "last held-out loss", _lower(evaluations[-1]["eval_loss"])
+        yield "first held-out loss", (number(evaluations[0]["eval_loss"]), None)
+        loss = evaluations[-1]["eval_loss"]
+        yield "last held-out loss", (number(loss), loss)
     if best:
-        text = f"{number(best['eval_loss'])} at step {best['step']}"
-        yield "best held-out loss", Value(text=text, rank=best["eval_loss"])
+        loss = best["eval_loss"]
+        yield "best held-out loss", (f"{number(loss)} at step {best['step']}", loss)
     for name, values in training.measured.items():
-        yield shown(name), Value(text=f"{values[-1][1]:.4g}")
-    speed = training.speed
+        yield shown(name), (f"{values[-1][1]:.4g}", None)
     rate, used = speed.mean("tokens_per_second"), speed.mean("mfu")
     if rate is not None:
-        yield "tokens/s (mean)", Value(text=count(rate), rank=-rate)
+        yield "tokens/s (mean)", (count(rate), -rate)
     if used is not None:
-        yield "MFU (mean)", Value(text=percent(used), rank=-used)
+        yield "MFU (mean)", (percent(used), -used)
     for name, label in (("peak_memory_bytes", "GPU peak"), ("peak_host_memory_bytes", "host peak")):
         if last.get(name):
-            yield label, Value(text=human(last[name]), rank=last[name])
-
-
-def _lower(loss: float | None) -> Value:
-    return Value(text=number(loss), rank=loss)
+            yield label, (human(last[name]), last[name])
 
 
 def recipe_differences(histories: Sequence[History]) -> list[Row]:
     """Return the fields of the recipes that are not the same in all runs."""
-    columns = []
-    for history in histories:
-        fields = leaves(history.recipe.public())
-        columns.append({".".join(map(str, path)): value for path, value in fields})
-    return _differences(columns)
+    return _differences(
+        {".".join(map(str, path)): value for path, value in leaves(history.recipe.public())}
+        for history in histories
+    )
 
 
 def environment_differences(histories: Sequence[History]) -> list[Row]:
     """Return the versions of packages, and the systems, that are not the same in all runs."""
-    found = []
-    for history in histories:
-        facts = {key: history.environment.get(key) for key in ("python", "platform")}
-        known = {key: value for key, value in facts.items() if value is not None}
-        found.append({**known, **(history.environment.get("packages") or {})})
-    return _differences(found)
+    environments = [history.environment for history in histories]
+    return _differences(
+        {
+            **{key: one[key] for key in ("python", "platform") if one.get(key) is not None},
+            **(one.get("packages") or {}),
+        }
+        for one in environments
+    )
 
 
-def _differences(columns: Sequence[Mapping[str, Any]]) -> list[Row]:
-    rows = []
-    for name in dict.fromkeys(name for column in columns for name in column):
-        values = tuple(_text(column[name]) if name in column else MISSING for column in columns)
-        if len(set(values)) > 1:
-            rows.append(Row(name=name, values=values))
-    return rows
-
-
-def _text(value: Any) -> str:
-    return shown(value if isinstance(value, str) else json.dumps(value))
+def _differences(found: Iterable[Mapping[str, Any]]) -> list[Row]:
+    columns = [{name: value_text(value) for name, value in one.items()} for one in found]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = (Row(name=n, values=tuple(one.get(n, MISSING) for one in columns)) for n in names)
+    return [row for row in rows if not row.equal]
 
 
 def lines(
@@ -151,27 +146,20 @@ def lines(
 ) -> Iterator[str]:
     """Yield a comparison as text: what differs, the results that differ with the best of each row
     marked, and what is equal in one line."""
-    differing = [row for row in results if not row.equal]
     for title, head, rows in (
         ("recipes", "recipes differ in", recipes),
         ("environments", "environments differ in", environments),
-        ("results", "results (* best)", differing),
+        ("results", "results (* best)", [row for row in results if not row.equal]),
     ):
-        yield from _table(head, names, rows) if rows else [f"{title} are the same"]
+        cells = [[head, *names]]
+        for row in rows:
+            values = enumerate(row.values)
+            cells.append([row.name, *(f"{v} *" if at in row.better else v for at, v in values)])
+        yield from align(cells, left=len(names) + 1) if rows else [f"{title} are the same"]
         yield ""
     equal = [f"{row.name} {row.values[0]}" for row in results if row.equal]
     if equal:
         yield f"the same in all: {', '.join(equal)}"
-
-
-def _table(title: str, names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
-    cells = [[title, *names]]
-    for row in rows:
-        marked = (
-            f"{value} *" if at in row.better else value for at, value in enumerate(row.values)
-        )
-        cells.append([row.name, *marked])
-    return align(cells, left=len(names) + 1)
 
 
 def comparison_page(histories: Sequence[History]) -> str:
@@ -190,30 +178,89 @@ def comparison_page(histories: Sequence[History]) -> str:
 
 
 def _plots(histories: Sequence[History]) -> Iterator[Plot]:
-    """Yield the curves of all runs, grouped by training."""
-    found = [
-        (history.name, training)
-        for history, trainings in zip(histories, _trainings(histories), strict=True)
-        for training in trainings
-    ]
-    for first in {training.label: training for _, training in found}.values():
-        alike = [(name, one.records) for name, one in found if one.label == first.label]
-        yield from (replace(plot, title=first.named(plot.title)) for plot in _plots_of(alike))
+    """Yield the curves of all runs, training by training."""
+    groups: dict[str, list[tuple[str, Training]]] = {}
+    for history, trainings in zip(histories, _trainings(histories), strict=True):
+        for training in trainings:
+            groups.setdefault(training.label, []).append((history.name, training))
+    for found in groups.values():
+        runs = [(name, training.records) for name, training in found]
+        own = (name for _, records in runs for one in records for name, _ in measured(one))
+        speeds = ("grad_norm", "tokens_per_second", "mfu")
+        for plot in plots(runs, ["loss", "eval_loss", *dict.fromkeys(own), *speeds]):
+            yield replace(plot, title=found[0][1].named(plot.title))
 
 
-def _plots_of(runs: Sequence[tuple[str, Records]]) -> Iterator[Plot]:
-    own = dict.fromkeys(name for _, records in runs for one in records for name, _ in measured(one))
-    for name, title, unit in (
-        ("loss", "Training loss", "nats per token"),
-        ("eval_loss", "Held-out loss", "nats per token"),
-        *((name, shown(name), "") for name in own),
-        ("grad_norm", "Gradient norm", "before clipping"),
-        ("tokens_per_second", "Speed", "tokens per second"),
-        ("mfu", "Model FLOPs utilisation", "share of the peak"),
-    ):
-        found = [
-            Series(label=label, curve=curve(records, name), dots=name == "eval_loss")
-            for label, records in runs
-        ]
-        if any(one.curve.steps for one in found):
-            yield Plot(title=title, unit=unit, series=found, wide=name == "grad_norm")
+def holds_runs(folder: Path) -> bool:
+    """Return whether a folder has runs in it and is none itself."""
+    return not (folder / rundir.RECIPE).exists() and any(folder.glob(f"*/{rundir.RECIPE}"))
+
+
+def write_folder_report(folder: Path, to: Path | None = None) -> Path:
+    """Write the report of all runs in a folder that holds runs, and return its path. Raises
+    OSError."""
+    path = to or folder / REPORT
+    found = runs_in(folder)
+    rows = [_row(*run, path.resolve().parent) for run in found]
+    histories = [history for _, _, history in found if isinstance(history, History)]
+    drawn = histories[:MOST_DRAWN]
+    newest = [(one.name, one.trainings[-1]) for one in drawn]
+    runs = [(shown(f"{name} {one.label}".strip()), one.records) for name, one in newest]
+    curves = plots(runs, ["eval_loss", "loss", "tokens_per_second"], most=MOST_POINTS)
+    page = render(
+        "runs.html.j2",
+        [replace(one, series=[s for s in one.series if s.curve.steps]) for one in curves],
+        title=f"runs in {folder.resolve().name}",
+        rows=rows,
+        states=list(Counter(row["state"] for row in rows).items()),
+        drawn=len(drawn) if len(drawn) < len(found) else 0,
+        written=clock(time.time(), STARTED),
+    )
+    replace_text(path, page)
+    return path
+
+
+def runs_in(folder: Path) -> list[tuple[float, Path, History | str]]:
+    """Return the runs in a folder, newest first: when each started (seconds since 1970; of one that
+    did not, when its folder was changed last), its folder, and its history, or else why it cannot
+    be read."""
+    found: list[tuple[float, Path, History | str]] = []
+    for run in (file.parent for file in folder.glob(f"*/{rundir.RECIPE}")):
+        started = run.stat().st_mtime
+        try:
+            history = History(run)
+        except Exception as error:  # one broken run is no reason to show no other
+            found.append((started, run, shown(in_words(error))))
+        else:
+            started = history.starts[0]["time"] if history.starts else started
+            found.append((started, run, history))
+    return sorted(found, key=lambda one: (one[0], one[1].name), reverse=True)
+
+
+def _row(began: float, folder: Path, history: History | str, base: Path) -> dict[str, str]:
+    """Return a run as a line of the table; `link` is the address of its report relative to the
+    folder `base`. What is not known is empty."""
+    report = folder / REPORT
+    link = Path(os.path.relpath(report.resolve(), base)).as_posix() if report.is_file() else ""
+    row = {"name": shown(folder.name), "link": link, "started": clock(began, STARTED)}
+    if isinstance(history, str):
+        return {**row, **dict.fromkeys(COLUMNS, ""), "state": "damaged", "note": history}
+    training, found, best = history.trainings[-1], history.evaluations, history.best
+    step, rate = training.step, training.speed.mean("tokens_per_second")
+    total = step.get("total_steps")
+    of_all = f" of {total}" if total and total != step["step"] else ""
+    ends = [one for one in history.events if one["event"] in ("run failed", "run stopped")]
+    failed = ends and history.state not in ("finished", "running")
+    return {
+        **row,
+        "state": history.state,
+        "note": shown(str(ends[-1].get("problem", ""))).split("\n")[0] if failed else "",
+        "where": history.where,
+        "steps": training.named(f"{step['step']}{of_all}" if step else ""),
+        "loss": number(step["loss"]) if step else "",
+        "first": number(found[0]["eval_loss"]) if found else "",
+        "last": number(found[-1]["eval_loss"]) if found else "",
+        "best": f"{number(best['eval_loss'])} at step {best['step']}" if best else "",
+        "speed": "" if rate is None else count(rate),
+        "time": duration(history.busy_seconds),
+    }

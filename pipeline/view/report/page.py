@@ -3,10 +3,11 @@ curves, which have no more points than a screen can show."""
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,39 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from pipeline.hardware.gpus import GIB
+from pipeline.utils.packages import versions
+from pipeline.utils.terminal import shown
+
 MOST_POINTS = 500
 """Points of a curve. Longer series are cut into this many parts, and each becomes its mean, its
 least and its greatest value."""
-DIGITS = 5
-"""Significant digits of a value."""
+ASSETS = Path(__file__).parent / "assets"
+COLOURS = ("accent", "second", "good", "third", "bad", "faint")
+"""Names of colours in `page.css`, one a series; further series begin again, dashed."""
+LOG_SPAN = 20
+"""A logarithmic axis is worth its ticks where the greatest value is this many times the least."""
+Records = Sequence[Mapping[str, Any]]
+FIELDS = {
+    "loss": ("Training loss", "nats per token"),
+    "eval_loss": ("Held-out loss", "nats per token"),
+    "grad_norm": ("Gradient norm", "before clipping"),
+    "lr": ("Learning rate", ""),
+    "tokens_per_second": ("Speed", "tokens per second"),
+    "step_seconds": ("Time of a step", "seconds"),
+    "mfu": ("Model FLOPs utilisation", "share of the peak"),
+    "data_wait_share": ("Wait for data", "share of a step"),
+    "peak_memory_bytes": ("Peak memory of a GPU", "GiB"),
+    "peak_host_memory_bytes": ("Peak host memory of a process", "GiB"),
+}
+"""Field of `metrics.jsonl` -> title and unit of its plot; a plugin's number has its name."""
+WIDE = ("grad_norm", "step_seconds")
+"""Fields whose values may span orders of magnitude: then the axis is logarithmic."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One measurement over training steps. None stands for what was no number."""
+    """One measurement over training steps. None stands for what was not a number."""
 
     steps: list[int]
     """The last step of each part."""
@@ -31,55 +55,42 @@ class Curve:
     least: list[float | None]
     greatest: list[float | None]
 
-    @property
-    def known(self) -> list[float]:
-        """All values that are numbers, the ranges' too."""
-        return [value for value in (*self.mean, *self.least, *self.greatest) if value is not None]
+    @classmethod
+    def of(cls, points: Sequence[tuple[int, Sequence[float]]], most: int = MOST_POINTS) -> Curve:
+        """The curve of steps with their values, of five significant digits."""
+        count = min(most, len(points))
+        edges = [part * len(points) // count for part in range(count + 1)] if count else []
+        parts = [points[a:b] for a, b in itertools.pairwise(edges)]
+        values = [[float(value) for _, found in part for value in found] for part in parts]
+
+        def each(function: Callable[[list[float]], float]) -> list[float | None]:
+            return [float(f"{function(found):.5g}") if found else None for found in values]
+
+        steps = [part[-1][0] for part in parts]
+        return cls(steps=steps, mean=each(statistics.fmean), least=each(min), greatest=each(max))
 
 
 def curve(
     records: Iterable[Mapping[str, Any]], name: str, *, unit: float = 1, most: int = MOST_POINTS
 ) -> Curve:
     """Return the curve of a field of `metrics.jsonl`, in multiples of `unit`, over the records that
-    have it."""
-    points = [
-        (record["step"], None if record[name] is None else record[name] / unit)
-        for record in records
-        if name in record
-    ]
-    count = min(most, len(points))
-    edges = [part * len(points) // count for part in range(count + 1)] if count else [0]
-    parts = [points[a:b] for a, b in itertools.pairwise(edges)]
-    return Curve(
-        steps=[part[-1][0] for part in parts],
-        mean=[_of(part, lambda values: math.fsum(values) / len(values)) for part in parts],
-        least=[_of(part, min) for part in parts],
-        greatest=[_of(part, max) for part in parts],
+    have it as a number or null."""
+    found = ((record["step"], record[name]) for record in records if name in record)
+    return Curve.of(
+        [
+            (step, [] if value is None else [value / unit])
+            for step, value in found
+            if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        ],
+        most,
     )
-
-
-def _of(part: Sequence[tuple[int, Any]], function: Callable[[list[float]], float]) -> float | None:
-    values = [float(value) for _, value in part if value is not None]
-    return rounded(function(values)) if values else None
-
-
-def rounded(value: float) -> float:
-    """Return a value with the digits that a curve has."""
-    return float(f"{value:.{DIGITS}g}")
-
-
-ASSETS = Path(__file__).parent / "assets"
-COLOURS = ("accent", "second", "good", "third", "bad", "faint")
-"""Names of colours in `page.css`, one a series; further series begin again, dashed."""
-LOG_SPAN = 20
-"""A logarithmic axis is worth its ticks where the greatest value is this many times the least."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
     """A curve in a plot."""
 
-    label: str
+    label: str = ""
     curve: Curve
     dots: bool = False
     """Whether its points are drawn too: for few, far apart."""
@@ -93,13 +104,14 @@ class Plot:
     unit: str = ""
     series: Sequence[Series]
     wide: bool = False
-    """Whether its values may span orders of magnitude: then the axis is logarithmic."""
+    """Whether its values may span orders of magnitude."""
 
     @property
     def log(self) -> bool:
         """Whether the axis is logarithmic: the values are above 0 and do span so much."""
-        values = [value for one in self.series for value in one.curve.known]
-        return self.wide and bool(values) and 0 < min(values) * LOG_SPAN <= max(values)
+        curves = [one.curve for one in self.series]
+        known = [v for c in curves for v in (*c.mean, *c.least, *c.greatest) if v is not None]
+        return self.wide and bool(known) and 0 < min(known) * LOG_SPAN <= max(known)
 
     @property
     def keys(self) -> Sequence[dict[str, Any]]:
@@ -113,23 +125,44 @@ class Plot:
         """Return what `page.js` draws: a column of steps, then the columns of the series."""
         steps = sorted({step for one in self.series for step in one.curve.steps})
         columns: list[list[Any]] = [list(steps)]
-        described = []
+        series = []
         for key, one in zip(self.keys, self.series, strict=True):
             found = one.curve
             ranged = found.least != found.greatest and len(self.series) <= 2
-            columns.append(_column(steps, found.steps, found.mean))
-            if ranged:
-                columns.append(_column(steps, found.steps, found.least))
-                columns.append(_column(steps, found.steps, found.greatest))
-            described.append({**key, "dots": one.dots, "ranged": ranged})
-        return {"log": self.log, "series": described, "data": columns}
+            for values in (found.mean, *((found.least, found.greatest) if ranged else ())):
+                by_step = dict(zip(found.steps, values, strict=True))
+                columns.append([by_step.get(step) for step in steps])
+            series.append({**key, "dots": one.dots, "ranged": ranged})
+        return {"log": self.log, "series": series, "data": columns}
 
 
-def _column(
-    steps: Sequence[int], own: Sequence[int], values: Sequence[float | None]
-) -> list[float | None]:
-    found = dict(zip(own, values, strict=True))
-    return [found.get(step) for step in steps]
+def plots(
+    runs: Sequence[tuple[str, Records]], names: Iterable[str], *, most: int = MOST_POINTS
+) -> Iterator[Plot]:
+    """Yield the plot of each field with a series for each run, of those that a run has."""
+    for name in names:
+        title, unit = FIELDS.get(name, (shown(name), ""))
+        scale = GIB if unit == "GiB" else 1
+        series = [
+            Series(
+                label=label,
+                curve=curve(records, name, unit=scale, most=most),
+                dots=name == "eval_loss",
+            )
+            for label, records in runs
+        ]
+        if any(one.curve.steps for one in series):
+            yield Plot(title=title, unit=unit, series=series, wide=name in WIDE)
+
+
+def clock(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Return a time, in seconds since 1970, as people read it here."""
+    return datetime.datetime.fromtimestamp(seconds).strftime(form)
+
+
+def value_text(value: Any) -> str:
+    """Return a value of a recipe or a fact as text: a string as it is, anything else as JSON."""
+    return shown(value if isinstance(value, str) else json.dumps(value))
 
 
 def render(template: str, plots: Sequence[Plot], **facts: Any) -> str:
@@ -148,6 +181,7 @@ def render(template: str, plots: Sequence[Plot], **facts: Any) -> str:
         style=_asset("uPlot.min.css") + _asset("page.css"),
         library=_asset("uPlot.iife.min.js"),
         script=_asset("page.js"),
+        version=versions().get("pipetrain", ""),
         **facts,
     )
 

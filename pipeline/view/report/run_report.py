@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-import datetime
-import json
-import math
 import shlex
 import statistics
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.contracts.metrics import training_of
+from pipeline.contracts.metrics import kind_of, training_of
 from pipeline.execution import rundir
 from pipeline.execution.gpu_records import hardware_records
 from pipeline.execution.origins import origins
-from pipeline.execution.run_state import Training, measured
-from pipeline.hardware.gpus import GIB
+from pipeline.execution.run_state import Training
 from pipeline.recipe.nodes import leaves
 from pipeline.utils.files import replace_text
-from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
-from pipeline.utils.text import duration, gib, percent
+from pipeline.utils.text import count, duration, gib, human, number, percent, plural
 from pipeline.view.ending import REPORT, prompts
-from pipeline.view.report import facts
-from pipeline.view.report.page import MOST_POINTS, Curve, Plot, Series, curve, render, rounded
+from pipeline.view.report.page import (
+    FIELDS,
+    MOST_POINTS,
+    Curve,
+    Plot,
+    Records,
+    Series,
+    clock,
+    curve,
+    plots,
+    render,
+    value_text,
+)
 from pipeline.view.run import PLANNED, History, json_in
 
-MOST_MARKS = 200
+MOST_EVENTS = 200
 MOST_ROWS = 400
 """Rows of the recipe's table."""
+READINGS = (
+    ("utilisation", "GPUs busy", "share of the time"),
+    ("temperature", "Temperature of GPUs", "°C"),
+    ("watts", "Power of a GPU", "W"),
+)
+"""Fields of a GPU's reading, their titles and units."""
 
 
 def write_report(folder: Path, to: Path | None = None, *, ended: bool = False) -> Path:
@@ -45,84 +58,96 @@ def write_report(folder: Path, to: Path | None = None, *, ended: bool = False) -
 def run_page(history: History) -> str:
     """Return the report as HTML."""
     plan = json_in(history.folder / rundir.PLAN, PLANNED)
-    marks, gpus = facts.marks(history), list(hardware_records(history.folder))
-    rows = list(_recipe_rows(history))
-    starts = [event for event in history.events if event["event"] == "run started"]
-    memory = facts.memory_rows(history, plan)
+    events, gpus = timeline(history), list(hardware_records(history.folder))
     parts = max(-(-len(one.steps) // MOST_POINTS) for one in history.trainings)
     # as it is typed: without the path of `pipe`
     typed = [str(word) for word in history.environment.get("command", [])]
     if typed and Path(typed[0]).name in ("pipe", "pipetrain.py"):
         typed[0] = "pipe"
+    memory_title, memory_sizes = memory(history, plan)
     return render(
         "run.html.j2",
-        [*_plots(history), *_gpu_plots(history, gpus)],
+        list(report_plots(history, gpus)),
         title=history.name,
         name=history.name,
         state=history.state,
-        where=facts.where(history),
-        started=_clock(starts[0]["time"]) if starts else "",
+        where=history.where,
+        started=clock(history.starts[0]["time"]) if history.starts else "",
         command=shown(shlex.join(typed)),
-        tiles=list(facts.summary(history)),
+        tiles=list(summary(history)),
         parts=parts if parts > 1 else 0,
         slots=list(_slots(history)),
-        memory=memory,
-        memory_title=facts.memory_title([label for label, _ in memory], plan),
+        memory=memory_sizes,
+        memory_title=memory_title,
         plan_lines=[str(line) for line in plan.get("lines", [])],
-        gpus=gpu_rows(gpus),
+        gpus=list(gpu_rows(gpus)),
         prompts=[prompt for one in history.trainings for prompt in prompts(one.records, one.label)],
-        marks=[
-            {**vars(mark), "time": "" if mark.time is None else _clock(mark.time)}
-            for mark in marks[-MOST_MARKS:]
+        events=[
+            {**vars(one), "time": "" if one.time is None else clock(one.time)}
+            for one in events[-MOST_EVENTS:]
         ],
-        left_out=max(0, len(marks) - MOST_MARKS),
-        recipe=rows[:MOST_ROWS],
+        left_out=max(0, len(events) - MOST_EVENTS),
+        recipe=list(_recipe_rows(history))[:MOST_ROWS],
         environment=list(_environment(history)),
-        version=versions().get("pipetrain", ""),
-        written=_clock(datetime.datetime.now().timestamp()),
+        written=clock(time.time()),
     )
 
 
-def _plots(history: History) -> Iterator[Plot]:
+def report_plots(history: History, gpus: Records) -> Iterator[Plot]:
+    """Yield the curves of each training, and of the GPUs over its steps."""
     for training in history.trainings:
-        for plot in _plots_of(training):
+        readings = [one for one in gpus if training_of(one) == training.slot]
+        for plot in (*_training_plots(training), *gpu_plots(readings)):
             yield replace(plot, title=training.named(plot.title))
 
 
-def _gpu_plots(history: History, gpus: Sequence[dict[str, Any]]) -> Iterator[Plot]:
-    """Yield the plots of GPUs, for each training over its own steps."""
-    for training in history.trainings:
-        for plot in gpu_plots([one for one in gpus if training_of(one) == training.slot]):
-            yield replace(plot, title=training.named(plot.title))
-
-
-def _plots_of(training: Training) -> Iterator[Plot]:
+def _training_plots(training: Training) -> Iterator[Plot]:
     steps = training.steps
-    loss = curve(steps, "loss")
+    loss, held_out = curve(steps, "loss"), curve(training.evaluations, "eval_loss")
     if loss.steps:
         series = [Series(label="training", curve=loss)]
-        held_out = curve(training.evaluations, "eval_loss")
         if held_out.steps:
             series.append(Series(label="held out", curve=held_out, dots=True))
         yield Plot(title="Loss", unit="nats per token", series=series)
-    for name in training.measured:
-        own = [one for one in training.records if name in dict(measured(one))]
-        series = [Series(label=shown(name), curve=curve(own, name))]
-        yield Plot(title=shown(name), series=series)
-    for name, title, unit, wide in (
-        ("grad_norm", "Gradient norm", "before clipping", True),
-        ("lr", "Learning rate", "", False),
-        ("tokens_per_second", "Speed", "tokens per second", False),
-        ("step_seconds", "Time of a step", "seconds", True),
-        ("mfu", "Model FLOPs utilisation", "share of the peak", False),
-        ("data_wait_share", "Wait for data", "share of a step", False),
-        ("peak_memory_bytes", "Peak memory of a GPU", "GiB", False),
-        ("peak_host_memory_bytes", "Peak host memory of a process", "GiB", False),
-    ):
-        found = curve(steps, name, unit=GIB if unit == "GiB" else 1)
-        if any(found.mean):
-            series = [Series(label=title.lower(), curve=found)]
-            yield Plot(title=title, unit=unit, series=series, wide=wide)
+    yield from plots([("", training.records)], training.measured)
+    for plot in plots([("", steps)], [name for name in FIELDS if not name.endswith("loss")]):
+        if any(plot.series[0].curve.mean):
+            yield plot
+
+
+def gpu_plots(records: Records) -> Iterator[Plot]:
+    """Yield curves over the steps: of all GPUs and readings of a step, mean, least and greatest."""
+    for name, title, unit in READINGS:
+        by_step: dict[int, list[float]] = defaultdict(list)
+        for record in records:
+            by_step[record["step"]] += _known(record["gpus"], name)
+        if points := sorted(item for item in by_step.items() if item[1]):
+            yield Plot(title=title, unit=unit, series=[Series(curve=Curve.of(points))])
+
+
+def gpu_rows(records: Records) -> Iterator[dict[str, str]]:
+    """Yield a row for each GPU: what it did on the median, its greatest values, and how much of the
+    time it was slowed down, and by what."""
+    by_gpu: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for gpu in (gpu for record in records for gpu in record["gpus"]):
+        by_gpu[gpu["index"]].append(gpu)
+    for index, readings in sorted(by_gpu.items()):
+        names = ("utilisation", "temperature", "watts", "memory_bytes")
+        busy, degrees, watts, memory = (_known(readings, name) for name in names)
+        slowed = Counter(reason for reading in readings for reason in reading["throttled"])
+        shares = (f"{name} {percent(n / len(readings))}" for name, n in slowed.most_common())
+        yield {
+            "gpu": str(index),
+            "busy": percent(statistics.median(busy)) if busy else "",
+            "temperature": f"{max(degrees):.0f} °C" if degrees else "",
+            "power": f"{statistics.median(watts):.0f} W, {max(watts):.0f} W" if watts else "",
+            "memory": f"{gib(max(memory))} GiB" if memory else "",
+            "slowed": ", ".join(shares) or "never",
+        }
+
+
+def _known(readings: Records, name: str) -> list[float]:
+    return [float(reading[name]) for reading in readings if reading.get(name) is not None]
 
 
 def _slots(history: History) -> Iterator[dict[str, Any]]:
@@ -141,11 +166,8 @@ def _recipe_rows(history: History) -> Iterator[dict[str, str]]:
     written = origins(history.folder)
     for path, value in leaves(history.recipe.public()):
         dotted = ".".join(map(str, path))
-        yield {
-            "path": dotted,
-            "value": shown(json.dumps(value) if not isinstance(value, str) else value),
-            "origin": shown(written.get(dotted, history.recipe.origin(path))),
-        }
+        origin = shown(written.get(dotted, history.recipe.origin(path)))
+        yield {"path": dotted, "value": value_text(value), "origin": origin}
 
 
 def _environment(history: History) -> Iterator[tuple[str, str]]:
@@ -156,72 +178,161 @@ def _environment(history: History) -> Iterator[tuple[str, str]]:
         yield name, str(version)
     for slot, engine in history.engines.items():
         for name, value in engine.items():
-            text = value if isinstance(value, str) else json.dumps(value)
-            yield f"{slot} engine: {name}".strip(), shown(text)
+            yield f"{slot} engine: {name}".strip(), value_text(value)
 
 
-def _clock(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+def summary(history: History) -> Iterator[tuple[str, str, str]]:
+    """Yield the most important numbers of each training, and the run's time: label, value, and what
+    it is compared with, or a mean of."""
+    for training in history.trainings:
+        for label, value, note in _numbers(training):
+            yield training.named(label), value, note
+    starts = len(history.starts)
+    yield "time", duration(history.busy_seconds), "" if starts < 2 else f"{starts} starts"
 
 
-Records = Sequence[Mapping[str, Any]]
-MEASURED = (
-    ("utilisation", "GPUs busy", "share of the time"),
-    ("temperature", "Temperature of GPUs", "°C"),
-    ("watts", "Power of a GPU", "W"),
-)
-"""Fields of a reading, their titles and units."""
+def _numbers(training: Training) -> Iterator[tuple[str, str, str]]:
+    steps, found, best = training.steps, training.evaluations, training.best
+    if steps:
+        first, last = steps[0], steps[-1]
+        total = last.get("total_steps")
+        yield "steps", f"{last['step']}" + (f" of {total}" if total else ""), ""
+        note = f"{number(first['loss'])} at step {first['step']}"
+        yield "training loss", number(last["loss"]), note
+    if found:  # the last loss next to the first and the best
+        first, last = found[0], found[-1]
+        note = f"at step {last['step']}"
+        if first["step"] != last["step"]:
+            note = f"{number(first['eval_loss'])} at step {first['step']}"
+            if best is not None and best["step"] not in (first["step"], last["step"]):
+                note += f", best {number(best['eval_loss'])} at step {best['step']}"
+        yield "held-out loss", number(last["eval_loss"]), note
+    speed = training.speed
+    rate, used = speed.mean("tokens_per_second"), speed.mean("mfu")
+    mean = f"mean of {plural(speed.steps, 'step')}"
+    if rate is not None:
+        yield "tokens/s", count(rate), mean
+    if used is not None:
+        yield "MFU", percent(used), mean
+    if steps and steps[-1].get("tokens") is not None:
+        yield "target tokens", count(steps[-1]["tokens"]), ""
 
 
-def gpu_plots(records: Records) -> Iterator[Plot]:
-    """Yield curves over the steps: of all GPUs and readings of a step, mean, least and greatest."""
-    for name, title, unit in MEASURED:
-        found = _curve(records, name)
-        if found.steps:
-            series = [Series(label=title.lower(), curve=found)]
-            yield Plot(title=title, unit=unit, series=series)
-
-
-def _curve(records: Records, name: str) -> Curve:
-    by_step: dict[int, list[float]] = defaultdict(list)
-    for record in records:
-        by_step[record["step"]] += _known(record["gpus"], name)
-    steps = sorted(step for step, values in by_step.items() if values)
-    size = max(1, math.ceil(len(steps) / MOST_POINTS))
-    parts = [steps[at : at + size] for at in range(0, len(steps), size)]
-    values = [[value for step in part for value in by_step[step]] for part in parts]
-    return Curve(
-        steps=[part[-1] for part in parts],
-        mean=[rounded(math.fsum(found) / len(found)) for found in values],
-        least=[rounded(min(found)) for found in values],
-        greatest=[rounded(max(found)) for found in values],
+def memory(history: History, plan: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+    """Return a title, and what was planned and measured of memory, as labels and sizes: of the
+    training that took most."""
+    last = [training.steps[-1] for training in history.trainings if training.steps]
+    device, host = (
+        max((one.get(f"peak_{kind}_bytes") or 0 for one in last), default=0)
+        for kind in ("memory", "host_memory")
     )
-
-
-def gpu_rows(records: Records) -> list[dict[str, str]]:
-    """Return a row for each GPU: what it did on the median, its greatest values, and how much of
-    the time it was slowed down, and by what."""
-    by_gpu: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-    for record in records:
-        for gpu in record["gpus"]:
-            by_gpu[gpu["index"]].append(gpu)
-    return [_row(index, by_gpu[index]) for index in sorted(by_gpu)]
-
-
-def _row(index: int, readings: Records) -> dict[str, str]:
-    busy, degrees = _known(readings, "utilisation"), _known(readings, "temperature")
-    watts, memory = _known(readings, "watts"), _known(readings, "memory_bytes")
-    reasons = Counter(reason for reading in readings for reason in reading["throttled"])
-    shares = (f"{name} {percent(times / len(readings))}" for name, times in reasons.most_common())
-    return {
-        "gpu": str(index),
-        "busy": percent(statistics.median(busy)) if busy else "",
-        "temperature": f"{max(degrees):.0f} °C" if degrees else "",
-        "power": f"{statistics.median(watts):.0f} W, {max(watts):.0f} W" if watts else "",
-        "memory": f"{gib(int(max(memory)))} GiB" if memory else "",
-        "slowed": ", ".join(shares) or "never",
+    needed = plan.get("needed_bytes")
+    words = ["planned"] * bool(needed or plan.get("lines")) + ["measured"] * bool(device or host)
+    sizes = {
+        "planned per GPU": needed,
+        "measured, tensors on the fullest GPU": device,
+        "measured, host memory of training in one process": host,
     }
+    rows = [(label, human(size)) for label, size in sizes.items() if size]
+    return f"Memory, {' and '.join(words)}", rows
 
 
-def _known(readings: Records, name: str) -> list[float]:
-    return [float(reading[name]) for reading in readings if reading.get(name) is not None]
+@dataclass(frozen=True, kw_only=True)
+class TimelineEvent:
+    """An event of a run, as people read it."""
+
+    time: float | None
+    """Seconds since 1970; None where it was not recorded."""
+    step: int | None = None
+    kind: str
+    text: str
+    bad: bool = False
+    """Whether somebody should look at it."""
+    times: int = 1
+    """How often a warning came."""
+
+
+def timeline(history: History) -> list[TimelineEvent]:
+    """Return starts, ends, failures, saves and what was unusual, in order of time; a warning that
+    comes again, as after a resume, once."""
+    found = [
+        replace(event, kind=training.named(event.kind))
+        for training in history.trainings
+        for event in (*_saves(training.records), *_unusual(training.records))
+    ]
+    found += _of_journal(history.events)
+    return sorted(found, key=lambda one: float("inf") if one.time is None else one.time)
+
+
+def _of_journal(events: list[dict[str, Any]]) -> Iterator[TimelineEvent]:
+    starts = 0
+    warned = Counter(shown(str(one.get("text", ""))) for one in events if one["event"] == "warning")
+    for event in events:
+        kind, when = event["event"], event["time"]
+        if kind == "run started":
+            starts += 1
+            where = f"{plural(event.get('procs', 1), 'process')}, {event.get('device', '')}"
+            yield TimelineEvent(time=when, kind="start" if starts == 1 else "resume", text=where)
+        elif kind in ("run failed", "run stopped"):
+            bad, problem = kind == "run failed", shown(str(event.get("problem", "")))
+            yield TimelineEvent(time=when, kind="failure" if bad else "stop", text=problem, bad=bad)
+        elif kind == "warning":
+            text = shown(str(event.get("text", "")))
+            if times := warned.pop(text, 0):
+                yield TimelineEvent(time=when, kind="warning", text=text, bad=True, times=times)
+        elif kind == "run finished":
+            yield TimelineEvent(time=when, kind="end", text="every stage finished")
+
+
+def _unusual(records: Iterable[Mapping[str, Any]]) -> Iterator[TimelineEvent]:
+    for record in records:
+        kind, name = kind_of(record), ""
+        if kind == "anomaly":
+            name, text = kind, f"{record['anomaly']}: {record.get('action', '')}"
+        elif kind == "ended early":
+            name, text = "end of training", shown(record["ended_early"])
+        elif kind == "straggler":
+            name, text = kind, f"rank {record['straggler']}: {record.get('why', '')}"
+        if name:
+            yield TimelineEvent(
+                time=record.get("time"), step=record.get("step"), kind=name, text=text,
+                bad=kind != "ended early",
+            )  # fmt: skip
+
+
+def _saves(records: Iterable[Mapping[str, Any]]) -> Iterator[TimelineEvent]:
+    """Yield saves with what they cost. Of each there are two records, of its beginning and of its
+    end; either may be missing, and a step that was repeated was saved twice."""
+    saves: list[dict[str, Any]] = []
+    for record in records:
+        kind = kind_of(record)
+        if kind == "checkpoint":
+            saves.append({**record})
+        elif kind == "checkpoint written":
+            waiting = [
+                one for one in saves
+                if one["step"] == record["step"] and "checkpoint_seconds" not in one
+            ]  # fmt: skip
+            if waiting:
+                waiting[0].update({**record, "time": waiting[0].get("time")})
+            else:
+                saves.append({**record})
+    for save in saves:
+        cost = ", ".join(_cost(save))
+        yield TimelineEvent(time=save.get("time"), step=save["step"], kind="save", text=cost)
+
+
+def _cost(save: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a save cost, as far as it was recorded."""
+    if "checkpoint_seconds" not in save:
+        yield "not recorded as written"
+    else:
+        size = f"{human(save['checkpoint_bytes'])} " if "checkpoint_bytes" in save else ""
+        yield f"{size}on disk after {save['checkpoint_seconds']:.2f} s"
+    if "checkpoint_stall_seconds" in save:
+        yield f"training paused for {save['checkpoint_stall_seconds']:.2f} s"
+    if save.get("checkpoint_slowed_seconds", 0) > 0:
+        yield f"steps took {save['checkpoint_slowed_seconds']:.2f} s longer meanwhile"
+    if "checkpoint_user_seconds" in save:
+        spent = save["checkpoint_user_seconds"] + save["checkpoint_system_seconds"]
+        yield f"{spent:.2f} s of processor time"

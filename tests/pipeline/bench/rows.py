@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.bench.results import Memory, Row, RunMeasurement, Speed
+from pipeline.bench.session import Memory, Row, RunMeasurement, Speed
 
 
 def speed(median: float, spread: float = 0.0, steps: int = 3) -> Speed:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.bench import results
 from pipeline.bench.report import draw, table, verdict
-from pipeline.bench.results import Memory, Row, Speed, with_efficiency
+from pipeline.bench.session import Memory, Row, Speed, measured, with_efficiency
 from pipeline.errors import StageError
 from tests.pipeline.bench.rows import row
 
@@ -38,7 +37,7 @@ def test_numbers_of_a_run() -> None:
         step(5, 50.0, profiled=True, communication_share=0.25),
         {"step": 5, "checkpoint_stall_seconds": 0.1, "checkpoint_seconds": 0.4},
     ]  # fmt: skip
-    told = results.measured(records, warmup=1, began=90.0, predicted=2000)
+    told = measured(records, warmup=1, began=90.0, predicted=2000)
     assert told.tokens_per_second == Speed(median=32.0, low=16.0, high=64.0, steps=3)
     assert told.step_seconds.median == 2.0
     assert (told.tokens_per_step, told.samples_per_step) == (64.0, 8)
@@ -51,16 +50,16 @@ def test_numbers_of_a_run() -> None:
     assert told.memory.ratio is None  # resident memory says nothing on the accuracy for tensors
     assert replace(told.memory, kind="device").ratio == 2.0
     with pytest.raises(StageError, match="no steps were recorded after warm-up"):
-        results.measured(records, warmup=4, began=90.0, predicted=None)
+        measured(records, warmup=4, began=90.0, predicted=None)
     # steps skipped by loss scaling
     for index in (1, 3, 4):
         records[index]["applied"] = False
-    told = results.measured(records, warmup=1, began=90.0, predicted=None)
+    told = measured(records, warmup=1, began=90.0, predicted=None)
     assert told.tokens_per_second == Speed(median=32.0, low=32.0, high=32.0, steps=1)
     assert (told.steps_left_out, told.data_wait_share, told.communication_share) == (2, 0, None)
     records[2]["applied"] = False
     with pytest.raises(StageError, match="no step after warm-up updated the model"):
-        results.measured(records, warmup=1, began=90.0, predicted=None)
+        measured(records, warmup=1, began=90.0, predicted=None)
 
 
 def test_one_or_two_steps_have_no_spread() -> None:

@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 from pipeline import cli
 from pipeline.bench import session as measuring
-from pipeline.bench.results import Row
 from pipeline.bench.trials import BenchLength, TrialRecipe
 from pipeline.chain.plan import make_plan
 from pipeline.chain.registry import Registry
@@ -28,13 +27,12 @@ from tests.support.tier import FULL
 def test_a_recipe_that_is_wrong_under_a_strategy_is_a_row(
     real: dict[str, Any], tmp_path: Path
 ) -> None:
-    one = Row(strategy="s", use="wrap.zero", procs=2)
     recipe = "name: x\nstages: {wrap: {use: wrap.zeero}}\n"
     registry = Registry.installed()
     session = measuring.Benchmark(
         plan=make_plan(load_recipe("r.yaml")), threads=None, minutes=1, keep=False,
         length=BenchLength(steps=1, warmup=0, weak=False), folder=tmp_path / "b", registry=registry,
-        trials=[TrialRecipe(row=one, text=recipe)],
+        trials=[TrialRecipe(strategy="s", use="wrap.zero", procs=2, text=recipe)],
     )  # fmt: skip
     (done,), _ = session.run(lambda rows: None)
     assert done.error.startswith("wrap.use: there is no stage `wrap.zeero` (did you mean")

@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from pipeline.cli import main
 from pipeline.execution.export_recipe import chosen, trained_in
 from pipeline.execution.talk import found
-from pipeline.view.report.facts import where
 from pipeline.view.run import History
 from tests.support.pipe import Outcome, Pipe
 from tests.support.tiny_recipe import EXPORT, write
@@ -91,7 +90,7 @@ def test_each_training_has_the_facts_of_its_own_engine(made: tuple[Pipe, Outcome
     kinds = [json.loads(file.read_text())["engine"] for file in files]
     assert kinds == ["DistributedDataParallel", "fully_shard"]
     history = History(run)
-    assert where(history) == "DistributedDataParallel then fully_shard, 1 process, cpu"
+    assert history.where == "DistributedDataParallel then fully_shard, 1 process, cpu"
     assert history.engines["train2"]["engine"] == "fully_shard"
 
 

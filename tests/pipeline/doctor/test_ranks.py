@@ -54,21 +54,16 @@ def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
 
 
-def test_what_every_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    told = measure("own_measurements:rates", {"size": 1}, procs=2, seconds=30)
-    assert told.failure == ""
-    assert told.all_records == (
-        {"rank": 0, "threads": "3", "size": 1},
-        {"rank": 1, "threads": "3", "size": 1},
-    )
-
-
-def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+@pytest.mark.parametrize(("given", "threads"), [("5", "5"), ("", "3")])
+def test_what_every_rank_tells(given: str, threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a number of threads, the ranks share the cores."""
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    if not given:
+        monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr("pipeline.hardware.host.usable_cores", lambda: 7.5)
     told = measure("own_measurements:rates", {"size": 1}, procs=2, seconds=30)
-    assert [record["threads"] for record in told.all_records] == ["3", "3"]
+    assert told.failure == ""
+    assert told.all_records == tuple({"rank": r, "threads": threads, "size": 1} for r in (0, 1))
 
 
 def test_ranks_wait_for_the_last_and_leave_at_one_moment() -> None:

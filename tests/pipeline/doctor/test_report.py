@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.doctor.measurements import bandwidth
-from pipeline.doctor.report import MachineReport, read_machine
+from pipeline.doctor.report import Link, MachineReport, read_machine
 from pipeline.errors import UsageError
 
 KEYS = {
@@ -27,46 +26,34 @@ KEYS = {
 
 
 def test_round_trip(healthy: MachineReport, tmp_path: Path) -> None:
-    told = healthy.model_dump(mode="json") | {"findings": [], "of a later version": 1}
+    told = healthy.model_dump(mode="json") | {"findings": [], "a later version's": 1}
     assert {key: told[key] for key in KEYS} == KEYS
     file = tmp_path / "machine.json"
     file.write_text(json.dumps(told))
     assert read_machine(file) == healthy
 
 
-def test_bandwidths() -> None:
-    """The definitions are those of nccl-tests, for 4 processes and 1 MB in 1 ms."""
-    reduced = bandwidth("allreduce", 10**6, 1e-3, 4)
-    assert (reduced.algbw, reduced.busbw) == pytest.approx((1e9, 1.5e9))
-    gathered = bandwidth("allgather", 10**6, 1e-3, 4)
-    assert (gathered.algbw, gathered.busbw) == pytest.approx((1e9, 0.75e9))
-
-
-def without(key: str, told: dict[str, Any]) -> str:
-    return json.dumps({name: value for name, value in told.items() if name != key})
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("changes", "message"),
     [
-        (lambda told: "{", "Invalid JSON: EOF while parsing an object at line 1 column 1"),
-        (lambda told: "[]", "Input should be an object"),
-        (lambda told: json.dumps({"schema_version": 2}), "schema_version: Input should be 1"),
-        (lambda told: without("procs", told), "procs: Field required"),
-        (lambda told: without("h2d_bytes_per_s", told), "h2d_bytes_per_s: Field required"),
+        ("{", "Invalid JSON: EOF while parsing an object at line 1 column 1"),
+        ("[]", "Input should be an object"),
+        ({"schema_version": 2}, "schema_version: Input should be 1"),
+        ({"procs": ...}, "procs: Field required"),
+        ({"h2d_bytes_per_s": ...}, "h2d_bytes_per_s: Field required"),
+        ({"procs": 0}, "procs: Input should be greater than or equal to 1"),
         (
-            lambda told: json.dumps(told | {"procs": 0}),
-            "procs: Input should be greater than or equal to 1",
-        ),
-        (
-            lambda told: json.dumps(told | {"disk_read_bytes_per_s": 1e-300}),
+            {"disk_read_bytes_per_s": 1e-300},
             "disk_read_bytes_per_s: Input should be greater than or equal to 1",
         ),
     ],
 )
-def test_bad_files(healthy: MachineReport, tmp_path: Path, make: Any, message: str) -> None:
-    file = tmp_path / "machine.json"
-    file.write_text(make(healthy.model_dump(mode="json")))
+def test_bad_files(healthy: MachineReport, tmp_path: Path, changes: Any, message: str) -> None:
+    file, text = tmp_path / "machine.json", changes
+    if isinstance(changes, dict):
+        told = healthy.model_dump(mode="json") | changes
+        text = json.dumps({key: value for key, value in told.items() if value is not ...})
+    file.write_text(text)
     with pytest.raises(UsageError) as error:
         read_machine(file)
     assert str(error.value) == (
@@ -81,3 +68,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="binary does not describe a machine: Invalid JSON"):
         read_machine(tmp_path / "binary")
+
+
+def test_nvlinks() -> None:
+    kinds = ("NV1", "NV18", "NODE", "SYS", "PIX")
+    found = [Link(a="GPU0", b="GPU1", kind=kind).is_nvlink for kind in kinds]
+    assert found == [True, True, False, False, False]

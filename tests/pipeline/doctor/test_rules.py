@@ -63,61 +63,56 @@ def linked(machine: MachineReport, *kinds: str) -> MachineReport:
     return changed(machine, topology=Topology(links=tuple(links)))
 
 
-def test_nothing_hurts(healthy: MachineReport) -> None:
+@pytest.fixture
+def gpus(healthy: MachineReport) -> MachineReport:
+    machine = changed(healthy, device="cuda", devices=(H100,) * 4)
+    return changed(machine, "operators", cuda_home="/usr/local/cuda")
+
+
+def test_nothing_hurts(healthy: MachineReport, gpus: MachineReport) -> None:
+    """A rule that is not told something is silent: a file that a person wrote for a machine
+    elsewhere leaves parts out."""
     assert findings(healthy) == []
-
-
-def test_a_rule_that_is_not_told_something_is_silent(healthy: MachineReport) -> None:
-    """A file that a person wrote for a machine elsewhere leaves parts out."""
     needed = {name for name, field in MachineReport.model_fields.items() if field.is_required()}
     assert findings(MachineReport.model_validate(healthy.model_dump(include=needed))) == []
+    assert findings(linked(gpus, *["NV18"] * 6)) == []
 
 
-def test_gpus_and_a_torch_for_processors(healthy: MachineReport) -> None:
-    assert told(changed(healthy, "software", gpus=8)) == (
-        "error",
-        "driver",
-        "8 GPUs, but torch 2.13.0+cpu was built without CUDA",
-    )
+OLD = "The NVIDIA driver on your system is too old (found version 11040)."
+BROKEN = "torch cannot be imported: libcudart.so.13: cannot open shared object file"
+
+
+@pytest.mark.parametrize(
+    ("software", "expected"),
+    [
+        (
+            {"gpus": 8},
+            ("error", "driver", "8 GPUs, but torch 2.13.0+cpu was built without CUDA"),
+        ),
+        (
+            {"gpus": 2, "driver": "470.57.02", "torch_cuda": "13.0", "torch_problem": OLD,
+             "packages": {"torch": "2.13.0"}},
+            ("error", "driver", "2 GPUs, but torch 2.13.0 for CUDA 13.0 cannot use them under "
+             f"driver 470.57.02: {OLD}"),
+        ),
+        (
+            {"torch_cuda": "13.0"},
+            ("warning", "no-driver",
+             "torch is built for CUDA 13.0, but there is no GPU with a driver"),
+        ),
+        ({"packages": {}}, ("error", "torch", "torch is not installed")),
+        ({"torch_problem": BROKEN}, ("error", "torch", BROKEN)),
+    ],
+)  # fmt: skip
+def test_a_torch_that_cannot_be_used(
+    healthy: MachineReport, software: dict[str, Any], expected: tuple[str, str, str]
+) -> None:
+    assert told(changed(healthy, "software", **software)) == expected
 
 
 def test_some_gpus_cannot_be_used(gpus: MachineReport) -> None:
     machine = changed(gpus, "software", gpus=8, torch_cuda="13.0")
     assert told(machine) == ("error", "driver", "8 GPUs, but torch 2.13.0+cpu can use 4 only")
-
-
-def test_torch_is_newer_than_the_driver(healthy: MachineReport) -> None:
-    problem = "The NVIDIA driver on your system is too old (found version 11040)."
-    machine = changed(
-        healthy,
-        "software",
-        gpus=2,
-        driver="470.57.02",
-        torch_cuda="13.0",
-        torch_problem=problem,
-        packages={"torch": "2.13.0"},
-    )
-    assert told(machine) == (
-        "error",
-        "driver",
-        f"2 GPUs, but torch 2.13.0 for CUDA 13.0 cannot use them under driver 470.57.02: {problem}",
-    )
-
-
-def test_torch_for_cuda_without_a_driver(healthy: MachineReport) -> None:
-    severity, name, seen = told(changed(healthy, "software", torch_cuda="13.0"))
-    assert (severity, name) == ("warning", "no-driver")
-    assert seen == "torch is built for CUDA 13.0, but there is no GPU with a driver"
-
-
-def test_torch_is_missing_or_broken(healthy: MachineReport) -> None:
-    assert told(changed(healthy, "software", packages={})) == (
-        "error",
-        "torch",
-        "torch is not installed",
-    )
-    problem = "torch cannot be imported: libcudart.so.13: cannot open shared object file"
-    assert told(changed(healthy, "software", torch_problem=problem)) == ("error", "torch", problem)
 
 
 @pytest.mark.parametrize(
@@ -142,42 +137,33 @@ def test_torchvision_of_another_build(
 
 
 def test_operators(healthy: MachineReport) -> None:
-    assert told(changed(healthy, "operators", compiler=None)) == (
-        "warning",
-        "compiler",
-        "no C++ compiler",
-    )
+    compiler = ("warning", "compiler", "no C++ compiler")
+    assert told(changed(healthy, "operators", compiler=None)) == compiler
     both = changed(healthy, "operators", compiler=None, ninja=None)
     assert told(both)[2] == "no C++ compiler and no ninja"
     assert told(changed(healthy, "operators", libaio=False))[:2] == ("note", "libaio")
     assert told(changed(healthy, devices=(H100,)))[:2] == ("warning", "cuda-home")
 
 
-@pytest.fixture
-def gpus(healthy: MachineReport) -> MachineReport:
-    machine = changed(healthy, device="cuda", devices=(H100,) * 4)
-    return changed(machine, "operators", cuda_home="/usr/local/cuda")
-
-
-def test_nvlink_everywhere(gpus: MachineReport) -> None:
-    assert findings(linked(gpus, *["NV18"] * 6)) == []
-
-
-def test_pairs_across_memory_nodes_are_named(gpus: MachineReport) -> None:
-    assert told(linked(gpus, "NV4", *["SYS"] * 4, "NV4")) == (
-        "warning",
-        "across-numa",
-        "GPU0-GPU2, GPU0-GPU3, GPU1-GPU2, GPU1-GPU3: only over the link between processors (SYS)",
-    )
-
-
-def test_no_nvlink(gpus: MachineReport) -> None:
-    assert told(linked(gpus, "PIX", "PHB", "NODE", "NODE", "NODE", "PXB")) == (
-        "warning",
-        "no-nvlink",
-        "GPU0-GPU1, GPU0-GPU2, GPU0-GPU3, GPU1-GPU2 and 2 more pairs: no NVLink, only PCIe (NODE, "
-        "PHB, PIX, PXB)",
-    )
+@pytest.mark.parametrize(
+    ("kinds", "name", "seen"),
+    [
+        (
+            ("NV4", *["SYS"] * 4, "NV4"), "across-numa",
+            "GPU0-GPU2, GPU0-GPU3, GPU1-GPU2, GPU1-GPU3: only over the link between processors "
+            "(SYS)",
+        ),
+        (
+            ("PIX", "PHB", "NODE", "NODE", "NODE", "PXB"), "no-nvlink",
+            "GPU0-GPU1, GPU0-GPU2, GPU0-GPU3, GPU1-GPU2 and 2 more pairs: no NVLink, only PCIe "
+            "(NODE, PHB, PIX, PXB)",
+        ),
+    ],
+)  # fmt: skip
+def test_slow_links_are_named(
+    gpus: MachineReport, kinds: tuple[str, ...], name: str, seen: str
+) -> None:
+    assert told(linked(gpus, *kinds)) == ("warning", name, seen)
 
 
 def test_nvlink_that_is_not_used(gpus: MachineReport) -> None:
@@ -202,11 +188,8 @@ def test_old_unlike_and_busy_gpus(gpus: MachineReport) -> None:
     ampere = H100.model_copy(update={"compute_capability": "8.0"})
     assert findings(changed(gpus, devices=(ampere,))) == []
     busy = H100.model_copy(update={"memory_free_bytes": 20 * GB})
-    assert told(changed(gpus, devices=(H100, busy))) == (
-        "warning",
-        "gpu-in-use",
-        "GPU1 has 20.0 GB of 80.0 GB free",
-    )
+    in_use = ("warning", "gpu-in-use", "GPU1 has 20.0 GB of 80.0 GB free")
+    assert told(changed(gpus, devices=(H100, busy))) == in_use
     numbered = busy.model_copy(update={"number": 6})
     assert told(changed(gpus, devices=(H100, numbered)))[2].startswith("GPU6 has")
 
@@ -232,11 +215,8 @@ def test_failed_measurements(
 def test_a_torch_that_told_nothing_is_one_finding(healthy: MachineReport) -> None:
     machine = changed(healthy, "software", gpus=8)
     late = Failure(measurement="torch", reason="given up after 80 s", late=True)
-    assert told(changed(machine, failures=(late,))) == (
-        "warning",
-        "slow-import",
-        "importing torch was given up after 80 s",
-    )
+    slow = ("warning", "slow-import", "importing torch was given up after 80 s")
+    assert told(changed(machine, failures=(late,))) == slow
     killed = Failure(measurement="torch", reason="its process was killed (SIGSEGV)")
     assert told(changed(machine, failures=(killed,)))[:2] == ("error", "failed")
 
@@ -259,63 +239,44 @@ def test_a_busy_machine_is_not_blamed_on_its_disk(healthy: MachineReport) -> Non
     assert findings(changed(healthy, load=0.4)) == findings(healthy)
 
 
-def test_shared_memory(healthy: MachineReport) -> None:
+def test_memory_and_processes(healthy: MachineReport) -> None:
     docker = {"shared_memory_bytes": 64 << 20, "shared_memory_free_bytes": 64 << 20}
-    machine = changed(healthy, "kernel", **docker)
-    assert told(machine) == (
-        "warning",
-        "shared-memory",
-        "/dev/shm has 67.1 MB of 67.1 MB free, for 2 processes",
+    shared, locked = (
+        changed(healthy, "kernel", **docker),
+        limited(healthy, "locked_memory", 8 << 20),
     )
-    assert findings(changed(machine, procs=1)) == []
-
-
-def test_locked_memory(healthy: MachineReport) -> None:
-    machine = limited(healthy, "locked_memory", 8 << 20)
-    assert told(machine) == (
-        "warning",
-        "locked-memory",
-        "8.4 MB of memory may be locked (ulimit -l)",
-    )
-    assert findings(changed(machine, "kernel", locks_freely=True)) == []
-
-
-def test_memory(healthy: MachineReport) -> None:
-    assert told(changed(healthy, "host", memory_free_bytes=GB)) == (
-        "warning",
-        "host-memory",
-        "1.0 GB of 64.0 GB of host memory are free",
-    )
-
-
-def test_processes(healthy: MachineReport) -> None:
-    assert told(changed(healthy, procs=16)) == ("warning", "cores", "16 processes share 8 cores")
-    assert told(limited(healthy, "open_files", 1024)) == (
-        "warning",
-        "open-files",
-        "a process may open 1024 files (ulimit -n)",
-    )
-    assert told(limited(healthy, "processes", 512)) == (
-        "warning",
-        "processes",
-        "512 processes and threads are allowed (ulimit -u)",
-    )
-    assert told(changed(healthy, "kernel", processes_in_group=1024)) == (
-        "warning",
-        "processes",
-        "1024 processes and threads are allowed (pids.max of the control group)",
-    )
-
-
-@pytest.mark.parametrize(("threads", "hurts"), [("4", False), ("5", True), ("1", False)])
-def test_threads(healthy: MachineReport, threads: str, hurts: bool) -> None:
-    machine = changed(healthy, environment={"OMP_NUM_THREADS": threads})
-    assert [finding.name for finding in findings(machine)] == ["threads"] * hurts
+    for machine, name, seen in (
+        (shared, "shared-memory", "/dev/shm has 67.1 MB of 67.1 MB free, for 2 processes"),
+        (locked, "locked-memory", "8.4 MB of memory may be locked (ulimit -l)"),
+        (
+            changed(healthy, "host", memory_free_bytes=GB),
+            "host-memory", "1.0 GB of 64.0 GB of host memory are free",
+        ),
+        (changed(healthy, procs=16), "cores", "16 processes share 8 cores"),
+        (
+            limited(healthy, "open_files", 1024),
+            "open-files", "a process may open 1024 files (ulimit -n)",
+        ),
+        (
+            limited(healthy, "processes", 512),
+            "processes", "512 processes and threads are allowed (ulimit -u)",
+        ),
+        (
+            changed(healthy, "kernel", processes_in_group=1024),
+            "processes", "1024 processes and threads are allowed (pids.max of the control group)",
+        ),
+    ):  # fmt: skip
+        assert told(machine) == ("warning", name, seen)
+    assert findings(changed(shared, procs=1)) == []
+    assert findings(changed(locked, "kernel", locks_freely=True)) == []
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [
+        ("OMP_NUM_THREADS", "4", None),
+        ("OMP_NUM_THREADS", "5", "threads"),
+        ("OMP_NUM_THREADS", "1", None),
         ("NCCL_P2P_DISABLE", "1", "slow-switch"),
         ("NCCL_P2P_DISABLE", "0", None),
         ("NCCL_IB_DISABLE", "1", None),  # there is none to disable
@@ -353,9 +314,6 @@ def test_folders(
     healthy: MachineReport, values: dict[str, Any], severity: str, name: str, seen: str
 ) -> None:
     assert told(folder(healthy, **values)) == (severity, name, seen)
-
-
-def test_temporary_files(healthy: MachineReport) -> None:
     place = Folder(
         use="temporary files", path="/tmp", filesystem="tmpfs", free_bytes=GB, writable=True
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import shutil
 import subprocess
@@ -16,13 +15,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.view.report.compare import comparison_page
-from pipeline.view.report.folder_report import write_folder_report
+from pipeline.view.report.compare import comparison_page, write_folder_report
 from pipeline.view.report.run_report import run_page
 from pipeline.view.run import History
 from tests.pipeline.conftest import TinyRun
-from tests.pipeline.view.folders import made, step
-from tests.pipeline.view.test_report import EVENTS
+from tests.pipeline.view.folders import EVENTS, drawn, evaluation, made, step
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 MOST_BYTES = 300_000
@@ -86,9 +83,7 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_a_browser_shows_it(number: int, pages: list[Path], tmp_path: Path) -> None:
     found = seen(pages[number], tmp_path)
     assert (found.console, found.requests) == ([], [])
-    plots = re.search(r'id="plots">(.*?)</script>', found.dom, re.DOTALL)
-    assert plots is not None
-    assert found.dom.count("<canvas") == len(json.loads(plots[1])) > 2
+    assert found.dom.count("<canvas") == len(drawn(found.dom)) > 2
 
 
 @needs_browser
@@ -134,11 +129,11 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     recipe = {"name": "a", "stages": {"model": {"use": "model.hf", "path": f"/{word}/{word}"}}}
     said = [{"number": 0, "prompt": word, "text": word}, {"number": 1, "prompt": "p", "text": ""}]
     metrics = [
-        {"step": 0, "eval_loss": 12345.6789, "best_step": 0, "best_eval_loss": 12345.6789},
+        evaluation(0, 12345.6789, 0, 12345.6789),
         {"step": 0, "generated": said},
         *[step(number, tokens=10**12, **{long: number / 3}) for number in range(1, 30)],
         {"step": 29, "time": 1029.0, "generated": said},
-        {"step": 29, "eval_loss": 2.0, "best_step": 29, "best_eval_loss": 2.0},
+        evaluation(29, 2.0, 29, 2.0),
     ]
     failed = [*EVENTS[:-1], {"event": "run failed", "time": 1070.0, "problem": word}]
     runs = [made(folder / f"{long}{n}", failed, metrics, recipe) for n in range(3)]

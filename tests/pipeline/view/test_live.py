@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,24 +15,11 @@ from pipeline.execution.rundir import locked
 from pipeline.hardware.telemetry import GpuReading
 from pipeline.utils.files import replace_text
 from pipeline.utils.text import sparkline
-from pipeline.view.live import ASCII, Header, drawing
+from pipeline.view.live import ASCII, UNICODE, Header, drawing
 from pipeline.view.run import Run
-from tests.pipeline.view.folders import SLOTS, add, made, step
+from tests.pipeline.view.folders import SLOTS, STARTED, TRAINING, add, evaluation, made, step
 
 GIB = 1 << 30
-STARTED = [
-    {"event": "run started", "time": 1000.0, "procs": 2, "device": "cpu"},
-    {"event": "slot started", "slot": "model", "time": 1000.0},
-    {"event": "slot finished", "slot": "model", "time": 1003.0, "digest": "", "record": None},
-    {"event": "slot started", "slot": "data", "time": 1003.0},
-]
-TRAINING = [
-    *STARTED,
-    {"event": "slot finished", "slot": "data", "time": 1004.0, "digest": "", "record": None},
-    {"event": "slot started", "slot": "wrap", "time": 1004.0},
-    {"event": "slot finished", "slot": "wrap", "time": 1005.0, "digest": "", "record": None},
-    {"event": "slot started", "slot": "train", "time": 1005.0},
-]
 HEADER = Header(name="made", where="wrap.ddp, 2 processes, cpu")
 
 
@@ -42,15 +29,21 @@ def _now(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def text(
-    folder: Path, gpus: Sequence[GpuReading] = (), *, width: int = 80, under_way: bool = False
+    folder: Path,
+    gpus: Sequence[GpuReading] = (),
+    *,
+    width: int = 80,
+    under_way: bool = False,
+    header: Header = HEADER,
+    slots: Mapping[str, str] = SLOTS,
+    marks: Mapping[str, str] = UNICODE,
 ) -> list[str]:
     """Return the lines of the display."""
-    run = Run(folder, SLOTS)
-    out = io.StringIO()
+    run, out = Run(folder, slots), io.StringIO()
     console = Console(file=out, width=width, color_system=None)
     with locked(folder) if under_way else contextlib.nullcontext():
         run.look()
-        console.print(drawing(HEADER, run, gpus, width=width))
+        console.print(drawing(header, run, gpus, width=width, marks=marks))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -58,9 +51,7 @@ def test_before_training(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", STARTED)
     activity = '{"name": "tokenising", "done": 250, "total": 1000, "unit": "rows", "seconds": 5.0}'
     replace_text(folder / "activity.json", activity)
-    with locked(folder):
-        lines = text(folder)
-    assert lines == [
+    assert text(folder, under_way=True) == [
         "",
         "made  wrap.ddp, 2 processes, cpu                                            1:05",
         "✓ model  ● data 1:02  · wrap  · train  · export",
@@ -81,13 +72,8 @@ def test_texts_of_a_folder_cannot_command_the_terminal(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", STARTED)
     activity = {"name": "a\x1b[2J", "done": 2, "total": 0, "unit": "\x1b]0;b\x07", "seconds": 1}
     replace_text(folder / "activity.json", json.dumps(activity))
-    run = Run(folder, {"model\x9b": "model.hf"})
     header = Header(name="made\x1b[1m", where="\x1b[2Jcpu")
-    out = io.StringIO()
-    with locked(folder):
-        run.look()
-        Console(file=out, width=80).print(drawing(header, run, [], width=80))
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    lines = text(folder, under_way=True, header=header, slots={"model\x9b": "model.hf"})
     assert lines[1].split() == ["made", "\\u001b[2Jcpu", "1:05"]
     assert lines[2:] == ["· model\\u009b", "a\\u001b[2J  2 \\u001b]0;b\\u0007"]
 
@@ -104,7 +90,7 @@ def test_a_training_that_ended_early_has_nothing_left(tmp_path: Path) -> None:
 def test_while_training(tmp_path: Path) -> None:
     records = [
         *[step(number) for number in range(1, 11)],
-        {"step": 10, "eval_loss": 3.2, "perplexity": 24.5, "best_step": 10, "best_eval_loss": 3.2},
+        {**evaluation(10, 3.2, 10, 3.2), "perplexity": 24.5},
         {"step": 10, "time": 1035.0, "checkpoint_stall_seconds": 0.1},
         step(11, mfu=0.412, peak_memory_bytes=58 * GIB, best_step=10, best_eval_loss=3.2),
     ]
@@ -127,6 +113,10 @@ def test_while_training(tmp_path: Path) -> None:
         "slowed    GPU 1 by power cap",
         "saved     step 10, 0:30 ago",
     ]
+    letters = text(folder, marks=ASCII)  # of a terminal without Unicode
+    assert "\n".join(letters).replace("━", "-").isascii()
+    for width in (40, 60, 80, 120):
+        assert all(len(line) <= width for line in text(folder, width=width))
 
 
 def test_the_mean_speed_is_told_and_while_it_runs_the_newest(tmp_path: Path) -> None:
@@ -142,13 +132,10 @@ def test_the_mean_speed_is_told_and_while_it_runs_the_newest(tmp_path: Path) -> 
 
 
 def test_the_first_and_the_best_evaluation_are_told(tmp_path: Path) -> None:
-    def evaluated(at: int, loss: float | None, best: int, lowest: float) -> dict[str, object]:
-        return {"step": at, "eval_loss": loss, "best_step": best, "best_eval_loss": lowest}
-
-    first, second = evaluated(0, 4.0, 0, 4.0), evaluated(1, 3.0, 1, 3.0)
-    folder = made(tmp_path / "run", TRAINING, [first, step(1), second, evaluated(2, None, 1, 3.0)])
+    first, second = evaluation(0, 4.0, 0, 4.0), evaluation(1, 3.0, 1, 3.0)
+    records = [first, step(1), second, evaluation(2, None, 1, 3.0)]
     told = "held out  not a number (step 2) · best 3.0000 (step 1) · first 4.0000 (step 0)"
-    assert told in text(folder)
+    assert told in text(made(tmp_path / "run", TRAINING, records))
 
 
 def test_numbers_of_plugins_are_drawn(tmp_path: Path) -> None:
@@ -171,35 +158,6 @@ def test_a_mark_stays_with_its_slot(tmp_path: Path) -> None:
         lines = text(folder, width=width, under_way=True)[2:]
         slots = [slot for line in lines for slot in line.split("  ")]
         assert slots == ["✓ model", "● data 1:02", "· wrap", "· train", "· export"]
-
-
-def test_it_fits_its_width(tmp_path: Path) -> None:
-    folder = made(tmp_path / "run", TRAINING, [step(1)])
-    for width in (40, 60, 80, 120):
-        assert all(len(line) <= width for line in text(folder, width=width))
-
-
-def test_a_resumed_run_forgets_what_it_repeats(tmp_path: Path) -> None:
-    folder = made(tmp_path / "run", TRAINING, [step(number) for number in range(1, 6)])
-    run = Run(folder, SLOTS)
-    run.look()
-    assert (run.training.step["step"], run.training.speed.steps) == (5, 5)
-    replace_text(folder / "metrics.jsonl", "")
-    add(folder, [step(1), step(2)])
-    run.look()
-    assert [one["step"] for one in run.training.steps] == [1, 2]
-    assert run.training.speed.steps == 2
-    assert run.seconds_left == 36.0
-
-
-def test_terminals_without_unicode_get_letters(tmp_path: Path) -> None:
-    run = Run(made(tmp_path / "run", TRAINING, [step(1), step(2)]), SLOTS)
-    run.look()
-    out = io.StringIO()
-    Console(file=out, width=80, color_system=None).print(
-        drawing(HEADER, run, [], width=80, marks=ASCII)
-    )
-    assert out.getvalue().replace("━", "-").isascii()
 
 
 def test_a_curve_of_one_line() -> None:

@@ -1,151 +1,23 @@
-"""The screen of a launching process: the choice, the pipe from rank 0, and events as JSON."""
+"""What a launching process shows: failures of a view, and the pipe from rank 0."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from pipeline.distributed.environment import TORCHRUN_VARIABLES
 from pipeline.distributed.signals import Interrupted
-from pipeline.execution.rundir import locked
-from pipeline.utils.files import replace_text
-from pipeline.utils.terminal import display, set_display
-from pipeline.view.display import Display
-from pipeline.view.events import JsonScreen
-from pipeline.view.live import Header
-from pipeline.view.live_screen import LiveScreen
+from pipeline.view.live import Header, LiveDisplay
 from pipeline.view.run import Run
-from pipeline.view.screen import Harmless, LinePipe, Screen
-from tests.pipeline.view.folders import SLOTS, add, made, step
+from pipeline.view.screen import LinePipe, Screen, View
+from tests.pipeline.view.folders import SLOTS, made
 
 
-@pytest.fixture(autouse=True)
-def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_display("")
-    monkeypatch.setenv("TERM", "xterm")
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(
-    ("terminal", "term", "options", "expected"),
-    [
-        (True, "xterm", {}, "live"),
-        (False, "xterm", {}, "lines"),
-        (True, "dumb", {}, "lines"),
-        (True, "", {}, "lines"),
-        (True, "xterm", {"quiet": True}, "quiet"),
-        (True, "xterm", {"verbose": True}, "live verbose"),
-        (False, "xterm", {"verbose": True}, "lines verbose"),
-    ],
-)
-def test_what_is_shown(
-    terminal: bool,
-    term: str,
-    options: dict[str, bool],
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("sys.stdout", Terminal() if terminal else io.StringIO())
-    monkeypatch.setenv("TERM", term)
-    Display(**options)
-    assert display() == expected
-
-
-def test_a_rank_of_another_launcher_writes_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdout", Terminal())
-    for name in TORCHRUN_VARIABLES:
-        monkeypatch.setenv(name, "0")
-    Display()
-    assert display() == "lines"
-
-
-def test_lines_of_another_process() -> None:
-    pipe = LinePipe()
-    assert list(pipe.lines()) == []
-    os.write(pipe.write, b"one\ntw")
-    assert list(pipe.lines()) == ["one"]
-    os.write(pipe.write, b"o\nthr\xff")
-    assert list(pipe.lines()) == ["two"]
-    assert pipe.close() == ["thr\N{REPLACEMENT CHARACTER}"]
-
-
-def test_events_as_json(tmp_path: Path) -> None:
-    folder = made(tmp_path / "run", [{"event": "run started", "time": 5.0, "procs": 1}])
-    out = io.StringIO()
-    screen = JsonScreen(Run(folder, SLOTS), out)
-    add(folder, [step(1), {"step": 1, "eval_loss": 2.0}, {"step": 2, "anomaly": "a spike"}])
-    doing = {"name": "exporting", "done": 1, "total": None, "unit": "files", "seconds": 0.5}
-    (folder / "activity.json").write_text(json.dumps(doing))
-    with locked(folder):
-        screen.close()
-    events = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert [one["event"] for one in events] == [
-        "run", "run started", "step", "evaluation", "anomaly", "activity",
-    ]  # fmt: skip
-    assert all(one["schema_version"] == 1 and isinstance(one["time"], float) for one in events)
-    assert events[0]["slots"] == SLOTS
-    assert events[1] == {"schema_version": 1, "time": 5.0, "event": "run started", "procs": 1}
-    assert events[2] == {"schema_version": 1, "event": "step", **step(1)}
-    assert events[5]["name"] == "exporting"
-
-
-def told(screen: JsonScreen, out: io.StringIO) -> list[tuple[str, int | None]]:
-    """Return kind and step of the events since the last call."""
-    screen.end()
-    events = [json.loads(line) for line in out.getvalue().splitlines()]
-    out.seek(0)
-    out.truncate()
-    return [(one["event"], one.get("step")) for one in events]
-
-
-def test_a_resumed_run_tells_what_is_new(tmp_path: Path) -> None:
-    events = [
-        {"event": "run started", "time": 1000.0},
-        {"event": "run failed", "time": 1002.5},
-        {"event": "slot set aside", "time": 1002.6, "slot": "export"},
-        {"event": "run started", "time": 1002.7},
-    ]
-    folder = made(tmp_path / "run", events, [step(1), {"step": 1, "eval_loss": 2.0}, step(2)])
-    out = io.StringIO()
-    screen = JsonScreen(Run(folder, SLOTS), out)
-    assert told(screen, out) == [("run", None), ("slot set aside", None), ("run started", None)]
-    add(folder, [step(3), step(4), {"step": 4, "eval_loss": 2.0}])
-    assert told(screen, out) == [("step", 3), ("step", 4), ("evaluation", 4)]
-    replace_text(folder / "metrics.jsonl", "")  # a restart goes back to step 3
-    made(
-        folder, [{"event": "run failed", "time": 1004.5}, {"event": "run started", "time": 1005.0}]
-    )
-    add(folder, [step(1), step(2), step(3), step(4, time=1005.5), step(5, time=1006.0)])
-    assert told(screen, out) == [
-        ("run failed", None), ("run started", None), ("step", 4), ("step", 5),
-    ]  # fmt: skip
-
-
-def test_what_is_read_together_is_in_order_of_time(tmp_path: Path) -> None:
-    folder = made(tmp_path / "run", [{"event": "run started", "time": 1000.0}])
-    out = io.StringIO()
-    screen = JsonScreen(Run(folder, SLOTS), out)
-    told(screen, out)
-    add(folder, [step(1), {"step": 1, "eval_loss": 2.0}, step(3)])
-    done = {"event": "slot finished", "slot": "train", "digest": "d", "record": None}
-    made(folder, [{**done, "time": 1002.0}])
-    assert told(screen, out) == [
-        ("step", 1), ("evaluation", 1), ("slot finished", None), ("step", 3),
-    ]  # fmt: skip
-
-
-class Failing(Screen):
+class Failing(View):
     """Raises at its second refresh, and whenever it is asked to end."""
 
     def __init__(self, error: BaseException) -> None:
@@ -170,11 +42,11 @@ class Failing(Screen):
 
 
 @pytest.mark.parametrize("error", [OSError(5, "terminal is gone"), SystemExit(1), KeyError("step")])
-def test_a_screen_that_fails_ends_nothing_else(
+def test_a_view_that_fails_ends_nothing_else(
     error: BaseException, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing = Failing(error)
-    screen = Harmless(lambda: failing)
+    screen = Screen(lambda: failing)
     for _ in range(4):
         screen.refresh()
     screen.close()
@@ -185,17 +57,22 @@ def test_a_screen_that_fails_ends_nothing_else(
     assert lines == ["a line after 2"] * 3
 
 
-def test_a_screen_that_cannot_be_made_ends_nothing_else(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def make() -> Screen:
+def test_a_view_that_cannot_be_made_ends_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    def make() -> View:
         raise OSError(28, "no space left")
 
-    screen = Harmless(make)
+    screen = Screen(make)
     screen.refresh()
     screen.close()
     assert screen.output is None
     assert "no space left" in capsys.readouterr().err
+
+
+def test_a_signal_is_not_a_failure_of_the_view() -> None:
+    screen = Screen(lambda: Failing(Interrupted(15)))
+    screen.refresh()
+    with pytest.raises(Interrupted):
+        screen.refresh()
 
 
 def test_standard_error_is_usable_when_the_terminal_is_gone(
@@ -214,7 +91,7 @@ def test_standard_error_is_usable_when_the_terminal_is_gone(
     monkeypatch.setattr("sys.stderr", errors)
     run = Run(made(tmp_path / "run"), SLOTS)
     console = Console(file=terminal, force_terminal=True)
-    screen = Harmless(lambda: LiveScreen(run, Header(name="run", where="here"), console=console))
+    screen = Screen(lambda: LiveDisplay(run, Header(name="run", where="here"), console=console))
     assert screen.output is not None
     terminal.gone = True
     os.write(screen.output, b"a line\nanother\n")
@@ -229,39 +106,12 @@ def test_standard_error_is_usable_when_the_terminal_is_gone(
         os.fstat(screen.output)
 
 
-def test_gpus_are_recorded_behind_the_end_of_a_display(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[Path] = []
-
-    class Record:
-        def __init__(self, folder: Path) -> None:
-            self.folder = folder
-
-        def look(self) -> None:
-            looks.append(self.folder)
-            if len(looks) == 1:
-                raise KeyError("a defect")
-
-    monkeypatch.setattr("pipeline.execution.gpu_records.HardwareRecord", Record)
-    failing = Failing(OSError(5, "terminal is gone"))
-    monkeypatch.setattr(Display, "_made", lambda self, plan, folder: failing)
-    plan = SimpleNamespace(view=SimpleNamespace(device="cuda"))
-    with Display().shown(plan, tmp_path) as screen:  # type: ignore[arg-type]
-        for _ in range(4):
-            screen.refresh()
-    assert (failing.refreshed, looks) == (2, [tmp_path] * 4)
-
-
-def test_a_signal_is_not_a_failure_of_the_screen() -> None:
-    screen = Harmless(lambda: Failing(Interrupted(15)))
-    screen.refresh()
-    with pytest.raises(Interrupted):
-        screen.refresh()
-
-
-def test_a_bar_that_is_drawn_again_and_again_is_one_line() -> None:
+def test_lines_of_another_process() -> None:
     pipe = LinePipe()
-    os.write(pipe.write, b"".join(b"\r%d %%" % number for number in range(101)) + b"\n")
-    assert list(pipe.lines()) == ["100 %"]
-    pipe.close()
+    assert list(pipe.lines()) == []
+    os.write(pipe.write, b"one\ntw")
+    assert list(pipe.lines()) == ["one"]
+    os.write(pipe.write, b"o\n" + b"".join(b"\r%d %%" % number for number in range(101)) + b"\n")
+    assert list(pipe.lines()) == ["two", "100 %"]  # a bar is one line
+    os.write(pipe.write, b"thr\xff")
+    assert pipe.close() == ["thr\N{REPLACEMENT CHARACTER}"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from markupsafe import escape
 
 from pipeline import BadRows, Context, DataError, cli
-from pipeline.view.report.facts import marks
+from pipeline.view.report.run_report import timeline
 from pipeline.view.run import History
 from stages.data import mistakes
 from stages.data.chat import ChatSource
@@ -317,6 +317,6 @@ def test_a_run_says_what_it_drops(tmp_path: Path) -> None:
     assert text in done.stdout
     run = tmp_path / "run"
     assert text in (run / "logs/rank-00000.log").read_text()
-    (told,) = [mark.text for mark in marks(History(run)) if text in mark.text]
+    (told,) = [mark.text for mark in timeline(History(run)) if text in mark.text]
     assert told.endswith(f", the first: {tmp_path}/bad.jsonl:4")
     assert str(escape(told)) in (run / "report.html").read_text()
