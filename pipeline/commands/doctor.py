@@ -41,8 +41,8 @@ def doctor(
     """
     from pipeline.distributed.signals import stoppable
     from pipeline.doctor.examine import examine
+    from pipeline.doctor.report import lines
     from pipeline.doctor.rules import findings
-    from pipeline.doctor.show import lines
 
     place = folder or (Path("runs") if Path("runs").is_dir() else Path())
     with stoppable(), system_errors_as(UsageError):

@@ -9,14 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.contracts.metrics import records
-from pipeline.execution import rundir
-from pipeline.execution.run_state import RunState, Training
+from pipeline.execution.run_state import Training
 from pipeline.execution.talk import can_talk
-from pipeline.recipe import read_recipe
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import count, held_out, shown_path
-from pipeline.view.run import labelled, slots_that_train
+from pipeline.view.run import History
 
 REPORT = "report.html"
 """File of the report in a run's folder."""
@@ -31,14 +28,8 @@ MOST_ANSWERS = 20
 def outcome(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield labels and texts of what each training of a run measured: steps and mean speed, the
     reason of an early end, the first and the last held-out loss, plugins' numbers, and answers
-    before and after training. Raises OSError."""
-
-    def slots() -> list[str]:
-        recipe, _ = read_recipe(folder / rundir.RECIPE)
-        return slots_that_train({s: one.use for s, one in recipe.stages.items()} if recipe else {})
-
-    state = RunState.of(records(folder / rundir.METRICS))
-    for training in labelled(state.trainings, slots):
+    before and after training. Raises what `History` raises, and OSError."""
+    for training in History(folder, ended=True).trainings:
         yield from ((training.named(label), text) for label, text in _measured(training))
 
 

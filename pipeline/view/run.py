@@ -6,7 +6,7 @@ import contextlib
 import heapq
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -179,8 +179,17 @@ class History(Run):
         }
         """Facts of the live engine of each training that has begun, by its slot (empty: the
         recipe's first)."""
-        self.trainings = labelled(self.now.trainings, lambda: slots_that_train(self.uses))
-        """The trainings that have begun, in order; at least one."""
+        self.trainings = self._labelled(self.now.trainings)
+        """The trainings that have begun, in order; at least one. Several have their slots as
+        labels."""
+
+    def _labelled(self, found: Mapping[str, Training]) -> list[Training]:
+        if found.keys() <= {""}:
+            return [found.get("", Training())]
+        first, *others = slots_that_train(self.uses) or ("the first training",)
+        for key, training in found.items():
+            training.label = key or first
+        return [found[key] for key in dict.fromkeys(["", *others, *found]) if key in found]
 
     @property
     def state(self) -> Ended:
@@ -244,17 +253,6 @@ class History(Run):
         procs = plural(newest["procs"], "process") if "procs" in newest else ""
         device = next((str(one["device"]) for one in engines if "device" in one), "")
         return ", ".join(filter(None, (kinds, procs, device or str(newest.get("device", "")))))
-
-
-def labelled(found: Mapping[str, Training], slots: Callable[[], Sequence[str]]) -> list[Training]:
-    """A run's trainings in order; one without records if there are none. Several have their slots
-    as labels: `slots` returns the slots that train, and is called only then."""
-    if found.keys() <= {""}:
-        return [found.get("", Training())]
-    first, *others = slots() or ("the first training",)
-    for key, training in found.items():
-        training.label = key or first
-    return [found[key] for key in dict.fromkeys(["", *others, *found]) if key in found]
 
 
 def slots_that_train(uses: Mapping[str, str]) -> list[str]:

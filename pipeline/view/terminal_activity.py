@@ -57,7 +57,17 @@ class CommandActivities:
 
     def _draw(self, activity: Activity) -> None:
         if self._progress is None:
-            self._progress = _progress()
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=30),
+                TextColumn("{task.fields[amount]}"),
+                TimeRemainingColumn(),
+                console=Console(file=bare(sys.stderr), highlight=False),
+                transient=True,
+            )
             self._progress.start()
         if activity not in self._bars:
             name, total = shown(activity.name), activity.total
@@ -66,17 +76,3 @@ class CommandActivities:
         if not amount and activity.total is None:
             amount = duration(activity.seconds)
         self._progress.update(self._bars[activity], completed=activity.done, amount=amount)
-
-
-def _progress() -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        TextColumn("{task.fields[amount]}"),
-        TimeRemainingColumn(),
-        console=Console(file=bare(sys.stderr), highlight=False),
-        transient=True,
-    )

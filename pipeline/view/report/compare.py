@@ -27,8 +27,14 @@ MOST_DRAWN = 12
 MOST_POINTS = 150
 """Points of a curve."""
 STARTED = "%Y-%m-%d %H:%M"
-COLUMNS = ("where", "steps", "loss", "first", "last", "best", "speed", "time")
-"""What is empty of a run that cannot be read."""
+COLUMNS = {
+    "loss": "training loss",
+    "first": "first held-out loss",
+    "last": "last held-out loss",
+    "best": "best held-out loss",
+    "speed": "tokens/s (mean)",
+}
+"""Column of the table of all runs -> name of the result."""
 MISSING = "-"
 Value = tuple[str, float | None]
 """A run's value of a property, and a number that is lower where the run is better; None if no value
@@ -209,7 +215,7 @@ def write_folder_report(folder: Path, to: Path | None = None) -> Path:
     curves = plots(runs, ["eval_loss", "loss", "tokens_per_second"], most=MOST_POINTS)
     page = render(
         "runs.html.j2",
-        [replace(one, series=[s for s in one.series if s.curve.steps]) for one in curves],
+        [replace(one, curves=[c for c in one.curves if c.steps]) for one in curves],
         title=f"runs in {folder.resolve().name}",
         rows=rows,
         states=list(Counter(row["state"] for row in rows).items()),
@@ -244,23 +250,20 @@ def _row(began: float, folder: Path, history: History | str, base: Path) -> dict
     link = Path(os.path.relpath(report.resolve(), base)).as_posix() if report.is_file() else ""
     row = {"name": shown(folder.name), "link": link, "started": clock(began, STARTED)}
     if isinstance(history, str):
-        return {**row, **dict.fromkeys(COLUMNS, ""), "state": "damaged", "note": history}
-    training, found, best = history.trainings[-1], history.evaluations, history.best
-    step, rate = training.step, training.speed.mean("tokens_per_second")
+        empty = dict.fromkeys(("where", "steps", "time", *COLUMNS), "")
+        return {**row, **empty, "state": "damaged", "note": history}
+    training = history.trainings[-1]
+    step, known = training.step, dict(_of_training(training))
     total = step.get("total_steps")
     of_all = f" of {total}" if total and total != step["step"] else ""
     ends = [one for one in history.events if one["event"] in ("run failed", "run stopped")]
     failed = ends and history.state not in ("finished", "running")
     return {
         **row,
+        **{key: known[name][0] if name in known else "" for key, name in COLUMNS.items()},
         "state": history.state,
         "note": shown(str(ends[-1].get("problem", ""))).split("\n")[0] if failed else "",
         "where": history.where,
         "steps": training.named(f"{step['step']}{of_all}" if step else ""),
-        "loss": number(step["loss"]) if step else "",
-        "first": number(found[0]["eval_loss"]) if found else "",
-        "last": number(found[-1]["eval_loss"]) if found else "",
-        "best": f"{number(best['eval_loss'])} at step {best['step']}" if best else "",
-        "speed": "" if rate is None else count(rate),
         "time": duration(history.busy_seconds),
     }

@@ -7,7 +7,7 @@ import datetime
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,46 +54,39 @@ class Curve:
     mean: list[float | None]
     least: list[float | None]
     greatest: list[float | None]
+    label: str = ""
+    dots: bool = False
+    """Whether its points are drawn too: for few, far apart."""
 
     @classmethod
-    def of(cls, points: Sequence[tuple[int, Sequence[float]]], most: int = MOST_POINTS) -> Curve:
+    def of(
+        cls, points: Sequence[tuple[int, Sequence[float]]], most: int = MOST_POINTS, **how: Any
+    ) -> Curve:
         """The curve of steps with their values, of five significant digits."""
         count = min(most, len(points))
         edges = [part * len(points) // count for part in range(count + 1)] if count else []
         parts = [points[a:b] for a, b in itertools.pairwise(edges)]
         values = [[float(value) for _, found in part for value in found] for part in parts]
-
-        def each(function: Callable[[list[float]], float]) -> list[float | None]:
-            return [float(f"{function(found):.5g}") if found else None for found in values]
-
-        steps = [part[-1][0] for part in parts]
-        return cls(steps=steps, mean=each(statistics.fmean), least=each(min), greatest=each(max))
+        columns = {
+            name: [float(f"{function(found):.5g}") if found else None for found in values]
+            for name, function in (("mean", statistics.fmean), ("least", min), ("greatest", max))
+        }
+        return cls(steps=[part[-1][0] for part in parts], **columns, **how)
 
 
 def curve(
-    records: Iterable[Mapping[str, Any]], name: str, *, unit: float = 1, most: int = MOST_POINTS
+    records: Iterable[Mapping[str, Any]], name: str, most: int = MOST_POINTS, **how: Any
 ) -> Curve:
-    """Return the curve of a field of `metrics.jsonl`, in multiples of `unit`, over the records that
+    """Return the curve of a field of `metrics.jsonl`, in its plot's unit, over the records that
     have it as a number or null."""
-    found = ((record["step"], record[name]) for record in records if name in record)
-    return Curve.of(
-        [
-            (step, [] if value is None else [value / unit])
-            for step, value in found
-            if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-        ],
-        most,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """A curve in a plot."""
-
-    label: str = ""
-    curve: Curve
-    dots: bool = False
-    """Whether its points are drawn too: for few, far apart."""
+    unit = GIB if name in FIELDS and FIELDS[name][1] == "GiB" else 1
+    found = [(record["step"], record[name]) for record in records if name in record]
+    points = [
+        (step, [] if value is None else [value / unit])
+        for step, value in found
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    ]
+    return Curve.of(points, most, **how)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,35 +95,34 @@ class Plot:
 
     title: str
     unit: str = ""
-    series: Sequence[Series]
+    curves: Sequence[Curve]
     wide: bool = False
     """Whether its values may span orders of magnitude."""
 
     @property
     def log(self) -> bool:
         """Whether the axis is logarithmic: the values are above 0 and do span so much."""
-        curves = [one.curve for one in self.series]
-        known = [v for c in curves for v in (*c.mean, *c.least, *c.greatest) if v is not None]
+        columns = [(*one.mean, *one.least, *one.greatest) for one in self.curves]
+        known = [value for column in columns for value in column if value is not None]
         return self.wide and bool(known) and 0 < min(known) * LOG_SPAN <= max(known)
 
     @property
     def keys(self) -> Sequence[dict[str, Any]]:
-        """Label, colour and number of the dash pattern of each series."""
+        """Label, colour and number of the dash pattern of each curve."""
         return [
             {"label": one.label, "colour": COLOURS[n % len(COLOURS)], "dash": n // len(COLOURS)}
-            for n, one in enumerate(self.series)
+            for n, one in enumerate(self.curves)
         ]
 
     def record(self) -> dict[str, Any]:
-        """Return what `page.js` draws: a column of steps, then the columns of the series."""
-        steps = sorted({step for one in self.series for step in one.curve.steps})
+        """Return what `page.js` draws: a column of steps, then the columns of the curves."""
+        steps = sorted({step for one in self.curves for step in one.steps})
         columns: list[list[Any]] = [list(steps)]
         series = []
-        for key, one in zip(self.keys, self.series, strict=True):
-            found = one.curve
-            ranged = found.least != found.greatest and len(self.series) <= 2
-            for values in (found.mean, *((found.least, found.greatest) if ranged else ())):
-                by_step = dict(zip(found.steps, values, strict=True))
+        for key, one in zip(self.keys, self.curves, strict=True):
+            ranged = one.least != one.greatest and len(self.curves) <= 2
+            for values in (one.mean, *((one.least, one.greatest) if ranged else ())):
+                by_step = dict(zip(one.steps, values, strict=True))
                 columns.append([by_step.get(step) for step in steps])
             series.append({**key, "dots": one.dots, "ranged": ranged})
         return {"log": self.log, "series": series, "data": columns}
@@ -139,20 +131,13 @@ class Plot:
 def plots(
     runs: Sequence[tuple[str, Records]], names: Iterable[str], *, most: int = MOST_POINTS
 ) -> Iterator[Plot]:
-    """Yield the plot of each field with a series for each run, of those that a run has."""
+    """Yield the plot of each field with a curve for each run, of those that a run has."""
     for name in names:
         title, unit = FIELDS.get(name, (shown(name), ""))
-        scale = GIB if unit == "GiB" else 1
-        series = [
-            Series(
-                label=label,
-                curve=curve(records, name, unit=scale, most=most),
-                dots=name == "eval_loss",
-            )
-            for label, records in runs
-        ]
-        if any(one.curve.steps for one in series):
-            yield Plot(title=title, unit=unit, series=series, wide=name in WIDE)
+        how: dict[str, Any] = {"most": most, "dots": name == "eval_loss"}
+        curves = [curve(records, name, label=label, **how) for label, records in runs]
+        if any(one.steps for one in curves):
+            yield Plot(title=title, unit=unit, curves=curves, wide=name in WIDE)
 
 
 def clock(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:

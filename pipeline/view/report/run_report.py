@@ -27,7 +27,6 @@ from pipeline.view.report.page import (
     Curve,
     Plot,
     Records,
-    Series,
     clock,
     curve,
     plots,
@@ -102,16 +101,15 @@ def report_plots(history: History, gpus: Records) -> Iterator[Plot]:
 
 
 def _training_plots(training: Training) -> Iterator[Plot]:
-    steps = training.steps
-    loss, held_out = curve(steps, "loss"), curve(training.evaluations, "eval_loss")
-    if loss.steps:
-        series = [Series(label="training", curve=loss)]
-        if held_out.steps:
-            series.append(Series(label="held out", curve=held_out, dots=True))
-        yield Plot(title="Loss", unit="nats per token", series=series)
+    steps, evaluations = training.steps, training.evaluations
+    if steps:
+        curves = [curve(steps, "loss", label="training")]
+        if evaluations:
+            curves.append(curve(evaluations, "eval_loss", label="held out", dots=True))
+        yield Plot(title="Loss", unit="nats per token", curves=curves)
     yield from plots([("", training.records)], training.measured)
     for plot in plots([("", steps)], [name for name in FIELDS if not name.endswith("loss")]):
-        if any(plot.series[0].curve.mean):
+        if any(plot.curves[0].mean):
             yield plot
 
 
@@ -122,7 +120,7 @@ def gpu_plots(records: Records) -> Iterator[Plot]:
         for record in records:
             by_step[record["step"]] += _known(record["gpus"], name)
         if points := sorted(item for item in by_step.items() if item[1]):
-            yield Plot(title=title, unit=unit, series=[Series(curve=Curve.of(points))])
+            yield Plot(title=title, unit=unit, curves=[Curve.of(points)])
 
 
 def gpu_rows(records: Records) -> Iterator[dict[str, str]]:

@@ -18,28 +18,31 @@ from pipeline.bench import session as measuring
 from pipeline.distributed.signals import Interrupted
 from pipeline.execution.journal import Journal
 
+Bench = Callable[..., Result]
 
-def test_a_run_that_fails_is_a_row(bench: Callable[..., Result]) -> None:
-    result = bench("--strategies", "red1,blue", "--procs", "2,1", "--json", "--run-dir", "here")
+
+def test_a_run_that_fails_is_a_row(bench: Bench) -> None:
+    result = bench("--strategies", "red1,blue", "--procs", "2,1,01,2", "--json",
+                   "--run-dir", "here")  # fmt: skip
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert told == json.loads(Path("here/bench.json").read_text())
     assert told["schema_version"] == 1
-    rows = told["rows"]
-    assert [(r["strategy"], r["procs"], r["efficiency"]) for r in rows if not r["error"]] == [
-        ("blue", 1, 1.0), ("blue", 2, 0.75),
-    ]  # fmt: skip
     wrong = "rank 0 failed in slot `train`: out of memory"
-    assert [(r["strategy"], r["procs"], r["error"]) for r in rows if r["error"]] == [
-        ("red1", 1, wrong), ("red1", 2, wrong),
+    assert [(r["strategy"], r["procs"], r["efficiency"], r["error"]) for r in told["rows"]] == [
+        ("red1", 1, None, wrong), ("red1", 2, None, wrong), ("blue", 1, 1.0, None),
+        ("blue", 2, 0.75, None),
     ]  # fmt: skip
+    failed, *_, ran = told["rows"]
+    assert list(failed) == list(ran)
+    known = {"strategy", "use", "procs", "error"}
+    assert {name for name, value in failed.items() if value is not None} == known
     assert told["verdict"][-1] == f"did not run: red1 on 2 processes: {wrong}"
     # files that explain a failure stay
     left = sorted(path.name for path in Path("here/trials").iterdir())
     assert left == ["red1-1", "red1-2"]
-    assert sorted(
-        str(path.relative_to("here/trials")) for path in Path("here").rglob("red1-1/**/*")
-    ) == [
+    kept = (str(path.relative_to("here/trials")) for path in Path("here").rglob("red1-1/**/*"))
+    assert sorted(kept) == [
         "red1-1/output.txt",
         "red1-1/run",
         "red1-1/run/journal.jsonl",
@@ -49,15 +52,8 @@ def test_a_run_that_fails_is_a_row(bench: Callable[..., Result]) -> None:
     assert "blue on 2 processes" in result.stderr
 
 
-def test_rows_have_the_same_keys_whether_they_ran_or_not(bench: Callable[..., Result]) -> None:
-    failed, ran = json.loads(bench("--strategies", "red1,blue", "--json").stdout)["rows"]
-    assert list(failed) == list(ran)
-    told = {"strategy", "use", "procs", "error"}
-    assert {name for name, value in failed.items() if value is not None} == told
-
-
 def test_an_interrupt_keeps_the_rows_before_it(
-    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, saved = measuring._call, []
 
@@ -84,9 +80,7 @@ def test_an_interrupt_keeps_the_rows_before_it(
     assert [row["efficiency"] for row in told["rows"]] == [1.0, 0.75]
 
 
-def test_an_interrupt_before_any_row(
-    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_before_any_row(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: Any) -> int:
         raise Interrupted(signal.SIGTERM)
 
@@ -96,7 +90,7 @@ def test_an_interrupt_before_any_row(
 
 
 def test_rows_are_told_where_the_files_cannot_be_written(
-    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "bench.json")
@@ -112,8 +106,8 @@ def test_rows_are_told_where_the_files_cannot_be_written(
     assert result.stderr.endswith(f"error: {problem}\n")
 
 
-def test_the_table_comes_before_the_picture(
-    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+def test_the_table_is_printed_before_the_picture(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
@@ -129,7 +123,7 @@ def test_the_table_comes_before_the_picture(
     ("option", "folder"), [("--run-dir", "a.txt/x"), ("--runs", "a.txt"), ("--run-dir", "/proc")]
 )
 def test_a_folder_that_cannot_be_written_is_found_first(
-    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, option: str, folder: str
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, option: str, folder: str
 ) -> None:
     monkeypatch.setattr(measuring, "_call", None)  # not called
     result = bench(option, folder)
@@ -139,20 +133,7 @@ def test_a_folder_that_cannot_be_written_is_found_first(
     assert folder in line
 
 
-def test_a_number_of_processes_counts_once(bench: Callable[..., Result]) -> None:
-    result = bench("--strategies", "blue,blue", "--procs", "2,1,01,2", "--json")
-    assert [row["procs"] for row in json.loads(result.stdout)["rows"]] == [1, 2]
-
-
-def test_the_folder_that_runs_are_made_in(bench: Callable[..., Result]) -> None:
-    assert bench("--strategies", "blue", "--runs", "there").exit_code == 0
-    assert len(list(Path("there").glob("bench-small-*/bench.json"))) == 1
-    assert not Path("runs").exists()
-
-
-def test_a_run_that_takes_too_long_is_a_row(
-    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_takes_too_long_is_a_row(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     call = measuring._call
 
     def late(arguments: list[str], output: int, seconds: float) -> int | None:
@@ -172,17 +153,20 @@ def test_a_run_that_takes_too_long_is_a_row(
     assert "fastest that fits: blue on 2 processes, 48 tokens/s" in result.stdout
 
 
-def test_all_runs_fail(bench: Callable[..., Result]) -> None:
+def test_all_runs_fail(bench: Bench) -> None:
     result = bench("--run-dir", "here")  # the recipe's own wrap slot, and its two processes
     assert result.exit_code == 1
     assert "wrap.red      2  rank 0 failed in slot `train`: out of memory" in result.stdout
     assert "nothing ran to its end" in result.stdout
 
 
-def test_what_a_screen_shows(bench: Callable[..., Result]) -> None:
-    result = bench("--strategies", "blue", "--procs", "1,2", "--steps", "3", "--keep")
+def test_what_a_screen_shows(bench: Bench) -> None:
+    result = bench("--strategies", "blue", "--procs", "1,2", "--steps", "3", "--keep",
+                   "--runs", "there")  # fmt: skip
     assert result.exit_code == 0, result.output
-    (folder,) = Path("runs").glob("bench-small-*")
+    assert not Path("runs").exists()
+    (folder,) = Path("there").glob("bench-small-*")
+    assert (folder / "bench.json").is_file()
     lines = result.stdout.strip().splitlines()
     assert lines[:2] == [
         "small on cpu: median of 3 steps after 2; the global batch stays (8 samples a step)",
@@ -214,16 +198,14 @@ def test_what_a_screen_shows(bench: Callable[..., Result]) -> None:
         (["wrap.stage=9"], "wrap.stage: must be `1`, `2` or `3`, not `9`"),
     ],
 )
-def test_wrong_usage(bench: Callable[..., Result], arguments: list[str], message: str) -> None:
+def test_wrong_usage(bench: Bench, arguments: list[str], message: str) -> None:
     Path("bench.json").touch()
     result = bench(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
 
 
-def test_it_starts_its_own_processes(
-    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_starts_its_own_processes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0" if "RANK" in name else "1")
     result = bench()

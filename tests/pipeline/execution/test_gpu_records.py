@@ -147,7 +147,7 @@ def test_the_report_shows_curves_and_a_table(tmp_path: Path, clock: Clock) -> No
     add(folder, [step(1)])
     looked(record, clock, 15, every=15)
     found = list(hardware_records(folder))
-    busy, heat, power = (plot.series[0].curve for plot in gpu_plots(found))
+    busy, heat, power = (plot.curves[0] for plot in gpu_plots(found))
     assert (busy.steps, busy.mean) == ([0, 1], [0.7, 0.9])
     assert (busy.least, busy.greatest) == ([0.5, 0.8], [0.9, 1.0])
     assert (heat.mean, heat.greatest, power.mean) == ([63, 62], [66, 64], [630, 620])
@@ -167,7 +167,7 @@ def test_many_steps_become_as_many_points_as_a_screen_shows() -> None:
         {"step": n, "gpus": [{"index": 0, "utilisation": 0.1 * (n % 2)}]} for n in range(1001)
     ]
     (plot,) = gpu_plots(records)
-    curve = plot.series[0].curve
+    curve = plot.curves[0]
     assert len(curve.steps) == 500
     assert curve.steps[:2] == [1, 3]
     assert curve.greatest[1] == 0.1

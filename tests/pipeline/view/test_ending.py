@@ -29,7 +29,7 @@ def test_what_came_out(tmp_path: Path) -> None:
     assert found["held-out loss"] == "4.0000 (step 0) -> 3.5000 (step 3), best 3.0000 (step 2)"
     once = dict(outcome(made(tmp_path / "once", [], records[:1])))
     assert once == {"held-out loss": "4.0000 (step 0)"}
-    assert dict(outcome(tmp_path)) == {}
+    assert dict(outcome(made(tmp_path / "nothing"))) == {}
 
 
 def test_a_training_that_ended_early(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_a_report_has_curves_numbers_and_saves_of_each(tmp_path: Path) -> None:
         {"step": 1, "gpus": [{"index": 0, "watts": 100.0}]},
         {"step": 1, "slot": "chat", "gpus": [{"index": 0, "watts": 300.0}]},
     ]
-    plots = {plot.title: plot.series[0].curve for plot in report_plots(history, readings)}
+    plots = {plot.title: plot.curves[0] for plot in report_plots(history, readings)}
     assert (plots["train Loss"].steps, plots["train Loss"].mean) == ([1, 2], [3.9, 3.8])
     assert (plots["chat Loss"].steps, plots["chat Loss"].mean) == ([1, 2], [1.5, 1.25])
     assert (plots["chat accuracy"].steps, "train accuracy" in plots) == ([2], False)

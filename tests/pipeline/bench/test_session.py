@@ -21,18 +21,17 @@ from pipeline.chain.registry import Registry
 from pipeline.planning.forecast import BACKWARD, LOAD, RESUME, SAVE, Held
 from pipeline.recipe import load_recipe
 from tests.support.pipe import REPOSITORY
-from tests.support.tier import FULL
 
 
 def test_a_recipe_that_is_wrong_under_a_strategy_is_a_row(
     real: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe = "name: x\nstages: {wrap: {use: wrap.zeero}}\n"
-    registry = Registry.installed()
     session = measuring.Benchmark(
         plan=make_plan(load_recipe("r.yaml")), threads=None, minutes=1, keep=False,
-        length=BenchLength(steps=1, warmup=0, weak=False), folder=tmp_path / "b", registry=registry,
+        length=BenchLength(steps=1, warmup=0, weak=False), folder=tmp_path / "b",
         trials=[TrialRecipe(strategy="s", use="wrap.zero", procs=2, text=recipe)],
+        registry=Registry.installed(),
     )  # fmt: skip
     (done,), _ = session.run(lambda rows: None)
     assert done.error.startswith("wrap.use: there is no stage `wrap.zeero` (did you mean")
@@ -43,24 +42,23 @@ def called(arguments: list[str], seconds: float) -> int | None:
         return measuring._call(arguments, output.fileno(), seconds)
 
 
-def test_a_run_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("line", "seconds", "code"),
+    [("exec sleep 600", 0.5, None), ("setsid sleep 600 & echo $! > pid", 60, 0)],
+    ids=["a run that never ends", "a run that leaves something"],
+)
+def test_nothing_outlives_a_run(
+    line: str, seconds: float, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     script = Path("script")
-    script.write_text("#!/bin/sh\nexec sleep 600\n")
+    script.write_text(f"#!/bin/sh\n{line}\n")
     script.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(script.absolute()))
-    assert called(["check", "r.yaml"], 0.5) is None
-
-
-def test_nothing_outlives_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    script = Path("script")
-    script.write_text("#!/bin/sh\nsetsid sleep 600 & echo $! > pid\n")
-    script.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(script.absolute()))
-    assert called([], 60) == 0
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(Path("pid").read_text()), 0)
+    assert called(["check", "r.yaml"], seconds) == code
+    if code == 0:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(Path("pid").read_text()), 0)
 
 
 def test_files_of_the_user_stand_in_for_no_module(
@@ -75,12 +73,11 @@ def test_files_of_the_user_stand_in_for_no_module(
 def test_memory_is_predicted_for_what_is_measured(
     real: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = make_plan(load_recipe("r.yaml"))
     held = {LOAD: 5, BACKWARD: 7, SAVE: 9, RESUME: 11}
     peaks = {phase: Held(bytes=held[phase], items={}) for phase in held}
     told = SimpleNamespace(estimate=SimpleNamespace(device=peaks))
     monkeypatch.setattr(measuring, "estimate_plan", lambda *_: told)
-    assert measuring._predicted(plan) == 7
+    assert measuring._predicted(make_plan(load_recipe("r.yaml"))) == 7
 
 
 def test_a_run_that_is_killed_says_so(tmp_path: Path) -> None:
@@ -94,7 +91,7 @@ def test_a_run_that_is_killed_says_so(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_real_benchmark(real: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    strategies = ["ddp", "fsdp"] if FULL else ["fsdp"]
+    strategies = ["ddp", "fsdp"]
     options = ["--procs", "1,2", "--steps", "2", "--warmup", "1", "--json", "--run-dir", "here"]
     command = ["bench", "r.yaml", "--strategies", ",".join(strategies), *options]
     result = CliRunner().invoke(cli.main, command, catch_exceptions=False)
