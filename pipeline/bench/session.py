@@ -78,8 +78,9 @@ class Memory:
     @property
     def ratio(self) -> float | None:
         """Measured to predicted; None for resident memory, which is not only of tensors."""
-        known = self.kind == "device" and self.measured and self.predicted
-        return self.measured / self.predicted if known else None  # type: ignore[operator]
+        if self.kind == "host" or not self.measured or not self.predicted:
+            return None
+        return self.measured / self.predicted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +177,8 @@ def with_efficiency(rows: Sequence[Row]) -> list[Row]:
             bases.setdefault(row.strategy, (row.procs, row.speed.median / row.procs))
     for row in rows:
         if row.speed:
-            base, speed_of_one = bases[row.strategy]
-            share = row.speed.median / row.procs / speed_of_one
+            base, each = bases[row.strategy]
+            share = row.speed.median / row.procs / each
             row = replace(row, efficiency=share, efficiency_base=base)
         found.append(row)
     return found

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -56,3 +57,46 @@ def test_an_export_takes_as_many_processes_as_there_are_cores(
     monkeypatch.setattr("pipeline.execution.export_recipe.recipe_text", recipe_text)
     monkeypatch.setattr(host, "usable_cores", lambda: 2.5)
     assert CliRunner().invoke(main, ["export", "run"]).stderr == "error: 2 processes\n"
+
+
+def test_cores_and_memory_of_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN", tmp_path / "own")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    system = host.total_memory()
+    assert system == psutil.virtual_memory().total
+    assert host.usable_cores() == 8
+    (tmp_path / "own").write_text("0::/job/step\n")
+    for place, quota, limit in (
+        ("job/step", "max 100000", "max"),
+        ("job", "150000 100000", "9000"),
+    ):
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        (tmp_path / place / "cpu.max").write_text(f"{quota}\n")
+        (tmp_path / place / "memory.max").write_text(f"{limit}\n")
+    assert host.usable_cores() == 1.5
+    assert host.total_memory() == 9000
+    (tmp_path / "own").write_text("4:cpu,cpuacct:/old\n3:memory:/old\n0::/\n")
+    (tmp_path / "cpu/old").mkdir(parents=True)
+    (tmp_path / "cpu/old/cpu.cfs_quota_us").write_text("-1\n")
+    (tmp_path / "cpu/old/cpu.cfs_period_us").write_text("100000\n")
+    assert host.usable_cores() == 8
+    (tmp_path / "cpu/old/cpu.cfs_quota_us").write_text("300000\n")
+    assert host.usable_cores() == 3
+
+
+def test_processes_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/job/step\n")
+    (tmp_path / "job/step").mkdir(parents=True)
+    (tmp_path / "job/step/pids.max").write_text("max\n")
+    assert host.most_processes() is None
+    (tmp_path / "job/pids.max").write_text("512\n")
+    assert host.most_processes() == 512
+    (tmp_path / "own").write_text("7:pids:/old\n0::/\n")
+    (tmp_path / "pids/old").mkdir(parents=True)
+    (tmp_path / "pids/old/pids.max").write_text("100\n")
+    assert host.most_processes() == 100

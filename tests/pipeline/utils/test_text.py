@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pipeline.utils.text import align, counted, plural
+from pathlib import Path
+
+import pytest
+
+from pipeline.utils.text import align, counted, plural, shown_path, sparkline
 
 
 def test_plurals() -> None:
@@ -21,3 +25,21 @@ def test_columns_are_aligned() -> None:
     assert list(align(rows)) == ["name    size  more", "a         10", "longer     1     x"]
     assert list(align(rows[1:], left=2)) == ["a       10", "longer  1   x"]
     assert list(align([])) == []
+
+
+def test_a_curve_of_one_line() -> None:
+    assert sparkline([], 10) == ""
+    assert sparkline([1.0], 10) == "▁"
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert sparkline([1.0, float("nan"), 2.0], 10) == "▁█"
+
+
+def test_paths_in_the_working_folder_are_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shown_path(tmp_path / "a" / "b") == "a/b"
+    assert shown_path(tmp_path) == "."
+    assert shown_path(tmp_path.parent / "other") == str(tmp_path.parent / "other")
+    assert shown_path(Path("a")) == "a"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.utils.text import shown_path
 from pipeline.view.ending import before_and_after, next_lines, outcome, prompts
 from tests.pipeline.view.folders import evaluation, made, said, step
 
@@ -51,16 +50,6 @@ def test_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert next_lines(folder, "finished") == [("report", "a run/report.html")]
     for state in ("failed", "stopped"):
         assert next_lines(folder, state)[1:] == [("continue", "pipe resume 'a run'")]
-
-
-def test_paths_in_the_working_folder_are_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert shown_path(tmp_path / "a" / "b") == "a/b"
-    assert shown_path(tmp_path) == "."
-    assert shown_path(tmp_path.parent / "other") == str(tmp_path.parent / "other")
-    assert shown_path(Path("a")) == "a"
 
 
 def shown(*steps: tuple[int, list[tuple[str, str]]]) -> list[tuple[str, str]]:

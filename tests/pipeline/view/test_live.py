@@ -14,7 +14,6 @@ from rich.console import Console
 from pipeline.execution.rundir import locked
 from pipeline.hardware.telemetry import GpuReading
 from pipeline.utils.files import replace_text
-from pipeline.utils.text import sparkline
 from pipeline.view.live import ASCII, UNICODE, Header, drawing
 from pipeline.view.run import Run
 from tests.pipeline.view.folders import SLOTS, STARTED, TRAINING, add, evaluation, made, step
@@ -158,11 +157,3 @@ def test_a_mark_stays_with_its_slot(tmp_path: Path) -> None:
         lines = text(folder, width=width, under_way=True)[2:]
         slots = [slot for line in lines for slot in line.split("  ")]
         assert slots == ["✓ model", "● data 1:02", "· wrap", "· train", "· export"]
-
-
-def test_a_curve_of_one_line() -> None:
-    assert sparkline([], 10) == ""
-    assert sparkline([1.0], 10) == "▁"
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0, 0, 7, 7], 2) == "▁█"
-    assert sparkline([1.0, float("nan"), 2.0], 10) == "▁█"
