@@ -152,18 +152,13 @@ def _rows(run: Run, gpus: Sequence[GpuReading], marks: Glyphs) -> Iterator[tuple
     yield "ended early", shown(training.ended_early)
     yield "held out", dot.join(_held_out(run))
     yield from _measured(training, marks)
-    yield (
-        "step",
-        dot.join(
-            form.format(value)
-            for form, value in (
-                ("gradient norm {:.3g}", step.get("grad_norm")),
-                ("learning rate {:.3g}", step.get("lr")),
-                ("{} target tokens", None if step.get("tokens") is None else count(step["tokens"])),
-            )
-            if value is not None
-        ),
-    )
+    known = {name for name, value in step.items() if value is not None}
+    update = [
+        f"gradient norm {step['grad_norm']:.3g}" if "grad_norm" in known else "",
+        f"learning rate {step['lr']:.3g}" if "lr" in known else "",
+        f"{count(step['tokens'])} target tokens" if "tokens" in known else "",
+    ]
+    yield "step", dot.join(filter(None, update))
     yield "speed", dot.join(_speed(step, run))
     yield "memory", dot.join(_memory(step, run, gpus))
     if gpus:

@@ -15,6 +15,7 @@ from pipeline.chain.entry_points import BUILT_IN, Entry
 from pipeline.chain.registry import Registry
 from pipeline.cli import main
 from pipeline.contracts.metrics import records
+from pipeline.planning.planner import Planners
 from tests.faults.conftest import install_plugin
 from tests.support.pipe import Outcome, Pipe
 from tests.support.tiny_project import tiny_project
@@ -49,6 +50,19 @@ def registry(fake_entry: Callable[..., Entry]) -> Registry:
     entries.append(fake_entry("broken.check", "Faulty", "faulty-plugin"))
     entries.append(fake_entry("broken.missing", "Nothing", "faulty-plugin"))
     return Registry(entries)
+
+
+@pytest.fixture
+def fake_planners(fake_entry: Callable[..., Entry], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register planners of the fake stages, which offer strategies, as all planners."""
+    fakes = {
+        "wrap.red": "RedPlanner",
+        "wrap.blue": "BluePlanner",
+        "wrap.navy": "BluePlanner",
+        "train.lm": "TrainPlanner",
+    }
+    own = [fake_entry(name, attribute, "other") for name, attribute in fakes.items()]
+    monkeypatch.setattr(Planners, "installed", lambda: Planners(own))
 
 
 @pytest.fixture

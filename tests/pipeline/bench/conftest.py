@@ -12,9 +12,7 @@ import yaml
 from click.testing import Result
 
 from pipeline.bench import session as measuring
-from pipeline.chain.entry_points import Entry
 from pipeline.execution.journal import Journal
-from pipeline.planning.planner import Planners
 from pipeline.utils import jsonl
 from tests.stages.data.fakes import PLAIN, FakeSource
 from tests.support.runs import TINY
@@ -32,21 +30,10 @@ stages:
 
 
 @pytest.fixture(autouse=True)
-def planners(
-    request: pytest.FixtureRequest,
-    fake_entry: Callable[..., Entry],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Return planners of the fake stages that offer strategies, registered as all planners."""
-    fakes = {
-        "wrap.red": "RedPlanner",
-        "wrap.blue": "BluePlanner",
-        "wrap.navy": "BluePlanner",
-        "train.lm": "TrainPlanner",
-    }
-    own = [fake_entry(name, attribute, "other") for name, attribute in fakes.items()]
-    if "real" not in request.fixturenames and "built_in" not in request.node.name:
-        monkeypatch.setattr(Planners, "installed", lambda: Planners(own))
+def planners(request: pytest.FixtureRequest) -> None:
+    """Have fake planners, except for the recipe of real stages."""
+    if "real" not in request.fixturenames:
+        request.getfixturevalue("fake_planners")
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +43,9 @@ def test_nothing_can_be_loaded(pages: list[Path]) -> None:
         assert LOADING.findall(content) == []
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """A page as the browser showed it."""
-
-    dom: str
-    console: list[str]
-    requests: list[str]
-    """Origins of network requests that are not the browser's own."""
-
-
-def seen(page: Path, folder: Path) -> Seen:
-    """Open a page from disk."""
+def seen(page: Path, folder: Path) -> tuple[str, list[str], list[str]]:
+    """Open a page from disk; return it as the browser showed it, its messages on the console, and
+    origins of network requests that are not the browser's own."""
     assert BROWSER is not None
     log = folder / "requests.json"
     shown = subprocess.run(
@@ -68,11 +58,8 @@ def seen(page: Path, folder: Path) -> Seen:
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     origins = re.findall(r'"initiator":"([^"]*)"', log.read_text("utf-8", errors="replace"))
-    return Seen(
-        dom=shown.stdout,
-        console=[line for line in shown.stderr.splitlines() if "CONSOLE" in line],
-        requests=[origin for origin in origins if origin != "not an origin"],
-    )
+    console = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
+    return shown.stdout, console, [one for one in origins if one != "not an origin"]
 
 
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium")
@@ -81,18 +68,18 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 @needs_browser
 @pytest.mark.parametrize("number", [0, 1, 2], ids=["report", "comparison", "runs"])
 def test_a_browser_shows_it(number: int, pages: list[Path], tmp_path: Path) -> None:
-    found = seen(pages[number], tmp_path)
-    assert (found.console, found.requests) == ([], [])
-    assert found.dom.count("<canvas") == len(drawn(found.dom)) > 2
+    dom, *noticed = seen(pages[number], tmp_path)
+    assert noticed == [[], []]
+    assert dom.count("<canvas") == len(drawn(dom)) > 2
 
 
 @needs_browser
 def test_requests_and_errors_would_be_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text('<img src="http://127.0.0.1:9/x.png"><script>gone()</script>')
-    found = seen(page, tmp_path)
-    assert found.requests == ["null"]
-    assert "gone is not defined" in found.console[0]
+    _, console, requests = seen(page, tmp_path)
+    assert requests == ["null"]
+    assert "gone is not defined" in console[0]
 
 
 WIDE = """

@@ -13,6 +13,7 @@ from pipeline.planning.planner import Planners, Preset
 from pipeline.planning.presets import chosen, strategies
 
 
+@pytest.mark.usefixtures("fake_planners")
 def test_strategies_are_what_installed_stages_offer(registry: Registry) -> None:
     found = strategies(registry)  # broken stages are skipped
     assert {name: (one.use, dict(one.fields)) for name, one in found.items()} == {
@@ -29,18 +30,21 @@ def test_built_in_strategies() -> None:
     assert found["zero2"].fields == {"stage": 2}
 
 
+@pytest.mark.usefixtures("fake_planners")
 def test_an_unknown_strategy(registry: Registry) -> None:
     with pytest.raises(UsageError) as caught:
         chosen(["blue", "red3"], registry)
     assert str(caught.value) == "there is no strategy `red3` (did you mean `red2`?)"
 
 
+@pytest.mark.usefixtures("fake_planners")
 def test_two_stages_of_one_strategy(fake_entry: Callable[..., Entry]) -> None:
     registry = Registry([fake_entry("wrap.blue", "Blue"), fake_entry("wrap.navy", "Blue", "other")])
     with pytest.raises(PluginError, match=r"`blue` is offered by wrap\.blue and by wrap\.navy"):
         strategies(registry)
 
 
+@pytest.mark.usefixtures("fake_planners")
 def test_presets_that_are_none(
     fake_entry: Callable[..., Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
