@@ -67,7 +67,7 @@ class Curve:
         edges = [part * len(points) // count for part in range(count + 1)] if count else []
         parts = [points[a:b] for a, b in itertools.pairwise(edges)]
         values = [[float(value) for _, found in part for value in found] for part in parts]
-        columns = {
+        columns: dict[str, Any] = {
             name: [float(f"{function(found):.5g}") if found else None for found in values]
             for name, function in (("mean", statistics.fmean), ("least", min), ("greatest", max))
         }
