@@ -7,7 +7,7 @@ import datetime
 import itertools
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,12 @@ class Curve:
         edges = [part * len(points) // count for part in range(count + 1)] if count else []
         parts = [points[a:b] for a, b in itertools.pairwise(edges)]
         values = [[float(value) for _, found in part for value in found] for part in parts]
-        columns: dict[str, Any] = {
-            name: [float(f"{function(found):.5g}") if found else None for found in values]
-            for name, function in (("mean", statistics.fmean), ("least", min), ("greatest", max))
-        }
-        return cls(steps=[part[-1][0] for part in parts], **columns, **how)
+
+        def each(function: Callable[[list[float]], float]) -> list[float | None]:
+            return [float(f"{function(found):.5g}") if found else None for found in values]
+
+        steps, mean = [part[-1][0] for part in parts], each(statistics.fmean)
+        return cls(steps=steps, mean=mean, least=each(min), greatest=each(max), **how)
 
 
 def curve(
