@@ -14,8 +14,7 @@ from click.testing import Result
 from pipeline.bench import session as measuring
 from pipeline.execution.journal import Journal
 from pipeline.utils import jsonl
-from tests.stages.data.fakes import PLAIN, FakeSource
-from tests.support.runs import TINY
+from tests.support.tiny_project import CHAIN, tiny_project
 
 RECIPE = """\
 name: small
@@ -41,25 +40,15 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return a recipe of real stages, whose model has no weights anywhere, and its content."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    FakeSource(PLAIN).fast.save_pretrained("tokenizer")
-    Path("text.txt").write_text("It is a truth universally acknowledged. " * 40)
-    model = {"config": {**TINY, "vocab_size": 259}, "tokenizer": "./tokenizer", "init": "random"}
+    tiny_project(tmp_path)
     stages = {
-        "model": {"use": "model.hf", **model},
-        "precision": {"use": "precision.policy", "compute": "fp32"},
-        "data": {
-            "use": "data.text", "files": "./text.txt", "sequence_length": 16,
-            "heldout_fraction": 0.2,
-        },
-        "optimizer": {"use": "optimizer.adamw", "lr": 1e-3},
+        **CHAIN,
         "wrap": {"use": "wrap.zero", "stage": 3},
         "checkpoint": {"use": "checkpoint.full", "every": 5},
         "train": {
             "use": "train.causal_lm", "epochs": 2.0, "global_batch_size": 8,
             "micro_batch_size": 2, "accumulation": 2, "eval_every": 5,
         },
-        "consolidate": {"use": "consolidate.stream"},
-        "export": {"use": "export.safetensors"},
     }  # fmt: skip
     content = {"name": "r", "launch": {"procs": 2, "device": "cpu"}, "stages": stages}
     Path("r.yaml").write_text(json.dumps(content))
