@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -94,12 +95,12 @@ class JsonEvents(View):
         self._activity: dict[str, Any] = {}
         self._write("run", {"folder": str(run.folder), "slots": dict(run.uses)})
 
-    def refresh(self) -> None:
+    def refresh(self, lines: deque[str]) -> None:
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_SECONDS
-            self.close()
+            self.close(lines)
 
-    def close(self) -> None:
+    def close(self, lines: deque[str]) -> None:
         self.end()
         activity = self._run.activity()
         if activity and activity != self._activity:

@@ -36,7 +36,7 @@ from pipeline.utils.text import (
     sparkline,
 )
 from pipeline.view.run import LOOK_SECONDS, PLANNED, Run, json_in
-from pipeline.view.screen import LinePipe, View
+from pipeline.view.screen import View
 
 LABEL = "bright_black"
 """Colour of what is always the same."""
@@ -250,6 +250,8 @@ class LiveDisplay(View):
     Drawn by the thread that calls `refresh`, so nothing is drawn while that is busy.
     """
 
+    prints = True
+
     def __init__(self, run: Run, header: Header, console: Console | None = None) -> None:
         self._run, self._header = run, header
         self._console = console or Console(file=bare(sys.stdout), highlight=False)
@@ -262,34 +264,25 @@ class LiveDisplay(View):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._live)
             stack.enter_context(_printing_above(self._console))
-            self._pipe = LinePipe()
             self._stack = stack.pop_all()
-        self.output, self._lines = self._pipe.write, deque[str]()
 
-    def refresh(self) -> None:
-        self._print_new()
+    def refresh(self, lines: deque[str]) -> None:
+        self._print(lines)
         if time.monotonic() >= self._next_drawing:
             self._draw()
 
-    def close(self) -> None:
+    def close(self, lines: deque[str]) -> None:
         with self._stack:  # standard output is this process's again, whatever happens
-            self._lines.extend(self._pipe.close())
-            self._print_new()
+            self._print(lines)
             self._draw()
 
     def abandon(self) -> None:
         self._stack.close()
 
-    def printed(self) -> list[str]:
-        lines = [*self._lines, *self._pipe.lines()]
-        self._lines.clear()
-        return lines
-
-    def _print_new(self) -> None:
-        self._lines.extend(self._pipe.lines())
-        while self._lines:  # one that cannot be printed stays
-            self._console.print(Text(shown(self._lines[0])), soft_wrap=True)
-            self._lines.popleft()
+    def _print(self, lines: deque[str]) -> None:
+        while lines:  # one that cannot be printed stays
+            self._console.print(Text(shown(lines[0])), soft_wrap=True)
+            lines.popleft()
 
     def _draw(self) -> None:
         now = time.monotonic()

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -21,15 +22,16 @@ kept."""
 
 
 class View:
-    """A way to show a run. This one shows nothing: rank 0 prints lines."""
+    """A way to show a run. This one shows nothing: rank 0 prints lines where this process does."""
 
-    output: int | None = None
-    """Descriptor for rank 0's standard output and error; None: the launcher's own."""
+    prints = False
+    """Whether it prints what rank 0 prints."""
 
-    def refresh(self) -> None:
-        """Show what is new. Called often, and costs nothing when it is too early."""
+    def refresh(self, lines: deque[str]) -> None:
+        """Show what is new, and print and remove the lines of rank 0. Called often, and costs
+        nothing when it is too early."""
 
-    def close(self) -> None:
+    def close(self, lines: deque[str]) -> None:
         """Show what the ranks have done last, and leave the terminal as it was."""
 
     def end(self) -> None:
@@ -37,11 +39,6 @@ class View:
 
     def abandon(self) -> None:
         """Give this process its output back after a failure."""
-
-    def printed(self) -> list[str]:
-        """Return the lines that rank 0 has printed to `output` and that were not shown, so that it
-        never waits to print."""
-        return []
 
 
 class Screen:
@@ -51,29 +48,40 @@ class Screen:
     and stops nothing else; from then on rank 0's lines appear on standard error.
     """
 
+    output: int | None = None
+    """Descriptor for rank 0's standard output and error; None: this process's own."""
+
     def __init__(
         self, make: Callable[[], View] = View, recorder: HardwareRecord | None = None
     ) -> None:
         self._view, self._failed, self._recorder = View(), False, recorder
+        self._pipe: LinePipe | None = None
+        self._lines = deque[str]()
         with self._guarded():
             self._view = make()
-        self.output = self._view.output
+        if self._view.prints:
+            self._pipe = LinePipe()
+            self.output = self._pipe.write
 
     def refresh(self) -> None:
-        """Show what is new, and record the GPUs; see `View`."""
+        """Show what is new, and record the GPUs. Called often."""
         if self._recorder is not None:
             with contextlib.suppress(Exception):  # only people read it
                 self._recorder.look()
+        if self._pipe is not None:
+            self._lines.extend(self._pipe.lines())
         if not self._failed:
             with self._guarded():
-                self._view.refresh()
+                self._view.refresh(self._lines)
         else:
             self._pass_on()
 
     def close(self) -> None:
         """Show what the ranks have done last, and leave the terminal as it was."""
+        if self._pipe is not None:
+            self._lines.extend(self._pipe.close())
         with self._guarded():
-            self._view.close()
+            self._view.close(self._lines)
         if self._failed:
             self._pass_on()
 
@@ -95,8 +103,8 @@ class Screen:
                 _say(f"the display has ended: {in_words(error)}")
 
     def _pass_on(self) -> None:
-        for line in self._view.printed():
-            _say(line)
+        while self._lines:
+            _say(self._lines.popleft())
 
 
 def _say(line: str) -> None:

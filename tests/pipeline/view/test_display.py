@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,7 +93,7 @@ def test_events_as_json(tmp_path: Path) -> None:
     doing = {"name": "exporting", "done": 1, "total": None, "unit": "files", "seconds": 0.5}
     (folder / "activity.json").write_text(json.dumps(doing))
     with locked(folder):
-        screen.close()
+        screen.close(deque())
     events = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [one["event"] for one in events] == [
         "run", "run started", "step", "evaluation", "anomaly", "activity",

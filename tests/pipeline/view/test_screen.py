@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,18 @@ from tests.pipeline.view.folders import SLOTS, made
 class Failing(View):
     """Raises at its second refresh, and whenever it is asked to end."""
 
+    prints = True
+
     def __init__(self, error: BaseException) -> None:
         self.error, self.refreshed, self.abandoned = error, 0, 0
 
-    def refresh(self) -> None:
+    def refresh(self, lines: deque[str]) -> None:
         self.refreshed += 1
         if self.refreshed == 2:
             raise self.error
+        lines.clear()
 
-    def close(self) -> None:
+    def close(self, lines: deque[str]) -> None:
         raise self.error
 
     def end(self) -> None:
@@ -37,9 +41,6 @@ class Failing(View):
     def abandon(self) -> None:
         self.abandoned += 1
 
-    def printed(self) -> list[str]:
-        return [f"a line after {self.refreshed}"]
-
 
 @pytest.mark.parametrize("error", [OSError(5, "terminal is gone"), SystemExit(1), KeyError("step")])
 def test_a_view_that_fails_ends_nothing_else(
@@ -47,14 +48,16 @@ def test_a_view_that_fails_ends_nothing_else(
 ) -> None:
     failing = Failing(error)
     screen = Screen(lambda: failing)
-    for _ in range(4):
+    for number in range(4):
+        os.write(screen.output or -1, f"line {number}\n".encode())
         screen.refresh()
+    os.write(screen.output or -1, b"line 4")
     screen.close()
     screen.end()
     assert (failing.refreshed, failing.abandoned) == (2, 1)
     first, *lines = capsys.readouterr().err.splitlines()
     assert first.startswith("the display has ended: ")
-    assert lines == ["a line after 2"] * 3
+    assert lines == [f"line {number}" for number in (1, 2, 3, 4)]
 
 
 def test_a_view_that_cannot_be_made_ends_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
