@@ -18,6 +18,7 @@ from markupsafe import Markup
 from pipeline.hardware.gpus import GIB
 from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
+from pipeline.utils.text import duration
 
 MOST_POINTS = 500
 """Points of a curve. Longer series are cut into this many parts, and each becomes its mean, its
@@ -160,6 +161,7 @@ def render(template: str, plots: Sequence[Plot], **facts: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters |= {"clock": clock, "duration": duration, "text": value_text}
     data = json.dumps([plot.record() for plot in plots], allow_nan=False, separators=(",", ":"))
     return environment.get_template(template).render(
         plots=plots,

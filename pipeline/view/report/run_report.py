@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import statistics
 import time
@@ -68,26 +69,20 @@ def run_page(history: History) -> str:
         "run.html.j2",
         list(report_plots(history, gpus)),
         title=history.name,
-        name=history.name,
-        state=history.state,
-        where=history.where,
-        started=clock(history.starts[0]["time"]) if history.starts else "",
+        history=history,
         command=shown(shlex.join(typed)),
-        tiles=list(summary(history)),
+        tiles=summary(history),
         parts=parts if parts > 1 else 0,
-        slots=list(_slots(history)),
         memory=memory_sizes,
         memory_title=memory_title,
         plan_lines=[str(line) for line in plan.get("lines", [])],
         gpus=list(gpu_rows(gpus)),
         prompts=[prompt for one in history.trainings for prompt in prompts(one.records, one.label)],
-        events=[
-            {**vars(one), "time": "" if one.time is None else clock(one.time)}
-            for one in events[-MOST_EVENTS:]
-        ],
+        events=events[-MOST_EVENTS:],
         left_out=max(0, len(events) - MOST_EVENTS),
-        recipe=list(_recipe_rows(history))[:MOST_ROWS],
-        environment=list(_environment(history)),
+        recipe=itertools.islice(leaves(history.recipe.public()), MOST_ROWS),
+        origins=origins(history.folder),
+        environment=_environment(history),
         written=clock(time.time()),
     )
 
@@ -146,26 +141,6 @@ def gpu_rows(records: Records) -> Iterator[dict[str, str]]:
 
 def _known(readings: Records, name: str) -> list[float]:
     return [float(reading[name]) for reading in readings if reading.get(name) is not None]
-
-
-def _slots(history: History) -> Iterator[dict[str, Any]]:
-    longest = max((slot.seconds for slot in history.slots.values()), default=0.0) or 1.0
-    for name, slot in history.slots.items():
-        yield {
-            "slot": name,
-            "use": history.uses[name],
-            "state": slot.state,
-            "time": duration(slot.seconds) if slot.began else "",
-            "percent": round(100 * slot.seconds / longest, 1),
-        }
-
-
-def _recipe_rows(history: History) -> Iterator[dict[str, str]]:
-    written = origins(history.folder)
-    for path, value in leaves(history.recipe.public()):
-        dotted = ".".join(map(str, path))
-        origin = shown(written.get(dotted, history.recipe.origin(path)))
-        yield {"path": dotted, "value": value_text(value), "origin": origin}
 
 
 def _environment(history: History) -> Iterator[tuple[str, str]]:
