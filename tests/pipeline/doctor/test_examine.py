@@ -65,6 +65,15 @@ def test_a_whole_examination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "QUICK", tiny)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "runs").mkdir()
+    done: dict[str, RankResults] = {}
+    measure = module.measure
+
+    def noted(target: str, *settings: Any, **limits: Any) -> RankResults:
+        name = target.rpartition("_")[2]
+        done[name] = measure(target, *settings, **limits)
+        return done[name]
+
+    monkeypatch.setattr(module, "measure", noted)
     before = signal.getsignal(signal.SIGTERM)
     result = doctor("--quick", "--procs", "2", "--json", "--out", "machine.json")
     assert result.exit_code == 0, result.stderr
@@ -84,6 +93,10 @@ def test_a_whole_examination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         for each in told[name]:
             assert each["algbw"] == pytest.approx(each["bytes"] / each["seconds"])
             assert each["busbw"] == each["algbw"] / factor > 0
+    for name in ("matmul", "copies"):  # all ranks report the slowest one's rate
+        first, second = done[name].records
+        assert first == second != ()
+    assert done["collectives"].records[1] == ()
     machine = read_machine(Path("machine.json"))
     assert machine.allreduce[0].seconds == told["allreduce"][0]["seconds"]
     assert list((tmp_path / "runs").iterdir()) == []

@@ -9,7 +9,6 @@ import pytest
 
 from pipeline.doctor import measurements
 from pipeline.doctor.measurements import bandwidth
-from pipeline.doctor.ranks import measure
 
 
 def test_bandwidths() -> None:
@@ -57,16 +56,6 @@ def test_copies_and_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     measurements.measure_matmul(settings, records.append)
     assert [list(record) for record in records] == [["host_copy_bytes_per_s"], ["fp32"], ["bf16"]]
     assert all(rate > 0 for record in records for rate in record.values())
-
-
-def test_all_processes_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All report the rate of the slowest, which shows that they met."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
-    settings = {"device": "cpu", "dtypes": ["fp32"], "budget": 0.01}
-    results = measure("pipeline.doctor.measurements:measure_matmul", settings, procs=2, seconds=60)
-    assert results.failure == ""
-    first, second = results.records
-    assert first == second != ()
 
 
 def test_repetitions_follow_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
