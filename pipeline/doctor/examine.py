@@ -90,27 +90,26 @@ class Session:
 
     def torch(self) -> dict[str, Any]:
         """What torch and the driver report, or nothing. The total time begins after it."""
-        records = self._run("torch", {}, procs=1, seconds=TORCH_SECONDS * self._time_factor)
+        found = _merged(self._run("torch", procs=1))
         self._began = time.monotonic()
-        return _merged(records)
+        return found
 
     def measure(self, runs: Folder) -> dict[str, Any]:
         """The measured fields of a report."""
         rates: dict[str, float] = {}
         size = min(self.budget.disk_bytes, (runs.free_bytes or 0) // SHARE_OF_DISK)
         if runs.writable and size >= MIB:
-            rates = _merged(self._limited("disk", {"folder": runs.path, "size": size}, procs=1))
+            rates = _merged(self._run("disk", procs=1, folder=runs.path, size=size))
         else:
             reason = "it has no space left" if runs.writable else "it cannot be written to"
-            self.failures.append(Failure(measurement="disk", reason=f"{runs.path}: {reason}"))
+            self._fail("disk", f"{runs.path}: {reason}")
         dtypes = ["fp32", "bf16", *(["fp16"] if self.device == "cuda" else [])]
-        matmul = _merged(self._limited("matmul", {"dtypes": dtypes}))
-        size = min(self.budget.copy_bytes, self._buffer())
-        rates |= _merged(self._limited("copies", {"size": size}))
+        matmul = _merged(self._run("matmul", dtypes=dtypes))
+        rates |= _merged(self._run("copies", size=min(self.budget.copy_bytes, self._buffer())))
         fields: dict[str, Any] = {"allreduce": [], "allgather": []}
         if self.procs > 1:
             sizes = [size for size in self.budget.sizes if size <= self._buffer()]
-            for record in self._limited("collectives", {"sizes": sizes}):
+            for record in self._run("collectives", sizes=sizes):
                 fields[record["operation"]].append(bandwidth(**record, procs=self.procs))
         names = (name for name in MachineReport.model_fields if name.endswith("_bytes_per_s"))
         fields |= {name: rates.get(name) for name in names}
@@ -120,35 +119,29 @@ class Session:
         """Bytes of the largest buffer in each process."""
         return free_memory() // self.procs // SHARE_OF_MEMORY
 
-    @property
-    def _time_factor(self) -> int:
-        return CUDA_FACTOR if self.gpus else 1
-
-    def _limited(
-        self, name: str, settings: dict[str, Any], procs: int | None = None
-    ) -> Sequence[Mapping[str, Any]]:
-        """Run a measurement within its share of the time, and what is left of it."""
-        total = self.budget.total * self._time_factor
-        left = self._began + total - time.monotonic()
-        if left < 1:
-            reason = "no time was left for it"
-            self.failures.append(Failure(measurement=name, reason=reason, late=True))
-            return ()
-        settings["budget"] = self.budget.seconds[name]
-        return self._run(name, settings, procs or self.procs, min(left, LIMITS[name] * total))
-
-    def _run(
-        self, name: str, settings: dict[str, Any], procs: int, seconds: float
-    ) -> Sequence[Mapping[str, Any]]:
+    def _run(self, name: str, procs: int = 0, **settings: Any) -> Sequence[Mapping[str, Any]]:
         """Return the records of all ranks, which may be partial; a failure is noted."""
+        factor = CUDA_FACTOR if self.gpus else 1
+        seconds = TORCH_SECONDS * factor
+        if name != "torch":
+            total = self.budget.total * factor
+            left = self._began + total - time.monotonic()
+            if left < 1:
+                self._fail(name, "no time was left for it", late=True)
+                return ()
+            seconds = min(left, LIMITS[name] * total)
+            settings["budget"] = self.budget.seconds[name]
         click.echo(f"measuring: {name}", err=True)
-        target = f"pipeline.doctor.measurements:measure_{name}"
         settings["device"] = self.device
-        done = measure(target, settings, procs=procs, seconds=seconds)
+        target = f"pipeline.doctor.measurements:measure_{name}"
+        done = measure(target, settings, procs=procs or self.procs, seconds=seconds)
         if done.failure:
-            facts = {"reason": done.failure, "late": done.late, "printed": done.printed}
-            self.failures.append(Failure.model_validate({"measurement": name, **facts}))
+            self._fail(name, done.failure, late=done.late, printed=done.printed)
         return done.all_records
+
+    def _fail(self, name: str, reason: str, *, late: bool = False, printed: str = "") -> None:
+        failure = Failure(measurement=name, reason=reason, late=late, printed=printed)
+        self.failures.append(failure)
 
 
 def _merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
