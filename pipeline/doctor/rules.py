@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -32,12 +32,17 @@ NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "virtiofs
 """Network file systems, but for parallel ones (Lustre, GPFS, BeeGFS, WekaFS)."""
 MEMORY = {"tmpfs", "ramfs"}
 LITTLE_SPACE = 10e9
-Findings = Iterator[Finding]
+Findings = Iterator[tuple[str, str] | tuple[str, str, Mapping[str, str]]]
+"""A name and what is seen, then what replaces parts of the advice."""
 
 
 def findings(machine: MachineReport) -> list[Finding]:
     """All findings, the worst first."""
-    found = [finding for rule in RULES for finding in rule(machine)]
+    found = [
+        Finding.model_validate({**advice()[name], "name": name, "seen": seen, **dict(*other)})
+        for rule in RULES
+        for name, seen, *other in rule(machine)
+    ]
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
@@ -45,11 +50,6 @@ def findings(machine: MachineReport) -> list[Finding]:
 def advice() -> dict[str, dict[str, Any]]:
     """Severity, reason and remedy of each finding, by name."""
     return tomllib.loads(Path(__file__).with_name("findings.toml").read_text("utf-8"))
-
-
-def _finding(name: str, seen: str, **other: str) -> Finding:
-    """A finding with its advice, in parts replaced by `other`."""
-    return Finding.model_validate({**advice()[name], **other, "name": name, "seen": seen})
 
 
 def _below(value: float | None, bound: float) -> TypeGuard[float]:
@@ -60,12 +60,12 @@ def _torch(machine: MachineReport) -> Findings:
     software = machine.software
     problem = software.torch_problem or ""
     if software.python is not None and "torch" not in software.packages:
-        yield _finding("torch", "torch is not installed")
+        yield "torch", "torch is not installed"
     elif problem.startswith("torch cannot be imported"):
-        yield _finding("torch", problem)
+        yield "torch", problem
     if software.torch_cuda and software.gpus == 0 and not machine.devices:
-        built = f"torch is built for CUDA {software.torch_cuda}"
-        yield _finding("no-driver", f"{built}, but there is no GPU with a driver")
+        cuda = f"torch is built for CUDA {software.torch_cuda}"
+        yield "no-driver", f"{cuda}, but there is no GPU with a driver"
 
 
 def _unusable_gpus(machine: MachineReport) -> Findings:
@@ -84,7 +84,7 @@ def _unusable_gpus(machine: MachineReport) -> Findings:
         reason = software.torch_problem or "torch does not say why"
         seen = f"{f'for CUDA {cuda} ' if cuda else ''}cannot use them under {driver}: {reason}"
     torch = f"torch {software.packages['torch']}"
-    yield _finding("driver", f"{plural(gpus, 'GPU')}, but {torch} {seen}")
+    yield "driver", f"{plural(gpus, 'GPU')}, but {torch} {seen}"
 
 
 def _companions(machine: MachineReport) -> Findings:
@@ -97,8 +97,8 @@ def _companions(machine: MachineReport) -> Findings:
         own = packages.get(name, "")
         fits = needed in (torch, version) and own.partition("+")[2] in ("", build)
         if torch and not fits:
-            seen = f"{name} {own} was built for torch {needed}, but torch is {torch}"
-            yield _finding("torchvision", seen)
+            built = f"{name} {own} was built for torch {needed}"
+            yield "torchvision", f"{built}, but torch is {torch}"
 
 
 def _compilers(machine: MachineReport) -> Findings:
@@ -107,25 +107,25 @@ def _compilers(machine: MachineReport) -> Findings:
         return
     names = {"C++ compiler": tools.compiler, "ninja": tools.ninja}
     if missing := [name for name, path in names.items() if path is None]:
-        yield _finding("compiler", f"no {' and no '.join(missing)}")
+        yield "compiler", f"no {' and no '.join(missing)}"
     if machine.devices and tools.cuda_home is None:
-        yield _finding("cuda-home", "no CUDA toolkit (nvcc) was found")
+        yield "cuda-home", "no CUDA toolkit (nvcc) was found"
     if not tools.libaio:
-        yield _finding("libaio", "no libaio with its header")
+        yield "libaio", "no libaio with its header"
 
 
 def _gpus(machine: MachineReport) -> Findings:
     old = [each for each in machine.devices if float(each.compute_capability or "inf") < BF16]
     for device in old[:1]:
         capability = f"compute capability {device.compute_capability}"
-        yield _finding("bf16", f"{device.name} has {capability}, below {BF16}")
+        yield "bf16", f"{device.name} has {capability}, below {BF16}"
     kinds = sorted({device.name for device in machine.devices})
     if len(kinds) > 1:
-        yield _finding("unlike-gpus", f"GPUs of different kinds: {', '.join(kinds)}")
+        yield "unlike-gpus", f"GPUs of different kinds: {', '.join(kinds)}"
     for name, device in machine.gpus.items():
         free, size = device.memory_free_bytes, device.memory_bytes
         if _below(free, MOSTLY_FREE * size):
-            yield _finding("gpu-in-use", f"{name} has {human(free)} of {human(size)} free")
+            yield "gpu-in-use", f"{name} has {human(free)} of {human(size)} free"
 
 
 def _links(machine: MachineReport) -> Findings:
@@ -135,49 +135,48 @@ def _links(machine: MachineReport) -> Findings:
 
     links = machine.topology.links
     if across := [link for link in links if link.kind == "SYS"]:
-        path = "only over the link between processors (SYS)"
-        yield _finding("across-numa", f"{pairs(across)}: {path}")
+        yield "across-numa", f"{pairs(across)}: only over the link between processors (SYS)"
     if slow := [link for link in links if not link.is_nvlink and link.kind != "SYS"]:
         kinds = ", ".join(sorted({link.kind for link in slow}))
-        yield _finding("no-nvlink", f"{pairs(slow)}: no NVLink, only PCIe ({kinds})")
+        yield "no-nvlink", f"{pairs(slow)}: no NVLink, only PCIe ({kinds})"
     fastest = max((one.busbw for one in machine.allreduce if one.bytes >= LARGE), default=None)
     connected = machine.device == "cuda" and links and all(link.is_nvlink for link in links)
     if connected and _below(fastest, NVLINK_BUSBW):
         rate = f"a bus bandwidth of {human(fastest)}/s"
-        yield _finding("nvlink-unused", f"all-reduce has {rate}, though NVLink connects all GPUs")
+        yield "nvlink-unused", f"all-reduce has {rate}, though NVLink connects all GPUs"
 
 
 def _measured(machine: MachineReport) -> Findings:
     busy = machine.load is not None and machine.load >= BUSY
     if busy:
-        yield _finding("busy", f"{machine.load:.1f} processes for each core ran or waited before")
+        yield "busy", f"{machine.load:.1f} processes for each core ran or waited before"
     for failure in machine.failures:
         if failure.measurement == "torch" and failure.late and not busy:
-            yield _finding("slow-import", f"importing torch was {failure.reason}")
+            yield "slow-import", f"importing torch was {failure.reason}"
         else:
             fatal = failure.measurement in FATAL and not failure.late
             other = {"severity": "error"} if fatal else {}
-            yield _finding("failed", f"{failure.measurement}: {failure.reason}", **other)
+            yield "failed", f"{failure.measurement}: {failure.reason}", other
     rate = machine.disk_write_bytes_per_s
     if _below(rate, SLOW_DISK) and not busy:
         minutes = f"{CHECKPOINT / rate / 60:.0f} min"
         model = f"a 7B model with its AdamW, {human(CHECKPOINT)}"
         why = f"the checkpoint of {model}, takes {minutes}"
-        yield _finding("slow-disk", f"{human(rate)}/s are written", why=why)
+        yield "slow-disk", f"{human(rate)}/s are written", {"why": why}
 
 
 def _memory(machine: MachineReport) -> Findings:
     kernel, procs = machine.kernel, machine.procs
     free, size = kernel.shared_memory_free_bytes, kernel.shared_memory_bytes
     if procs > 1 and _below(free, SHARED) and size is not None:
-        room = f"/dev/shm has {human(free)} of {human(size)} free"
-        yield _finding("shared-memory", f"{room}, for {procs} processes")
+        room = f"{human(free)} of {human(size)} free"
+        yield "shared-memory", f"/dev/shm has {room}, for {procs} processes"
     limit = _soft_limit(machine, "locked_memory")
     if kernel.locks_freely is False and _below(limit, LOCKED):
-        yield _finding("locked-memory", f"{human(limit)} of memory may be locked (ulimit -l)")
+        yield "locked-memory", f"{human(limit)} of memory may be locked (ulimit -l)"
     free, total = machine.host.memory_free_bytes, machine.host_memory_bytes
     if total is not None and _below(free, LOW * total):
-        yield _finding("host-memory", f"{human(free)} of {human(total)} of host memory are free")
+        yield "host-memory", f"{human(free)} of {human(total)} of host memory are free"
 
 
 def _soft_limit(machine: MachineReport, name: str) -> int | None:
@@ -189,18 +188,17 @@ def _soft_limit(machine: MachineReport, name: str) -> int | None:
 def _processes(machine: MachineReport) -> Findings:
     cores, procs = machine.host.cores, machine.procs
     if _below(cores, procs):
-        yield _finding("cores", f"{procs} processes share {cores:g} cores")
+        yield "cores", f"{procs} processes share {cores:g} cores"
     threads = machine.environment.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > 1 and _below(cores, int(threads) * procs):
-        seen = f"OMP_NUM_THREADS={threads} in {procs} processes on {cores:g} cores"
-        yield _finding("threads", seen)
+        yield "threads", f"OMP_NUM_THREADS={threads} in {procs} processes on {cores:g} cores"
     files, processes = (_soft_limit(machine, name) for name in ("open_files", "processes"))
     group = machine.kernel.processes_in_group
     if _below(files, FEW):
-        yield _finding("open-files", f"a process may open {files} files (ulimit -n)")
+        yield "open-files", f"a process may open {files} files (ulimit -n)"
     for limit, source in (processes, "ulimit -u"), (group, "pids.max of the control group"):
         if _below(limit, FEW):
-            yield _finding("processes", f"{limit} processes and threads are allowed ({source})")
+            yield "processes", f"{limit} processes and threads are allowed ({source})"
 
 
 def _switches(machine: MachineReport) -> Findings:
@@ -209,20 +207,20 @@ def _switches(machine: MachineReport) -> Findings:
         value = machine.environment.get(name, "")
         unused = name == "NCCL_IB_DISABLE" and not machine.network.rdma
         if value.upper() not in HARMLESS and not unused:
-            yield _finding("slow-switch", f"{name}={value}", why=effect)
+            yield "slow-switch", f"{name}={value}", {"why": effect}
 
 
 def _folders(machine: MachineReport) -> Findings:
     for folder in machine.folders:
         path, kind, free = folder.path, folder.filesystem, folder.free_bytes
         if not folder.writable:
-            yield _finding("not-writable", f"{path}, for {folder.use}, cannot be written to")
+            yield "not-writable", f"{path}, for {folder.use}, cannot be written to"
         if kind in NETWORK:
-            yield _finding("network-folder", f"{path}, for {folder.use}, is on {kind}")
+            yield "network-folder", f"{path}, for {folder.use}, is on {kind}"
         if folder.use == "runs" and _below(free, LITTLE_SPACE):
-            yield _finding("disk-space", f"{path} has {human(free)} free")
+            yield "disk-space", f"{path} has {human(free)} free"
         if folder.use == "runs" and kind in MEMORY:
-            yield _finding("folder-in-memory", f"{path} is on {kind}")
+            yield "folder-in-memory", f"{path} is on {kind}"
 
 
 RULES: tuple[Callable[[MachineReport], Findings], ...] = (

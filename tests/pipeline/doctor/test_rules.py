@@ -330,7 +330,7 @@ def test_every_finding_has_advice_and_is_documented() -> None:
     """findings.toml has exactly the findings of the rules; docs/dev/doctor.md their severity."""
     root = Path(__file__).parents[3]
     rules = (root / "pipeline/doctor/rules.py").read_text()
-    assert set(re.findall(r'_finding\("([\w-]+)"', rules)) == set(advice())
+    assert set(re.findall(r'yield "([\w-]+)"', rules)) == set(advice())
     documented = (root / "docs/dev/doctor.md").read_text()
     row = r"^\| `([\w-]+)` \| (error|warning|note|error, warning) \|"
     rows = re.findall(row, documented, re.MULTILINE)
