@@ -40,6 +40,7 @@ REASONS = ("logs", failures.FOLDER)
 """Folders that show why a run failed."""
 AFTERWARDS = (SAVE, RESUME)
 """Phases after the measured peak."""
+SAVED = ("checkpoint_seconds", "checkpoint_stall_seconds")
 SPREAD_STEPS = 3
 """Fewest steps whose extremes are a spread."""
 
@@ -148,9 +149,7 @@ def measured(
         return [record[name] * record["step_seconds"] for record in counted]
 
     profiled = (one for one in steps if one.get("profiled") and one.get("applied", True))
-    saves = [one for one in records if "checkpoint_stall_seconds" in one][-1:]
-    saves += [one for one in records if "checkpoint_seconds" in one][-1:]
-    saved = {name: value for one in saves for name, value in one.items()}
+    saved = {name: one[name] for one in records for name in SAVED if name in one}  # the newest
     kind: Literal["device", "host"] = "device" if "peak_memory_bytes" in plain[-1] else "host"
     peak = plain[-1].get("peak_memory_bytes" if kind == "device" else "peak_host_memory_bytes")
     return RunMeasurement(
