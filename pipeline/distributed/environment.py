@@ -28,8 +28,6 @@ class Shared:
     """What a rank that `pipe` has started shares with its launcher: descriptors of files in memory
     that no one else can open and that end with the two."""
 
-    launcher: int
-    """The launcher's process."""
     heartbeats: int
     failures: int
     """Reports of failures that the run's disk does not take."""
@@ -60,12 +58,8 @@ def is_worker() -> bool:
 
 def rank_environment(rank: int, procs: int) -> dict[str, str]:
     """Variables of a process that is `rank` among `procs`, all on this machine."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(procs),
-        "LOCAL_WORLD_SIZE": str(procs),
-    }
+    own, size = str(rank), str(procs)
+    return {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
 
 
 def worker_rank() -> int:

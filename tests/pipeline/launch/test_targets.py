@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from pipeline.cli import main
 from pipeline.commands.launch import TARGETS as NAMES
 from pipeline.launch.targets import TARGETS, Job
+from pipeline.utils.foreign import TRUST_CODE, TRUST_PICKLE
 from pipeline.utils.hub import PINNED
-from pipeline.utils.trust import TRUST_CODE, TRUST_PICKLE
 from tests.support.models import tiny_llama_config
 from tests.support.tier import examples
 
