@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.utils.imports import PACKAGES, versions
+from pipeline.utils.packages import PACKAGES, versions
 
 RESULTS = Path(__file__).parent / "results"
 HERE = Path(__file__).parents[1]

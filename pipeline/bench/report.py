@@ -16,7 +16,7 @@ from pipeline.bench.results import SPREAD_STEPS, Row, RunMeasurement, Speed, dis
 from pipeline.bench.session import Benchmark
 from pipeline.errors import StageError, in_words, system_errors_as
 from pipeline.utils.files import replace_text
-from pipeline.utils.imports import optional, versions
+from pipeline.utils.packages import optional, versions
 from pipeline.utils.text import align, plural
 
 SCHEMA_VERSION = 1

@@ -22,7 +22,7 @@ from pipeline.checkpoint.division import CoverageError, Division, Piece, Tile
 from pipeline.checkpoint.file_layout import FileLayout, Layout
 from pipeline.checkpoint.manifest import DataFile, ManifestTemplate, TensorEntry
 from pipeline.errors import StageError
-from pipeline.utils.imports import versions
+from pipeline.utils.packages import versions
 
 if TYPE_CHECKING:
     from pipeline.contracts.engine import Engine, EngineState, Fragment

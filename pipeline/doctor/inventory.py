@@ -31,7 +31,7 @@ from pipeline.doctor.report import (
 )
 from pipeline.hardware.gpus import gpu_count
 from pipeline.hardware.host import free_memory, most_processes, usable_cores
-from pipeline.utils.imports import versions
+from pipeline.utils.packages import versions
 
 MEGABIT = 1e6
 LIMITS = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.contracts.data import Data
 from pipeline.contracts.model import ModelSource
 from pipeline.distributed.agreement import differences, in_one
-from pipeline.utils.imports import versions
+from pipeline.utils.packages import versions
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan

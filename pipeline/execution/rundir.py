@@ -32,8 +32,8 @@ from pipeline.errors import RunFailed, RunLocked, UsageError, in_words, kind_of,
 from pipeline.utils.addresses import path_problems
 from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
 from pipeline.utils.foreign import json_object, open_regular, require_within
-from pipeline.utils.imports import versions
 from pipeline.utils.jsonl import read_tail
+from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import near_path
 

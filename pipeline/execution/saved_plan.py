@@ -53,7 +53,7 @@ class SavedPlan(BaseModel):
 
 def identity(plan: Plan, per_node: int | None) -> Identity:
     """Identity of a checked recipe with `per_node` processes on each node."""
-    from pipeline.utils.imports import versions
+    from pipeline.utils.packages import versions
 
     written = plan.recipe.public().get("stages") or {}
     folders = [str(file.parent) for file in plan.recipe.source_files]

@@ -40,7 +40,7 @@ from pipeline.execution.run_spec import RunSpec, set_current
 from pipeline.execution.runner import Runner
 from pipeline.utils.activities import in_thread, show_in
 from pipeline.utils.files import cache_folder
-from pipeline.utils.imports import collect_as_usual, collect_rarely
+from pipeline.utils.packages import collect_as_usual, collect_rarely
 from pipeline.utils.processes import received
 from pipeline.utils.terminal import hide_environment, redact_output, set_display
 

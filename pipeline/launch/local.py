@@ -24,7 +24,7 @@ from pipeline.execution.rundir import saved_step
 from pipeline.hardware.host import cores_each
 from pipeline.launch.ranks import LocalRanks, recorder_environment, report_stall
 from pipeline.utils.files import memory_file
-from pipeline.utils.imports import collect_as_usual
+from pipeline.utils.packages import collect_as_usual
 from pipeline.utils.processes import kill_descendants
 from pipeline.utils.terminal import shown
 from pipeline.view.screen import Screen

@@ -17,10 +17,9 @@ from pipeline.distributed.launchers import placement, require_task
 from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlacement, combined
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
 from pipeline.errors import CommandStopped, JournalDamaged, RunStopped
-from pipeline.execution import failures, rundir
+from pipeline.execution import failures
 from pipeline.execution.run_spec import RunSpec
-from pipeline.launch.job import Job
-from pipeline.launch.recorded import did_nothing, is_done, opened, say_undone
+from pipeline.launch.job import Job, did_nothing, is_done, opened, say_undone
 from pipeline.utils.terminal import hide_environment
 
 if TYPE_CHECKING:
@@ -76,10 +75,7 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
 
 
 def _start_here(job: Job, procs: int | None) -> None:
-    plan = job.planned(LaunchInfo(per_node=procs))
-    folder = job.folder(plan)
-    with rundir.locked(folder):
-        plan = job.prepared(plan, folder)
+    with job.claimed(LaunchInfo(per_node=procs)) as (plan, folder):
         if is_done(plan, folder):
             return
         from pipeline.launch.local import launch
@@ -95,10 +91,7 @@ def _start_here(job: Job, procs: int | None) -> None:
 
 def _run_as_rank0(job: Job, meet: Callable[[], Store]) -> None:
     """Rank 0 under another launcher: it prepares the run, prints, and holds the lock."""
-    plan = job.planned(started())
-    folder = job.folder(plan)
-    with rundir.locked(folder):
-        plan = job.prepared(plan, folder)
+    with job.claimed(started()) as (plan, folder):
         store = meet()
         if is_done(plan, folder):
             _publish(store, "")

@@ -22,7 +22,7 @@ from pipeline.planning.profile import Profile
 from pipeline.utils.activities import activity
 from pipeline.utils.files import cache_folder, private_folder, replace_text
 from pipeline.utils.foreign import read_whole
-from pipeline.utils.imports import versions
+from pipeline.utils.packages import versions
 
 DECIDE = (ModelSource, Precision, TrainedRun)
 """Types whose stages a profile depends on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.utils.imports import lazily as lazily
+from pipeline.utils.packages import lazily as lazily
 
 if TYPE_CHECKING:
     from pipeline.utils.activities import BYTES as BYTES
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from pipeline.utils.hub import HubName as HubName
     from pipeline.utils.hub import commit_of as commit_of
     from pipeline.utils.hub import pins_asked as pins_asked
-    from pipeline.utils.imports import lazily as lazily
-    from pipeline.utils.imports import optional as optional
-    from pipeline.utils.imports import unheard as unheard
     from pipeline.utils.jsonl import append_line as append_line
     from pipeline.utils.jsonl import read_lines as read_lines
+    from pipeline.utils.packages import lazily as lazily
+    from pipeline.utils.packages import optional as optional
+    from pipeline.utils.packages import unheard as unheard
     from pipeline.utils.processes import die_with as die_with
     from pipeline.utils.processes import ended_with_this as ended_with_this
     from pipeline.utils.tensors import HostCopy as HostCopy

@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.errors import in_words
 from pipeline.execution import rundir
 from pipeline.utils.files import replace_text
-from pipeline.utils.imports import versions
+from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import count, duration, number
 from pipeline.view.ending import REPORT

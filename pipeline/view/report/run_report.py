@@ -21,7 +21,7 @@ from pipeline.execution.run_state import Training, measured
 from pipeline.hardware.gpus import GIB
 from pipeline.recipe.nodes import leaves
 from pipeline.utils.files import replace_text
-from pipeline.utils.imports import versions
+from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration, gib, percent
 from pipeline.view.ending import REPORT, prompts

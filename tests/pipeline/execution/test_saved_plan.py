@@ -147,7 +147,7 @@ def test_versions_count_without_what_they_were_built_for(
     file = tmp_path / "plan.json"
 
     def installed(**versions: str) -> None:
-        monkeypatch.setattr("pipeline.utils.imports.versions", lambda: versions)
+        monkeypatch.setattr("pipeline.utils.packages.versions", lambda: versions)
 
     installed(torch="2.13.0+cpu", transformers="5.1.0")
     assert saved(file, plan())["identity"]["versions"]["torch"] == "2.13.0"

@@ -16,12 +16,12 @@ from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
-from pipeline.launch.recorded import SETTINGS, Before, did_nothing, opened
+from pipeline.launch.job import SETTINGS, Before, did_nothing, opened
 from tests.pipeline.conftest import TinyRun
 
 FIRST_PART = """
 import os, signal, sys
-from pipeline.launch.recorded import record_end
+from pipeline.launch.job import record_end
 
 def record():
     for name in sys.argv[1:]:
