@@ -31,12 +31,6 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "pipetrain"
 
 
-def open_to_group(folder: Path) -> bool:
-    """Whether a folder's group may read what is in it, and is inherited by new files."""
-    wanted = stat.S_ISGID | stat.S_IRGRP
-    return folder.stat().st_mode & wanted == wanted
-
-
 def opened(path: str | Path, mode: str, *, permissions: int = 0o600) -> IO[Any]:
     """A file to write, which only its owner can read if it is new, and the group of a folder that
     is open to one. Raises OSError for a link: in a folder that came from elsewhere it leads to any
@@ -71,7 +65,8 @@ def let_group_enter(folder: Path) -> None:
 
 
 def _let_group(place: Path | int, folder: Path, mode: int) -> None:
-    if open_to_group(folder):
+    open_to_group = stat.S_ISGID | stat.S_IRGRP  # which new files inherit, and may read
+    if folder.stat().st_mode & open_to_group == open_to_group:
         with contextlib.suppress(PermissionError):  # another owner's, who has decided
             os.chmod(place, mode)  # noqa: PTH101
 

@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.cli import main
-from pipeline.distributed.launchers import (
-    expand_counts,
-    expand_hosts,
-    placement,
-    require_task,
-)
+from pipeline.distributed.launchers import expand_counts, expand_hosts, placement, require_task
 from pipeline.distributed.placement import NodePlacement, RankPlacement
 from pipeline.errors import UsageError
 from tests.support.tier import examples

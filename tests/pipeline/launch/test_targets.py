@@ -48,10 +48,14 @@ def launch(target: str, *options: str, recipe: str = RECIPE) -> Result:
     return CliRunner().invoke(main, arguments)
 
 
-def printed(target: str, *options: str) -> str:
-    result = launch(target, "--print", *NEEDED[target], *options)
+def printed_of(recipe: str | Path, target: str, *options: str) -> Result:
+    result = launch(target, "--print", *NEEDED[target], *options, recipe=str(recipe))
     assert result.exit_code == 0, result.stderr
-    return result.stdout
+    return result
+
+
+def printed(target: str, *options: str) -> str:
+    return printed_of(RECIPE, target, *options).stdout
 
 
 def job(**fields: Any) -> Job:
@@ -159,10 +163,7 @@ def test_kubeflows_secret_is_made_once(client: Callable[[str, str], None], tmp_p
 
 @pytest.mark.parametrize("target", ["skypilot", "dstack"])
 def test_clouds_get_a_secret_of_the_environment(
-    target: str,
-    client: Callable[[str, str], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    target: str, client: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ((words, _, first),) = submitted(target, client, tmp_path)
     ((_, _, second),) = submitted(target, client, tmp_path)
@@ -234,38 +235,35 @@ def test_kubeflow_job() -> None:
 def test_values_of_the_environment_stay_out(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MY_SECRET", "hunter2hunter2")
-    monkeypatch.setenv("HF_TOKEN", "hunter2hunter2")
+    for name in ("MY_SECRET", "HF_TOKEN"):
+        monkeypatch.setenv(name, "hunter2hunter2")
     recipe = tmp_path / "r.yaml"
     path = "stages: {model: {path: '${oc.env:MY_SECRET}'}}"
     recipe.write_text(f"extends: {RECIPE}\nenv: [MY_SECRET]\n{path}\n")
-    result = launch(target, "--print", *NEEDED[target], recipe=str(recipe))
-    assert result.exit_code == 0, result.stderr
-    assert "hunter2" not in result.stdout
-    assert target == "slurm" or "MY_SECRET" in result.stdout
+    text = printed_of(recipe, target).stdout
+    assert "hunter2" not in text
+    assert target == "slurm" or "MY_SECRET" in text
 
 
-@pytest.mark.parametrize("place", ["name", "option"])
-def test_a_script_that_would_hold_a_hidden_value_is_refused(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("field", "options", "words"),
+    [
+        ("name: x-${oc.env:MY_PLACE}", [], "the script would hold the value of $MY_PLACE"),
+        ("stages: {model: {path: '${oc.env:MY_PLACE}'}}", ["--mount", "/a1b2c3d4e5:/data"],
+         "the script would hold the value of $MY_PLACE"),
+        ("name: x", ["--image", "a\u202eb"], "the script would hold control characters"),
+    ],
+)  # fmt: skip
+def test_a_script_that_would_be_shown_otherwise_is_refused(
+    field: str, options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Printing would put the variable's name in its place, which containers take as it stands.
     monkeypatch.setenv("MY_PLACE", "a1b2c3d4e5")
     recipe = tmp_path / "r.yaml"
-    value = "${oc.env:MY_PLACE}"
-    field = f"name: x-{value}" if place == "name" else f"stages: {{model: {{path: '{value}'}}}}"
     recipe.write_text(f"extends: {RECIPE}\nenv: [MY_PLACE]\n{field}\n")
-    mount = ["--mount", "/a1b2c3d4e5:/data"] if place == "option" else []
-    result = launch("docker", "--print", *DOCKER, *mount, recipe=str(recipe))
-    assert result.exit_code == 2
-    assert "the script would hold the value of $MY_PLACE" in result.stderr
-    assert result.stdout == ""
-
-
-def test_a_script_with_control_characters_is_refused() -> None:
-    result = launch("docker", "--print", "--image", "a\u202eb", *MOUNT)
-    assert result.exit_code == 2
-    assert "the script would hold control characters" in result.stderr
+    result = launch("docker", "--print", *DOCKER, *options, recipe=str(recipe))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -319,12 +317,6 @@ def brought(recipe: Path) -> list[str]:
     return [str(path) for path in (*found, folder / "blobs")]
 
 
-def printed_of(recipe: Path, target: str, *options: str) -> Result:
-    result = launch(target, "--print", *NEEDED[target], *options, recipe=str(recipe))
-    assert result.exit_code == 0, result.stderr
-    return result
-
-
 def test_docker_brings_what_the_recipe_names(named: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(named.parent)
     result = printed_of(Path("r.yaml"), "docker")
@@ -339,15 +331,22 @@ def test_docker_brings_what_the_recipe_names(named: Path, monkeypatch: pytest.Mo
     assert covered.stderr == ""
 
 
-def test_a_container_of_slurm_sees_the_run_and_what_the_recipe_names(named: Path) -> None:
-    text = printed_of(named, "slurm", "--image", "a").stdout
-    (mounts,) = re.findall(r"--container-mounts=(\S+)", text)
-    assert sorted(mounts.split(",")) == sorted(
-        f"{path}:{path}" for path in (*brought(named), "/shared/run")
-    )
-    kept = printed_of(named, "slurm", "--image", "a", "--mount", "/fs:/shared").stdout
+def test_a_container_of_slurm_sees_the_run_and_what_the_recipe_names(
+    named: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(named.parent)
+    image = ["slurm", "--image", "a"]
+    (mounts,) = re.findall(r"--container-mounts=(\S+)", printed_of(named, *image).stdout)
+    own = [f"{path}:{path}" for path in (*brought(named), "/shared/run")]
+    assert sorted(mounts.split(",")) == sorted(own)
+    kept = printed_of(named, *image, "--mount", "/fs:/shared").stdout
     assert "/shared/run:" not in kept
     assert "mkdir" not in kept
+    text = printed_of(named, *image, "--run-dir", "runs/my run").stdout
+    folder = f"{named.parent}/runs/my run"
+    assert f"mkdir -p '{folder}'\n" in text
+    assert f"{folder}:{folder}'" in text
+    assert f"--run-dir '{folder}'" in text
 
 
 def test_a_batch_script_may_be_submitted_from_anywhere_and_refuses_the_same(
@@ -387,18 +386,6 @@ def test_paths_of_the_command_line_are_the_same_in_a_container(
     assert given_["checkpoint.every"] == "5"
 
 
-def test_a_container_of_slurm_sees_a_run_folder_that_is_relative(
-    named: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(named.parent)
-    text = printed_of(named, "slurm", "--image", "a", "--run-dir", "runs/my run").stdout
-    folder = f"{named.parent}/runs/my run"
-    assert f"mkdir -p '{folder}'\n" in text
-    assert f"{folder}:{folder}'" in text
-    assert f"--run-dir '{folder}'" in text
-    assert "--run-dir runs/x" in printed_of(named, "skypilot", "--run-dir", "runs/x").stdout
-
-
 @pytest.mark.parametrize("target", ["slurm", "docker", "skypilot", "dstack"])
 def test_paths_at_home_are_warned_of_where_home_is_elsewhere(
     named: Path, monkeypatch: pytest.MonkeyPatch, target: str
@@ -406,20 +393,20 @@ def test_paths_at_home_are_warned_of_where_home_is_elsewhere(
     monkeypatch.setenv("HOME", str(named.parent))
     monkeypatch.chdir(named.parent)
     warning = f"warning: ~/kept is named by the recipe, and {target} has to find it\n"
+    kept = "checkpoint.folder=~/kept"
     options = ["--image", "a"] if target == "slurm" else []
-    assert warning in printed_of(named, target, *options, "checkpoint.folder=~/kept").stderr
-    if target == "slurm":
-        assert warning not in printed_of(named, target, "checkpoint.folder=~/kept").stderr
+    assert warning in printed_of(named, target, *options, kept).stderr
+    assert target != "slurm" or warning not in printed_of(named, target, kept).stderr
 
 
 def test_machines_of_clouds_get_the_recipe(named: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(named.parent)
-    found = yaml.safe_load(printed_of(named, "skypilot").stdout)
+    found = yaml.safe_load(printed_of(named, "skypilot", "--run-dir", "runs/x").stdout)
     written = {path for path in brought(named) if path in named.read_text()}
     shipped = {path for path in brought(named) if not path.startswith(str(named.parent))}
     # The current folder goes along; what the recipe names there by an absolute path does not.
     assert found["file_mounts"] == {path: path for path in written | shipped}
-    assert found["run"].startswith("pipe run r.yaml ")
+    assert found["run"] == "pipe run r.yaml --run-dir runs/x\n"
     task = yaml.safe_load(printed_of(named, "dstack").stdout)
     assert task["files"] == [f"{path}:{path}" for path in brought(named) if path.endswith(".yaml")]
     said = printed_of(named, "dstack").stderr
@@ -454,11 +441,15 @@ def test_slurm_activates_the_environment_and_asks_for_memory(
     assert "activate" not in printed("slurm")
 
 
-def test_buckets_of_skypilot_are_mounted() -> None:
+def test_mounts_and_limits_of_time() -> None:
     text = printed("skypilot", "--mount", "s3://bucket/runs:/shared", "--mount", "./data:/data")
     assert yaml.safe_load(text)["file_mounts"] == {
         "/shared": {"source": "s3://bucket/runs", "mode": "MOUNT"}, "/data": "./data"
     }  # fmt: skip
+    image = ["--image", "a", "--mount", "/a:/shared:ro,z"]
+    assert "--volume /a:/shared:ro,z" in printed("docker", *image)
+    for time in ("90", "24:00:00", "2-12", "2-12:30:00"):
+        assert f"--time={time}\n" in printed("slurm", "--time-limit", time)
 
 
 QUOTED = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"), min_size=1, max_size=12)
@@ -529,21 +520,16 @@ def test_options_that_do_not_fit(target: str, options: str, words: str) -> None:
     assert words in result.stderr
 
 
-def test_a_recipe_with_mistakes_is_not_launched(tmp_path: Path) -> None:
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"extends: {RECIPE}\nstages: {{train: {{stps: 5}}}}\n")
-    result = launch("slurm", "--print", recipe=str(recipe))
-    assert result.exit_code == 2
-    assert "train.stps: unknown field" in result.stderr
-    assert result.stdout == ""
-
-
 def test_submit_hands_the_script_to_the_client(
     client: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    neither = launch("slurm")
-    assert (neither.exit_code, neither.stdout) == (2, "")
-    assert "use exactly one of --print and --submit" in neither.stderr
+    for options, words in (
+        ([], "use exactly one of --print and --submit"),
+        (["--submit", "train.stps=5"], "train.stps: unknown field"),
+    ):
+        wrong = launch("slurm", *options)
+        assert (wrong.exit_code, wrong.stdout) == (2, "")
+        assert words in wrong.stderr
     monkeypatch.setenv("PATH", str(tmp_path))
     missing = launch("slurm", "--submit")
     assert missing.exit_code == 2
@@ -569,18 +555,9 @@ def test_skypilot_hears_which_variables_to_take(
     assert words[:-1] == ["jobs", "launch", "--yes", "--secret", "FIRST", "--secret", "SECOND"]
 
 
-def test_docker_carries_the_run_out_and_ends_as_it_does(
-    client: Callable[[str, str], None],
-) -> None:
+def test_docker_carries_the_run_out_and_ends_as_it_does(client: Callable[[str, str], None]) -> None:
     client("docker", "#!/bin/sh\nexit 75\n")
     assert launch("docker", "--submit", *DOCKER).exit_code == 75
-
-
-def test_mounts_may_have_options() -> None:
-    image = ["--image", "a", "--mount", "/a:/shared:ro,z"]
-    assert "--volume /a:/shared:ro,z" in printed("docker", *image)
-    for time in ("90", "24:00:00", "2-12", "2-12:30:00"):
-        assert f"--time={time}\n" in printed("slurm", "--time-limit", time)
 
 
 PARSERS = {

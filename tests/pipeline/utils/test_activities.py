@@ -87,9 +87,7 @@ def test_an_end_by_an_error(clock: list[float]) -> None:
     assert len(place.notes) == 2
 
 
-def test_a_place_that_is_closed_does_not_end_the_work(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_place_that_is_closed_does_not_end_the_work(capfd: pytest.CaptureFixture[str]) -> None:
     class Closed(Seen):
         def changed(self, work: Activity) -> None:
             super().changed(work)

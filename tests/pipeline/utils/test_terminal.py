@@ -106,9 +106,7 @@ def test_a_value_of_the_environment_is_not_said(
     assert not any("hunter2" in path.read_text() for path in tmp_path.rglob("*-00001.*"))
 
 
-def test_values_that_are_words_stay_and_json_hides_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_values_that_are_words_stay_and_json_hides_others(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ON": "false", "MODE": "train", "KEY": 'p"\u00e9ss\\word'}.items():
         terminal.hide(value, f"${name}")
     record = {"ok": False, "use": "train.causal_lm", "key": 'p"\u00e9ss\\word'}
