@@ -67,26 +67,20 @@ def worker_rank() -> int:
     return int(os.environ["RANK"]) if is_worker() else 0
 
 
-def worker_world_size() -> int | None:
-    """Processes of the group that this rank belongs to; None outside of one."""
-    return int(os.environ["WORLD_SIZE"]) if is_worker() else None
-
-
-def worker_local_world_size() -> int | None:
-    """Number of processes of the group on this machine; None outside of a group, and where the
-    launcher does not say."""
-    size = os.environ.get("LOCAL_WORLD_SIZE")
-    return int(size) if is_worker() and size else None
-
-
 def started() -> LaunchInfo:
-    """Processes that another launcher has started, as far as it says."""
-    return LaunchInfo(procs=worker_world_size(), per_node=worker_local_world_size())
+    """Processes of the group that this rank belongs to: over all nodes, and on this machine as far
+    as the launcher says; None outside of a group."""
+    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    procs, per_node = (os.environ.get(name) if is_worker() else None for name in names)
+    return LaunchInfo(
+        procs=int(procs) if procs else None, per_node=int(per_node) if per_node else None
+    )
 
 
 def is_single_node() -> bool:
     """Whether every process of this one's group is known to be on this machine."""
-    return worker_world_size() in (None, 1, worker_local_world_size())
+    found = started()
+    return found.procs in (None, 1, found.per_node)
 
 
 def bind_loopback() -> None:

@@ -20,11 +20,11 @@ from pipeline.distributed.environment import (
     FINISHED,
     STOPPED,
     Shared,
+    is_worker,
     join,
     shared,
     started,
     worker_rank,
-    worker_world_size,
 )
 from pipeline.distributed.heartbeat import LOOK_SECONDS, Watchdog
 from pipeline.distributed.launch import Timeouts
@@ -120,7 +120,7 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
             slot = current[0].slot if current else ""
             failures.record(run_dir, rank, slot, _cause(run_dir, error))
             log.debug("failed", exc_info=True)
-            if worker_world_size() is not None:
+            if is_worker():
                 with contextlib.suppress(StageError):  # the folder may be gone
                     faulthandler.dump_traceback_later(
                         CLEANUP_SECONDS, exit=True, file=open_log(run_dir, rank)

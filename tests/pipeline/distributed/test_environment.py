@@ -8,8 +8,8 @@ from pipeline.distributed.environment import (
     TORCHRUN_VARIABLES,
     is_single_node,
     is_worker,
+    started,
     worker_rank,
-    worker_world_size,
 )
 
 
@@ -21,9 +21,9 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_torchrun_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        assert (is_worker(), worker_rank(), worker_world_size()) == (False, 0, None)
+        assert (is_worker(), worker_rank(), started().procs) == (False, 0, None)
         monkeypatch.setenv(name, "3")
-    assert (is_worker(), worker_rank(), worker_world_size()) == (True, 3, 3)
+    assert (is_worker(), worker_rank(), started().procs) == (True, 3, 3)
 
 
 @pytest.mark.parametrize(
