@@ -114,7 +114,7 @@ def run(
         if planned is not None:
             known = Journal(run_dir / rundir.JOURNAL).state().commits if run_dir else {}
             made = resolved(made, known)
-            per_node = started().per_node if is_worker() else made.per_node
+            per_node = started.per_node if is_worker() else made.per_node
             require_planned(made, per_node, planned)
         return made
 
