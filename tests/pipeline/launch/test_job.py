@@ -16,7 +16,7 @@ from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
-from pipeline.launch.job import SETTINGS, Before, did_nothing, opened
+from pipeline.launch.job import SETTINGS, did_nothing, opened, put_back, settings_in
 from tests.pipeline.conftest import TinyRun
 
 FIRST_PART = """
@@ -90,10 +90,10 @@ def test_settings_are_put_back_whatever_they_hold(tmp_path: Path) -> None:
     kept, *others = SETTINGS
     (tmp_path / kept).write_bytes(b"name: r\r\n\xff")
     (tmp_path / others[0]).write_bytes(b"")
-    before = Before(tmp_path)
+    before = settings_in(tmp_path)
     for name in SETTINGS:
         (tmp_path / name).write_text("of the command that fails")
-    before.put_back()
+    put_back(tmp_path, before)
     assert (tmp_path / kept).read_bytes() == b"name: r\r\n\xff"
     assert (tmp_path / others[0]).read_bytes() == b""
     assert not any((tmp_path / name).exists() for name in others[1:])
