@@ -175,12 +175,12 @@ def _rank(
         local_rank=_number(environ, local_rank), local_world_size=local_world_size,
         host=where[0], port=where[1], job=job,
     )  # fmt: skip
-    for own, count, said in (
+    for own, count, variables in (
         (found.rank, found.world_size, (rank, size)),
         (found.local_rank, local_world_size, (local_rank, local_size)),
     ):
         if count is not None and own >= count:
-            raise UsageError(f"{_settings(environ, *said)}: ranks count from 0")
+            raise UsageError(f"{_settings(environ, *variables)}: ranks count from 0")
     if (local_world_size or 0) > found.world_size:
         said = _settings(environ, local_size, size)
         raise UsageError(f"{said}: this machine cannot have more than all")

@@ -34,13 +34,11 @@ if TYPE_CHECKING:
 LONG_WAIT = datetime.timedelta(hours=24)
 """Timeout of waits on work of unknown length (tokenising a corpus, exporting a model). A dead peer
 ends them early: the launcher stops the whole run."""
-
 RENDEZVOUS_SECONDS = 600.0
 """Seconds to wait for the other ranks before the recipe, which may give another time, is known."""
 
 QUICK_LOOKS = 50
 """Looks, a millisecond apart, for a key in a file."""
-
 PIECE = 1 << 20
 """Characters of one value in the store. torch's server drops the connection of a client that sends
 more than a few MiB at once."""
@@ -109,11 +107,13 @@ class DistContext:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank (collective)."""
-        return [*map(json.loads, self.collect(json.dumps(value).encode(), everywhere=True))]
+        return [*map(json.loads, self._exchange(json.dumps(value).encode(), everywhere=True))]
 
-    def collect(self, value: bytes, *, everywhere: bool = False) -> list[bytes]:
-        """Every rank's bytes, in rank order, on rank 0, or `everywhere`; nothing on the others
-        (collective)."""
+    def collect(self, value: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order, on rank 0; nothing on the others (collective)."""
+        return self._exchange(value, everywhere=False)
+
+    def _exchange(self, value: bytes, *, everywhere: bool) -> list[bytes]:
         import torch
         import torch.distributed as dist
 

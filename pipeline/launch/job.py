@@ -68,7 +68,7 @@ class Job:
 
     @contextlib.contextmanager
     def claimed(self, given: LaunchInfo) -> Iterator[tuple[Plan, Path]]:
-        """Hold the lock of the run's folder; yields what is to be done in it, and the folder.
+        """Hold the lock of the run's folder; yields what is left to do there, and the folder.
 
         Names of the hub have the commits that they had when the run began, or have now. Raises
         RecipeError, RunLocked, UsageError, and what `plan` raises."""

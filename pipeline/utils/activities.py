@@ -120,8 +120,9 @@ def show_in(place: Place) -> Iterator[None]:
 def look() -> None:
     """Show how far everything is that is under way."""
     with _lock:
-        for one in [*_under_way] if _place is not None else ():
-            _place.changed(one)
+        for one in [*_under_way]:
+            if _place is not None:
+                _place.changed(one)
 
 
 @contextlib.contextmanager

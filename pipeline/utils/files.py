@@ -17,7 +17,6 @@ WRITE = 1 << 17
 """Bytes of one call. ext4 and XFS take memory for a call in as large a piece as it has (large
 folios); a virtual machine may have given pieces of 2 MiB back to its host, and having them again
 takes ten times as long as writing does."""
-
 PAGE = 4096
 """Bytes of a page: disks take whole ones past the system's cache, from whole ones of memory."""
 

@@ -38,7 +38,6 @@ buckets and servers, shown without user and password. A path on a web server may
 a webhook."""
 LINE_OF_SECRET = 16
 """Characters of a line of a secret of several (a private key) that is hidden by itself."""
-
 _USERINFO = re.compile(r"(?<=://)[^/@\s\"']+@")
 """User name and password in an address."""
 _SIGNED = re.compile(

@@ -28,7 +28,7 @@ def _exchange(dist: DistContext, folder: str) -> dict[str, Any]:
         dist.barrier()
         keys.append(store.num_keys())
     long = dist.broadcast_str("x" * (2 * PIECE + 7) if dist.is_main else None)
-    own = "é" * dist.rank  # of another length on each rank
+    own = "é" * (dist.rank + 1)  # of another length on each rank
     refusals = []
     for facts in ([{"weights": 1}, {"weights": 1}, {"weights": 2}], [{"weights": 1}] * 3):
         try:
@@ -48,8 +48,8 @@ def test_calls_agree_and_leave_no_keys(tmp_path: Path) -> None:
     for rank in found:
         assert max(rank["keys"]) - min(rank["keys"]) <= 8
     assert [rank["long"] for rank in found] == [2 * PIECE + 7] * 3
-    assert [rank["gathered"] for rank in found] == [[[""], ["é"], ["éé"]]] * 3
-    assert [rank["collected"] for rank in found] == [["", "é", "éé"], [], []]
+    assert [rank["gathered"] for rank in found] == [[["é"], ["éé"], ["ééé"]]] * 3
+    assert [rank["collected"] for rank in found] == [["é", "éé", "ééé"], [], []]
     assert [rank["any"] for rank in found] == [[True, False]] * 3
     assert [rank["refused"] for rank in found] == [found[0]["refused"]] * 3
     (refused,) = found[0]["refused"]
