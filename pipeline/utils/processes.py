@@ -58,12 +58,15 @@ def received(argument: str, *, ends_with_parent: bool = False) -> Any:
     return sent["message"]
 
 
-def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Ask Linux to send this process a signal when its parent, process `parent`, dies; exit if it
-    has: the parent may have died before the request, so it is looked for afterwards."""
+def die_with(parent: int) -> None:
+    """Ask Linux to kill this process when its parent, process `parent`, dies; exit if it has."""
+    _signal_with(parent, signal.SIGKILL)
+
+
+def _signal_with(parent: int, number: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-        if os.getppid() != parent:
+        if os.getppid() != parent:  # it may have died before the request
             os._exit(1)
 
 
@@ -84,7 +87,7 @@ def _run_until_end_of(parent: int, command: Sequence[str]) -> int:
 
     for number in ending:
         signal.signal(number, leave)
-    die_with(parent, signal.SIGTERM)
+    _signal_with(parent, signal.SIGTERM)
     with kill_descendants():
         # `kill_descendants` finds what is in another session
         code = subprocess.Popen(command, start_new_session=True).wait()
