@@ -15,8 +15,7 @@ FINISHED = 76
 """Exit code of a rank whose stages have all run. A library that calls exit(0) inside a rank ends it
 too, so 0 does not prove that."""
 STOPPED = 75
-"""Exit code of a rank that was asked to stop and has saved what it had (EX_TEMPFAIL in
-sysexits.h)."""
+"""Exit code of a rank that was asked to stop and has saved (EX_TEMPFAIL in sysexits.h)."""
 DUMP = signal.SIGRTMIN
 """Signal at which a rank writes its threads' stacks, whatever it is doing."""
 LOOPBACK = "lo"
@@ -84,6 +83,5 @@ def is_single_node() -> bool:
 
 
 def bind_loopback() -> None:
-    """Make gloo and NCCL listen on the loopback interface only, whatever the environment says for
-    runs of several nodes."""
+    """Make gloo and NCCL listen on the loopback only, whatever the environment says."""
     os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}

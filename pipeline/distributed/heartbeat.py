@@ -23,8 +23,7 @@ LOOK_SECONDS = 1.0
 FROZEN_SECONDS = 20.0
 """Seconds after which a process that somebody has stopped (SIGSTOP) counts as stalled."""
 SUSPENDED_SECONDS = 5.0
-"""Seconds without a look after which this process itself must have been suspended, the others
-possibly with it."""
+"""Seconds without a look after which this process itself must have been suspended."""
 
 
 class Phase(enum.IntEnum):

@@ -48,8 +48,7 @@ def placement(environ: Environ) -> Placement | None:
 
 
 def require_no_launcher(command: str) -> None:
-    """Raise UsageError where a launcher has started this process of a command that starts its
-    own."""
+    """Raise UsageError where a launcher has started a command that starts its own processes."""
     found = placement(os.environ)
     if found is not None:
         raise UsageError(
@@ -150,8 +149,7 @@ def _settings(environ: Environ, *names: str) -> str:
 
 
 def _require(environ: Environ, given: list[str], needed: list[str]) -> None:
-    """Raise UsageError where a launcher has set the variables `given`, but not all that are
-    `needed`."""
+    """Raise UsageError where a launcher has set the variables `given`, but not all `needed`."""
     missing = [name for name in needed if name not in environ]
     if missing:
         are = "are" if len(given) > 1 else "is"

@@ -72,8 +72,7 @@ class DistContext:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait for all ranks, however long that takes; uses the store, so no collective times
-        out."""
+        """Wait for all ranks, however long: by the store, so no collective times out."""
         if self.store is None or self.world_size == 1:
             return
         key = f"pipe/barrier/{next(_CALLS)}"

@@ -23,15 +23,13 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end, or another rank. No `except Exception` of a stage
-    swallows it."""
+    """A signal asked this process, or another rank, to end. No `except Exception` swallows it."""
 
     def __init__(self, number: int | None = None, *, told: str = "") -> None:
         self.number = signal.SIGTERM if number is None else signal.Signals(number)
         """The signal; SIGTERM if another process got it."""
         self.cause = told if number is None else self.number.name
-        """Which signal it was, and where, as another process has `told`; empty if that is not
-        known."""
+        """Which signal it was, and where, as another process has `told`; empty if not known."""
         super().__init__(self.cause or "a signal to one of the ranks")
 
 
@@ -107,8 +105,7 @@ class StopRequest:
                 raise Interrupted(self._number)
 
     def end(self) -> NoReturn:
-        """Raise Interrupted: all ranks have agreed to stop, though another one may have been
-        asked."""
+        """Raise Interrupted: all ranks have agreed to stop, whichever was asked."""
         raise Interrupted(self._number)
 
 
@@ -183,8 +180,7 @@ def _pass_over(number: int, frame: FrameType | None) -> None:
 
 
 def _in_forked_child() -> None:
-    """End by a signal at once, without waking the parent's watching thread through the pipe that
-    both share."""
+    """End by a signal at once, without waking the parent's thread through the shared pipe."""
     ours = [number for number in ENDING if signal.getsignal(number) in (_raise, _pass_over)]
     for number in ours:
         signal.signal(number, signal.SIG_DFL)

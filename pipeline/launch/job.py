@@ -205,8 +205,7 @@ def report(folder: Path, interrupted: Interrupted | None) -> None:
 
 
 def _journal_end(journal: Journal, folder: Path, error: BaseException, before: Settings) -> None:
-    """Record how the run has ended, or that it is as it was `before`. A full disk may be what has
-    ended it."""
+    """Record how the run has ended, or that it is as it was `before`, if the disk takes it."""
     with contextlib.suppress(OSError):
         if not isinstance(error, PipeError) and failures.first_rank(folder) is not None:
             # torchrun stops rank 0 when another rank has failed, which has reported why

@@ -114,8 +114,7 @@ def _meet(job: str = "") -> Store:
 
 
 def _publish(store: Store, spec: str) -> None:
-    """Give the spec to all ranks; return when they have it, as the store may end with this
-    process."""
+    """Give all ranks the spec; return when they have it, as the store ends with this process."""
     store.set(SPEC_KEY, spec)
     others = int(os.environ["WORLD_SIZE"]) - 1
     while store.add(f"{SPEC_KEY}/received", 0) < others:
@@ -123,8 +122,7 @@ def _publish(store: Store, spec: str) -> None:
 
 
 def _run_as_rank(spec: RunSpec, store: Store) -> None:
-    """Run as a rank. The rank that failed first reports the failure; the others leave with exit
-    code 1."""
+    """Run as a rank. The one that failed first reports that; the others leave with exit code 1."""
     from pipeline.execution.worker import run_rank
 
     folder = Path(spec.run_dir)

@@ -85,8 +85,7 @@ _under_way: list[Activity] = []
 
 @contextlib.contextmanager
 def in_thread(work: Callable[[threading.Event], None], name: str) -> Iterator[None]:
-    """Run `work` in a daemon thread during the body, at whose end its event is set and the thread
-    is waited for."""
+    """Run `work` in a daemon thread during the body; its event says that the body is over."""
     over = threading.Event()
     thread = threading.Thread(target=work, args=(over,), name=name, daemon=True)
     thread.start()

@@ -111,8 +111,7 @@ def replace_bytes(path: Path, content: bytes, *, mode: int | None = None) -> Non
 
 
 def overwrite(path: Path, text: str) -> None:
-    """Replace the text of a file that is there, in one step; its permissions stay, and so does a
-    link to it."""
+    """Replace the text of a file that is there, in one step; permissions and links to it stay."""
     real = path.resolve(strict=True)
     replace_bytes(real, text.encode(), mode=real.stat().st_mode)
 
@@ -188,8 +187,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Force a file's content, or a folder's entries, to disk; a rename in a synced folder survives
-    a power loss."""
+    """Force a file's content, or a folder's entries, also after a rename, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

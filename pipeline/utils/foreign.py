@@ -46,8 +46,7 @@ def open_regular(path: str | Path, *, within: Path | None = None) -> BinaryIO:
 
 
 def read_whole(path: str | Path, *, most: int = WHOLE, within: Path | None = None) -> bytes:
-    """The content of a file. Raises OSError as `open_regular` does, and for more than `most`
-    bytes."""
+    """The content of a file. Raises OSError as `open_regular`, and for more than `most` bytes."""
     with open_regular(path, within=within) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= most:
@@ -56,8 +55,7 @@ def read_whole(path: str | Path, *, most: int = WHOLE, within: Path | None = Non
 
 
 def read_json(path: str | Path, *, most: int = WHOLE, within: Path | None = None) -> Any:
-    """The value in a JSON file. Raises OSError as `read_whole` does, and ValueError for what is not
-    JSON."""
+    """The value in a JSON file. Raises OSError as `read_whole` does, and ValueError."""
     return parse_json(read_whole(path, most=most, within=within))
 
 

@@ -54,8 +54,7 @@ def lazily(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
 
 @contextlib.contextmanager
 def optional(needed: str, *, hint: str) -> Iterator[None]:
-    """Import a package in the body, silently. Raises StageError with the message `needed` when it
-    cannot be imported."""
+    """Import a package in the body, silently. Raises StageError(needed) when that fails."""
     try:
         with unheard():
             yield
@@ -67,8 +66,7 @@ def optional(needed: str, *, hint: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Suppress the warnings that packages log while they are imported, as of kernels for other
-    machines."""
+    """Suppress the warnings that packages log while they are imported."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -128,8 +128,7 @@ def quiet() -> bool:
 
 
 def hide(value: str, name: str) -> None:
-    """Show `name`, a variable's after `$`, instead of `value`, as it is, in JSON and in an address,
-    from now on in this process."""
+    """Show `name`, such as `$HF_TOKEN`, instead of `value`, in JSON and addresses too."""
     if says_secret(name.removeprefix("$")) or not _NUMBERS.fullmatch(value):
         _hidden.update(dict.fromkeys(_forms(value), name))
 

@@ -153,8 +153,7 @@ class Target:
         return "files" in self.uses
 
     def write(self, job: Job) -> str:
-        """The text of the script or file. Raises UsageError where a job would be stopped at its
-        start."""
+        """The script or file. Raises UsageError where a job would be stopped at its start."""
         if job.time_limit and _seconds(job.time_limit) <= job.grace:
             raise UsageError(
                 f"a job with --time-limit {job.time_limit} would be stopped at its start, --grace "
@@ -285,8 +284,7 @@ def at_home(recipe: Recipe) -> list[str]:
 
 
 def with_absolute_paths(override: str) -> str:
-    """Return an override whose texts that start with `./` or `../` are absolute, as it is applied
-    here."""
+    """Return an override whose texts that start with `./` or `../` are absolute."""
     path, _, text = override.partition("=")
     place = Location(file=COMMAND_LINE)
 
@@ -304,8 +302,7 @@ def within(path: str, folders: Sequence[str]) -> bool:
 
 
 def activation() -> list[str]:
-    """Return the lines of a shell that give it this process's environment of Python; none for the
-    system's own."""
+    """Return shell lines that activate this process's environment of Python, if it has one."""
     conda = os.environ.get("CONDA_PREFIX")
     if sys.prefix != sys.base_prefix:
         return [f". {shlex.quote(str(Path(sys.prefix, 'bin', 'activate')))}"]
