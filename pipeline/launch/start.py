@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,16 +39,16 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
     found = combined(options or NodeOptions(), placement(os.environ))
     if found is None:
         require_task(os.environ)
-    meet = _meet
+    name = ""
     if isinstance(found, RankPlacement):
         os.environ |= found.environment()
-        meet = functools.partial(_meet, found.job)
+        name = found.job
     if worker_rank() > 0:
         # it learns from rank 0 where the run is, and need not see the recipe
         from pipeline.distributed.process_group import receive
 
         default_signals()
-        store = meet()
+        store = _meet(name)
         text = receive(store, SPEC_KEY)
         store.add(f"{SPEC_KEY}/received", 1)
         if text:
@@ -60,7 +58,7 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
     try:
         with stoppable(force_after=3.0 if is_worker() else None):
             if is_worker():
-                _run_as_rank0(job, meet)
+                _run_as_rank0(job, name)
             elif isinstance(found, NodePlacement) and found.max_nodes > 1:
                 from pipeline.launch.node import start_node
 
@@ -89,10 +87,10 @@ def _start_here(job: Job, procs: int | None) -> None:
             launch(plan, RunSpec.of(plan, folder, job.accept), screen)
 
 
-def _run_as_rank0(job: Job, meet: Callable[[], Store]) -> None:
+def _run_as_rank0(job: Job, name: str) -> None:
     """Rank 0 under another launcher: it prepares the run, prints, and holds the lock."""
     with job.claimed(started()) as (plan, folder):
-        store = meet()
+        store = _meet(name)
         if is_done(plan, folder):
             _publish(store, "")
             return
@@ -102,7 +100,8 @@ def _run_as_rank0(job: Job, meet: Callable[[], Store]) -> None:
             _run_as_rank(spec, store)
 
 
-def _meet(job: str = "") -> Store:
+def _meet(job: str) -> Store:
+    """Meet the ranks of this job of a scheduler."""
     from pipeline.distributed.process_group import environment_store
     from pipeline.utils.processes import die_with
 
