@@ -35,6 +35,8 @@ def placement(environ: Environ) -> Placement | None:
         found = None if name in skipped else read(environ)
         if found is None:
             continue
+        if isinstance(found, NodePlacement) and found.node_rank >= found.max_nodes:
+            raise UsageError(f"{found.describe()}: node ranks count from 0")
         if first is None:
             if "TORCHELASTIC_RUN_ID" in environ:  # any of the others may have started torchrun
                 return found
@@ -277,8 +279,10 @@ def _kubeflow(environ: Environ) -> NodePlacement | None:
         else:
             port = _port(environ, "PET_MASTER_PORT", RDZV_PORT)
             host = environ["PET_MASTER_ADDR"]
-    rank = _optional(environ, "PET_NODE_RANK") or 0
-    return _node("Kubeflow's PET_* variables", rank, (fewest, most), (host, port), count)
+    return NodePlacement(
+        source="Kubeflow's PET_* variables", node_rank=_optional(environ, "PET_NODE_RANK") or 0,
+        min_nodes=fewest, max_nodes=most, host=host, port=port, procs=count,
+    )  # fmt: skip
 
 
 def _cloud(
@@ -295,23 +299,13 @@ def _cloud(
         addresses = environ[host].split()
         if host.endswith("IPS") and len(addresses) != nodes:
             raise UsageError(f"{count}={nodes}, but {host} has {len(addresses)} addresses")
-        where = addresses[0], _port(environ, "MASTER_PORT", RDZV_PORT)
-        found = _number(environ, rank)
-        return _node(source, found, (nodes, nodes), where, _optional(environ, gpus) or None)
+        return NodePlacement(
+            source=source, node_rank=_number(environ, rank), min_nodes=nodes, max_nodes=nodes,
+            host=addresses[0], port=_port(environ, "MASTER_PORT", RDZV_PORT),
+            procs=_optional(environ, gpus) or None,
+        )  # fmt: skip
 
     return read
-
-
-def _node(
-    source: str, rank: int, nodes: tuple[int, int], where: tuple[str, int], procs: int | None
-) -> NodePlacement:
-    found = NodePlacement(
-        source=source, node_rank=rank, min_nodes=nodes[0], max_nodes=nodes[1], host=where[0],
-        port=where[1], procs=procs,
-    )  # fmt: skip
-    if rank >= nodes[1]:
-        raise UsageError(f"{found.describe()}: node ranks count from 0")
-    return found
 
 
 _OMPI, _MV2 = (
