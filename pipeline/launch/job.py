@@ -72,8 +72,9 @@ class Job:
 
         Names of the hub have the commits that they had when the run began, or have now. Raises
         RecipeError, RunLocked, UsageError, and what `plan` raises."""
+        plan = self.plan(given)
         known = Journal(self.begun / rundir.JOURNAL).state().commits if self.begun else {}
-        plan = resolved(self.plan(given), known)
+        plan = resolved(plan, known)
         folder = self.folder(plan)
         with rundir.locked(folder):
             typed(str(folder))
