@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.utils.lazy import lazily
+from pipeline.utils.packages import lazily
 
 if TYPE_CHECKING:
     from pipeline.api import RunOutcome as RunOutcome

@@ -21,7 +21,7 @@ import click
 from pipeline.errors import PipeError, UsageError, in_words, is_user_error
 from pipeline.execution.rank_logging import quiet_loggers
 from pipeline.utils.activities import show_in
-from pipeline.utils.garbage import collect_rarely
+from pipeline.utils.packages import collect_rarely
 from pipeline.utils.terminal import redact_output
 from pipeline.view.terminal_activity import CommandActivities
 

@@ -6,6 +6,7 @@ The sequence is dimension 1 of (samples, length, width)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,91 +17,57 @@ from torch.distributed import ProcessGroup
 from stages.collectives_compat import all_gather_single, reduce_scatter_single
 
 SEQUENCE = 1
+Operation = Callable[[Tensor, ProcessGroup, int], Tensor]
 
 
 def all_reduce(value: Tensor, group: ProcessGroup) -> Tensor:
     """Summand -> complete value. The gradient is complete."""
-    return _AllReduce.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _Collective.apply(value, _summed, _same, group, 0)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def sum_gradients(value: Tensor, group: ProcessGroup) -> Tensor:
     """Complete value -> itself, used in different ways by the ranks: gradients are summands."""
     if not torch.is_grad_enabled() or not value.requires_grad:
         return value
-    return _SumGradients.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _Collective.apply(value, _same, _summed, group, 0)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather(value: Tensor, group: ProcessGroup, dim: int, *, summands: bool) -> Tensor:
     """Sharded along `dim` -> complete value. Gradients are summands, or complete."""
-    return _Gather.apply(value, group, dim % value.dim(), summands)  # type: ignore[no-any-return, no-untyped-call]
+    back, dim = _scattered if summands else _own_part, dim % value.dim()
+    return _Collective.apply(value, _gathered, back, group, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def split(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Complete value -> sharded along `dim`."""
-    return _Split.apply(value, group, dim % value.dim())  # type: ignore[no-any-return, no-untyped-call]
+    return _Collective.apply(value, _own_part, _gathered, group, dim % value.dim())  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_scatter(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Summand -> sharded along `dim`."""
-    return _ReduceScatter.apply(value, group, dim % value.dim())  # type: ignore[no-any-return, no-untyped-call]
+    return _Collective.apply(value, _scattered, _gathered, group, dim % value.dim())  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:
-        return _summed(value, group)
+class _Collective(torch.autograd.Function):
+    """An operation on a value, and another on its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
+    def forward(
+        ctx: Any, value: Tensor, there: Operation, back: Operation, group: ProcessGroup, dim: int
+    ) -> Tensor:
+        ctx.back, ctx.group, ctx.dim = back, group, dim
+        return there(value, group, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _summed(grad, ctx.group), None
+        return ctx.back(grad, ctx.group, ctx.dim), None, None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: ProcessGroup, dim: int, summands: bool) -> Tensor:
-        ctx.group, ctx.dim, ctx.summands = group, dim, summands
-        return _gathered(value, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        back = _scattered if ctx.summands else _own_part
-        return back(grad, ctx.group, ctx.dim), None, None, None
+def _same(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return value.view_as(value)
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _own_part(value, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gathered(grad, ctx.group, ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _scattered(value, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gathered(grad, ctx.group, ctx.dim), None, None
-
-
-def _summed(value: Tensor, group: ProcessGroup) -> Tensor:
+def _summed(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     total = value.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

@@ -19,8 +19,7 @@ from pipeline import (
 
 
 def result_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
-    """Yield a record or a model that a stage gets from another training than the one whose weights
-    it reads."""
+    """Yield a record or model that a stage gets from another training than its weights."""
     wires, slot = plan.wiring, plan.slot(stage)
     weights = wires.producer(slot, Weights)
     own = wires.producer(slot, TrainedRun)

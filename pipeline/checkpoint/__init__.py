@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.utils.lazy import lazily
+from pipeline.utils.packages import lazily
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.division import Tile as Tile

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import select
 import signal
 import subprocess
@@ -19,8 +18,7 @@ from pipeline.checkpoint.manifest import ManifestTemplate
 from pipeline.checkpoint.retention import Retention
 from pipeline.distributed.signals import signals_blocked
 from pipeline.errors import CheckpointError, WriterDied
-from pipeline.utils.files import memory_file
-from pipeline.utils.processes import module_command
+from pipeline.utils.processes import start_child
 
 
 class Write(NamedTuple):
@@ -94,19 +92,12 @@ class WriterProcess:
 
     def __init__(self, setup: WriterSetup, buffer: int) -> None:
         self._rank = setup.rank
-        command = module_command("pipeline.checkpoint.writer_main")
-        # A pipe holds 64 KiB, and training would wait until Python has started and reads it.
-        with os.fdopen(memory_file("setup"), "wb") as file:
-            file.write(setup.model_dump_json().encode())
-            file.flush()
-            given = (file.fileno(), buffer)
-            with signals_blocked():  # it ignores ending signals, but not before Python has started
-                self._process = subprocess.Popen(
-                    [*command, *map(str, given), str(os.getpid())],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    pass_fds=given,
-                )
+        message = {"setup": setup.model_dump_json(), "buffer": buffer}
+        with signals_blocked():  # it ignores ending signals, but not before Python has started
+            self._process = start_child(
+                "pipeline.checkpoint.writer_main", message, pass_fds=[buffer],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
         assert isinstance(self._process.stdout, io.BufferedReader)
         self._output: io.RawIOBase = self._process.stdout.raw
         """Without a buffer: `poll` would overlook a line that was read together with another."""

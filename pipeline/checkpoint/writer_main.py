@@ -1,13 +1,12 @@
 """Write checkpoints: the process that writes one rank's part of each while training continues, and
 the stream that writes a whole one from a state of any format. Imports no torch.
 
-`python -m pipeline.checkpoint.writer_main SETUP BUFFER PARENT`: descriptors of a file that holds
-the WriterSetup as JSON and of the snapshot buffer, and the rank's process. Standard input is a line
-of JSON with a SaveRequest for each checkpoint, whose first round is then in the buffer, and an
-empty line for each further round; standard output is one line of JSON for each checkpoint, a
-SaveResult, and before it an empty line for each round whose place in the buffer is wanted for
-another. The writer of rank 0 also waits for the others' reports in the transaction, commits, and
-then purges what need not be kept.
+It is started with a message (`pipeline.utils.processes`): the WriterSetup as JSON, and the
+descriptor of the snapshot buffer. Standard input is a line of JSON with a SaveRequest for each
+checkpoint, whose first round is then in the buffer, and an empty line for each further round;
+standard output is one line of JSON for each checkpoint, a SaveResult, and before it an empty line
+for each round whose place in the buffer is wanted for another. The writer of rank 0 also waits for
+the others' reports in the transaction, commits, and then purges what need not be kept.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from pipeline.checkpoint.store import Store, Transaction, step_name, step_number
 from pipeline.checkpoint.writer import SaveRequest, SaveResult, Write, WriterSetup
 from pipeline.distributed.signals import ignore_signals
 from pipeline.errors import CheckpointError, UsageError, in_words
-from pipeline.utils.files import page_aligned, read_all, sync, sync_tree
-from pipeline.utils.processes import die_with
+from pipeline.utils.files import page_aligned, sync, sync_tree
+from pipeline.utils.processes import received
 from pipeline.utils.terminal import hide_environment, redact_output
 
 NICENESS = 10
@@ -52,20 +51,20 @@ LONGEST_PAUSE = 0.2
 """Seconds between two looks for the other ranks' reports."""
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argument: str) -> None:
     """Write until standard input ends."""
-    die_with(int(argv[2]))
+    message = received(argument, ends_with_parent=True)
     redact_output()
     hide_environment()
     os.nice(NICENESS)
     # terminals and schedulers send these to all processes of a run; the rank decides what they mean
     ignore_signals()
     requests, answers = sys.stdin.buffer, sys.stdout.buffer  # UTF-8, whatever the locale
-    setup = WriterSetup.model_validate_json(read_all(int(argv[0])))
+    setup = WriterSetup.model_validate_json(message["setup"])
     # populated now, or the first save has all the page faults
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     size = max(setup.buffer_size, 1)
-    buffer = memoryview(mmap.mmap(int(argv[1]), size, flags=flags, prot=mmap.PROT_READ))
+    buffer = memoryview(mmap.mmap(message["buffer"], size, flags=flags, prot=mmap.PROT_READ))
 
     def writes() -> Iterator[Write]:
         """Wait for each round; acknowledge it once the next write is asked for."""
@@ -244,4 +243,4 @@ def appearing(folder: Path) -> Iterator[Path]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1])

@@ -104,7 +104,7 @@ def launch(
     from pipeline.distributed.placement import bounds
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.targets import TARGETS as KNOWN
-    from pipeline.launch.targets.surroundings import with_absolute_paths
+    from pipeline.launch.targets import with_absolute_paths
     from pipeline.utils.addresses import path_problems
 
     if shows == submit:
@@ -192,7 +192,7 @@ def _surroundings(
 ) -> dict[str, Any]:
     """Return the fields of a job about what is here, and say what the script does not bring.
     `elsewhere` is whether it runs in a container, or on a machine of another kind."""
-    from pipeline.launch.targets.surroundings import activation, at_home, named_paths, within
+    from pipeline.launch.targets import activation, at_home, named_paths, within
 
     matches = (kind.mount[0].fullmatch(mount) for mount in mounts)
     targets = [match["target"] for match in matches if match]

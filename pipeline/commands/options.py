@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from pipeline.commands.completion import OVERRIDE, RECIPE, RUN
+from pipeline.utils.foreign import TRUST_CODE, TRUST_PICKLE, trusted
 from pipeline.utils.hub import PINNED
-from pipeline.utils.trust import TRUST_CODE, TRUST_PICKLE, trusted
 
 F = TypeVar("F", bound=Callable[..., Any])
 

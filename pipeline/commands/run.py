@@ -99,7 +99,7 @@ def run(
     OVERRIDES change the recipe first, such as train.steps=50 wrap.stage=2.
     """
     from pipeline.chain.commits import resolved
-    from pipeline.distributed.environment import is_worker, worker_local_world_size
+    from pipeline.distributed.environment import is_worker
     from pipeline.distributed.launch import LaunchInfo
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
@@ -114,7 +114,7 @@ def run(
         if planned is not None:
             known = Journal(run_dir / rundir.JOURNAL).state().commits if run_dir else {}
             made = resolved(made, known)
-            per_node = worker_local_world_size() if is_worker() else made.per_node
+            per_node = started.per_node if is_worker() else made.per_node
             require_planned(made, per_node, planned)
         return made
 

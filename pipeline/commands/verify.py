@@ -38,7 +38,7 @@ def _verify(folder: Path, within: Path | None) -> None:
     from pipeline.chain.registry import Registry
     from pipeline.contracts.export import EXPORT_MANIFEST, VERIFY, ExportedModel
     from pipeline.contracts.signature import gives
-    from pipeline.utils.trust import TRUST_CODE, trusted
+    from pipeline.utils.foreign import TRUST_CODE, trusted
 
     name = json_object(folder / EXPORT_MANIFEST, most=1 << 28, within=within).get("writer")
     if not isinstance(name, str):

@@ -8,12 +8,14 @@ import itertools
 import json
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from pipeline.utils.text import in_short
 
 Facts = Mapping[str, Any]
 """JSON values by name."""
+Place = tuple[int, str]
+"""Where a rank runs: the number of its machine, in the order of ranks, and its name."""
 SHOWN = 4
 """Differing facts, and nodes or runs of ranks, that a message names."""
 
@@ -27,14 +29,6 @@ class Group(Protocol):
     def gather(self, value: Any) -> list[Any]: ...
 
 
-class Place(NamedTuple):
-    """Where a rank runs."""
-
-    node: int
-    """Number of its machine, in the order of ranks."""
-    host: str
-
-
 def differences(dist: Group, facts: Facts) -> list[str]:
     """A sentence for each fact that is not the same on all ranks, with its values and their ranks;
     the same on every rank (collective). Only digests are exchanged where nothing differs."""
@@ -42,17 +36,18 @@ def differences(dist: Group, facts: Facts) -> list[str]:
         return []
     text = json.dumps(facts, sort_keys=True, default=str)
     own = hashlib.sha256(text.encode()).hexdigest()
-    met = dist.gather([own, dist.local_rank, socket.gethostname()])
-    if len({each for each, _, _ in met}) == 1:
+    digests, local_ranks, hosts = zip(
+        *dist.gather([own, dist.local_rank, socket.gethostname()]), strict=True
+    )
+    if len(set(digests)) == 1:
         return []
-    nodes = itertools.accumulate(int(local == 0) for _, local, _ in met)
-    places = [Place(node - 1, host) for node, (_, _, host) in zip(nodes, met, strict=True)]
+    nodes = itertools.accumulate(int(local == 0) for local in local_ranks)
+    places = [(node - 1, host) for node, host in zip(nodes, hosts, strict=True)]
     return list(_differences(dist.gather(json.loads(text)), places))
 
 
 def _differences(facts: Sequence[Facts], places: Sequence[Place]) -> Iterator[str]:
-    names = dict.fromkeys(name for each in facts for name in each)
-    for name in names:
+    for name in dict.fromkeys(name for each in facts for name in each):
         ranks: dict[str, list[int]] = {}
         for rank, each in enumerate(facts):
             ranks.setdefault(json.dumps(each.get(name), sort_keys=True), []).append(rank)
@@ -66,25 +61,16 @@ def _differences(facts: Sequence[Facts], places: Sequence[Place]) -> Iterator[st
 
 def _where(ranks: Sequence[int], places: Sequence[Place]) -> str:
     """Ranks in words, with their nodes if there are several."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    spans = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
-    found = f"rank{'s' * (len(ranks) > 1)} {_listed(spans)}"
-    if places[-1].node == 0:
-        return found
+    runs = itertools.groupby(enumerate(ranks), key=lambda place: place[1] - place[0])
+    edges = ([rank for _, rank in run] for _, run in runs)
+    spans = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in edges]
     nodes = dict.fromkeys(places[rank] for rank in ranks)
-    return f"{found} ({_listed([f'node {place.node}, {place.host}' for place in nodes], '; ')})"
+    where = in_one([f"node {node}, {host}" for node, host in nodes])
+    where = f" ({where})" if places[-1][0] > 0 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {in_one(spans, ', ')}{where}"
 
 
-def _listed(words: Sequence[str], between: str = ", ") -> str:
-    more = f"{between}and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    return between.join(words[:SHOWN]) + more
-
-
-def in_one(found: Sequence[str]) -> str:
+def in_one(found: Sequence[str], between: str = "; ") -> str:
     """Differences as one text; those after the first few are counted."""
-    return _listed(found, "; ")
+    more = f"{between}and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return between.join(found[:SHOWN]) + more

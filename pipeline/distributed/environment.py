@@ -15,8 +15,7 @@ FINISHED = 76
 """Exit code of a rank whose stages have all run. A library that calls exit(0) inside a rank ends it
 too, so 0 does not prove that."""
 STOPPED = 75
-"""Exit code of a rank that was asked to stop and has saved what it had (EX_TEMPFAIL in
-sysexits.h)."""
+"""Exit code of a rank that was asked to stop and has saved (EX_TEMPFAIL in sysexits.h)."""
 DUMP = signal.SIGRTMIN
 """Signal at which a rank writes its threads' stacks, whatever it is doing."""
 LOOPBACK = "lo"
@@ -28,8 +27,6 @@ class Shared:
     """What a rank that `pipe` has started shares with its launcher: descriptors of files in memory
     that no one else can open and that end with the two."""
 
-    launcher: int
-    """The launcher's process."""
     heartbeats: int
     failures: int
     """Reports of failures that the run's disk does not take."""
@@ -60,12 +57,8 @@ def is_worker() -> bool:
 
 def rank_environment(rank: int, procs: int) -> dict[str, str]:
     """Variables of a process that is `rank` among `procs`, all on this machine."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(procs),
-        "LOCAL_WORLD_SIZE": str(procs),
-    }
+    own, size = str(rank), str(procs)
+    return {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
 
 
 def worker_rank() -> int:
@@ -73,29 +66,22 @@ def worker_rank() -> int:
     return int(os.environ["RANK"]) if is_worker() else 0
 
 
-def worker_world_size() -> int | None:
-    """Processes of the group that this rank belongs to; None outside of one."""
-    return int(os.environ["WORLD_SIZE"]) if is_worker() else None
-
-
-def worker_local_world_size() -> int | None:
-    """Number of processes of the group on this machine; None outside of a group, and where the
-    launcher does not say."""
-    size = os.environ.get("LOCAL_WORLD_SIZE")
-    return int(size) if is_worker() and size else None
-
-
 def started() -> LaunchInfo:
-    """Processes that another launcher has started, as far as it says."""
-    return LaunchInfo(procs=worker_world_size(), per_node=worker_local_world_size())
+    """Processes of the group that this rank belongs to: over all nodes, and on this machine as far
+    as the launcher says; None outside of a group."""
+    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    procs, per_node = (os.environ.get(name) if is_worker() else None for name in names)
+    return LaunchInfo(
+        procs=int(procs) if procs else None, per_node=int(per_node) if per_node else None
+    )
 
 
 def is_single_node() -> bool:
     """Whether every process of this one's group is known to be on this machine."""
-    return worker_world_size() in (None, 1, worker_local_world_size())
+    found = started()
+    return found.procs in (None, 1, found.per_node)
 
 
 def bind_loopback() -> None:
-    """Make gloo and NCCL listen on the loopback interface only, whatever the environment says for
-    runs of several nodes."""
+    """Make gloo and NCCL listen on the loopback only, whatever the environment says."""
     os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}

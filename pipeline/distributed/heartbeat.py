@@ -1,4 +1,4 @@
-"""A rank's signs of life: where it is and since when, in memory that its launcher reads."""
+"""Signs of life of ranks, in memory that their launcher reads, and a watchdog over them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ import enum
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 from pipeline.distributed.environment import shared
-from pipeline.utils.files import memory_file
+from pipeline.distributed.launch import Timeouts
 
-_FIELDS = 8
+FIELDS = 8
 """Numbers of one rank: time, phase, step, waits, landmarks, and three that are not used, so that no
 two ranks share a cache line. Each is written in one store of the processor."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the heartbeats."""
+FROZEN_SECONDS = 20.0
+"""Seconds after which a process that somebody has stopped (SIGSTOP) counts as stalled."""
+SUSPENDED_SECONDS = 5.0
+"""Seconds without a look after which this process itself must have been suspended."""
 
 
 class Phase(enum.IntEnum):
@@ -27,14 +35,8 @@ class Phase(enum.IntEnum):
     EVALUATE = 2
     SAVE = 3
 
-    @property
-    def limit(self) -> str:
-        """Name of its time limit, a field of `launch.timeouts`."""
-        return {Phase.STEP: "step", Phase.EVALUATE: "step", Phase.SAVE: "save"}.get(self, "load")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Beat:
+class Beat(NamedTuple):
     """A rank's newest sign of life."""
 
     time: float
@@ -47,19 +49,14 @@ class Beat:
     landmarks: int
     """Checkpoints and durable results that it has brought to an end since its start."""
 
-    def where(self) -> str:
-        """Where it was, to follow a description of the problem; empty before training."""
-        if self.phase in (Phase.SAVE, Phase.EVALUATE):
-            doing = "saving" if self.phase is Phase.SAVE else "evaluating"
-            return f" while {doing} at step {self.step}"
-        return f" in step {self.step}" if self.step else ""
-
 
 @dataclass(eq=False)
 class Heartbeat:
-    """Writes this rank's signs of life."""
+    """A rank's signs of life: its own, in private memory unless a launcher looks at them."""
 
-    _numbers: memoryview[float] = field(default_factory=lambda: memoryview(bytearray(64)).cast("d"))
+    _numbers: memoryview[float] = field(
+        default_factory=lambda: memoryview(bytearray(8 * FIELDS)).cast("d")
+    )
 
     def beat(self, phase: Phase | None = None, *, step: int | None = None) -> None:
         """Give a sign of life, from a new phase or step if given; takes about a microsecond."""
@@ -79,56 +76,97 @@ class Heartbeat:
             self.beat()
             self._numbers[3] -= 1
 
-    def read(self) -> Beat:
-        """The newest sign of life."""
-        return _beat(self._numbers)
-
     def landmark(self) -> None:
         """Note that something was brought to an end which a restart need not repeat."""
         self._numbers[4] += 1
 
-
-class Heartbeats:
-    """The heartbeats of the ranks of this machine, in memory that they share with their launcher.
-    `descriptor` is what they open."""
-
-    def __init__(self, ranks: int) -> None:
-        self.descriptor = memory_file("heartbeats")
-        os.truncate(self.descriptor, ranks * _FIELDS * 8)
-        self._map = mmap.mmap(self.descriptor, ranks * _FIELDS * 8)
-        self._numbers = memoryview(self._map).cast("d")
-
-    def read(self, rank: int) -> Beat:
-        """The newest sign of life of the rank with this local number."""
-        return _beat(self._numbers[rank * _FIELDS :])
-
-    def writer(self, rank: int) -> Heartbeat:
-        """The rank's own side."""
-        return Heartbeat(self._numbers[rank * _FIELDS : (rank + 1) * _FIELDS])
-
-    def close(self) -> None:
-        """Release the memory; ranks that have it keep it."""
-        self._numbers.release()
-        self._map.close()
-        os.close(self.descriptor)
+    def read(self) -> Beat:
+        """The newest sign of life."""
+        when, phase, step, waits, landmarks = self._numbers[:5]
+        return Beat(when, Phase(int(phase)), int(step), waits > 0, int(landmarks))
 
 
-def _beat(numbers: memoryview[float]) -> Beat:
-    time_, phase, step, waits, landmarks = numbers[:5]
-    return Beat(
-        time=time_,
-        phase=Phase(int(phase)),
-        step=int(step),
-        waits=waits > 0,
-        landmarks=int(landmarks),
-    )
+def heartbeats(descriptor: int) -> list[Heartbeat]:
+    """The heartbeats of all ranks of this machine, by local rank, in the file that they share."""
+    numbers = memoryview(mmap.mmap(descriptor, 0)).cast("d")
+    return [Heartbeat(numbers[at : at + FIELDS]) for at in range(0, len(numbers), FIELDS)]
 
 
 def own_heartbeat() -> Heartbeat:
     """This rank's place in its launcher's memory; private memory where no one looks."""
     own = shared()
-    if own is None:
-        return Heartbeat()
-    numbers = memoryview(mmap.mmap(own.heartbeats, 0)).cast("d")
-    first = int(os.environ["LOCAL_RANK"]) * _FIELDS
-    return Heartbeat(numbers[first : first + _FIELDS])
+    return heartbeats(own.heartbeats)[int(os.environ["LOCAL_RANK"])] if own else Heartbeat()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """A rank of this machine that stands still."""
+
+    number: int
+    """Its number on this machine."""
+    beat: Beat
+    seconds: float
+    """Seconds since its last sign of life."""
+    stopped: bool
+    """Whether a signal has stopped the process (SIGSTOP)."""
+
+    def describe(self) -> str:
+        """The rank's state, to follow its name; with its step once it trains."""
+        doing = {Phase.SAVE: "saving", Phase.EVALUATE: "evaluating"}.get(self.beat.phase)
+        where = f" in step {self.beat.step}" if self.beat.step else ""
+        where = f" while {doing} at step {self.beat.step}" if doing else where
+        why = ": something has stopped its process (SIGSTOP)" if self.stopped else ""
+        return f"has given no sign of life for {self.seconds:.0f} s{where}{why}"
+
+
+class Watchdog:
+    """Looks at the signs of life of ranks of this machine: a launcher at all ranks that it has
+    started, a rank without such a launcher at itself."""
+
+    def __init__(self, ranks: Sequence[Heartbeat], pids: Sequence[int], timeouts: Timeouts) -> None:
+        self._ranks, self._pids = ranks, pids
+        self._limits = {
+            Phase.LOAD: timeouts.load, Phase.STEP: timeouts.step, Phase.EVALUATE: timeouts.step,
+            Phase.SAVE: timeouts.save,
+        }  # fmt: skip
+        self._looked = time.monotonic()
+        self._beats = [rank.read() for rank in ranks]
+        self._changed = [self._looked] * len(pids)
+        self._stopped: dict[int, float] = {}
+        """Number of a stopped process -> time at which that was seen first."""
+
+    def stalled(self) -> list[Stall]:
+        """Ranks that are over their time, stopped ones (SIGSTOP) first, then by their last sign of
+        life; empty if it is too early to look again."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return []
+        if now - self._looked > SUSPENDED_SECONDS:
+            self._changed = [now] * len(self._pids)
+            self._stopped.clear()
+        self._looked = now
+        stalls = [stall for number in range(len(self._pids)) if (stall := self._look(number, now))]
+        return sorted(stalls, key=lambda stall: (not stall.stopped, -stall.seconds))
+
+    def _look(self, number: int, now: float) -> Stall | None:
+        beat = self._ranks[number].read()
+        if beat.time != self._beats[number].time or beat.waits:
+            self._changed[number] = now
+        self._beats[number] = beat
+        frozen = 0.0
+        if _is_stopped(self._pids[number]):
+            frozen = now - self._stopped.setdefault(number, now)
+        else:
+            self._stopped.pop(number, None)
+        stopped = frozen > FROZEN_SECONDS  # nobody seems to go on with it
+        seconds = max(now - self._changed[number], frozen if stopped else 0.0)
+        if stopped or seconds > self._limits[beat.phase]:
+            return Stall(number=number, beat=beat, seconds=seconds, stopped=stopped)
+        return None
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process, as Linux says."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from pipeline.distributed.environment import TORCHRUN_VARIABLES
-from pipeline.distributed.hosts import expand_counts, expand_hosts
 from pipeline.distributed.placement import (
     PORTS,
     RDZV_PORT,
@@ -20,6 +21,7 @@ from pipeline.distributed.placement import (
 from pipeline.errors import UsageError
 
 Environ = Mapping[str, str]
+MOST_HOSTS = 65_536
 
 
 def placement(environ: Environ) -> Placement | None:
@@ -33,6 +35,8 @@ def placement(environ: Environ) -> Placement | None:
         found = None if name in skipped else read(environ)
         if found is None:
             continue
+        if isinstance(found, NodePlacement) and found.node_rank >= found.max_nodes:
+            raise UsageError(f"{found.describe()}: node ranks count from 0")
         if first is None:
             if "TORCHELASTIC_RUN_ID" in environ:  # any of the others may have started torchrun
                 return found
@@ -46,8 +50,7 @@ def placement(environ: Environ) -> Placement | None:
 
 
 def require_no_launcher(command: str) -> None:
-    """Raise UsageError where a launcher has started this process of a command that starts its
-    own."""
+    """Raise UsageError where a launcher has started a command that starts its own processes."""
     found = placement(os.environ)
     if found is not None:
         raise UsageError(
@@ -79,6 +82,49 @@ def _differ(first: Placement, second: Placement) -> bool:
     return ranks.world_size % nodes.max_nodes != 0 and nodes.min_nodes == nodes.max_nodes
 
 
+RANGE = r"\d+(?:-\d+)?"
+HOST = rf"(?:[^][,]|\[{RANGE}(?:,{RANGE})*\])+"
+"""A part of Slurm's host list: characters, and lists of ranges in brackets."""
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Hosts of a Slurm host list, as in `n[001-003,7]-ib,gpu-a`. Raises UsageError."""
+    if not re.fullmatch(f"{HOST}(?:,{HOST})*", text):
+        raise UsageError(f"the host list {text} is not one of Slurm's")
+    found: list[str] = []
+    for part in re.findall(HOST, text):
+        names = [""]
+        for word, ranges in re.findall(r"([^][]+)|\[(.*?)\]", part):
+            ends = _at_most(text, _numbers(ranges)) if ranges else [word]
+            names = _at_most(text, (f"{name}{end}" for name in names for end in ends))
+        found = _at_most(text, itertools.chain(found, names))
+    return found
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    for one in ranges.split(","):
+        low, _, high = one.partition("-")
+        yield from (f"{value:0{len(low)}}" for value in range(int(low), int(high or low) + 1))
+
+
+def _at_most(text: str, hosts: Iterable[str]) -> list[str]:
+    found = list(itertools.islice(hosts, MOST_HOSTS + 1))
+    if len(found) > MOST_HOSTS:
+        raise UsageError(f"more than {MOST_HOSTS} hosts in the host list {text[:80]}")
+    return found
+
+
+def expand_counts(text: str) -> list[int]:
+    """Tasks of each node of Slurm's `2(x3),1`. Raises UsageError."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not found or int(found[2] or 1) > MOST_HOSTS:
+            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text} does not read like 2(x3),1")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
 def _number(environ: Environ, name: str) -> int:
     value = environ[name].strip()
     if not value.isdecimal():
@@ -105,8 +151,7 @@ def _settings(environ: Environ, *names: str) -> str:
 
 
 def _require(environ: Environ, given: list[str], needed: list[str]) -> None:
-    """Raise UsageError where a launcher has set the variables `given`, but not all that are
-    `needed`."""
+    """Raise UsageError where a launcher has set the variables `given`, but not all `needed`."""
     missing = [name for name in needed if name not in environ]
     if missing:
         are = "are" if len(given) > 1 else "is"
@@ -119,13 +164,9 @@ def _require(environ: Environ, given: list[str], needed: list[str]) -> None:
 
 
 def _rank(
-    environ: Environ,
-    source: str,
-    names: tuple[str, str, str, str],
-    where: tuple[str, int],
-    local_world_size: int | None,
-    job: str = "",
-) -> RankPlacement:
+    environ: Environ, source: str, names: Sequence[str], where: tuple[str, int],
+    local_world_size: int | None, job: str = "",
+) -> RankPlacement:  # fmt: skip
     """A rank, of variables with its rank, the number of ranks, its local rank and the local number.
     Raises UsageError where these contradict each other."""
     rank, size, local_rank, local_size = names
@@ -134,11 +175,13 @@ def _rank(
         local_rank=_number(environ, local_rank), local_world_size=local_world_size,
         host=where[0], port=where[1], job=job,
     )  # fmt: skip
-    if found.rank >= found.world_size:
-        raise UsageError(f"{_settings(environ, rank, size)}: ranks count from 0")
-    if local_world_size is not None and found.local_rank >= local_world_size:
-        raise UsageError(f"{_settings(environ, local_rank, local_size)}: ranks count from 0")
-    if local_world_size is not None and local_world_size > found.world_size:
+    for own, count, variables in (
+        (found.rank, found.world_size, (rank, size)),
+        (found.local_rank, local_world_size, (local_rank, local_size)),
+    ):
+        if count is not None and own >= count:
+            raise UsageError(f"{_settings(environ, *variables)}: ranks count from 0")
+    if (local_world_size or 0) > found.world_size:
         said = _settings(environ, local_size, size)
         raise UsageError(f"{said}: this machine cannot have more than all")
     return found
@@ -169,18 +212,18 @@ def _mpi(source: str, *names: str) -> Callable[[Environ], Placement | None]:
             return None
         _require(environ, [size], [rank, local_rank])
         here, job = _optional(environ, local_size), environ.get("PMIX_NAMESPACE", "")
-        if "MASTER_ADDR" in environ:
-            where = environ["MASTER_ADDR"], _port(environ, "MASTER_PORT", RDZV_PORT)
-        elif here == _number(environ, size):  # on this machine's loopback
-            own = 20_000 + zlib.crc32((job or str(os.getppid())).encode()) % 20_000
-            where = "127.0.0.1", _port(environ, "MASTER_PORT", own)
-        else:
+        host, port = environ.get("MASTER_ADDR"), RDZV_PORT
+        if host is None and here == _number(environ, size):  # on this machine's loopback
+            host = "127.0.0.1"
+            port = 20_000 + zlib.crc32((job or str(os.getppid())).encode()) % 20_000
+        if host is None:
             raise UsageError(
                 f"{source} does not say where rank 0 is",
                 hint="name rank 0's machine and a free port there: "
                 "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
             )
-        return _rank(environ, source, (rank, size, local_rank, local_size), where, here, job)
+        where = host, _port(environ, "MASTER_PORT", port)
+        return _rank(environ, source, names, where, here, job)
 
     return read
 
@@ -236,9 +279,9 @@ def _kubeflow(environ: Environ) -> NodePlacement | None:
         else:
             port = _port(environ, "PET_MASTER_PORT", RDZV_PORT)
             host = environ["PET_MASTER_ADDR"]
-    return _node(
-        "Kubeflow's PET_* variables", _optional(environ, "PET_NODE_RANK") or 0, (fewest, most),
-        (host, port), count,
+    return NodePlacement(
+        source="Kubeflow's PET_* variables", node_rank=_optional(environ, "PET_NODE_RANK") or 0,
+        min_nodes=fewest, max_nodes=most, host=host, port=port, procs=count,
     )  # fmt: skip
 
 
@@ -256,23 +299,13 @@ def _cloud(
         addresses = environ[host].split()
         if host.endswith("IPS") and len(addresses) != nodes:
             raise UsageError(f"{count}={nodes}, but {host} has {len(addresses)} addresses")
-        where = addresses[0], _port(environ, "MASTER_PORT", RDZV_PORT)
-        found = _number(environ, rank)
-        return _node(source, found, (nodes, nodes), where, _optional(environ, gpus) or None)
+        return NodePlacement(
+            source=source, node_rank=_number(environ, rank), min_nodes=nodes, max_nodes=nodes,
+            host=addresses[0], port=_port(environ, "MASTER_PORT", RDZV_PORT),
+            procs=_optional(environ, gpus) or None,
+        )  # fmt: skip
 
     return read
-
-
-def _node(
-    source: str, rank: int, nodes: tuple[int, int], where: tuple[str, int], procs: int | None
-) -> NodePlacement:
-    found = NodePlacement(
-        source=source, node_rank=rank, min_nodes=nodes[0], max_nodes=nodes[1], host=where[0],
-        port=where[1], procs=procs,
-    )  # fmt: skip
-    if rank >= nodes[1]:
-        raise UsageError(f"{found.describe()}: node ranks count from 0")
-    return found
 
 
 _OMPI, _MV2 = (

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
+import psutil
 
-from pipeline.distributed.hosts import own_rank, read_hostfile
-from pipeline.errors import UsageError
+from pipeline.errors import UsageError, system_errors_as
+from pipeline.utils.foreign import read_whole
 
 PORTS = 1 << 16
 RDZV_PORT = 29400
@@ -36,13 +40,10 @@ class RankPlacement:
     def environment(self) -> dict[str, str]:
         """The variables in which torchrun says the same."""
         found = {
-            "RANK": self.rank,
-            "WORLD_SIZE": self.world_size,
-            "LOCAL_RANK": self.local_rank,
-            "MASTER_ADDR": self.host,
-            "MASTER_PORT": self.port,
+            "RANK": self.rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": self.local_rank,
+            "MASTER_ADDR": self.host, "MASTER_PORT": self.port,
             "LOCAL_WORLD_SIZE": self.local_world_size,
-        }
+        }  # fmt: skip
         return {name: str(value) for name, value in found.items() if value is not None}
 
     def describe(self) -> str:
@@ -136,11 +137,8 @@ def _laid_over(options: NodeOptions, base: NodePlacement | None) -> NodePlacemen
         own["host"], own["port"] = address(options.rdzv, "--rdzv")
         if options.rdzv.strip("[]") == own["host"]:
             click.echo(f"--rdzv {options.rdzv} names no port: using {RDZV_PORT}", err=True)
-    if base is None:
-        made = NodePlacement(source="options", **own)
-    else:
-        made = replace(base, **own)
-        _require_same(replace(made, source="the options"), base)
+    made = replace(base, **own) if base else NodePlacement(source="options", **own)
+    _require_same(replace(made, source="the options"), base)
     if made.node_rank >= made.max_nodes:
         ranks = {1: "0", 2: "0 or 1"}.get(made.max_nodes, f"from 0 to {made.max_nodes - 1}")
         raise UsageError(f"--node-rank must be {ranks}, as there are {made.max_nodes} nodes")
@@ -170,3 +168,54 @@ def address(text: str, where: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < PORTS:
         raise UsageError(f"{where}={text} is not HOST:PORT")
     return host, int(port)
+
+
+def read_hostfile(file: Path) -> dict[str, int]:
+    """Host -> slots of DeepSpeed's hostfile: lines of `HOST slots=N`, comments after #. All have
+    the same number of slots. Raises UsageError with file and line."""
+    with system_errors_as(UsageError):
+        text = read_whole(file).decode("utf-8", errors="replace")
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        content, place = line.partition("#")[0].strip(), f"{file}:{number}"
+        if not content:
+            continue
+        found = re.fullmatch(r"(\S+)\s+slots\s*=\s*(\d+)\s*", content)
+        if not found or int(found[2]) == 0:
+            raise UsageError(f"{place}: `{content}` does not read like: worker-1 slots=8")
+        host, slots = found[1], int(found[2])
+        if host in hosts:
+            raise UsageError(f"{place}: {host} occurs twice")
+        hosts[host] = slots
+        first, expected = next(iter(hosts.items()))
+        if slots != expected:
+            raise UsageError(
+                f"{place}: {host} has {slots} slots, but {first} has {expected}: all nodes need "
+                "the same number"
+            )
+    if not hosts:
+        raise UsageError(f"{file}: no host in the file", hint="a line reads: worker-1 slots=8")
+    return hosts
+
+
+def own_rank(file: Path, hosts: Sequence[str]) -> int:
+    """Place of this machine among the hosts. Raises UsageError if it is none or several of them."""
+    names = {socket.gethostname(), socket.gethostname().partition(".")[0]}
+    addresses = {a.address for found in psutil.net_if_addrs().values() for a in found}
+    mine = [rank for rank, host in enumerate(hosts) if host in names | addresses]
+    mine = mine or [rank for rank, host in enumerate(hosts) if _addresses(host) & addresses]
+    if len(mine) != 1:
+        which = "none" if not mine else "several"
+        found = ", ".join(hosts[rank] for rank in mine) or ", ".join(hosts)
+        raise UsageError(
+            f"this machine, {socket.gethostname()}, is {which} of the hosts in {file}: {found}",
+            hint="say which with --node-rank",
+        )
+    return mine[0]
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    except OSError:
+        return set()

@@ -22,7 +22,6 @@ from pipeline.distributed.environment import (
     is_single_node,
     is_worker,
     shared,
-    worker_rank,
 )
 from pipeline.distributed.heartbeat import Heartbeat, own_heartbeat
 from pipeline.distributed.signals import StopRequest
@@ -35,13 +34,11 @@ if TYPE_CHECKING:
 LONG_WAIT = datetime.timedelta(hours=24)
 """Timeout of waits on work of unknown length (tokenising a corpus, exporting a model). A dead peer
 ends them early: the launcher stops the whole run."""
-
 RENDEZVOUS_SECONDS = 600.0
 """Seconds to wait for the other ranks before the recipe, which may give another time, is known."""
 
 QUICK_LOOKS = 50
 """Looks, a millisecond apart, for a key in a file."""
-
 PIECE = 1 << 20
 """Characters of one value in the store. torch's server drops the connection of a client that sends
 more than a few MiB at once."""
@@ -75,11 +72,10 @@ class DistContext:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait for all ranks, however long that takes; uses the store, so no collective times
-        out."""
+        """Wait for all ranks, however long: by the store, so no collective times out."""
         if self.store is None or self.world_size == 1:
             return
-        key = _next_key("barrier")
+        key = f"pipe/barrier/{next(_CALLS)}"
         opened = f"{key}/open"
         if self.store.add(key, 1) == self.world_size:
             self.store.set(opened, "1")
@@ -94,7 +90,7 @@ class DistContext:
         if self.store is None or self.world_size == 1:
             assert value is not None
             return value
-        key = _next_key("share")
+        key = f"pipe/share/{next(_CALLS)}"
         self._spent.append(key)
         if self.is_main:
             assert value is not None
@@ -109,17 +105,32 @@ class DistContext:
             return "".join(receive(self.store, f"{key}/{number}") for number in range(count))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in rank order, on every rank."""
+        """Every rank's JSON value, in rank order, on every rank (collective)."""
+        return [*map(json.loads, self._exchange(json.dumps(value).encode(), everywhere=True))]
+
+    def collect(self, value: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order, on rank 0; nothing on the others (collective)."""
+        return self._exchange(value, everywhere=False)
+
+    def _exchange(self, value: bytes, *, everywhere: bool) -> list[bytes]:
         import torch
         import torch.distributed as dist
 
-        data = json.dumps(value).encode()
         if self.world_size == 1:
-            return [json.loads(data)]
-        mine, sizes = self._padded(data)
-        texts = [torch.empty_like(mine) for _ in sizes]
-        dist.all_gather(texts, mine)
-        return [json.loads(text) for text in _cut(texts, sizes)]
+            return [value]
+        self.barrier()  # which waits longer than a collective may
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(lengths, torch.tensor([len(value)]))
+        sizes = [int(length) for length in lengths]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in sizes] if everywhere or self.is_main else []
+        if everywhere:
+            dist.all_gather(found, mine)
+        else:
+            dist.gather(mine, found or None, dst=0)
+        found.reverse()  # each is freed as soon as it is copied
+        return [found.pop()[:size].numpy().tobytes() for size in sizes if found]
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank (collective)."""
@@ -143,31 +154,6 @@ class DistContext:
                 hint="give every machine the same files, or a folder that all of them share",
             )
 
-    def collect(self, value: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order, on rank 0; nothing on the others (collective)."""
-        import torch
-        import torch.distributed as dist
-
-        if self.world_size == 1:
-            return [value]
-        mine, sizes = self._padded(value)
-        found = [torch.empty_like(mine) for _ in sizes] if self.is_main else None
-        dist.gather(mine, found, dst=0)
-        return _cut(found or [], sizes)
-
-    def _padded(self, data: bytes) -> tuple[torch.Tensor, list[int]]:
-        """Data as long as the longest rank's, and how long each rank's is (collective)."""
-        import torch
-        import torch.distributed as dist
-
-        self.barrier()  # which waits longer than a collective may
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]))
-        known = [int(size) for size in sizes]
-        padded = torch.zeros(max(known), dtype=torch.uint8)
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return padded, known
-
     @contextlib.contextmanager
     def rank0_first(self) -> Iterator[bool]:
         """Rank 0 runs the body first, the others after it has finished; yields whether this is
@@ -183,16 +169,6 @@ class DistContext:
             self.barrier()
 
 
-def _cut(texts: list[torch.Tensor], sizes: list[int]) -> list[bytes]:
-    """Cut off the padding of each rank's text, and free each as soon as it is copied."""
-    texts.reverse()
-    return [texts.pop()[:size].numpy().tobytes() for size in sizes if texts]
-
-
-def _next_key(what: str) -> str:
-    return f"pipe/{what}/{next(_CALLS)}"
-
-
 def receive(store: Store, key: str) -> str:
     """The text under `key`, as soon as another rank has set it."""
     await_key(store, key)
@@ -202,18 +178,12 @@ def receive(store: Store, key: str) -> str:
 def await_key(store: Store, key: str) -> None:
     """Wait until another rank has set `key`. In a file, which ranks of one machine share, torch
     looks every 10 ms only, while most others come within a few."""
-    if in_file():
-        for _ in range(QUICK_LOOKS):
-            if store.check([key]):
-                return
-            time.sleep(0.001)
-    store.wait([key], LONG_WAIT)
-
-
-def in_file() -> bool:
-    """Whether the ranks meet in a file in memory, which their launcher has made."""
     own = shared()
-    return own is not None and own.store is not None
+    for _ in range(QUICK_LOOKS if own and own.store is not None else 0):
+        if store.check([key]):
+            return
+        time.sleep(0.001)
+    store.wait([key], LONG_WAIT)
 
 
 def environment_store(seconds: float = RENDEZVOUS_SECONDS, job: str = "") -> Store | None:
@@ -228,32 +198,24 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS, job: str = "") -> Sto
     timeout = datetime.timedelta(seconds=seconds)
     if not is_worker():
         return None
-    own = shared()
+    own, world_size = shared(), int(os.environ["WORLD_SIZE"])
     if own is not None and own.store is not None:
-        store = FileStore(f"/proc/self/fd/{own.store}", int(os.environ["WORLD_SIZE"]))
+        store = FileStore(f"/proc/self/fd/{own.store}", world_size)
         store.set_timeout(timeout)
         return store
-    if worker_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    # of their job, and of this one of torchrun's starts, whose own store outlives its ranks
+    keys = f"{job}/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         # Without this, torch listens at every address of the machine.
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with _listening(host, port) as server:
             served = TCPStore(
-                host_name=host,
-                port=port,
-                world_size=int(os.environ["WORLD_SIZE"]),
-                is_master=True,
-                timeout=timeout,
+                host, port, world_size=world_size, is_master=True, timeout=timeout,
                 master_listen_fd=server.detach(),
-            )
-        return PrefixStore(_keys(job), served)
+            )  # fmt: skip
+        return PrefixStore(keys, served)
     store, _, _ = next(rendezvous("env://", timeout=timeout))
-    # torchrun's own store outlives its ranks, and has the keys of those that it started before.
-    return PrefixStore(_keys(job), store)
-
-
-def _keys(job: str) -> str:
-    """Prefix of the keys of these ranks: of their job, and of this one of torchrun's starts."""
-    return f"{job}/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return PrefixStore(keys, store)
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -291,8 +253,9 @@ def environment_dist(
     if is_single_node():
         bind_loopback()
     group = os.environ if store is not None else {}
-    rank, local_rank = int(group.get("RANK", "0")), int(group.get("LOCAL_RANK", "0"))
-    world_size = int(group.get("WORLD_SIZE", "1"))
+    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    numbers = (int(group.get(name, alone)) for name, alone in names.items())
+    rank, world_size, local_rank, local_world_size = numbers
     place, backend = torch.device("cpu"), "gloo"
     if device == "cuda":
         torch.cuda.set_device(local_rank)
@@ -307,11 +270,6 @@ def environment_dist(
         timeout=None if timeout is None else datetime.timedelta(seconds=timeout),
     )
     return DistContext(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=int(group.get("LOCAL_WORLD_SIZE", "1")),
-        device=place,
-        store=common,
-        heartbeat=own_heartbeat(),
-    )
+        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
+        device=place, store=common, heartbeat=own_heartbeat(),
+    )  # fmt: skip

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
@@ -17,22 +17,19 @@ ENDING = (
     signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
 )  # fmt: skip
 """Signals that end a process by default and that people and batch systems send to ask for it."""
-
-
 SHOW_CURSOR = "\x1b[?25h"
 """Undoes what a display at the terminal's bottom has hidden."""
+Handler = Callable[[int, FrameType | None], None]
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end, or another rank. No `except Exception` of a stage
-    swallows it."""
+    """A signal asked this process, or another rank, to end. No `except Exception` swallows it."""
 
     def __init__(self, number: int | None = None, *, told: str = "") -> None:
         self.number = signal.SIGTERM if number is None else signal.Signals(number)
         """The signal; SIGTERM if another process got it."""
         self.cause = told if number is None else self.number.name
-        """Which signal it was, and where, as another process has `told`; empty if that is not
-        known."""
+        """Which signal it was, and where, as another process has `told`; empty if not known."""
         super().__init__(self.cause or "a signal to one of the ranks")
 
 
@@ -61,6 +58,25 @@ def ignore_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextlib.contextmanager
+def _handled(handler: Handler) -> Iterator[None]:
+    """Have `handler` get the ending signals in the body, but for signals that are ignored (nohup).
+    Without effect in another thread than the main one, which has no signals."""
+    before = {number: signal.getsignal(number) for number in ENDING if _is_main_thread()}
+    for number, former in before.items():
+        if former is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
 class StopRequest:
     """Request by a signal that this process ends."""
 
@@ -77,30 +93,20 @@ class StopRequest:
         """Only take note of ending signals in the body, so that it can bring its work to an end; it
         should look at `asked` now and then. Raises Interrupted after the body if one came. A second
         Ctrl-C ends the process at once."""
-        if threading.current_thread() is not threading.main_thread():
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._number = number
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+        with _handled(note):
             yield
-            return
-        before = {number: signal.getsignal(number) for number in ENDING}
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, self._note)
-        try:
-            yield
-            if self._number is not None:
+            if self._number is not None and _is_main_thread():
                 raise Interrupted(self._number)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def end(self) -> NoReturn:
-        """Raise Interrupted: all ranks have agreed to stop, though another one may have been
-        asked."""
+        """Raise Interrupted: all ranks have agreed to stop, whichever was asked."""
         raise Interrupted(self._number)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._number = number
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
@@ -109,28 +115,14 @@ def interruptible(*, force_after: float | None) -> Iterator[None]:
 
     After it the others are ignored while the run is wound up, and a second Ctrl-C ends the process
     at once. The process ends `force_after` seconds after the first in any case, if given, as the
-    main thread may be in a native call that never returns. A signal that is ignored from the start
-    (nohup) stays ignored.
+    main thread may be in a native call that never returns.
     """
-    if threading.current_thread() is not threading.main_thread():
+    with _handled(_raise), _forced_end(force_after):
         yield
-        return
-    before = {number: signal.getsignal(number) for number in ENDING}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, _raise)
-    try:
-        with _forced_end(force_after):
-            yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def at_second_interrupt(words: str) -> None:
     """Print these words when a second Ctrl-C ends the process, in the body of `interruptible`."""
-    if threading.current_thread() is not threading.main_thread():
-        return
 
     def end(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(OSError):  # a closed terminal
@@ -138,7 +130,7 @@ def at_second_interrupt(words: str) -> None:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+    if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, end)
 
 
@@ -146,13 +138,16 @@ def at_second_interrupt(words: str) -> None:
 def _forced_end(seconds: float | None) -> Iterator[None]:
     """Python's low-level handler writes a signal's number to a pipe, whatever the main thread does;
     another thread reads it there."""
+    if not _is_main_thread():
+        yield
+        return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     over = threading.Event()
 
     def watch() -> None:
         # A stage may have a handler for a signal, which then does not ask this process to end.
-        ours, number = (_raise, _note, signal.SIG_DFL, signal.SIG_IGN), os.read(reader, 1)
+        ours, number = (_raise, _pass_over, signal.SIG_DFL, signal.SIG_IGN), os.read(reader, 1)
         while number and not (number[0] in ENDING and signal.getsignal(number[0]) in ours):
             number = os.read(reader, 1)
         if number and not over.wait(seconds):
@@ -174,20 +169,19 @@ def _forced_end(seconds: float | None) -> Iterator[None]:
 def _raise(number: int, frame: FrameType | None) -> None:
     for other in ENDING:
         if signal.getsignal(other) is _raise:
-            signal.signal(other, _note)
+            signal.signal(other, _pass_over)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise Interrupted(number)
 
 
-def _note(number: int, frame: FrameType | None) -> None:
+def _pass_over(number: int, frame: FrameType | None) -> None:
     """Ignore a signal while an earlier one is winding up the process; ignored signals would stay so
     in the processes that it starts."""
 
 
 def _in_forked_child() -> None:
-    """End by a signal at once, without waking the parent's watching thread through the pipe that
-    both share."""
-    ours = [number for number in ENDING if signal.getsignal(number) in (_raise, _note)]
+    """End by a signal at once, without waking the parent's thread through the shared pipe."""
+    ours = [number for number in ENDING if signal.getsignal(number) in (_raise, _pass_over)]
     for number in ours:
         signal.signal(number, signal.SIG_DFL)
     if ours:

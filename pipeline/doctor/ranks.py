@@ -19,7 +19,6 @@ from pipeline.errors import in_words
 from pipeline.hardware.host import cores_each
 from pipeline.utils import jsonl
 from pipeline.utils.processes import (
-    die_with,
     kill_descendants,
     kill_sessions,
     received,
@@ -80,7 +79,7 @@ def _start(
     target: str, settings: Mapping[str, Any], procs: int, folder: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
     message = {
-        "target": target, "folder": str(folder), "parent": os.getpid(),
+        "target": target, "folder": str(folder),
         "settings": {**settings, "store": str(folder / "store")},
     }  # fmt: skip
     threads = {"OMP_NUM_THREADS": str(cores_each(procs))}
@@ -122,9 +121,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float
         time.sleep(POLL_SECONDS)
 
 
-def main(target: str, folder: str, parent: int, settings: Mapping[str, Any]) -> None:
+def main(target: str, folder: str, settings: Mapping[str, Any]) -> None:
     """Call `target` in this rank; exit with code 1 and one line if it raises."""
-    die_with(parent)
     file = Path(folder) / f"rank-{os.environ['RANK']}.jsonl"
     module, _, function = target.partition(":")
     try:
@@ -138,4 +136,4 @@ def main(target: str, folder: str, parent: int, settings: Mapping[str, Any]) -> 
 
 
 if __name__ == "__main__":
-    main(**received(sys.argv[1]))
+    main(**received(sys.argv[1], ends_with_parent=True))

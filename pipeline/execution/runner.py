@@ -20,7 +20,7 @@ from pipeline.execution.journal import Journal
 from pipeline.execution.preflight import look_ahead, run_dry
 from pipeline.execution.rank_logging import IN_DISPLAY
 from pipeline.execution.resume import ResumePlan, digests, plan_resume, restored
-from pipeline.utils.garbage import collect_as_usual
+from pipeline.utils.packages import collect_as_usual
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan, PlannedSlot

@@ -34,9 +34,8 @@ from pipeline.execution.export_recipe import (
 )
 from pipeline.execution.in_process import artifact, scratch_context
 from pipeline.execution.journal import Journal
-from pipeline.utils.foreign import json_object
+from pipeline.utils.foreign import TRUST_CODE, json_object, trusted
 from pipeline.utils.text import plural, shown_path
-from pipeline.utils.trust import TRUST_CODE, trusted
 
 CONFIGS = ("config.json", "adapter_config.json")
 """Files by which a folder that transformers or peft loads is known."""

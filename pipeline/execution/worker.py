@@ -20,16 +20,16 @@ from pipeline.distributed.environment import (
     FINISHED,
     STOPPED,
     Shared,
+    is_worker,
     join,
     shared,
     started,
     worker_rank,
-    worker_world_size,
 )
+from pipeline.distributed.heartbeat import LOOK_SECONDS, Watchdog
 from pipeline.distributed.launch import Timeouts
 from pipeline.distributed.process_group import DistContext, environment_dist, environment_store
 from pipeline.distributed.signals import Interrupted, default_signals
-from pipeline.distributed.watchdog import LOOK_SECONDS, Watchdog
 from pipeline.errors import RunFailed, StageError
 from pipeline.execution import failures, rundir
 from pipeline.execution.activity_record import ActivityRecord
@@ -40,8 +40,8 @@ from pipeline.execution.run_spec import RunSpec, set_current
 from pipeline.execution.runner import Runner
 from pipeline.utils.activities import in_thread, show_in
 from pipeline.utils.files import cache_folder
-from pipeline.utils.garbage import collect_as_usual, collect_rarely
-from pipeline.utils.processes import die_with, received
+from pipeline.utils.packages import collect_as_usual, collect_rarely
+from pipeline.utils.processes import received
 from pipeline.utils.terminal import hide_environment, redact_output, set_display
 
 if TYPE_CHECKING:
@@ -57,9 +57,8 @@ that will never come."""
 def main(argv: list[str]) -> int:
     """Entry point of a launched rank: its exit code, STOPPED if it was asked to end and has saved
     what it had, 1 after a failure that has been recorded."""
-    message = received(argv[0])
+    message = received(argv[0], ends_with_parent=True)
     own, spec = Shared(**message["shared"]), RunSpec.load(message["spec"])
-    die_with(own.launcher)
     join(own)
     default_signals()
     redact_output()
@@ -121,7 +120,7 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
             slot = current[0].slot if current else ""
             failures.record(run_dir, rank, slot, _cause(run_dir, error))
             log.debug("failed", exc_info=True)
-            if worker_world_size() is not None:
+            if is_worker():
                 with contextlib.suppress(StageError):  # the folder may be gone
                     faulthandler.dump_traceback_later(
                         CLEANUP_SECONDS, exit=True, file=open_log(run_dir, rank)
@@ -191,7 +190,7 @@ def watched(run_dir: Path, dist: DistContext, timeouts: Timeouts) -> Iterator[No
 
 
 def _watch(run_dir: Path, dist: DistContext, timeouts: Timeouts, over: threading.Event) -> None:
-    watchdog, stopping = Watchdog([dist.heartbeat.read], [os.getpid()], timeouts), 0.0
+    watchdog, stopping = Watchdog([dist.heartbeat], [os.getpid()], timeouts), 0.0
     while not over.wait(LOOK_SECONDS):
         stopping += LOOK_SECONDS
         if not (dist.stop.asked and dist.heartbeat.read().waits):

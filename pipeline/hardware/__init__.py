@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.utils.lazy import lazily
+from pipeline.utils.packages import lazily
 
 if TYPE_CHECKING:
     from pipeline.hardware.gpus import find_accelerator as find_accelerator

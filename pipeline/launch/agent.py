@@ -24,7 +24,6 @@ from pipeline.launch.exchange import BEAT_SECONDS, Link, OwnLink, Server
 from pipeline.launch.local import for_gpus, set_threads, supervise
 from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
 from pipeline.launch.ranks import LocalRanks
-from pipeline.launch.stalls import landmarks
 from pipeline.recipe import load_recipe
 from pipeline.utils.processes import kill_descendants
 from pipeline.view.screen import Screen
@@ -185,7 +184,7 @@ class Agent:
         process is reported to the others, however its ranks end."""
         if interrupted is not None and interrupted.cause != link.beat.stopping:
             link.tell(stopping=interrupted.cause)
-        done = landmarks(ranks.heartbeats, len(ranks.places))
+        done = ranks.landmarks()
         if done != link.beat.landmarks:
             link.tell(landmarks=done)
         reply = link.reply

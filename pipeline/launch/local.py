@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import time
@@ -14,39 +13,24 @@ import click
 
 from pipeline.chain.plan import Plan
 from pipeline.distributed.environment import FINISHED, STOPPED, rank_environment
-from pipeline.distributed.heartbeat import Phase
+from pipeline.distributed.heartbeat import Phase, Watchdog
 from pipeline.distributed.launch import Attempts, Launch
 from pipeline.distributed.signals import ENDING, Interrupted, at_second_interrupt
-from pipeline.distributed.watchdog import Watchdog
 from pipeline.errors import RunFailed, in_words
 from pipeline.execution import failures, rundir
-from pipeline.execution.failures import Exit
 from pipeline.execution.journal import Journal
 from pipeline.execution.run_spec import RunSpec
 from pipeline.execution.rundir import saved_step
 from pipeline.hardware.host import cores_each
-from pipeline.launch.ranks import LocalRanks
-from pipeline.launch.stalls import landmarks, recorder_environment, report_stall
+from pipeline.launch.ranks import LocalRanks, recorder_environment, report_stall
 from pipeline.utils.files import memory_file
-from pipeline.utils.garbage import collect_as_usual
+from pipeline.utils.packages import collect_as_usual
 from pipeline.utils.processes import kill_descendants
 from pipeline.utils.terminal import shown
 from pipeline.view.screen import Screen
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of the allocator: the name that all devices share, and the older one."""
-
-
-def allocator_settings() -> dict[str, str]:
-    """Variables with which ranks reserve memory in segments that grow, unless the user has set the
-    allocator: gathered units and activations differ in size, and would leave gaps between segments
-    of fixed sizes. No rank shares its GPU's memory with another process, where such segments can
-    fail."""
-    if any(name in os.environ for name in ALLOCATOR):
-        return {}
-    return {ALLOCATOR[0]: "expandable_segments:True"}
-
-
 POLL_SECONDS = 0.05
 Check = Callable[[Interrupted | None], None]
 
@@ -67,14 +51,11 @@ def launch(plan: Plan, spec: RunSpec, screen: Screen) -> None:
         )
         try:
             with kill_descendants(screen.refresh), ranks:
-                try:
-                    run_ranks(ranks, settings, spec, screen)
-                    return
-                finally:
-                    done = landmarks(ranks.heartbeats, len(ranks.places))
+                run_ranks(ranks, settings, spec, screen)
+                return
         except RunFailed as error:
             rundir.require_kept(run_dir)
-            wait = attempts.wait_after(error, progressed=done > 0)
+            wait = attempts.wait_after(error, progressed=ranks.landmarks() > 0)
             if wait is None or error.stopping:
                 raise
             restarted(run_dir, plan, str(error), attempts.number, wait)
@@ -90,8 +71,15 @@ def set_threads(settings: Launch, ranks_here: int) -> None:
 
 
 def for_gpus(run_dir: Path) -> dict[str, str]:
-    """Variables for ranks on GPUs; what the user has set stays."""
-    return recorder_environment(run_dir) | allocator_settings()
+    """Variables for ranks on GPUs; what the user has set stays.
+
+    They reserve memory in segments that grow: gathered units and activations differ in size, and
+    would leave gaps between segments of fixed sizes. No rank shares its GPU's memory with another
+    process, where such segments can fail."""
+    found = recorder_environment(run_dir)
+    if not any(name in os.environ for name in ALLOCATOR):
+        found[ALLOCATOR[0]] = "expandable_segments:True"
+    return found
 
 
 def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float) -> None:
@@ -121,35 +109,47 @@ def run_ranks(ranks: LocalRanks, settings: Launch, spec: RunSpec, screen: Screen
 
 def supervise(ranks: LocalRanks, settings: Launch, run_dir: Path, check: Check) -> None:
     """Watch started ranks until all have finished. Raises RunFailed when one fails or stalls; a
-    signal makes all of them stop as soon as they can, and is raised again when they have. `check`
-    is called now and then, with what has stopped them if something has, and what it raises ends
-    them."""
+    signal has all of them save and end, and is raised again when they have. `check` is called now
+    and then, with what has stopped them if something has, and what it raises ends them."""
     collect_as_usual()  # this may take weeks
     pids = [process.pid for process in ranks.processes]
-    beats = [functools.partial(ranks.heartbeats.read, number) for number in range(len(pids))]
-    watch = Watchdog(beats, pids, settings.timeouts)
+    watch = Watchdog(ranks.heartbeats, pids, settings.timeouts)
+    stop: Interrupted | None = None
     try:
-        while not ranks.finished():
-            ends = [end for end in ranks.ends() if end.code != FINISHED]
-            if ends and all(_was_asked(end) for end in ends):
-                raise Interrupted(next((-end.code for end in ends if end.code < 0), None))
-            _raise_failure(ranks, ends, watch, run_dir)
-            check(None)
-            time.sleep(POLL_SECONDS)
-    except Interrupted as interrupted:
-        _announce(interrupted, ranks, run_dir)
-        try:
-            _wind_down(ranks, watch, run_dir, interrupted, check)
-        except RunFailed as error:
-            error.stopping = True
-            raise
+        while True:
+            try:
+                if ranks.finished():
+                    break
+                ended = ranks.ends()
+                ends = [end for end in ended if end.code != FINISHED]
+                signalled = [end for end in ends if -end.code in ENDING]
+                failed = [end for end in ends if end.code != STOPPED and end not in signalled]
+                if ends and not failed and stop is None:
+                    raise Interrupted(next((-end.code for end in signalled), None))
+                # one with nothing to save has ended at once, and the others would wait for it
+                if stop is not None and (signalled or (len(ended) == len(pids) and not failed)):
+                    break
+                _require_alive(ranks, ends if stop is None else failed, watch, run_dir)
+                check(stop)
+                time.sleep(POLL_SECONDS)
+            except Interrupted as interrupted:
+                stop = interrupted
+                _announce(stop, ranks, run_dir)
+                ranks.send(stop.number)
+    except RunFailed as error:
+        error.stopping = stop is not None
+        raise
+    if stop is not None:
+        ranks.stop()
+        if not ranks.finished():
+            raise stop
 
 
 def _announce(interrupted: Interrupted, ranks: LocalRanks, run_dir: Path) -> None:
     """Print what a signal to this process leads to while ranks train, as they save first, and have
     a second Ctrl-C print how to continue."""
     at_second_interrupt(f"stopped by a second SIGINT\n{failures.continuation(run_dir)}\n")
-    phases = {ranks.heartbeats.read(number).phase for number in range(len(ranks.places))}
+    phases = {rank.read().phase for rank in ranks.heartbeats}
     if phases == {Phase.LOAD} or not interrupted.cause or ranks.ends():
         return  # also where another process got it, which has said so
     how = ""
@@ -163,37 +163,13 @@ def _announce(interrupted: Interrupted, ranks: LocalRanks, run_dir: Path) -> Non
         click.echo(f"{interrupted.cause}: saving after this step, then stopping{how}", err=True)
 
 
-def _raise_failure(ranks: LocalRanks, ends: list[Exit], watch: Watchdog, run_dir: Path) -> None:
-    slot = Journal(run_dir / rundir.JOURNAL).state().slot if ends else None
-    if ends:
-        ends = [*ends, *ranks.stop()]
-        raise failures.first(run_dir, ends, slot, oom=ranks.oom(), unwritten=ranks.unwritten())
-    stalls = watch.stalled()
-    if stalls:
-        slot = Journal(run_dir / rundir.JOURNAL).state().slot
-        raise report_stall(run_dir, slot, ranks, stalls)
-
-
-def _was_asked(end: Exit) -> bool:
-    """Whether the rank ended because it was asked to, not by a failure."""
-    return end.code == STOPPED or -end.code in ENDING
-
-
-def _wind_down(
-    ranks: LocalRanks, watch: Watchdog, run_dir: Path, interrupted: Interrupted, check: Check
+def _require_alive(
+    ranks: LocalRanks, ends: list[failures.Exit], watch: Watchdog, run_dir: Path
 ) -> None:
-    """Have all ranks save and end. Raises `interrupted` if they have, RunFailed if one fails."""
-    ranks.send(interrupted.number)
-    while True:
-        ends = ranks.ends()
-        if any(-end.code in ENDING for end in ends):
-            break  # there was nothing to save, and the others would wait for this rank
-        failed = [end for end in ends if not _was_asked(end) and end.code != FINISHED]
-        _raise_failure(ranks, failed, watch, run_dir)
-        if len(ends) == len(ranks.processes):
-            break
-        check(interrupted)
-        time.sleep(POLL_SECONDS)
-    ranks.stop()
-    if not ranks.finished():
-        raise interrupted
+    """Raise RunFailed for ranks that did not end well, `ends`, or that stand still."""
+    stalls = [] if ends else watch.stalled()
+    if ends or stalls:
+        slot = Journal(run_dir / rundir.JOURNAL).state().slot
+        if stalls:
+            raise report_stall(run_dir, slot, ranks, stalls)
+        raise ranks.failure(run_dir, ends, slot)

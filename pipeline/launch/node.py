@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.chain.plan import Plan
 from pipeline.distributed.launch import LaunchInfo
@@ -18,14 +18,11 @@ from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.agent import Agent, run_name
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Server
+from pipeline.launch.job import Job, is_done, opened
 from pipeline.launch.local import restarted
 from pipeline.launch.messages import MOST_TEXT, Over
-from pipeline.launch.recorded import is_done, opened
 from pipeline.launch.wire import token
 from pipeline.view.screen import Screen
-
-if TYPE_CHECKING:
-    from pipeline.launch.job import Job
 
 LINGER_SECONDS = 10.0
 """Seconds that node 0 waits until the nodes that are there know how the run has ended."""
@@ -45,10 +42,7 @@ def start_node(job: Job, found: NodePlacement) -> None:
         except Interrupted as interrupted:
             raise RunStopped(f"stopped by {interrupted}") from None
         return
-    plan = job.planned(given)
-    folder = job.folder(plan)
-    with rundir.locked(folder):
-        plan = job.prepared(plan, folder)
+    with job.claimed(given) as (plan, folder):
         launch = plan.recipe.launch
         coordinator = Coordinator(
             fewest=min(found.min_nodes, launch.fewest_nodes or found.min_nodes),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +15,9 @@ from pipeline.distributed.launchers import placement, require_task
 from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlacement, combined
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
 from pipeline.errors import CommandStopped, JournalDamaged, RunStopped
-from pipeline.execution import failures, rundir
+from pipeline.execution import failures
 from pipeline.execution.run_spec import RunSpec
-from pipeline.launch.job import Job
-from pipeline.launch.recorded import did_nothing, is_done, opened, say_undone
+from pipeline.launch.job import Job, did_nothing, is_done, opened, say_undone
 from pipeline.utils.terminal import hide_environment
 
 if TYPE_CHECKING:
@@ -42,16 +39,16 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
     found = combined(options or NodeOptions(), placement(os.environ))
     if found is None:
         require_task(os.environ)
-    meet = _meet
+    name = ""
     if isinstance(found, RankPlacement):
         os.environ |= found.environment()
-        meet = functools.partial(_meet, found.job)
+        name = found.job
     if worker_rank() > 0:
         # it learns from rank 0 where the run is, and need not see the recipe
         from pipeline.distributed.process_group import receive
 
         default_signals()
-        store = meet()
+        store = _meet(name)
         text = receive(store, SPEC_KEY)
         store.add(f"{SPEC_KEY}/received", 1)
         if text:
@@ -61,7 +58,7 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
     try:
         with stoppable(force_after=3.0 if is_worker() else None):
             if is_worker():
-                _run_as_rank0(job, meet)
+                _run_as_rank0(job, name)
             elif isinstance(found, NodePlacement) and found.max_nodes > 1:
                 from pipeline.launch.node import start_node
 
@@ -76,10 +73,7 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
 
 
 def _start_here(job: Job, procs: int | None) -> None:
-    plan = job.planned(LaunchInfo(per_node=procs))
-    folder = job.folder(plan)
-    with rundir.locked(folder):
-        plan = job.prepared(plan, folder)
+    with job.claimed(LaunchInfo(per_node=procs)) as (plan, folder):
         if is_done(plan, folder):
             return
         from pipeline.launch.local import launch
@@ -93,13 +87,10 @@ def _start_here(job: Job, procs: int | None) -> None:
             launch(plan, RunSpec.of(plan, folder, job.accept), screen)
 
 
-def _run_as_rank0(job: Job, meet: Callable[[], Store]) -> None:
+def _run_as_rank0(job: Job, name: str) -> None:
     """Rank 0 under another launcher: it prepares the run, prints, and holds the lock."""
-    plan = job.planned(started())
-    folder = job.folder(plan)
-    with rundir.locked(folder):
-        plan = job.prepared(plan, folder)
-        store = meet()
+    with job.claimed(started()) as (plan, folder):
+        store = _meet(name)
         if is_done(plan, folder):
             _publish(store, "")
             return
@@ -109,7 +100,8 @@ def _run_as_rank0(job: Job, meet: Callable[[], Store]) -> None:
             _run_as_rank(spec, store)
 
 
-def _meet(job: str = "") -> Store:
+def _meet(job: str) -> Store:
+    """Meet the ranks of this job of a scheduler."""
     from pipeline.distributed.process_group import environment_store
     from pipeline.utils.processes import die_with
 
@@ -121,8 +113,7 @@ def _meet(job: str = "") -> Store:
 
 
 def _publish(store: Store, spec: str) -> None:
-    """Give the spec to all ranks; return when they have it, as the store may end with this
-    process."""
+    """Give all ranks the spec; return when they have it, as the store ends with this process."""
     store.set(SPEC_KEY, spec)
     others = int(os.environ["WORLD_SIZE"]) - 1
     while store.add(f"{SPEC_KEY}/received", 0) < others:
@@ -130,8 +121,7 @@ def _publish(store: Store, spec: str) -> None:
 
 
 def _run_as_rank(spec: RunSpec, store: Store) -> None:
-    """Run as a rank. The rank that failed first reports the failure; the others leave with exit
-    code 1."""
+    """Run as a rank. The one that failed first reports that; the others leave with exit code 1."""
     from pipeline.execution.worker import run_rank
 
     folder = Path(spec.run_dir)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.utils.lazy import lazily
+from pipeline.utils.packages import lazily
 
 if TYPE_CHECKING:  # isort: off
     from pipeline.planning.advise import AdviceRequest as AdviceRequest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.utils.lazy import lazily
+from pipeline.utils.packages import lazily
 
 if TYPE_CHECKING:
     from pipeline.track.contract import Outcome as Outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.utils.lazy import lazily as lazily
+from pipeline.utils.packages import lazily as lazily
 
 if TYPE_CHECKING:
     from pipeline.utils.activities import BYTES as BYTES
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
     from pipeline.utils.foreign import open_regular as open_regular
     from pipeline.utils.foreign import parse_json as parse_json
     from pipeline.utils.foreign import read_whole as read_whole
+    from pipeline.utils.foreign import require_code_trust as require_code_trust
     from pipeline.utils.foreign import require_regular as require_regular
+    from pipeline.utils.foreign import require_trust as require_trust
     from pipeline.utils.hub import COMMIT as COMMIT
     from pipeline.utils.hub import HubName as HubName
     from pipeline.utils.hub import commit_of as commit_of
     from pipeline.utils.hub import pins_asked as pins_asked
     from pipeline.utils.jsonl import append_line as append_line
     from pipeline.utils.jsonl import read_lines as read_lines
-    from pipeline.utils.lazy import lazily as lazily
+    from pipeline.utils.packages import lazily as lazily
     from pipeline.utils.packages import optional as optional
     from pipeline.utils.packages import unheard as unheard
     from pipeline.utils.processes import die_with as die_with
@@ -53,7 +55,5 @@ if TYPE_CHECKING:
     from pipeline.utils.text import near_path as near_path
     from pipeline.utils.text import plural as plural
     from pipeline.utils.text import shown_path as shown_path
-    from pipeline.utils.trust import require_code_trust as require_code_trust
-    from pipeline.utils.trust import require_trust as require_trust
 else:
     __getattr__, __dir__ = lazily(__name__, __file__)

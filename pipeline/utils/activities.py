@@ -42,7 +42,7 @@ class Activity:
     @property
     def amount(self) -> str:
         """Return what is done, with its unit: `5,000 rows`, `1.5 GB`."""
-        return _amount(self.done, self.unit)
+        return self._in_unit(self.done)
 
     @property
     def seconds(self) -> float:
@@ -51,19 +51,21 @@ class Activity:
 
     def describe(self) -> str:
         """Return `tokenising train.jsonl: 5,000 of 20,000 rows (25 %)`, `proving (0:20)`."""
-        done = self.amount
         if self.total is None:
-            rate = _amount(self.done / self.seconds, self.unit)
             if not self.unit:
                 return f"{self.name} ({duration(self.seconds)})"
-            return f"{self.name}: {done}, {rate} a second"
+            rate = self._in_unit(self.done / self.seconds)
+            return f"{self.name}: {self.amount}, {rate} a second"
         share = 100 * self.done / self.total if self.total else 100.0
-        return f"{self.name}: {done} of {_amount(self.total, self.unit)} ({share:.0f} %)"
+        return f"{self.name}: {self.amount} of {self._in_unit(self.total)} ({share:.0f} %)"
 
     def summary(self) -> str:
         """Return `1.5 GB in 2.0 s (0.8 GB/s)` of bytes that were moved."""
         rate = human(self.done / self.seconds)
         return f"{human(self.done)} in {self.seconds:.1f} s ({rate}/s)"
+
+    def _in_unit(self, value: float) -> str:
+        return human(value) if self.unit == BYTES else counted(value, self.unit)
 
 
 class Place(Protocol):
@@ -76,25 +78,14 @@ class Place(Protocol):
         """Take an activity away that has ended, well or not."""
 
 
-class Nowhere:
-    """A place that shows nothing."""
-
-    def changed(self, activity: Activity) -> None:
-        pass
-
-    def ended(self, activity: Activity) -> None:
-        pass
-
-
 _lock = threading.Lock()
-_place: Place = Nowhere()
+_place: Place | None = None
 _under_way: list[Activity] = []
 
 
 @contextlib.contextmanager
 def in_thread(work: Callable[[threading.Event], None], name: str) -> Iterator[None]:
-    """Run `work` in a daemon thread during the body, at whose end its event is set and the thread
-    is waited for."""
+    """Run `work` in a daemon thread during the body; its event says that the body is over."""
     over = threading.Event()
     thread = threading.Thread(target=work, args=(over,), name=name, daemon=True)
     thread.start()
@@ -108,33 +99,29 @@ def in_thread(work: Callable[[threading.Event], None], name: str) -> Iterator[No
 @contextlib.contextmanager
 def show_in(place: Place) -> Iterator[None]:
     """Show this process's activities in a place while the body runs."""
-    before = _exchange(place)
-    try:
-        with in_thread(_look_until, "pipe-activities"):
-            yield
-    finally:
-        _exchange(before)
-
-
-def _exchange(place: Place) -> Place:
-    """Show activities in another place; returns the one before."""
     global _place
+
+    def keep_looking(over: threading.Event) -> None:
+        with contextlib.suppress(OSError):  # nobody reads any more
+            while not over.wait(LOOK_SECONDS):
+                look()
+
     with _lock:
         before, _place = _place, place
-    return before
-
-
-def _look_until(over: threading.Event) -> None:
-    with contextlib.suppress(OSError):  # nobody reads any more
-        while not over.wait(LOOK_SECONDS):
-            look()
+    try:
+        with in_thread(keep_looking, "pipe-activities"):
+            yield
+    finally:
+        with _lock:
+            _place = before
 
 
 def look() -> None:
     """Show how far everything is that is under way."""
     with _lock:
         for one in [*_under_way]:
-            _place.changed(one)
+            if _place is not None:
+                _place.changed(one)
 
 
 @contextlib.contextmanager
@@ -144,13 +131,11 @@ def activity(name: str, total: float | None = None, unit: str = "") -> Iterator[
     try:
         _under_way.append(started)
         with contextlib.suppress(OSError), _lock:
-            _place.changed(started)
+            if _place is not None:
+                _place.changed(started)
         yield started
     finally:
         _under_way.remove(started)  # first, as a signal may come while the lock is awaited
         with contextlib.suppress(OSError), _lock:
-            _place.ended(started)
-
-
-def _amount(value: float, unit: str) -> str:
-    return human(value) if unit == BYTES else counted(value, unit)
+            if _place is not None:
+                _place.ended(started)

@@ -34,8 +34,7 @@ def open_address(address: str, **options: Any) -> tuple[Any, str]:
 
 
 def address_problems(key: str, text: str | None) -> Iterator[Problem]:
-    """The mistake of an address under `key`, without opening it; none for a path. Imports no
-    store's library."""
+    """The mistake of an address under `key`, without opening it; none for a path."""
     protocol, mark, rest = (text or "").partition("://")
     if not mark:
         protocol, mark, rest = (text or "").partition(":/")

@@ -17,7 +17,6 @@ WRITE = 1 << 17
 """Bytes of one call. ext4 and XFS take memory for a call in as large a piece as it has (large
 folios); a virtual machine may have given pieces of 2 MiB back to its host, and having them again
 takes ten times as long as writing does."""
-
 PAGE = 4096
 """Bytes of a page: disks take whole ones past the system's cache, from whole ones of memory."""
 
@@ -29,12 +28,6 @@ def cache_folder() -> Path:
     """Folder of what can be made again, in the user's (XDG base directory specification)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "pipetrain"
-
-
-def open_to_group(folder: Path) -> bool:
-    """Whether a folder's group may read what is in it, and is inherited by new files."""
-    mode = folder.stat().st_mode
-    return bool(mode & stat.S_ISGID and mode & stat.S_IRGRP)
 
 
 def opened(path: str | Path, mode: str, *, permissions: int = 0o600) -> IO[Any]:
@@ -62,9 +55,19 @@ def opened(path: str | Path, mode: str, *, permissions: int = 0o600) -> IO[Any]:
 
 def let_group_read(descriptor: int, folder: Path) -> None:
     """Open a new file to the group that its folder is open to, whatever the umask says."""
-    if open_to_group(folder):
+    _let_group(descriptor, folder, GROUP_FILE)
+
+
+def let_group_enter(folder: Path) -> None:
+    """Open a folder to the group that the one above is open to, whatever the umask says."""
+    _let_group(folder, folder.parent, GROUP_FOLDER)
+
+
+def _let_group(place: Path | int, folder: Path, mode: int) -> None:
+    open_to_group = stat.S_ISGID | stat.S_IRGRP  # which new files inherit, and may read
+    if folder.stat().st_mode & open_to_group == open_to_group:
         with contextlib.suppress(PermissionError):  # another owner's, who has decided
-            os.fchmod(descriptor, GROUP_FILE)
+            os.chmod(place, mode)  # noqa: PTH101
 
 
 def private_folder(path: Path) -> Path:
@@ -75,13 +78,6 @@ def private_folder(path: Path) -> Path:
     path.mkdir(exist_ok=True, mode=0o700)
     let_group_enter(path)
     return path
-
-
-def let_group_enter(folder: Path) -> None:
-    """Open a folder to the group that the one above is open to, whatever the umask says."""
-    if open_to_group(folder.parent):
-        with contextlib.suppress(PermissionError):  # another owner's, who has decided
-            folder.chmod(GROUP_FOLDER)
 
 
 @contextlib.contextmanager
@@ -102,14 +98,22 @@ def replace_text(path: Path, text: str) -> None:
     replace_bytes(path, text.encode())
 
 
-def replace_bytes(path: Path, content: bytes) -> None:
+def replace_bytes(path: Path, content: bytes, *, mode: int | None = None) -> None:
     """Replace the content of a file: a reader sees all of the old or all of the new one. Only its
-    owner can read it."""
+    owner can read it, unless `mode` has other permissions."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     with naming(temporary), opened(temporary, "xb") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
         file.write(content)
     temporary.replace(path)
+
+
+def overwrite(path: Path, text: str) -> None:
+    """Replace the text of a file that is there, in one step; permissions and links to it stay."""
+    real = path.resolve(strict=True)
+    replace_bytes(real, text.encode(), mode=real.stat().st_mode)
 
 
 def remove_folder(path: Path) -> None:
@@ -118,18 +122,6 @@ def remove_folder(path: Path) -> None:
     with contextlib.suppress(OSError):  # rmtree ignores some of them only
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def overwrite(path: Path, text: str) -> None:
-    """Replace the text of a file that is there, in one step; its permissions stay, and so does a
-    link to it."""
-    real = path.resolve(strict=True)
-    temporary = real.with_name(f"{real.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    with naming(temporary), opened(temporary, "xb") as file:
-        os.fchmod(file.fileno(), real.stat().st_mode)
-        file.write(text.encode())
-    temporary.replace(real)
 
 
 def wait_for_lock(file: IO[Any]) -> None:
@@ -142,9 +134,11 @@ def wait_for_lock(file: IO[Any]) -> None:
             raise
 
 
-def memory_file(purpose: str) -> int:
+def memory_file(purpose: str, size: int = 0) -> int:
     """A descriptor of a file in memory, which is gone with the last process that has it open."""
-    return os.memfd_create(f"pipe-{purpose}")
+    descriptor = os.memfd_create(f"pipe-{purpose}")
+    os.truncate(descriptor, size)
+    return descriptor
 
 
 def read_all(descriptor: int) -> bytes:
@@ -174,10 +168,7 @@ def page_aligned(size: int) -> memoryview:
 def read_at(descriptor: int, offset: int, into: memoryview) -> int:
     """Fill `into` from byte `offset` of an open file on; its bytes, fewer where the file ends."""
     done = 0
-    while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], offset + done)
-        if count == 0:
-            break
+    while done < len(into) and (count := os.preadv(descriptor, [into[done:]], offset + done)):
         done += count
     return done
 
@@ -196,8 +187,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Force a file's content, or a folder's entries, to disk; a rename in a synced folder survives
-    a power loss."""
+    """Force a file's content, or a folder's entries, also after a rename, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

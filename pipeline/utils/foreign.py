@@ -1,4 +1,5 @@
-"""Files that others may have made: only regular ones, and no more bytes than there should be.
+"""Files that others may have made: only regular ones, no more bytes than there should be, and no
+code, unless the command line has granted that, which a recipe cannot.
 
 A folder that somebody has sent can hold a FIFO or a device instead of a file, which would be read
 for ever, a link to any file of ours, and files of any size that take no room on the disk."""
@@ -14,12 +15,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pipeline.errors import UsageError
+
 WHOLE = 16 << 20
 """Most bytes of a file that is read as a whole, unless its reader says otherwise. JSON takes up to
 thirty times as much as objects."""
 BLOCK = 1 << 20
 LINE = 16 << 20
 """Most bytes of a line."""
+TRUST_PICKLE = "PIPE_TRUST_PICKLE"
+"""Environment variable that `--trust-pickle` sets, for the processes of the run too."""
+TRUST_CODE = "PIPE_TRUST_REMOTE_CODE"
+"""The same for `--trust-remote-code`."""
 
 
 def open_regular(path: str | Path, *, within: Path | None = None) -> BinaryIO:
@@ -39,8 +46,7 @@ def open_regular(path: str | Path, *, within: Path | None = None) -> BinaryIO:
 
 
 def read_whole(path: str | Path, *, most: int = WHOLE, within: Path | None = None) -> bytes:
-    """The content of a file. Raises OSError as `open_regular` does, and for more than `most`
-    bytes."""
+    """The content of a file. Raises OSError as `open_regular`, and for more than `most` bytes."""
     with open_regular(path, within=within) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= most:
@@ -49,8 +55,7 @@ def read_whole(path: str | Path, *, most: int = WHOLE, within: Path | None = Non
 
 
 def read_json(path: str | Path, *, most: int = WHOLE, within: Path | None = None) -> Any:
-    """The value in a JSON file. Raises OSError as `read_whole` does, and ValueError for what is not
-    JSON."""
+    """The value in a JSON file. Raises OSError as `read_whole` does, and ValueError."""
     return parse_json(read_whole(path, most=most, within=within))
 
 
@@ -115,3 +120,25 @@ def _require_regular(path: str | Path, mode: int) -> None:
         raise IsADirectoryError(errno.EISDIR, "is a folder, not a file", str(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.ENXIO, "is a pipe or a device, not a file", str(path))
+
+
+def trusted(variable: str) -> bool:
+    """Whether the option that sets this environment variable was given."""
+    return os.environ.get(variable) == "1"
+
+
+def require_trust(file: Path | str) -> None:
+    """Raise UsageError unless pickles may be read."""
+    if not trusted(TRUST_PICKLE):
+        raise UsageError(
+            f"{file} is a pickle, a format that can run code when it is read",
+            hint="--trust-pickle reads it with a restricted reader, which admits only tensors and "
+            "plain values; use it for files whose origin you know",
+        )
+
+
+def require_code_trust(origin: str) -> None:
+    """Raise UsageError unless code from `origin`, such as a model, may be run."""
+    if not trusted(TRUST_CODE):
+        hint = "--trust-remote-code allows it; read the code first"
+        raise UsageError(f"code of {origin} would run", hint=hint)

@@ -99,21 +99,17 @@ def _asked(name: HubName) -> str:
     )
 
     kind, repo, branch = name.asked
-    if constants.HF_HUB_OFFLINE:
-        return _cached(name, "HF_HUB_OFFLINE is set")
     until, why = _silent.get(constants.ENDPOINT, (0.0, ""))
-    if time.monotonic() < until:
-        return _cached(name, why)
+    if constants.HF_HUB_OFFLINE or time.monotonic() < until:
+        return _cached(name, "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else why)
     try:
         found = HfApi().repo_info(repo, repo_type=kind, revision=branch, timeout=SECONDS).sha
     except RevisionNotFoundError as error:
         hint = "set `revision` to one that its page lists, or leave it out for main"
-        raise StageError(
-            f"{name.repo} has no branch, tag or commit `{branch}`", hint=hint
-        ) from error
+        raise StageError(f"{repo} has no branch, tag or commit `{branch}`", hint=hint) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         hint = "mind its spelling; for a private one log in (`hf auth login`) or set HF_TOKEN"
-        raise StageError(f"{name.repo}: the hub shows no such {kind}", hint=hint) from error
+        raise StageError(f"{repo}: the hub shows no such {kind}", hint=hint) from error
     except Exception as error:  # of the network, whose library changes with the hub's client
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         how = f"answers {status}" if status else f"cannot be reached, {type(error).__name__}"
@@ -122,16 +118,16 @@ def _asked(name: HubName) -> str:
             _silent[constants.ENDPOINT] = time.monotonic() + AGAIN, why
         return _cached(name, why)
     if not found:
-        raise StageError(f"{name.repo}: the hub does not say the commit of {branch}")
+        raise StageError(f"{repo}: the hub does not say the commit of {branch}")
     _say(name, found)
     return found
 
 
 def _cached(name: HubName, why: str) -> str:
     """The commit of the hub's cache: of the branch as it was downloaded, or the only one."""
-    kind, repo, branch = name.asked
     from huggingface_hub import constants
 
+    kind, repo, branch = name.asked
     folder = Path(constants.HF_HUB_CACHE) / f"{kind}s--{repo.replace('/', '--')}"
     ref = folder / "refs" / branch
     commit = ref.read_text("utf-8").strip() if ref.is_file() else ""
@@ -142,24 +138,18 @@ def _cached(name: HubName, why: str) -> str:
     if len(there) == 1 and name.revision is None:
         _say(name, there[0], f", the only commit in this machine's cache ({why})")
         return there[0]
-    if there:
-        hint = f"set `revision` to one of these: {', '.join(sorted(there))}"
-    else:
-        hint = _by_hand(kind, repo)
-    missing = f"{name.repo}: this machine's cache {folder} has no commit of {branch}, and {why}"
+    hint = f"set `revision` to one of these: {', '.join(sorted(there))}"
+    if not there:
+        own = repo.rpartition("/")[2]
+        option, extra, then = "", " (for a plan config.json is enough)", f"set model.path=./{own}"
+        if kind == "dataset":
+            option, extra, then = " --repo-type dataset", "", "name its files by their path"
+        hint = (
+            f"`hf download {repo}{option} --local-dir {own}` where there is a network{extra}, copy "
+            f"the folder here, and {then}"
+        )
+    missing = f"{repo}: this machine's cache {folder} has no commit of {branch}, and {why}"
     raise StageError(missing, hint=hint)
-
-
-def _by_hand(kind: str, repo: str) -> str:
-    """Say how to get a model or data set without a network here."""
-    own = repo.rpartition("/")[2]
-    option, extra, field = "", " (for a plan config.json is enough)", f"set model.path=./{own}"
-    if kind == "dataset":
-        option, extra, field = " --repo-type dataset", "", "name its files by their path"
-    return (
-        f"`hf download {repo}{option} --local-dir {own}` where there is a network{extra}, copy the "
-        f"folder here, and {field}"
-    )
 
 
 def _say(name: HubName, commit: str, how: str = "") -> None:

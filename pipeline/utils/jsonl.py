@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pipeline.utils.files import naming, opened
 from pipeline.utils.foreign import lines_of, open_regular, parse_json
@@ -88,24 +88,21 @@ class Tail:
         OSError."""
         self.replaced = False
         try:
-            with open_regular(self.path, within=self.path.parent) as file:
-                self._follow(os.fstat(file.fileno()))
-                file.seek(self._offset)
-                return list(_parsed(self._whole_lines(file)))
+            file = open_regular(self.path, within=self.path.parent)
         except FileNotFoundError:
             return []
-
-    def _whole_lines(self, file: BinaryIO) -> Iterator[bytes]:
-        for line in lines_of(file):
-            if line.endswith(b"\n"):
-                self._offset = file.tell()
-                yield line
-
-    def _follow(self, facts: os.stat_result) -> None:
-        """Begin again where another file, or a shorter one, has taken the path."""
-        if self._file is not None and (facts.st_ino != self._file or facts.st_size < self._offset):
-            self.replaced, self.whole, self._offset = True, True, 0
-        elif self._file is None and self.newest_bytes is not None:
-            self._offset = max(0, facts.st_size - self.newest_bytes)
-            self.whole = self._offset == 0
-        self._file = facts.st_ino
+        with file:
+            facts = os.fstat(file.fileno())
+            if self._file is None:
+                self._offset = max(0, facts.st_size - (self.newest_bytes or facts.st_size))
+                self.whole = self._offset == 0
+            elif facts.st_ino != self._file or facts.st_size < self._offset:
+                self.replaced, self.whole, self._offset = True, True, 0
+            self._file = facts.st_ino
+            file.seek(self._offset)
+            found: list[dict[str, Any]] = []
+            for line in lines_of(file):
+                if line.endswith(b"\n"):
+                    self._offset = file.tell()
+                    found += _parsed([line])
+            return found

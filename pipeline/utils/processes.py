@@ -1,4 +1,9 @@
-"""Child processes: started with a message, and ended with their parent and their own children."""
+"""Child processes: started with a message, and ended with their parent and their own children.
+
+`python -m pipeline.utils.processes PARENT COMMAND...` runs a command that ends with the process
+PARENT, and with it everything that it has started: ninja puts compilers in separate process groups,
+so whoever kills a rank or its launcher does not reach them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from pipeline.utils.files import memory_file, read_all
@@ -30,26 +36,62 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "pipetrain", "-m", module, *arguments]
 
 
-def ended_with_this(command: Sequence[str]) -> list[str]:
-    """The command so that it ends with this process, however that ends, and with it everything that
-    it has started. It should lead a session, and be asked to end by SIGTERM."""
-    return module_command("pipeline.utils.ended_with", str(os.getpid()), *command)
+def start_child(
+    module: str, message: Any, *shown: str, pass_fds: Sequence[int] = (), **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a module of the project, which finds `message`, a JSON value, by `received`. `ps` shows
+    the arguments `shown`, such as the run's folder. `options` are Popen's. Raises OSError."""
+    with os.fdopen(memory_file("message"), "wb") as file:
+        file.write(json.dumps({"parent": os.getpid(), "message": message}).encode())
+        file.flush()
+        command = module_command(module, str(file.fileno()), *shown)
+        return subprocess.Popen(command, pass_fds=[*pass_fds, file.fileno()], **options)
+
+
+def received(argument: str, *, ends_with_parent: bool = False) -> Any:
+    """The message to this process, whose first argument is `argument`. It `ends_with_parent`, the
+    process that has sent it, if so asked."""
+    with os.fdopen(int(argument), "rb") as file:
+        sent = json.loads(read_all(file.fileno()))
+    if ends_with_parent:
+        die_with(sent["parent"])
+    return sent["message"]
 
 
 def die_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent, process `parent`, dies; exit if it has.
-
-    The parent may have died before the request, so it is looked for afterwards.
-    """
-    signal_with(parent, signal.SIGKILL)
+    """Ask Linux to kill this process when its parent, process `parent`, dies; exit if it has."""
+    _signal_with(parent, signal.SIGKILL)
 
 
-def signal_with(parent: int, number: int) -> None:
-    """As `die_with`, by another signal, which this process handles."""
+def _signal_with(parent: int, number: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-        if os.getppid() != parent:
+        if os.getppid() != parent:  # it may have died before the request
             os._exit(1)
+
+
+def ended_with_this(command: Sequence[str]) -> list[str]:
+    """The command so that it ends with this process, however that ends, and with it everything that
+    it has started. It should lead a session, and be asked to end by SIGTERM."""
+    return module_command("pipeline.utils.processes", str(os.getpid()), *command)
+
+
+def _run_until_end_of(parent: int, command: Sequence[str]) -> int:
+    """Run the command until it or process `parent` ends. Returns the exit code."""
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for other in ending:
+            signal.signal(other, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in ending:
+        signal.signal(number, leave)
+    _signal_with(parent, signal.SIGTERM)
+    with kill_descendants():
+        # `kill_descendants` finds what is in another session
+        code = subprocess.Popen(command, start_new_session=True).wait()
+    return code if code >= 0 else 128 - code
 
 
 @contextlib.contextmanager
@@ -73,7 +115,14 @@ def kill_descendants(waiting: Callable[[], object] = lambda: None) -> Iterator[N
                 waiting()
                 time.sleep(0.05)
         finally:
-            _kill_children()
+            # A child's own children become ours when it dies, so this repeats until there are none.
+            deadline = time.monotonic() + REAP_SECONDS
+            while (children := _children_elsewhere()) and time.monotonic() < deadline:
+                for child in children:
+                    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                        os.kill(child, signal.SIGKILL)
+                        os.waitpid(child, os.WNOHANG)
+                time.sleep(0.02)
             prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
@@ -94,18 +143,6 @@ def _grace(process: int) -> float:
     return 0.0
 
 
-def _kill_children() -> None:
-    # A child's own children become ours when it dies, so this repeats until there are none.
-    deadline = time.monotonic() + REAP_SECONDS
-    while (children := _children_elsewhere()) and time.monotonic() < deadline:
-        for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(child, os.WNOHANG)
-        time.sleep(0.02)
-
-
 def _children_elsewhere() -> list[int]:
     """Children of this process that are not in its session."""
     me, session = os.getpid(), os.getsid(0)
@@ -119,31 +156,5 @@ def _children_elsewhere() -> list[int]:
     return found
 
 
-def start_child(
-    module: str,
-    message: Any,
-    *shown: str,
-    pass_fds: Sequence[int] = (),
-    **options: Any,
-) -> subprocess.Popen[bytes]:
-    """Start a module of the project, which finds `message` by `received`. `ps` shows the arguments
-    `shown`, such as the run's folder. `options` are Popen's. Raises OSError."""
-    descriptor = memory_file("message")
-    try:
-        os.write(descriptor, json.dumps(message).encode())
-        return subprocess.Popen(
-            module_command(module, str(descriptor), *shown),
-            pass_fds=[*pass_fds, descriptor],
-            **options,
-        )
-    finally:
-        os.close(descriptor)
-
-
-def received(argument: str) -> Any:
-    """The message to this process, whose first argument is `argument`."""
-    descriptor = int(argument)
-    try:
-        return json.loads(read_all(descriptor))
-    finally:
-        os.close(descriptor)
+if __name__ == "__main__":
+    sys.exit(_run_until_end_of(int(sys.argv[1]), sys.argv[2:]))

@@ -18,8 +18,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def own_chunk(total: int, mesh: DeviceMesh) -> range:
-    """Rows of `total` that this process has on a mesh of one axis, by the rule of torch.chunk,
-    which DTensor follows."""
+    """Rows of `total` that this process has on a mesh of one axis, by torch.chunk's rule."""
     size = -(-total // mesh.size())
     first = min(size * mesh.get_local_rank(), total)
     return range(first, min(first + size, total))

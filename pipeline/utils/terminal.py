@@ -38,7 +38,6 @@ buckets and servers, shown without user and password. A path on a web server may
 a webhook."""
 LINE_OF_SECRET = 16
 """Characters of a line of a secret of several (a private key) that is hidden by itself."""
-
 _USERINFO = re.compile(r"(?<=://)[^/@\s\"']+@")
 """User name and password in an address."""
 _SIGNED = re.compile(
@@ -47,22 +46,16 @@ _SIGNED = re.compile(
     re.IGNORECASE,
 )
 """Signatures and keys among an address's parameters."""
-
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
 """A string or another value without parts in JSON."""
-
-
 _SECRET = re.compile(
     "TOKEN|SECRET|(?<!BY)(?<!COM)PASS|CREDENTIAL|AUTH(?!OR(?!I))|COOKIE|WEBHOOK|CONNECTION_?STRING|JWT|BEARER|"
     "PRIVATE|SIGNATURE|(?:API|ACCESS|ACCOUNT)_?KEY|_KEY$|KEY_ID$|"
     "(?:^|_)(?:PAT|PW|PIN|DSN|SAS)(?:_|$)|.PWD$",
     re.IGNORECASE,
 )
-_NO_SECRET_ALL_THE_SAME = frozenset(
-    {"OLDPWD", "SSH_AUTH_SOCK", "XAUTHORITY", "TOKENIZERS_PARALLELISM"}
-)
+_NO_SECRET_ALL_THE_SAME = {"OLDPWD", "SSH_AUTH_SOCK", "XAUTHORITY", "TOKENIZERS_PARALLELISM"}
 """Names that only look like it."""
-
 _HARMLESS = (
     # the shell, the terminal, the user
     "_ HOME PWD OLDPWD USER LOGNAME USERNAME HOSTNAME HOST SHELL SHLVL TERM TERM_* COLORTERM "
@@ -109,6 +102,12 @@ def is_harmless(name: str) -> bool:
 
 
 _display = ""
+_hidden: dict[str, str] = {}
+"""Texts that are not shown, and what is shown instead."""
+_guessed: dict[str, str] = {}
+"""More of them, which nothing but a variable's being unknown speaks for."""
+_typed: set[str] = set()
+"""What people have written themselves."""
 
 
 def set_display(words: str) -> None:
@@ -128,19 +127,17 @@ def quiet() -> bool:
     return "quiet" in _display
 
 
-_hidden: dict[str, str] = {}
-"""Texts that are not shown, and what is shown instead."""
-_guessed: dict[str, str] = {}
-"""More of them, which nothing but a variable's being unknown speaks for."""
-_typed: set[str] = set()
-"""What people have written themselves."""
-
-
 def hide(value: str, name: str) -> None:
-    """Show `name`, a variable's after `$`, instead of `value`, as it is, in JSON and in an address,
-    from now on in this process."""
+    """Show `name`, such as `$HF_TOKEN`, instead of `value`, in JSON and addresses too."""
     if says_secret(name.removeprefix("$")) or not _NUMBERS.fullmatch(value):
         _hidden.update(dict.fromkeys(_forms(value), name))
+
+
+def _forms(value: str) -> Iterator[str]:
+    lines = [line for line in value.splitlines()[:-1] if len(line) >= LINE_OF_SECRET]
+    for part in (value, *lines, value.rpartition("\n")[2]):
+        if not _NO_SECRET.fullmatch(part):
+            yield from (part, json.dumps(part)[1:-1], quote(part, safe="", errors="replace"))
 
 
 def typed(*texts: str) -> None:
@@ -149,13 +146,6 @@ def typed(*texts: str) -> None:
     _typed.update(texts)
     for form in [form for form in _guessed if any(form in text for text in texts)]:
         del _guessed[form]
-
-
-def _forms(value: str) -> Iterator[str]:
-    lines = [line for line in value.splitlines()[:-1] if len(line) >= LINE_OF_SECRET]
-    for part in (value, *lines, value.rpartition("\n")[2]):
-        if not _NO_SECRET.fullmatch(part):
-            yield from (part, json.dumps(part)[1:-1], quote(part, safe="", errors="replace"))
 
 
 def hide_secrets() -> None:
@@ -204,6 +194,12 @@ def shown(text: str) -> str:
     return UNSAFE.sub(_spelled, text) if unsafe else text
 
 
+def _spelled(match: re.Match[str]) -> str:
+    """The letter as JSON and YAML write it, so that JSON stays JSON."""
+    code = ord(match[0])
+    return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
+
+
 def _without(names: Mapping[str, str], text: str) -> str:
     for value in sorted(names, key=len, reverse=True):
         text = text.replace(value, names[value])
@@ -237,12 +233,6 @@ def hidden_in(text: str) -> list[str]:
     return sorted({name for value, name in (_guessed | _hidden).items() if value in text})
 
 
-def _spelled(match: re.Match[str]) -> str:
-    """The value as JSON and YAML write it, so that JSON stays JSON."""
-    code = ord(match[0])
-    return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
-
-
 class RedactingStream:
     """A text stream that writes what may be shown. The carriage return that a progress bar begins
     with is let through."""
@@ -251,13 +241,11 @@ class RedactingStream:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """All of it."""
         bare = text.removeprefix("\r")
         self.stream.write(text[: len(text) - len(bare)] + shown(bare))
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
-        """Line by line."""
         for line in lines:
             self.write(line)
 

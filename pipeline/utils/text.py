@@ -49,8 +49,7 @@ def near_path(path: str | Path, suffixes: Sequence[str] = ()) -> str:
 
 
 def shown_path(path: str | Path) -> str:
-    """A path as people write it: relative to the current folder if it lies below it. An address is
-    returned as it is."""
+    """A path as people write it: relative to the current folder if it lies below it."""
     here = Path.cwd()
     return str(Path(path).relative_to(here) if Path(path).is_relative_to(here) else path)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.launch.recorded import SETTINGS, UNDONE
+from pipeline.launch.job import SETTINGS, UNDONE
 from pipeline.view.run import History, Run
 from tests.support.pipe import Pipe
 from tests.support.tiny_recipe import training, write

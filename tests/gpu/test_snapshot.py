@@ -10,12 +10,11 @@ from torch import Tensor
 
 from pipeline.checkpoint.location import locate
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.snapshot import SnapshotBuffer
+from pipeline.checkpoint.snapshot import PageLock, SnapshotBuffer
 from pipeline.checkpoint.write_plan import DTYPES
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
-from pipeline.utils.page_lock import PageLock
 from stages.checkpoint.sharded import ShardedCheckpoint
 from tests.gpu.training import LLAMA, Case, engine_of, made_steps, started, train
 

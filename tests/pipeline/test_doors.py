@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.utils.lazy import names_of
+from pipeline.utils.packages import names_of
 
 ROOT = Path(__file__).parents[2]
 SURFACE = Path(__file__).with_name("surface.txt")
@@ -123,7 +123,7 @@ def test_importing_a_door_imports_nothing_else() -> None:
         "print(*sorted(name for name in sys.modules if name.startswith(('pipeline', 'stages'))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == sorted([*DOORS, "pipeline.utils.lazy", "stages"])
+    assert done.stdout.split() == sorted([*DOORS, "pipeline.utils.packages", "stages"])
 
 
 def imports(file: Path) -> Iterator[tuple[str, str]]:

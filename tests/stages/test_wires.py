@@ -11,16 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import yaml
 
-from pipeline import (
-    Checkpoints,
-    Context,
-    Data,
-    Durable,
-    Engine,
-    ModelSource,
-    TrainedRun,
-    traits,
-)
+from pipeline import Checkpoints, Context, Data, Durable, Engine, ModelSource, TrainedRun, traits
 from pipeline.chain.entry_points import Entry
 from pipeline.chain.plan import Plan, make_plan
 from pipeline.chain.registry import Registry
@@ -242,9 +233,7 @@ def test_an_export_and_a_model_are_of_one_training(planned: Callable[..., Plan])
     ]
 
 
-def test_a_further_training_is_of_the_model_of_the_one_before(
-    planned: Callable[..., Plan],
-) -> None:
+def test_a_further_training_is_of_the_model_of_the_one_before(planned: Callable[..., Plan]) -> None:
     alone, lora = ("reference=null", "score=null"), {"use": "adapter.lora", "rank": 4}
     said = "gets the model of slot `after_train_model`, but its engine, slot `after_train_wrap`, "
     said += "was built from slot `model`"

@@ -1,14 +1,16 @@
-"""Schedulers and machines for which `pipe launch` writes a script, by name; `templates/` has a
-template of each."""
+"""Schedulers and machines for which `pipe launch` writes a script, by name, and what is here that a
+run needs elsewhere. `templates/` has a template of each target."""
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import shlex
+import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,17 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipeline.distributed.environment import TOKEN
-from pipeline.errors import UsageError
+from pipeline.errors import COMMAND_LINE, Location, UsageError
+from pipeline.recipe.dump import inline
+from pipeline.recipe.load import Recipe
+from pipeline.recipe.nodes import plain, texts_in
+from pipeline.recipe.parse import parse
 
+TEMPLATES = Path(__file__).parent / "templates"
+WIDTH = 100
+NEW_TOKEN = "$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
+"""A secret, for a POSIX shell."""
+MACHINE = ("/dev", "/proc", "/sys")
 Form = tuple[re.Pattern[str], str]
 """The look of an option's value, and that in words."""
 _PAIR = r".+:(?P<target>[/~][^:]*)"
@@ -97,15 +108,13 @@ class Job:
 class Target:
     """A scheduler, or a machine with Docker."""
 
-    write: Callable[[Job], str]
-    """Makes the text of the script or file."""
+    name: str
+    """Of its template."""
     submit: Sequence[str]
     """Command that takes the text on standard input, or in the file that stands for `{file}`;
     `{env}` stands for the variables that the nodes get from here, by name."""
     client: str
     """Program that must be installed for that."""
-    uses: frozenset[str]
-    """Fields of a job that it uses in addition to the fields that all use."""
     needs: frozenset[str] = frozenset()
     """Fields without which it makes no sense."""
     needs_with_gpus: frozenset[str] = frozenset()
@@ -118,40 +127,57 @@ class Target:
     """Whether its machines come without this program, so that an image or a command brings it."""
     takes_folder: bool = False
     """Whether the current folder goes to its machines, and is the current folder there."""
-    takes_recipe: bool = False
-    """Whether the recipe's own files go along with the script, whatever else does."""
-    brings: bool = False
-    """Whether its script brings what the recipe names on this machine."""
     forgets: bool = False
     """Whether what is not in a mounted folder is gone with the container."""
     env_option: str = ""
     """Option that `{env}` puts before each name."""
-    prepare: Callable[[Job], str] = lambda job: ""
-    """Shell command before that one; empty for none."""
+    secret: str = ""
+    """Template of a shell command that hands over the nodes' secret before that one."""
     carries_out: bool = False
     """Whether the client carries out the run itself, and ends with its exit code."""
 
+    @functools.cached_property
+    def uses(self) -> frozenset[str]:
+        """Fields of a job that it uses."""
+        text = (TEMPLATES / f"{self.name}.j2").read_text("utf-8")
+        return frozenset(re.findall(r"\bjob\.(\w+)", text))
 
-WIDTH = 100
-NEW_TOKEN = "$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
-"""A secret, for a POSIX shell."""
+    @property
+    def brings(self) -> bool:
+        """Whether its script brings what the recipe names on this machine."""
+        return "paths" in self.uses
+
+    @property
+    def takes_recipe(self) -> bool:
+        """Whether the recipe's own files go along with the script, whatever else does."""
+        return "files" in self.uses
+
+    def write(self, job: Job) -> str:
+        """The script or file. Raises UsageError where a job would be stopped at its start."""
+        if job.time_limit and _seconds(job.time_limit) <= job.grace:
+            raise UsageError(
+                f"a job with --time-limit {job.time_limit} would be stopped at its start, --grace "
+                f"{job.grace} seconds before its end",
+                hint="raise --time-limit, or lower --grace",
+            )
+        return _render(self.name, job)
+
+    def prepare(self, job: Job) -> str:
+        """Shell command before `submit`; empty for none."""
+        return _render(self.secret, job) if self.secret and job.needs_token else ""
 
 
-def render(target: str, job: Job, **more: str) -> str:
-    """Return the script of a target."""
+def _render(template: str, job: Job) -> str:
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
     environment.filters.update(
         comment=_comment, quote=shlex.quote, yaml=_value,
         in_place=lambda paths: [f"{path}:{path}" for path in paths],  # as mounts
     )  # fmt: skip
     environment.globals.update(label=label, entry=_entry, TOKEN=TOKEN, NEW_TOKEN=NEW_TOKEN)
-    return environment.get_template(f"{target}.j2").render(job=job, **more)
+    return environment.get_template(f"{template}.j2").render(job=job)
 
 
 def label(name: str, longest: int) -> str:
@@ -197,17 +223,6 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def _slurm(job: Job) -> str:
-    """The script for `sbatch`. Raises UsageError where a job would be stopped at its start."""
-    if job.time_limit and _seconds(job.time_limit) <= job.grace:
-        raise UsageError(
-            f"a job with --time-limit {job.time_limit} would be stopped at its start, --grace "
-            f"{job.grace} seconds before its end",
-            hint="raise --time-limit, or lower --grace",
-        )
-    return render("slurm", job)
-
-
 def _seconds(limit: str) -> int:
     """The seconds of a time limit: MINUTES[:SECONDS], HOURS:MINUTES:SECONDS or DAYS-HOURS[:...]."""
     days, dash, rest = limit.rpartition("-")
@@ -218,66 +233,98 @@ def _seconds(limit: str) -> int:
     return 60 * (60 * (24 * int(days or 0) + hours) + minutes) + seconds
 
 
-def _kubernetes_secret(job: Job) -> str:
-    """Make the secret of the nodes from the environment; one of an earlier start is as good."""
-    name = f"{label(job.name, 50)}-rendezvous"  # with room for what the names of pods add
-    return "" if not job.needs_token else (
-        f"kubectl get secret {name} >/dev/null 2>&1 || printenv {TOKEN} | "
-        f"kubectl create secret generic {name} --from-file={TOKEN}=/dev/stdin"
-    )  # fmt: skip
-
-
 TARGETS: Mapping[str, Target] = {
-    "slurm": Target(
-        write=_slurm,
-        submit=("sbatch",),
-        client="sbatch",
-        mount=MOUNT_WITH_OPTIONS,
-        forms={"time_limit": TIME, "extra": FLAG},
-        brings=True,
-        uses=frozenset(
-            {"image", "setup", "mounts", "time_limit", "grace", "tasks", "extra", "kind"}
+    target.name: target
+    for target in (
+        Target(
+            name="slurm", submit=("sbatch",), client="sbatch", mount=MOUNT_WITH_OPTIONS,
+            forms={"time_limit": TIME, "extra": FLAG},
         ),
-    ),
-    "kubeflow": Target(
-        write=lambda job: render("kubeflow", job, prepare=_kubernetes_secret(job)),
-        submit=("kubectl", "create", "-f", "{file}"),
-        client="kubectl",
-        prepare=_kubernetes_secret,
-        uses=frozenset({"image", "mounts", "grace"}),
-        needs=frozenset({"image"}),
-        mount=CLAIM,
-    ),
-    "skypilot": Target(
-        write=partial(render, "skypilot"),
-        submit=("sky", "jobs", "launch", "--yes", "{env}", "{file}"),
-        client="sky",
-        env_option="--secret",
-        fresh=True,
-        takes_folder=True,
-        brings=True,
-        uses=frozenset({"image", "setup", "mounts", "kind"}),
-        needs_with_gpus=frozenset({"kind"}),
-    ),
-    "dstack": Target(
-        write=partial(render, "dstack"),
-        submit=("dstack", "apply", "--yes", "--file", "{file}"),
-        client="dstack",
-        fresh=True,
-        takes_recipe=True,
-        forgets=True,
-        uses=frozenset({"image", "setup", "mounts", "kind"}),
-    ),
-    "docker": Target(
-        write=partial(render, "docker"),
-        submit=("bash", "{file}"),
-        client="docker",
-        carries_out=True,
-        mount=MOUNT_WITH_OPTIONS,
-        forms={"extra": FLAG},
-        brings=True,
-        forgets=True,
-        uses=frozenset({"image", "mounts", "grace", "extra"}),
-        needs=frozenset({"image"}),
-    ),
-}
+        Target(
+            name="kubeflow", submit=("kubectl", "create", "-f", "{file}"), client="kubectl",
+            secret="kubeflow-secret", needs=frozenset({"image"}), mount=CLAIM,
+        ),
+        Target(
+            name="skypilot", submit=("sky", "jobs", "launch", "--yes", "{env}", "{file}"),
+            client="sky", env_option="--secret", fresh=True, takes_folder=True,
+            needs_with_gpus=frozenset({"kind"}),
+        ),
+        Target(
+            name="dstack", submit=("dstack", "apply", "--yes", "--file", "{file}"),
+            client="dstack", fresh=True, forgets=True,
+        ),
+        Target(
+            name="docker", submit=("bash", "{file}"), client="docker", carries_out=True,
+            mount=MOUNT_WITH_OPTIONS, forms={"extra": FLAG}, forgets=True,
+            needs=frozenset({"image"}),
+        ),
+    )
+}  # fmt: skip
+
+
+def named_paths(recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Return the absolute paths that a recipe names and that are here, its own files first, without
+    paths inside others; and the ones that are not here. Paths of an environment variable are not
+    written down."""
+    texts = texts_in(recipe.public().get("stages", {}))
+    named = [_folder(Path(text)) for text in texts if text.startswith("/") and "://" not in text]
+    named = [path for path in named if path != Path("/") and not str(path).startswith(MACHINE)]
+    here = [path.absolute() for path in recipe.source_files]
+    here += [path for path in named if path.exists()]
+    here += [folder for path in here for folder in _linked(path)]
+    outermost = [path for path in dict.fromkeys(here) if not any(p in here for p in path.parents)]
+    missing = dict.fromkeys(str(path) for path in named if not path.exists())
+    return [str(path) for path in outermost], list(missing)
+
+
+def at_home(recipe: Recipe) -> list[str]:
+    """Return the paths of a recipe that begin with `~`, which is another folder in a container."""
+    texts = texts_in(recipe.public().get("stages", {}))
+    return list(dict.fromkeys(text for text in texts if text == "~" or text.startswith("~/")))
+
+
+def with_absolute_paths(override: str) -> str:
+    """Return an override whose texts that start with `./` or `../` are absolute."""
+    path, _, text = override.partition("=")
+    place = Location(file=COMMAND_LINE)
+
+    def value(folder: Path) -> Any:
+        node, _ = parse(text, locate=lambda line, column: place, folder=folder)
+        return node and plain(node)
+
+    here = value(Path.cwd())
+    return override if here == value(Path("/")) else f"{path}={inline(here)}"
+
+
+def within(path: str, folders: Sequence[str]) -> bool:
+    """Return whether a path is one of these folders, or lies in one."""
+    return any(Path(path).is_relative_to(folder) for folder in folders)
+
+
+def activation() -> list[str]:
+    """Return shell lines that activate this process's environment of Python, if it has one."""
+    conda = os.environ.get("CONDA_PREFIX")
+    if sys.prefix != sys.base_prefix:
+        return [f". {shlex.quote(str(Path(sys.prefix, 'bin', 'activate')))}"]
+    if conda and Path(conda) == Path(sys.prefix):
+        program = os.environ.get("CONDA_EXE") or str(Path(conda, "bin", "conda"))
+        return [
+            f'eval "$({shlex.quote(program)} shell.posix hook)"',
+            f"conda activate {shlex.quote(conda)}",
+        ]
+    return []
+
+
+def _folder(path: Path) -> Path:
+    """Return the folder before the first part with a wildcard; the path itself without one."""
+    for number, part in enumerate(path.parts):
+        if re.search(r"[*?\[]", part):
+            return Path(*path.parts[:number])
+    return path
+
+
+def _linked(path: Path) -> Iterator[Path]:
+    """Yield the folders of the files that a folder's links name, as in the hub's cache."""
+    if path.is_dir():
+        links = (each for each in path.iterdir() if each.is_symlink() and each.exists())
+        yield from {each.resolve().parent for each in links}

@@ -275,3 +275,75 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     chosen = {"": 0, "-1": 0, "0": 1, "0,1": 2, "0,1,2": 2, "0,-1,1": 1, "GPU-abc": 1}
     for visible, count in chosen.items():
         assert gpu_count(tmp_path, {"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+@pytest.mark.parametrize(
+    ("launch", "started", "key", "words"),
+    [
+        (
+            "device: cuda, procs: 16", LaunchInfo(), "procs",
+            "16 processes on each node, but this machine has 8 GPUs (set launch.procs=8 and "
+            "launch.nodes, or null to take as many as there are)",
+        ),
+        (
+            "device: cpu, procs: 2", LaunchInfo(procs=1), "procs",
+            "2 processes, but the launcher started 1 (set launch.procs=1, or null to take as many "
+            "as are started)",
+        ),
+        (
+            "device: cpu, procs: 2, nodes: 2", LaunchInfo(procs=6, per_node=3), "procs",
+            "2 processes on each node, but the launcher started 3 (set launch.procs=3, or null to "
+            "take as many as are started)",
+        ),
+        (
+            "device: cpu, procs: 2, nodes: 2", LaunchInfo(procs=6, per_node=2), "nodes",
+            "2 nodes, but 3 nodes were started (set launch.nodes=3, or null to take as many as "
+            "there are)",
+        ),
+        (
+            "device: cpu, nodes: {min: 2, max: 4}", LaunchInfo(nodes=5), "nodes",
+            "2 to 4 nodes, but 5 nodes were started (set launch.nodes=5, or null to take as many "
+            "as there are)",
+        ),
+        (
+            "device: cpu, nodes: 8", LaunchInfo(), "nodes",
+            "8 nodes, but this is one (on every node: pipe run RECIPE --nodes NODES --node-rank "
+            "NUMBER --rdzv HOST:PORT, or have `pipe launch` write a script; or set launch.nodes=1)",
+        ),
+    ],
+)  # fmt: skip
+def test_what_was_started_and_the_recipe_agree(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launch: str,
+    started: LaunchInfo,
+    key: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr("pipeline.chain.plan.gpu_count", lambda: 8)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"name: x\nlaunch: {{{launch}}}\nstages: {{}}\n")
+    with pytest.raises(RecipeError) as caught:
+        make_plan(load_recipe(path), registry=Registry([]), for_this_machine=True, started=started)
+    problem = next(p for p in caught.value.problems if p.key == f"launch.{key}")
+    assert str(problem).endswith(f": launch.{key}: {words}")
+
+
+@pytest.mark.parametrize(
+    "started",
+    [
+        LaunchInfo(procs=16, per_node=8),
+        LaunchInfo(nodes=2),
+        LaunchInfo(procs=16),
+        LaunchInfo(procs=8, nodes=1),
+    ],
+)
+def test_what_was_started_as_the_recipe_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: LaunchInfo
+) -> None:
+    monkeypatch.setattr("pipeline.chain.plan.gpu_count", lambda: 8)
+    path = tmp_path / "recipe.yaml"
+    path.write_text("name: x\nlaunch: {procs: 8, nodes: {min: 1, max: 2}}\nstages: {}\n")
+    with pytest.raises(RecipeError) as caught:
+        make_plan(load_recipe(path), registry=Registry([]), for_this_machine=True, started=started)
+    assert [problem.key for problem in caught.value.problems] == ["stages"]

@@ -164,7 +164,7 @@ def test_the_start_of_a_writer_is_not_waited_for(
 ) -> None:
     """This one reads nothing, as Python while it starts, and then ends."""
     idle = [sys.executable, "-c", "import time; time.sleep(2)"]
-    monkeypatch.setattr("pipeline.checkpoint.writer.module_command", lambda name: idle)
+    monkeypatch.setattr("pipeline.utils.processes.module_command", lambda *words: idle)
     setup = Tiny(str(tmp_path)).setups[0]
     much = setup.model_copy(update={"files": [*setup.files] * 20_000})
     with started(much):

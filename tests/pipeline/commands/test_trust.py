@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from pipeline.cli import main
 from pipeline.errors import CheckpointError, UsageError
-from pipeline.utils.trust import TRUST_CODE, TRUST_PICKLE
+from pipeline.utils.foreign import TRUST_CODE, TRUST_PICKLE
 from stages.formats.dcp_compat import read_metadata
 from stages.formats.stored import load
 from tests.support.damage import Bomb

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.cli import main
-from pipeline.distributed.launchers import placement, require_task
-from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlacement, combined
+from pipeline.distributed.launchers import expand_counts, expand_hosts, placement, require_task
+from pipeline.distributed.placement import NodePlacement, RankPlacement
 from pipeline.errors import UsageError
+from tests.support.tier import examples
 
 Variables = dict[str, str]
 
@@ -109,10 +112,19 @@ def test_whole_environments(variables: Variables, expected: RankPlacement | Node
     assert placement(variables) == expected
 
 
-def test_bounds_of_an_elastic_kubeflow_job() -> None:
-    found = placement(KUBEFLOW | {"PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "auto"})
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (KUBEFLOW | {"PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "auto"}, (2, 4, None)),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"}, (1, 1, 4)),
+    ],
+)
+def test_nodes_and_processes_of_kubeflow(
+    variables: Variables, expected: tuple[int, int, int | None]
+) -> None:
+    found = placement(variables)
     assert isinstance(found, NodePlacement)
-    assert (found.min_nodes, found.max_nodes, found.procs) == (2, 4, None)
+    assert (found.min_nodes, found.max_nodes, found.procs) == expected
 
 
 def test_ranks_of_mpi_on_one_machine_meet_on_its_loopback() -> None:
@@ -136,12 +148,6 @@ def test_ranks_of_mpi_on_one_machine_meet_on_its_loopback() -> None:
 )
 def test_a_process_by_itself(variables: Variables) -> None:
     assert placement(variables) is None
-
-
-def test_one_node_of_kubeflow_says_how_many_processes() -> None:
-    found = placement({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"})
-    assert isinstance(found, NodePlacement)
-    assert (found.max_nodes, found.procs) == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -193,31 +199,28 @@ def test_parts_and_contradictions(variables: Variables, words: str) -> None:
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("command", ["run", "resume", "bench"])
+@pytest.mark.parametrize(
+    ("command", "variables", "words"),
+    [
+        *((command, {"OMPI_COMM_WORLD_SIZE": "4"},
+           "error: OMPI_COMM_WORLD_SIZE=4 is set by a launcher of several")
+          for command in ("run", "resume", "bench")),
+        ("run", BATCH,
+         "error: this Slurm job has 2 nodes, but this is the batch script, not a task (start it "
+         "with `srun pipe run ...`, or unset SLURM_NNODES)\n"),
+    ],
+)  # fmt: skip
 def test_commands_refuse_a_part(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, variables: Variables, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text("name: x\nstages: {}\n")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     result = CliRunner().invoke(main, [command, "recipe.yaml"])
     assert result.exit_code == 2
-    assert "error: OMPI_COMM_WORLD_SIZE=4 is set by a launcher of several" in result.stderr
+    assert result.stderr.startswith(words)
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
-
-
-def test_a_batch_script_without_srun_is_told_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "recipe.yaml").write_text("name: x\nstages: {}\n")
-    for name, value in BATCH.items():
-        monkeypatch.setenv(name, value)
-    result = CliRunner().invoke(main, ["run", str(tmp_path / "recipe.yaml")])
-    assert result.exit_code == 2
-    assert result.stderr == (
-        "error: this Slurm job has 2 nodes, but this is the batch script, not a task (start it "
-        "with `srun pipe run ...`, or unset SLURM_NNODES)\n"
-    )
 
 
 @pytest.mark.parametrize(
@@ -229,66 +232,55 @@ def test_these_are_not_batch_scripts_of_several_nodes(variables: Variables) -> N
     require_task(variables)
 
 
-OPTIONS = NodeOptions(nodes="2", node_rank=1, rdzv="n0:1234")
-
-
-def test_options_alone() -> None:
-    assert combined(OPTIONS, None) == node("options", 1, 2, "n0", 1234, None)
-    assert combined(NodeOptions(), None) is None
-    elastic = combined(NodeOptions(nodes="2:4", node_rank=3, rdzv="[fd00::1]:99"), None)
-    assert isinstance(elastic, NodePlacement)
-    assert (elastic.min_nodes, elastic.max_nodes) == (2, 4)
-    assert (elastic.host, elastic.port) == ("fd00::1", 99)
-
-
 @pytest.mark.parametrize(
-    ("rdzv", "said"),
-    [("node0", True), ("[fd00::1]", True), ("node0:29400", False), ("[fd00::1]:29400", False)],
-)
-def test_a_port_that_is_assumed_is_said(
-    capsys: pytest.CaptureFixture[str], rdzv: str, said: bool
-) -> None:
-    found = combined(NodeOptions(nodes="2", node_rank=1, rdzv=rdzv), None)
-    assert isinstance(found, NodePlacement)
-    assert found.port == 29400
-    line = f"--rdzv {rdzv} names no port: using 29400\n"
-    assert capsys.readouterr().err == (line if said else "")
-
-
-def test_options_add_to_a_launcher() -> None:
-    found = combined(NodeOptions(rdzv="ib0"), placement(SKYPILOT))
-    assert found == node("SkyPilot", 1, 2, "ib0")
-    elastic = combined(NodeOptions(nodes="1:2"), placement(SKYPILOT))
-    assert isinstance(elastic, NodePlacement)
-    assert (elastic.min_nodes, elastic.max_nodes) == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "variables", "words"),
+    ("text", "hosts"),
     [
-        (NodeOptions(nodes="2"), {}, "--node-rank, --rdzv not given, and no launcher or hostfile"),
-        (NodeOptions(nodes="x", node_rank=0, rdzv="h:1"), {}, "--nodes=x is neither a number"),
-        (NodeOptions(nodes="2", node_rank=0, rdzv="h:x"), {}, "--rdzv=h:x is not HOST:PORT"),
-        (NodeOptions(nodes="0", node_rank=0, rdzv="h:1"), {}, "--nodes=0: must be at least 1"),
-        (NodeOptions(nodes="2", node_rank=3, rdzv="h:1"), {}, "--node-rank must be 0 or 1, as "
-         "there are 2 nodes"),
-        (NodeOptions(nodes="4", node_rank=4, rdzv="h:1"), {}, "--node-rank must be from 0 to 3"),
-        (NodeOptions(nodes="3"), SKYPILOT, "node 1 of 3 (the options) contradicts node 1 of 2 "
-         "(SkyPilot)"),
-        (NodeOptions(node_rank=0), SKYPILOT, "node 0 of 2 (the options) contradicts node 1 of 2"),
-        (OPTIONS, TASKS, "this process is rank 3 of 4 (Slurm), so --nodes"),
+        ("n1", ["n1"]),
+        ("n[001-003,7]-ib", ["n001-ib", "n002-ib", "n003-ib", "n7-ib"]),
+        ("a[1-2],b,c[3]", ["a1", "a2", "b", "c3"]),
+        ("r[1-2]n[08-10]", [f"r{r}n{n}" for r in (1, 2) for n in ("08", "09", "10")]),
     ],
+)
+def test_host_lists(text: str, hosts: list[str]) -> None:
+    assert expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a,,b", "a[", "a[1-", "a[x]", "a]", "a[1-2-3]", "a[1-999999]",
+     "a[0-9999]" + "[0-9999]" * 3],
 )  # fmt: skip
-def test_options_against_launchers(options: NodeOptions, variables: Variables, words: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        combined(options, placement(variables))
-    assert words in str(caught.value)
+def test_what_is_no_host_list(text: str) -> None:
+    with pytest.raises(UsageError, match="host list"):
+        expand_hosts(text)
 
 
-def test_a_hostfile_says_the_rest(tmp_path: Path) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("worker-1 slots=4\nworker-2 slots=4\n")
-    found = combined(NodeOptions(hostfile=file, node_rank=1), None)
-    assert found == node(str(file), 1, 2, "worker-1", procs=4)
-    with pytest.raises(UsageError, match=r"node 1 of 2 \(.*hosts\) contradicts node 2 of 4"):
-        combined(NodeOptions(hostfile=file, node_rank=1), placement(KUBEFLOW))
+@examples(50)
+@given(
+    st.lists(
+        st.tuples(
+            st.from_regex(r"[a-z]{1,4}-?", fullmatch=True),
+            st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=3),
+            st.integers(1, 4),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_what_is_written_short_is_found(
+    groups: list[tuple[str, list[tuple[int, int]], int]],
+) -> None:
+    short, long = [], []
+    for name, spans, width in groups:
+        ranges = [f"{low:0{width}}-{low + more:0{width}}" for low, more in spans]
+        short.append(f"{name}[{','.join(ranges)}]" if ranges else name)
+        for low, more in spans:
+            long += [f"{name}{n:0{len(f'{low:0{width}}')}}" for n in range(low, low + more + 1)]
+        long += [] if ranges else [name]
+    assert expand_hosts(",".join(short)) == long
+
+
+def test_counts() -> None:
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    with pytest.raises(UsageError, match="SLURM_STEP_TASKS_PER_NODE=2x3 does not read like"):
+        expand_counts("2x3")

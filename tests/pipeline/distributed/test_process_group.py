@@ -1,14 +1,15 @@
-"""Waiting and sharing among real ranks."""
+"""Waiting and sharing among real ranks, and where rank 0 serves them."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.distributed.environment import is_worker, worker_rank, worker_world_size
-from pipeline.distributed.process_group import PIECE, DistContext
+from pipeline.distributed.process_group import PIECE, DistContext, environment_store
+from pipeline.errors import RunFailed, StageError, UsageError
 from tests.support.processes import run_ranks
 
 
@@ -26,7 +27,19 @@ def _exchange(dist: DistContext, folder: str) -> dict[str, Any]:
                 assert file.exists()
         dist.barrier()
         keys.append(store.num_keys())
-    return {"shared": shared, "keys": keys[2:]}
+    long = dist.broadcast_str("x" * (2 * PIECE + 7) if dist.is_main else None)
+    own = "é" * (dist.rank + 1)  # of another length on each rank
+    refusals = []
+    for facts in ([{"weights": 1}, {"weights": 1}, {"weights": 2}], [{"weights": 1}] * 3):
+        try:
+            dist.require_same("model", facts[dist.rank])
+        except StageError as error:
+            refusals.append(str(error))
+    return {
+        "shared": shared, "keys": keys[2:], "long": len(long), "gathered": dist.gather([own]),
+        "collected": [text.decode() for text in dist.collect(own.encode())], "refused": refusals,
+        "any": [dist.any(dist.rank == 1), dist.any(False)],
+    }  # fmt: skip
 
 
 def test_calls_agree_and_leave_no_keys(tmp_path: Path) -> None:
@@ -34,29 +47,73 @@ def test_calls_agree_and_leave_no_keys(tmp_path: Path) -> None:
     assert [rank["shared"] for rank in found] == [[f"text {n}" for n in range(20)]] * 3
     for rank in found:
         assert max(rank["keys"]) - min(rank["keys"]) <= 8
-
-
-def _long(dist: DistContext) -> int:
-    return len(dist.broadcast_str("x" * (2 * PIECE + 7) if dist.is_main else None))
-
-
-def test_long_texts_are_shared_in_pieces() -> None:
-    assert run_ranks(_long, 2) == [2 * PIECE + 7] * 2
+    assert [rank["long"] for rank in found] == [2 * PIECE + 7] * 3
+    assert [rank["gathered"] for rank in found] == [[["é"], ["éé"], ["ééé"]]] * 3
+    assert [rank["collected"] for rank in found] == [["é", "éé", "ééé"], [], []]
+    assert [rank["any"] for rank in found] == [[True, False]] * 3
+    assert [rank["refused"] for rank in found] == [found[0]["refused"]] * 3
+    (refused,) = found[0]["refused"]
+    assert refused.startswith("the ranks of this run do not have the same model: weights is 1 on")
 
 
 def test_one_process_waits_for_nobody() -> None:
     dist = DistContext(device=None)  # type: ignore[arg-type]
     dist.barrier()
     assert dist.broadcast_str("text") == "text"
+    assert dist.gather({"a": 1}) == [{"a": 1}]
+    dist.require_same("x", {"y": object()})
     with dist.rank0_first() as main:
         assert main
 
 
-def test_the_torchrun_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        assert not is_worker()
-        assert worker_rank() == 0
-        assert worker_world_size() is None
-        monkeypatch.setenv(name, "3")
-    assert is_worker()
-    assert (worker_rank(), worker_world_size()) == (3, 3)
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Rank 0 of two under another launcher, which does not say how many are here."""
+    for name in ("LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", "23456")
+    return monkeypatch
+
+
+def test_rank_0_serves_the_others_at_the_address_that_is_stated(
+    cluster: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as probe:
+        port = probe.getsockname()[1]
+    for name, value in {"ADDR": "127.0.0.2", "PORT": str(port)}.items():
+        cluster.setenv(f"MASTER_{name}", value)
+    cluster.setenv("WORLD_SIZE", "1")
+    store = environment_store()
+    assert store is not None
+    store.set("key", "value")
+    socket.create_connection(("127.0.0.2", port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("127.0.0.1", "that is 127.0.0.1 here, which other machines do not reach"),
+        ("203.0.113.9", "Cannot assign requested address"),
+    ],
+)
+def test_an_address_that_rank_0_cannot_serve_the_others_at(
+    cluster: pytest.MonkeyPatch, host: str, words: str
+) -> None:
+    cluster.setenv("MASTER_ADDR", host)
+    with pytest.raises(UsageError, match=f"rank 0 cannot listen at MASTER_ADDR={host}.*{words}"):
+        environment_store()
+
+
+def test_a_port_that_is_taken_may_be_another_one_next_time(cluster: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        cluster.setenv("MASTER_ADDR", "127.0.0.2")
+        cluster.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        cluster.setenv("LOCAL_WORLD_SIZE", "2")
+        with pytest.raises(RunFailed, match="Address already in use") as caught:
+            environment_store()
+    assert caught.value.restart == "always"

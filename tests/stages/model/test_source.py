@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from pipeline.errors import StageError, UsageError
-from pipeline.utils.trust import TRUST_CODE
+from pipeline.utils.foreign import TRUST_CODE
 from stages.adapter.lora import Lora
 from stages.export.safetensors import ExportSafetensors
 from stages.model.declared import outline

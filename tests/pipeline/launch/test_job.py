@@ -1,15 +1,35 @@
-"""A command that fails before it has done anything leaves the run as it was."""
+"""The record of a command: its end, and that it leaves the run as it was when it did nothing."""
 
 from __future__ import annotations
 
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from pipeline.chain.plan import plan_file
 from pipeline.contracts.metrics import Metrics
-from pipeline.execution import failures
+from pipeline.distributed.signals import Interrupted
+from pipeline.errors import RunFailed
+from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
-from pipeline.launch.recorded import SETTINGS, Before, did_nothing
+from pipeline.launch.job import SETTINGS, did_nothing, opened, put_back, settings_in
+from tests.pipeline.conftest import TinyRun
+
+FIRST_PART = """
+import os, signal, sys
+from pipeline.launch.job import record_end
+
+def record():
+    for name in sys.argv[1:]:
+        os.kill(os.getpid(), signal.Signals[name])
+        print("goes on after", name, flush=True)
+
+record_end(record)
+"""
 
 
 @pytest.fixture
@@ -70,10 +90,48 @@ def test_settings_are_put_back_whatever_they_hold(tmp_path: Path) -> None:
     kept, *others = SETTINGS
     (tmp_path / kept).write_bytes(b"name: r\r\n\xff")
     (tmp_path / others[0]).write_bytes(b"")
-    before = Before(tmp_path)
+    before = settings_in(tmp_path)
     for name in SETTINGS:
         (tmp_path / name).write_text("of the command that fails")
-    before.put_back()
+    put_back(tmp_path, before)
     assert (tmp_path / kept).read_bytes() == b"name: r\r\n\xff"
     assert (tmp_path / others[0]).read_bytes() == b""
     assert not any((tmp_path / name).exists() for name in others[1:])
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "went_on"),
+    [
+        (["SIGINT"], 0, 1),
+        (["SIGINT", "SIGINT"], -signal.SIGINT, 1),
+        (["SIGTERM", "SIGINT", "SIGTERM", "SIGINT"], -signal.SIGINT, 3),
+        (["SIGTERM", "SIGTERM", "SIGTERM"], 0, 3),
+    ],
+)
+def test_a_second_interrupt_ends_what_must_be_done(
+    sent: list[str], code: int, went_on: int
+) -> None:
+    """As everywhere; a single one, and any other signal, does not."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_PART, *sent], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.count("goes on")) == (code, went_on), done.stderr
+
+
+@pytest.mark.parametrize("error", [None, FileNotFoundError("metrics.jsonl"), Interrupted(15)])
+def test_a_folder_that_is_gone_at_the_end(
+    tiny_run: TinyRun, tmp_path: Path, error: BaseException | None
+) -> None:
+    plan = plan_file(tiny_run.recipe)
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def work() -> None:
+        with rundir.locked(folder), opened(plan, folder):
+            shutil.rmtree(folder)
+            if error is not None:
+                raise error
+
+    with pytest.raises(RunFailed, match="run is gone: it was deleted or moved during"):
+        work()
+    assert not folder.exists()
