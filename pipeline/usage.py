@@ -111,11 +111,11 @@ def _setting(name: str, value: str, words: Sequence[str]) -> str:
     recipe = read_recipe(file)[0] if file is not None else None
     if recipe is None:
         return ""
-    from pipeline.recipe.scalars import resolve
+    from pipeline.recipe.parse import scalar
 
     place = Location(file=f"{COMMAND_LINE}option")
     unknown: Problem = UnknownKey(
-        message="", location=place, path=(name.replace("-", "_"),), value=resolve(value or "VALUE")
+        message="", location=place, path=(name.replace("-", "_"),), value=scalar(value or "VALUE")
     )
     return "".join(
         one.hint for one in explained([unknown], recipe, Registry.installed(), of_other_tools)

@@ -16,7 +16,7 @@ from pipeline.contracts.signature import field_types
 from pipeline.errors import PluginError, Problem
 from pipeline.recipe import Recipe
 from pipeline.recipe.dump import inline
-from pipeline.recipe.field_example import owner_of
+from pipeline.recipe.field_errors import owner_of
 from pipeline.recipe.fields import build
 from pipeline.recipe.load import HEADER_KEYS, RecipeSettings
 from pipeline.recipe.nodes import MissingKey, NoSlot, UnknownKey

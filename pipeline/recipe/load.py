@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -122,40 +122,21 @@ def read_recipe(
     # so that interpolations do not find the values of other keys
     entries = {key: node for key, node in tree.entries().items() if key in TOP_LEVEL}
     unknown = [_unknown_key(key, tree) for key in tree.entries() if key not in entries]
-    tree = replace(tree, value=entries)
-    data, unresolved = resolve(tree)
-    places = places_of(tree)
-    given = {key: value for key, value in data.items() if key in HEADER_KEYS}
-    header, wrong_header = build(RecipeSettings, given, places=places, path=())
-    stages, wrong_slots = _slots(data.get("stages"), places)
-    recipe = Recipe(
-        **vars(header or RecipeSettings(name="unnamed")),
-        stages=stages,
-        places=places,
-        source_files=tuple(sources.files),
-        tree=tree,
-        replaced=(*from_files, *stayed, *former),
+    recipe, unresolved, wrong = _recipe(replace(tree, value=entries))
+    recipe = replace(
+        recipe, source_files=tuple(sources.files), replaced=(*from_files, *stayed, *former)
     )
     known = [*sources.problems, *wrong_overrides, *unknown, *unresolved]
-    return recipe, known + unless_reported(wrong_header + wrong_slots, known)
+    return recipe, known + unless_reported(wrong, known)
 
 
 def recipe_of(values: Mapping[str, Any], place: Location) -> Recipe:
     """The recipe of merged values, as `Recipe.public` has them; all are said to stand at `place`.
     Raises RecipeError, as where an environment variable is not set."""
-    tree = node_of(values, place)
-    data, problems = resolve(tree)
-    places = places_of(tree)
-    header, wrong = build(
-        RecipeSettings,
-        {key: data[key] for key in HEADER_KEYS if key in data},
-        places=places,
-        path=(),
-    )
-    stages, wrong_slots = _slots(data.get("stages"), places)
-    if header is None or problems or wrong or wrong_slots:
-        raise RecipeError([*problems, *wrong, *wrong_slots])
-    return Recipe(**vars(header), stages=stages, places=places, source_files=(), tree=tree)
+    recipe, unresolved, wrong = _recipe(node_of(values, place))
+    if unresolved or wrong:
+        raise RecipeError([*unresolved, *wrong])
+    return recipe
 
 
 def with_values(recipe: Recipe, values: Mapping[KeyPath, tuple[Any, Location]]) -> Recipe:
@@ -164,12 +145,22 @@ def with_values(recipe: Recipe, values: Mapping[KeyPath, tuple[Any, Location]]) 
     tree = recipe.tree
     for path, (value, origin) in values.items():
         tree = put(tree, path, Node(value=value, at=origin))
-    data, problems = resolve(tree)
-    if problems:
-        raise RecipeError(problems)
+    changed, unresolved, _ = _recipe(tree)
+    if unresolved:
+        raise RecipeError(unresolved)
+    return replace(recipe, stages=changed.stages, places=changed.places, tree=tree)
+
+
+def _recipe(tree: Node) -> tuple[Recipe, list[Problem], list[Problem]]:
+    """The recipe of a merged tree, its wrong interpolations, and its other problems."""
+    data, unresolved = resolve(tree)
     places = places_of(tree)
-    stages, _ = _slots(data["stages"], places)
-    return replace(recipe, stages=stages, places=places, tree=tree)
+    given = {key: data[key] for key in HEADER_KEYS if key in data}
+    header, wrong = build(RecipeSettings, given, places=places, path=())
+    settings = vars(header or RecipeSettings(name="unnamed"))
+    stages, wrong_slots = _slots(data.get("stages"), places)
+    recipe = Recipe(**settings, stages=stages, places=places, source_files=(), tree=tree)
+    return recipe, unresolved, wrong + wrong_slots
 
 
 def _unknown_key(key: str, tree: Node) -> Problem:
@@ -185,20 +176,19 @@ def _unknown_key(key: str, tree: Node) -> Problem:
 def _slots(stages: Any, places: SourceMap) -> tuple[dict[str, SlotSpec], list[Problem]]:
     if stages is None:
         return {}, []
-    if not isinstance(stages, Mapping):
+    if not isinstance(stages, Mapping) or isinstance(stages.get("use"), str):
         message = "must be a mapping of slots, each with `use` and the stage's fields"
         hint = "write a slot's name before each, without dashes: `model: {use: ..., ...}`"
         place = places.value(("stages",))
-        return {}, [Problem(message=message, key="stages", hint=hint, location=place)]
-    if isinstance(stages.get("use"), str):
-        message = "`use` stands where a slot's name belongs"
-        hint = "indent it, and the fields after it, by two spaces more than the slot's name"
-        place = places.key(("stages", "use"))
+        if isinstance(stages, Mapping):
+            message = "`use` stands where a slot's name belongs"
+            hint = "indent it, and the fields after it, by two spaces more than the slot's name"
+            place = places.key(("stages", "use"))
         return {}, [Problem(message=message, key="stages", hint=hint, location=place)]
     slots: dict[str, SlotSpec] = {}
     problems: list[Problem] = []
     for slot, value in stages.items():
-        problems.extend(_wrong_slot(slot, value, places))
+        problems += _wrong_slot(slot, value, places)
         fields = dict(value) if isinstance(value, Mapping) else {}
         use, takes = fields.pop("use", None), fields.pop("takes", None)
         use = use if isinstance(use, str) else ""
@@ -206,35 +196,31 @@ def _slots(stages: Any, places: SourceMap) -> tuple[dict[str, SlotSpec], list[Pr
     return slots, problems
 
 
-def _wrong_slot(slot: str, value: Any, places: SourceMap) -> list[Problem]:
+def _wrong_slot(slot: str, value: Any, places: SourceMap) -> Iterator[Problem]:
     path: KeyPath = ("stages", slot)
-    message, problems = "", []
+    place, key = places.key(path), f"{slot}.use"
     if slot in TOP_LEVEL:
         message = f"a slot cannot be called `{slot}`: that is a key of the recipe itself"
+        yield Problem(message=message, key=slot, location=place)
     elif not SLOT.fullmatch(slot):
         message = "a slot's name is small letters, digits and underscores, and starts with a letter"
-    if message:
-        problems.append(Problem(message=message, key=slot, location=places.key(path)))
+        yield Problem(message=message, key=slot, location=place)
     if not isinstance(value, Mapping):
-        hint = _as_slot(slot, value, command_line=places.value(path).on_command_line)
-        message = "a slot is a mapping with `use` and the stage's fields"
         place = places.value(path)
-        problems.append(NoSlot(message=message, key=slot, hint=hint, location=place, name=slot))
-        return problems
+        hint = _as_slot(slot, value, command_line=place.on_command_line)
+        message = "a slot is a mapping with `use` and the stage's fields"
+        yield NoSlot(message=message, key=slot, hint=hint, location=place, name=slot)
+        return
     if not _is_wires(value.get("takes") or {}):
-        message, place = "must name a slot for each artifact", places.value((*path, "takes"))
+        message, at = "must name a slot for each artifact", places.value((*path, "takes"))
         hint = "such as `takes: {engine: wrap}`; `pipe dag` shows what each slot reads"
-        problems.append(Problem(message=message, key=f"{slot}.takes", hint=hint, location=place))
-    use = value.get("use")
-    if not isinstance(use, str) or not use:
-        key, hint = f"{slot}.use", "`pipe stages` lists them"
-        if "use" in value:
-            place, message = places.value((*path, "use")), "must be a stage's name"
-            problems.append(Problem(message=message, key=key, hint=hint, location=place))
-        else:
-            place = places.key(path)
-            problems.append(MissingKey(message="is missing", key=key, hint=hint, location=place))
-    return problems
+        yield Problem(message=message, key=f"{slot}.takes", hint=hint, location=at)
+    use, hint = value.get("use"), "`pipe stages` lists them"
+    if "use" not in value:
+        yield MissingKey(message="is missing", key=key, hint=hint, location=place)
+    elif not isinstance(use, str) or not use:
+        at = places.value((*path, "use"))
+        yield Problem(message="must be a stage's name", key=key, hint=hint, location=at)
 
 
 def _is_wires(takes: Any) -> bool:

@@ -13,6 +13,9 @@ from dataclasses import replace
 from pipeline.errors import Problem
 from pipeline.recipe.nodes import KeyPath, Node, dotted
 
+Common = Callable[[str, str], Collection[str]]
+"""Fields that two stages, by name, have with the same type."""
+
 
 def merge(base: Node, overlay: Node) -> Node:
     """`overlay` over `base`, both a recipe's root."""
@@ -27,13 +30,7 @@ def merge(base: Node, overlay: Node) -> Node:
 
 def drop_removed(root: Node) -> Node:
     """Remove slots that are null and that no base ever filled."""
-    stages = root.entries().get("stages")
-    if stages is None or not isinstance(stages.value, dict):
-        return root
-    kept = {slot: node for slot, node in stages.entries().items() if node.value is not None}
-    keys = {slot: place for slot, place in stages.keys.items() if slot in kept}
-    entries = {**root.entries(), "stages": Node(value=kept, at=stages.at, keys=keys)}
-    return Node(value=entries, at=root.at, keys=root.keys)
+    return root.with_slots({k: node for k, node in root.slots().items() if node.value is not None})
 
 
 def _merge_maps(base: Node, overlay: Node) -> Node:
@@ -55,7 +52,7 @@ def _merge_slots(base: Node, overlay: Node) -> Node:
         before = slot
         ours = entries.get(slot)
         if theirs.value is None and ours is not None:
-            del entries[slot], keys[slot]
+            del entries[slot]
         elif ours is None or _other_stage(ours, theirs):
             entries[slot], keys[slot] = replace(theirs, replaced=ours), overlay.keys[slot]
         else:
@@ -69,57 +66,47 @@ def _are_maps(*nodes: Node) -> bool:
 
 
 def _other_stage(ours: Node, theirs: Node) -> bool:
-    use = theirs.entries().get("use")
-    before = ours.entries().get("use")
-    return use is not None and before is not None and use.value != before.value
+    before, use = ours.entries().get("use"), theirs.entries().get("use")
+    return before is not None and use is not None and before.value != use.value
 
 
-Common = Callable[[str, str], Collection[str]]
-"""Fields that two stages, by name, have with the same type."""
+def _use(slot: Node) -> str:
+    use = slot.entries().get("use")
+    return str(use.value) if use is not None else ""
 
 
 def stays(root: Node, merged: Node, common: Common) -> tuple[Node, list[Problem]]:
     """`merged`, an override over `root`, with the fields of slots that it has given another `use`,
     and a warning for each of those slots. Fields that both stages have with the same type stay, and
     so do fields set on the command line."""
-    stages, before = merged.entries().get("stages"), _slots(root)
-    if stages is None:
-        return merged, []
-    entries, notes = dict(stages.entries()), []
-    for slot, node in stages.entries().items():
-        old = node.replaced
+    slots, notes, before = merged.slots(), [], root.slots()
+    changed = dict(slots)
+    for slot, node in slots.items():
+        old, own = node.replaced, node.entries()
         if old is None or old is not before.get(slot):
             continue
         both = common(_use(old), _use(node))
         kept = {
             key: value
             for key, value in old.entries().items()
-            if key in both or (key != "use" and value.at.on_command_line)
-            if key not in node.entries()
+            if (key in both or (key != "use" and value.at.on_command_line)) and key not in own
         }
-        places = {key: old.keys[key] for key in kept}
-        entries[slot] = replace(
-            node, value={**node.entries(), **kept}, keys={**node.keys, **places}
-        )
-        gone = [key for key in old.entries() if key not in {*kept, *node.entries()}]
-        notes += [_kept(slot, old, node, list(kept), gone)] if kept or gone else []
-    slots = Node(value=entries, at=stages.at, keys=stages.keys)
-    return replace(merged, value={**merged.entries(), "stages": slots}), notes
-
-
-def _kept(slot: str, old: Node, node: Node, kept: list[str], gone: list[str]) -> Problem:
-    parts = [f"kept {', '.join(kept)}"] if kept else []
-    parts += [f"dropped {', '.join(gone)}, which it does not have ({old.at})"] * bool(gone)
-    return Problem(
-        message=f"{_use(old)} became {_use(node)}: {'; '.join(parts)}",
-        key=slot, location=node.entries()["use"].at, warning=True,
-    )  # fmt: skip
+        gone = [key for key in old.entries() if key not in {*kept, *own}]
+        keys = {**node.keys, **{key: old.keys[key] for key in kept}}
+        changed[slot] = replace(node, value={**own, **kept}, keys=keys)
+        parts = [f"kept {', '.join(kept)}"] if kept else []
+        parts += [f"dropped {', '.join(gone)}, which it does not have ({old.at})"] if gone else []
+        if parts:
+            message = f"{_use(old)} became {_use(node)}: {'; '.join(parts)}"
+            place = own["use"].at
+            notes.append(Problem(message=message, key=slot, location=place, warning=True))
+    return merged.with_slots(changed), notes
 
 
 def lost(root: Node, common: Common) -> Iterator[Problem]:
     """A warning for each slot of a file that has replaced a base's slot, with another `use`, and
     does not set a field which the base sets and both stages have."""
-    for slot, node in _slots(root).items():
+    for slot, node in root.slots().items():
         old, use = node.replaced, node.entries().get("use")
         if old is None or use is None or use.at.on_command_line:
             continue
@@ -134,16 +121,6 @@ def lost(root: Node, common: Common) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def _slots(root: Node) -> dict[str, Node]:
-    stages = root.entries().get("stages")
-    return stages.entries() if stages is not None else {}
-
-
-def _use(slot: Node) -> str:
-    use = slot.entries().get("use")
-    return str(use.value) if use is not None else ""
-
-
 FORMER = {"allow_floating_revision": "leave it out: names without a commit are accepted"}
 """Field that has no effect any more -> what to do."""
 
@@ -155,25 +132,18 @@ def without_former(root: Node) -> tuple[Node, list[Problem]]:
     def kept(node: Node, path: KeyPath) -> Node:
         if isinstance(node.value, list):
             return replace(node, value=[kept(one, (*path, n)) for n, one in enumerate(node.value)])
-        if not isinstance(node.value, dict):
-            return node
-        gone = [key for key in node.value if key in FORMER] if len(path) > 1 else []
-        for key in gone:
+        entries = {}
+        for key, one in node.entries().items():
+            if key not in FORMER:
+                entries[key] = kept(one, (*path, key))
+                continue
             problems.append(
                 Problem(
-                    message="is not a field any more, and has no effect",
-                    key=dotted((*path, key)), hint=FORMER[key], location=node.keys[key],
-                    warning=True,
+                    message="is not a field any more, and has no effect", hint=FORMER[key],
+                    key=dotted((*path, key)), location=node.keys[key], warning=True,
                 )
             )  # fmt: skip
-        entries = {
-            key: kept(one, (*path, key)) for key, one in node.value.items() if key not in gone
-        }
-        keys = {key: place for key, place in node.keys.items() if key not in gone}
-        return replace(node, value=entries, keys=keys)
+        return replace(node, value=entries) if isinstance(node.value, dict) else node
 
-    stages = root.entries().get("stages")
-    if stages is None:
-        return root, []
-    entries = {**root.entries(), "stages": kept(stages, ("stages",))}
-    return replace(root, value=entries), problems
+    slots = {slot: kept(node, ("stages", slot)) for slot, node in root.slots().items()}
+    return root.with_slots(slots), problems

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.errors import Location, Problem
-from pipeline.recipe.scalars import Scalar
 
+Scalar = str | int | float | bool | None
 KeyPath = tuple[str | int, ...]
 """Keys and list indexes from the recipe's root: `("stages", "train", "steps")`."""
 USE, TAKES = RESERVED = "use", "takes"
@@ -41,8 +41,7 @@ class SourceMap:
 
 def dotted(path: KeyPath) -> str:
     """The path as people write it: `train.steps`, without the leading `stages`."""
-    shown = path[1:] if len(path) > 1 and path[0] == "stages" else path
-    return ".".join(str(part) for part in shown)
+    return ".".join(map(str, path[1:] if len(path) > 1 and path[0] == "stages" else path))
 
 
 def lookup(data: Any, path: KeyPath) -> Any:
@@ -55,6 +54,13 @@ def lookup(data: Any, path: KeyPath) -> Any:
         else:
             return None
     return data
+
+
+def put(data: Any, path: KeyPath, value: Any) -> None:
+    """Set the value at `path` in nested mappings and lists."""
+    for part in path[:-1]:
+        data = data[part]
+    data[path[-1]] = value
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -77,11 +83,9 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 def texts_in(value: Any) -> Iterator[str]:
     """All texts in nested mappings and lists."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from texts_in(inner)
+    found: list[Any] = []
+    mapped(value, found.append)
+    return (one for one in found if isinstance(one, str))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +95,25 @@ class Node:
     value: Scalar | dict[str, Node] | list[Node]
     at: Location
     keys: dict[str, Location] = field(default_factory=dict)
-    """A mapping's keys and where they stand."""
+    """Keys and where they stand; has at least those of the mapping."""
     replaced: Node | None = None
     """A slot's node as it was, with another `use`, before this one took its place."""
 
     def entries(self) -> dict[str, Node]:
         """A mapping's entries; empty for anything else."""
         return self.value if isinstance(self.value, dict) else {}
+
+    def slots(self) -> dict[str, Node]:
+        """The entries of `stages` of a recipe's root."""
+        stages = self.entries().get("stages")
+        return stages.entries() if stages is not None else {}
+
+    def with_slots(self, slots: dict[str, Node]) -> Node:
+        """A recipe's root with other slots at the places of its own; unchanged without `stages`."""
+        stages = self.entries().get("stages")
+        if stages is None or not isinstance(stages.value, dict):
+            return self
+        return replace(self, value={**self.entries(), "stages": replace(stages, value=slots)})
 
 
 def node_of(value: Any, at: Location) -> Node:
@@ -113,30 +129,25 @@ def plain(node: Node) -> Any:
     """The bare value: dict, list or scalar."""
     if isinstance(node.value, dict):
         return {key: plain(child) for key, child in node.value.items()}
-    if isinstance(node.value, list):
-        return [plain(child) for child in node.value]
-    return node.value
+    return [plain(child) for child in node.value] if isinstance(node.value, list) else node.value
 
 
 def walk(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
     """Every node below and including `node`, with its path, in written order."""
     yield path, node
-    if isinstance(node.value, dict):
-        for key, child in node.value.items():
-            yield from walk(child, (*path, key))
-    elif isinstance(node.value, list):
-        for index, child in enumerate(node.value):
-            yield from walk(child, (*path, index))
+    below = enumerate(node.value) if isinstance(node.value, list) else node.entries().items()
+    for key, child in below:
+        yield from walk(child, (*path, key))
 
 
 def places_of(root: Node) -> SourceMap:
     """Places of all keys and values of a tree."""
-    keys: dict[KeyPath, Location] = {}
-    values: dict[KeyPath, Location] = {}
-    for path, node in walk(root):
-        values[path] = node.at
-        keys.update({(*path, key): place for key, place in node.keys.items()})
-    return SourceMap(keys=keys, values=values, data=plain(root))
+    nodes = dict(walk(root))
+    return SourceMap(
+        keys={(*path, key): at for path, node in nodes.items() for key, at in node.keys.items()},
+        values={path: node.at for path, node in nodes.items()},
+        data=plain(root),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

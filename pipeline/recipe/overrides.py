@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -25,10 +24,10 @@ LIKE_ONE = re.compile(
     r"[-+~]*(?P<path>[A-Za-z_][\w-]*(?:[./][\w-]+)*)\s*(?P<mark>[:=]?)\s*(?P<value>.*)"
 )
 EXAMPLE = "such as train.steps=50"
+TOP_LEVEL = ("name", "seed", "launch", "env", "dry_run")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Meant:
+class Meant(NamedTuple):
     """The override that a word and `words` after it mean; empty if that cannot be seen."""
 
     override: str = ""
@@ -49,21 +48,18 @@ def torn(word: str, after: Sequence[str]) -> Meant | None:
                 return None
             whole = " ".join([word, *after[:count]])
             if _is_yaml(whole.partition("=")[2]):
-                return Meant(override=f"'{whole}', in quotes", words=count) if count else None
+                return Meant(f"'{whole}', in quotes", count) if count else None
         return None
     found = LIKE_ONE.fullmatch(word)
-    path = found["path"].replace("/", ".") if found else ""
     if found and found["mark"] and found["value"]:
-        return Meant(override=f"{path}={found['value']}")
+        return Meant(f"{found['path'].replace('/', '.')}={found['value']}")
     if "=" in word.strip("= "):
         return None
-    if found is None:
-        return Meant()
     used = 1 if after[:1] in (["="], [":"]) else 0
-    value = after[used] if len(after) > used and not found["value"] else ""
-    if not value or ("=" in value and not used):
+    value = after[used] if len(after) > used and found and not found["value"] else ""
+    if found is None or not value or ("=" in value and not used):
         return Meant()
-    return Meant(override=f"{path}={value.removeprefix('=')}", words=used + 1)
+    return Meant(f"{found['path'].replace('/', '.')}={value.removeprefix('=')}", used + 1)
 
 
 def _is_override(word: str) -> bool:
@@ -78,27 +74,18 @@ def _is_yaml(text: str) -> bool:
         return False
 
 
-TOP_LEVEL = ("name", "seed", "launch", "env", "dry_run")
-
-
 class _RefusedError(Exception):
     """The override cannot be applied; says why."""
 
-    def __init__(
-        self, message: str, hint: str = "", path: KeyPath = (), value: Any = None, near: str = ""
-    ) -> None:
+    def __init__(self, message: str, hint: str = "", **unknown: Any) -> None:
+        """`unknown` are the fields of the UnknownKey that it is, if it is one."""
         super().__init__(message)
-        self.hint, self.path, self.value, self.near = hint, path, value, near
+        self.hint, self.unknown = hint, unknown
 
     def problem(self, override: str, place: Location) -> Problem:
-        """The problem, which is one of an unknown key if the path is."""
+        kind: type[Problem] = UnknownKey if self.unknown else Problem
         message = f"`{override}`: {self}"
-        if not self.path:
-            return Problem(message=message, hint=self.hint, location=place)
-        return UnknownKey(
-            message=message, hint=self.hint, location=place,
-            path=self.path, value=self.value, closest=self.near,
-        )  # fmt: skip
+        return kind(message=message, hint=self.hint, location=place, **self.unknown)
 
 
 def apply(
@@ -125,7 +112,7 @@ def apply(
         except _RefusedError as error:
             problems.append(error.problem(override, place))
             continue
-        problems.extend(found)
+        problems += found
         if not found:
             root, said = stays(root, merge(root, overlay), common)
             notes += said
@@ -137,8 +124,8 @@ def put(root: Node, path: KeyPath, value: Node) -> Node:
     try:
         return merge(root, _nest(root, [*map(str, path)], 0, value))
     except _RefusedError as error:
-        key = dotted(path)
-        problem = Problem(message=str(error), key=key, location=places_of(root).value(path))
+        place = places_of(root).value(path)
+        problem = Problem(message=str(error), key=dotted(path), location=place)
         raise RecipeError([problem]) from error
 
 
@@ -146,25 +133,20 @@ def _overlay(root: Node, override: str, place: Location) -> tuple[Node, list[Pro
     path, _, text = override.partition("=")
     parts = path.split(".")
     if not all(parts):
-        raise _RefusedError("the path before = has an empty part", "such as train.steps=50")
-    value, found = _value(path, text, place)
-    stages = root.entries().get("stages")
-    first, known = parts[0], [*(stages.entries() if stages else ()), *TOP_LEVEL]
+        raise _RefusedError("the path before = has an empty part", EXAMPLE)
+    value, found = parse(text, locate=lambda line, column: place, folder=Path.cwd())
+    if value is None and not found:
+        hint = f"write {path}=null or {path}=''; put quotes around text that starts with #"
+        raise _RefusedError("there is no value after =", hint)
+    value = value or Node(value=None, at=place)
+    first, known = parts[0], [*root.slots(), *TOP_LEVEL]
     if first == "stages" and len(parts) > 1:
         raise _RefusedError("a path starts with the slot", f"write {'.'.join(parts[1:])}=...")
     if first not in known:
-        hint, near, given = did_you_mean(first, known), closest(first, known) or "", plain(value)
-        raise _RefusedError(f"the recipe has no slot `{first}`", hint, tuple(parts), given, near)
-    full = parts if first in TOP_LEVEL else ["stages", *parts]
-    return _nest(root, full, 0, value), found
-
-
-def _value(path: str, text: str, place: Location) -> tuple[Node, list[Problem]]:
-    node, found = parse(text, locate=lambda line, column: place, folder=Path.cwd())
-    if node is None and not found:
-        hint = f"write {path}=null or {path}=''; put quotes around text that starts with #"
-        raise _RefusedError("there is no value after =", hint)
-    return node or Node(value=None, at=place), found
+        near, path_of = closest(first, known) or "", tuple(parts)
+        message, hint = f"the recipe has no slot `{first}`", did_you_mean(first, known)
+        raise _RefusedError(message, hint, path=path_of, value=plain(value), closest=near)
+    return _nest(root, parts if first in TOP_LEVEL else ["stages", *parts], 0, value), found
 
 
 def _nest(base: Node | None, parts: list[str], depth: int, value: Node) -> Node:
@@ -172,27 +154,19 @@ def _nest(base: Node | None, parts: list[str], depth: int, value: Node) -> Node:
     if depth == len(parts):
         return value
     part = parts[depth]
-    if base is not None and isinstance(base.value, list):
-        return _nest_in_list(base, base.value, parts, depth, value)
-    if base is not None and base.value is not None and not isinstance(base.value, dict):
+    if base is None or base.value is None or isinstance(base.value, dict):
+        child = _nest(base.entries().get(part) if base else None, parts, depth + 1, value)
+        return Node(value={part: child}, at=value.at, keys={part: value.at})
+    if not isinstance(base.value, list):
         above = dotted(tuple(parts[:depth]))
         hint = f"write {above}=VALUE, or the name of another field"
         raise _RefusedError(f"`{above}` is one value, `{base.value}`", hint)
-    child = _nest(base.entries().get(part) if base else None, parts, depth + 1, value)
-    return Node(value={part: child}, at=value.at, keys={part: value.at})
-
-
-def _nest_in_list(
-    base: Node, entries: list[Node], parts: list[str], depth: int, value: Node
-) -> Node:
-    part = parts[depth]
+    entries = list(base.value)
     if not part.isdecimal() or int(part) >= len(entries):
-        count = len(entries)
-        raise _RefusedError(
-            f"`{part}` is not an entry of a list of {count}", "entries count from 0"
-        )
-    index = int(part)
+        message = f"`{part}` is not an entry of a list of {len(entries)}"
+        raise _RefusedError(message, "entries count from 0")
     # a list replaces the one below it, so the overlay carries all of it
-    child = _nest(entries[index], parts, depth + 1, value)
-    merged = merge(entries[index], child) if isinstance(child.value, dict) else child
-    return Node(value=[*entries[:index], merged, *entries[index + 1 :]], at=base.at)
+    old = entries[int(part)]
+    child = _nest(old, parts, depth + 1, value)
+    entries[int(part)] = merge(old, child) if isinstance(child.value, dict) else child
+    return Node(value=entries, at=base.at)
