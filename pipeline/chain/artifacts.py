@@ -35,6 +35,8 @@ KINDS: dict[str, type] = {
     "export": ExportedModel,
 }
 """Artifact of each known kind of stage; a new kind may return anything."""
+OF_ONE = (Engine, Checkpoints, StepCallback)
+"""Types of artifacts that are of one training."""
 
 
 def wrong_artifact(stage: type, name: str) -> str:
@@ -48,19 +50,14 @@ def wrong_artifact(stage: type, name: str) -> str:
     return f"{name} returns {shown}; stages of kind {kind} return {wanted.__name__}"
 
 
-OF_ONE = (Engine, Checkpoints, StepCallback)
-"""Types of artifacts that are of one training."""
-
-
 def trains(kind: type | None) -> bool:
     """Whether a stage trains: it returns a trained run, and takes something to make it from."""
-    given = None if kind is None else gives(kind)
-    return given is not None and issubclass(given, TrainedRun) and bool(needs(kind))
+    return kind is not None and issubclass(gives(kind) or object, TrainedRun) and bool(needs(kind))
 
 
-def prepares(kind: type) -> bool:
+def prepares(kind: type | None) -> bool:
     """Whether a stage trains, or returns what one training takes."""
-    return issubclass(gives(kind) or object, (TrainedRun, *OF_ONE))
+    return kind is not None and issubclass(gives(kind) or object, (TrainedRun, *OF_ONE))
 
 
 def training_slots(wiring: Wiring) -> list[str]:

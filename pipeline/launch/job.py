@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.chain.commits import resolved
-from pipeline.chain.plan import Plan
+from pipeline.chain.plan import Plan, resolved
 from pipeline.distributed.launch import LaunchInfo
 from pipeline.execution import rundir
 from pipeline.execution.journal import Journal

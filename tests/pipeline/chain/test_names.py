@@ -11,9 +11,8 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from pipeline.chain.commits import resolved
 from pipeline.chain.names import unpinned
-from pipeline.chain.plan import plan_file
+from pipeline.chain.plan import plan_file, resolved
 from pipeline.cli import main
 from pipeline.utils import hub
 from tests.pipeline.conftest import TinyRun
