@@ -19,10 +19,9 @@ from pipeline.chain.entry_points import (
     kind_of,
     line_in,
 )
-from pipeline.contracts.export import VERIFY, ExportedModel, VerifiesExport
+from pipeline.contracts.export import VERIFY, ExportedModel, OpensText, VerifiesExport
 from pipeline.contracts.signature import field_types, gives, init_fields, name_of, needs
 from pipeline.contracts.stage import TAKES_ARTIFACTS, TAKES_NONE, TAKES_ONE
-from pipeline.contracts.text_model import OpensText
 from pipeline.errors import PluginError
 from pipeline.recipe.nodes import RESERVED, TAKES
 from pipeline.utils.text import closest

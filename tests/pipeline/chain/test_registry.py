@@ -12,7 +12,7 @@ import pytest
 from pipeline.chain.entry_points import Entry
 from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import Registry
-from pipeline.contracts.text_model import OpensText
+from pipeline.contracts.export import OpensText
 from pipeline.errors import PluginError
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "smollm_fsdp.yaml"
