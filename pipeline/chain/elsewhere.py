@@ -135,7 +135,7 @@ def _about_slots(
             fields = {name for one in known.names(kind_of(use)) for name in known.fields(one)}
             given, path = slots.values[slot], ("stages", slot)
             with contextlib.suppress(PluginError):
-                wrong = build(kind, given, places=recipe.places, path=path)[1]
+                wrong = build(kind, given, tree=recipe.tree, path=path)[1]
                 yield from (o for o in wrong if isinstance(o, UnknownKey) and o.name not in fields)
     elif (
         isinstance(problem, NoSlot)

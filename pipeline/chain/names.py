@@ -33,7 +33,7 @@ def unpinned(recipe: Recipe, stages: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             message=branch if name.revision else f"{name.repo} names no commit",
             key=f"{slot}.{key}", hint=local if Path(name.repo).is_dir() else PIN_HINT,
-            location=recipe.places.value(field_path(slot, key)), warning=True,
+            location=recipe.tree.place(field_path(slot, key)), warning=True,
         )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def commits(
         try:
             found[field_path(slot, name.key)] = name, commit_of(name, known)
         except StageError as error:
-            key, place = name.named_by, recipe.places.value(field_path(slot, name.named_by))
+            key, place = name.named_by, recipe.tree.place(field_path(slot, name.named_by))
             problems.append(Problem(message=str(error), key=f"{slot}.{key}", location=place))
     if problems:
         raise RecipeError(problems)

@@ -22,7 +22,7 @@ from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
 from pipeline.recipe.fields import build
 from pipeline.recipe.load import with_values
-from pipeline.recipe.nodes import MissingKey, SourceMap, UnknownKey
+from pipeline.recipe.nodes import MissingKey, Node, UnknownKey
 from pipeline.utils.hub import Known, pins_asked
 from pipeline.utils.text import did_you_mean, plural
 
@@ -165,7 +165,7 @@ def resolved(plan: Plan, known: Known, *, ask: bool = True) -> Plan:
     for slot, stage in plan.view.slots.items():
         if recipe.stages[slot] != plan.recipe.stages[slot]:
             fields, path = recipe.stages[slot].fields, ("stages", slot)
-            stages[slot], wrong = build(type(stage), fields, places=recipe.places, path=path)
+            stages[slot], wrong = build(type(stage), fields, tree=recipe.tree, path=path)
             if wrong:
                 raise RecipeError(wrong)
     return replace(
@@ -197,7 +197,7 @@ def load_slots(
     """Each slot's class, the stages of those without mistakes, and the mistakes."""
     links, stages, problems = [], {}, []
     for slot, spec in recipe.stages.items():
-        kind, stage, wrong = _load(slot, spec, registry, recipe.places)
+        kind, stage, wrong = _load(slot, spec, registry, recipe.tree)
         links.append(SlotType(slot=slot, use=spec.use, kind=kind, takes=spec.takes))
         if stage is not None:
             stages[slot] = stage
@@ -206,7 +206,7 @@ def load_slots(
 
 
 def _load(
-    slot: str, spec: SlotSpec, registry: Registry, places: SourceMap
+    slot: str, spec: SlotSpec, registry: Registry, tree: Node
 ) -> tuple[type | None, Any, list[Problem]]:
     """The slot's class and stage, as far as there are any, and the mistakes."""
     if not spec.use:
@@ -217,13 +217,13 @@ def _load(
             kind = registry.load(spec.use)
             message = wrong_artifact(kind, spec.use)
             if not message:
-                return kind, *build(kind, spec.fields, places=places, path=("stages", slot))
+                return kind, *build(kind, spec.fields, tree=tree, path=("stages", slot))
             kind = None  # of other slots nothing can be said
         else:
             hint = registry.hint(spec.use)
     except PluginError as error:
         message = str(error)
-    location = places.value(("stages", slot, "use"))
+    location = tree.place(("stages", slot, "use"))
     return kind, None, [Problem(message=message, key=f"{slot}.use", hint=hint, location=location)]
 
 
@@ -232,14 +232,14 @@ def _draft(
 ) -> tuple[Plan, list[Problem]]:
     """The plan as far as there is one, and the mistakes. Needs are not looked at in an `incomplete`
     recipe, some of whose slots stand elsewhere."""
-    started, places = how.get("started") or LaunchInfo(), recipe.places
+    started, tree = how.get("started") or LaunchInfo(), recipe.tree
     links, stages, problems = load_slots(recipe, registry)
     wiring = wired(links)
-    problems += wrong_takes(links, places)
+    problems += wrong_takes(links, tree)
     if not incomplete:
-        problems += missing_inputs(links, registry, places)
+        problems += missing_inputs(links, registry, tree)
     if not problems:
-        problems += unread_results(links, wiring, places)
+        problems += unread_results(links, wiring, tree)
     problems += recipe.replaced
     view = _view(recipe, stages, wiring, started, forecast=how.get("forecast", False))
     if not how.get("skip_checks"):
@@ -247,12 +247,12 @@ def _draft(
         if pins_asked():
             problems += [replace(one, warning=False) for one in unpinned(recipe, stages)]
     if not recipe.stages and not incomplete:
-        message, place = "a recipe needs at least one stage", places.value(("stages",))
+        message, place = "a recipe needs at least one stage", tree.place(("stages",))
         problems.append(MissingKey(message=message, key="stages", location=place))
     wrong = _impossible_here(recipe.launch, started) if how.get("for_this_machine") else None
     if wrong is not None:
         key, message, hint = wrong
-        place = places.value(("launch", key))
+        place = tree.place(("launch", key))
         problems.append(Problem(message=message, key=f"launch.{key}", hint=hint, location=place))
     plan = Plan(
         recipe=recipe,
@@ -313,7 +313,7 @@ def _checked(recipe: Recipe, stages: Mapping[str, Any], view: PlanView) -> Itera
         for problem in (*own, *(Problem(message=message) for message in yields)):
             parts = [int(p) if p.isdecimal() else p for p in problem.key.split(".") if p]
             path = ("stages", slot, *parts)
-            place = recipe.places.value(path) if parts else recipe.places.key(path)
+            place = recipe.tree.place(path) if parts else recipe.tree.key_place(path)
             key = ".".join([slot, *map(str, parts)])
             yield replace(problem, key=key, location=problem.location or place)
 

@@ -16,7 +16,7 @@ from pipeline.contracts.plan_view import Wiring
 from pipeline.contracts.signature import Need, gives, needs
 from pipeline.contracts.stage import Durable
 from pipeline.errors import Problem
-from pipeline.recipe.nodes import SourceMap
+from pipeline.recipe.nodes import Node
 from pipeline.recipe.shipped import by_use
 from pipeline.utils.text import did_you_mean
 
@@ -76,17 +76,17 @@ def wired(links: Sequence[SlotType]) -> Wiring:
     return Wiring(kinds={link.slot: link.kind for link in links}, inputs=found)
 
 
-def wrong_takes(links: Sequence[SlotType], places: SourceMap) -> Iterator[Problem]:
+def wrong_takes(links: Sequence[SlotType], tree: Node) -> Iterator[Problem]:
     """A problem for every name in `takes` that is not a parameter, or no slot that can give it."""
     for index, link in enumerate(links):
         wanted = {need.parameter: need for need in link.needs}
         for parameter, slot in link.takes.items() if link.kind else ():
             path = ("stages", link.slot, "takes", parameter)
             if parameter in wanted:
-                message, hint = _no_giver(wanted[parameter], slot, links, index, places)
-                place = places.value(path)
+                message, hint = _no_giver(wanted[parameter], slot, links, index, tree)
+                place = tree.place(path)
             else:
-                message, place = f"`{link.use}` takes no `{parameter}`", places.key(path)
+                message, place = f"`{link.use}` takes no `{parameter}`", tree.key_place(path)
                 hint = did_you_mean(parameter, wanted) or "leave it out"
             if message:
                 key = f"{link.slot}.takes.{parameter}"
@@ -94,7 +94,7 @@ def wrong_takes(links: Sequence[SlotType], places: SourceMap) -> Iterator[Proble
 
 
 def _no_giver(
-    need: Need, slot: str | None, links: Sequence[SlotType], index: int, places: SourceMap
+    need: Need, slot: str | None, links: Sequence[SlotType], index: int, tree: Node
 ) -> tuple[str, str]:
     """Message and hint about the slot that is named for a need; empty if it returns that."""
     link, wanted = links[index], f"{need.parameter} ({need.type.__name__})"
@@ -113,13 +113,11 @@ def _no_giver(
         return message, hint
     if named is link:
         return "a slot cannot take its own result", hint
-    hint = f"move slot `{slot}` ({places.key(('stages', slot))}) before `{link.slot}`"
+    hint = f"move slot `{slot}` ({tree.key_place(('stages', slot))}) before `{link.slot}`"
     return f"slot `{slot}` comes after this one", hint
 
 
-def missing_inputs(
-    links: Sequence[SlotType], registry: Registry, places: SourceMap
-) -> list[Problem]:
+def missing_inputs(links: Sequence[SlotType], registry: Registry, tree: Node) -> list[Problem]:
     """A problem for every need that no earlier slot meets."""
     problems = []
     absent: set[type] = set()  # a slot that several need is missing once
@@ -134,12 +132,12 @@ def missing_inputs(
             candidates = [*_open(need, link.kind, earlier, later), link, *later]
             if not any(other.is_like(need.type) for other in candidates):
                 absent.add(need.type)
-            problems.append(_missing(need, links, index, registry, places))
+            problems.append(_missing(need, links, index, registry, tree))
     return problems
 
 
 def _missing(
-    need: Need, links: Sequence[SlotType], index: int, registry: Registry, places: SourceMap
+    need: Need, links: Sequence[SlotType], index: int, registry: Registry, tree: Node
 ) -> Problem:
     """The problem of a need that no earlier slot meets: move a slot, use other stages, or add a
     slot."""
@@ -147,9 +145,9 @@ def _missing(
     message = f"`{link.use}` needs"
     if after := next((other for other in later if other.meets(need)), None):
         message += f" the result of slot `{after.slot}`, which comes after it"
-        place = places.key(("stages", after.slot))
+        place = tree.key_place(("stages", after.slot))
         return _at_use(
-            link, places, message, f"move slot `{after.slot}` ({place}) before `{link.slot}`"
+            link, tree, message, f"move slot `{after.slot}` ({place}) before `{link.slot}`"
         )
     known, stages = _open(need, link.kind, earlier, later), registry.loadable()
     types = [SlotType(slot="", use=name, kind=kind) for name, kind in stages.items()]
@@ -161,14 +159,14 @@ def _missing(
         here = [name for name in others if _fits(stages[name], earlier)]
         options = {link.slot: here, alike.slot: givers}
         can_be = (f"`{slot}` can be {' or '.join(uses)}" for slot, uses in options.items() if uses)
-        return _at_use(link, places, message, ", or ".join(can_be))
+        return _at_use(link, tree, message, ", or ".join(can_be))
     fitting = [name for name in givers if _fits(stages[name], earlier, links[index:])] or givers
     kinds = " or ".join(f"`{kind}`" for kind in dict.fromkeys(map(kind_of, fitting)))
     message += f" a slot {kinds} before it" if kinds else f" {need.type.__name__}"
     if ended := [one for one in earlier[: len(earlier) - len(known)] if one.trains]:
         message += f" and after slot `{ended[-1].slot}`: each training takes its own"
     hint = _to_add(by_use(fitting), link, links) if fitting else "no installed stage returns it"
-    return _at_use(link, places, message, hint)
+    return _at_use(link, tree, message, hint)
 
 
 def _to_add(stages: Sequence[str], before: SlotType, links: Sequence[SlotType]) -> str:
@@ -181,9 +179,7 @@ def _to_add(stages: Sequence[str], before: SlotType, links: Sequence[SlotType]) 
     return f"add `{name}: {{use: {first}}}` before slot `{before.slot}`{rest}"
 
 
-def unread_results(
-    links: Sequence[SlotType], wiring: Wiring, places: SourceMap
-) -> Iterator[Problem]:
+def unread_results(links: Sequence[SlotType], wiring: Wiring, tree: Node) -> Iterator[Problem]:
     """A mistake for every result that no slot reads though another slot returns such a result too,
     or an earlier slot could have read it; and otherwise a warning, in a chain that leads to a
     result that lasts. Those may be read by no one: they are what a run is for."""
@@ -195,34 +191,34 @@ def unread_results(
     message = "no slot reads its result"
     for index, link in enumerate(links):
         if link.trains and link.slot not in {*read, last}:
-            yield _at_use(link, places, message, NEXT, warning=True)
+            yield _at_use(link, tree, message, NEXT, warning=True)
         if link.gives is None or link.lasts or link.slot in read:
             continue
         alike = [one for one in links if one is not link and one.is_like(link.gives)]
         other = next((one for one in alike if one.slot in read), None)
         readers = (one for one in links[:index] if any(map(link.meets, one.needs)))
         if not alike and (reader := next(readers, None)):
-            why = f"slot {_named(reader, places)} comes before it"
-            yield _at_use(link, places, f"{message}: {why}", f"move it before slot `{reader.slot}`")
+            why = f"slot {_named(reader, tree)} comes before it"
+            yield _at_use(link, tree, f"{message}: {why}", f"move it before slot `{reader.slot}`")
         # a chain may end, unfinished, with a slot that changes what it takes
         elif other is None and leads:
-            yield _at_use(link, places, message, "remove the slot", warning=True)
+            yield _at_use(link, tree, message, "remove the slot", warning=True)
         elif other is not None and (leads or other.slot not in wiring.inputs[link.slot].values()):
             hint = f"remove one of the two (`{link.slot}: null` or `{other.slot}: null`), or have "
             hint += "it stand before the slot that is to read it"
-            why = f"slot {_named(other, places)} has such a result too"
-            yield _at_use(link, places, f"{message}: {why}", hint)
+            why = f"slot {_named(other, tree)} has such a result too"
+            yield _at_use(link, tree, f"{message}: {why}", hint)
 
 
-def _named(link: SlotType, places: SourceMap) -> str:
-    return f"`{link.slot}` ({link.use}, {places.value(('stages', link.slot, 'use'))})"
+def _named(link: SlotType, tree: Node) -> str:
+    return f"`{link.slot}` ({link.use}, {tree.place(('stages', link.slot, 'use'))})"
 
 
 def _at_use(
-    link: SlotType, places: SourceMap, message: str, hint: str, *, warning: bool = False
+    link: SlotType, tree: Node, message: str, hint: str, *, warning: bool = False
 ) -> Problem:
     """A problem of a slot as a whole."""
-    place = places.value(("stages", link.slot, "use"))
+    place = tree.place(("stages", link.slot, "use"))
     key = f"{link.slot}.use"
     return Problem(message=message, key=key, hint=hint, location=place, warning=warning)
 

@@ -24,22 +24,18 @@ class StepCallback(ABC):
 
     @abstractmethod
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        """Called after update number `step` (from 1), before the model is evaluated and before a
-        checkpoint of this step is saved; not for steps that were dropped as anomalous. Where
-        neither comes next, the weights may already have the next update; `progress` is as of
-        `step`.
-
-        `record` has the numbers that `metrics.jsonl` has of the step (docs/training.md): `loss`
-        and speeds over all ranks, `time` and `step_seconds` of this rank; NaN if unknown.
-        """
+        """Called after update number `step` (from 1), before an evaluation and a checkpoint of this
+        step; not for steps that were dropped as anomalous. Where neither comes next, the weights
+        may already have the next update; `progress` is as of `step`. `record` has the numbers that
+        `metrics.jsonl` has of the step (docs/training.md): `loss` and speeds over all ranks, `time`
+        and `step_seconds` of this rank; NaN if unknown."""
 
     def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         """Called after an evaluation of the weights of `step` (0: before the first update), with
         the held-out `eval_loss` and `perplexity` over all ranks. Does nothing unless overridden."""
 
     def reason_to_end(self) -> str:
-        """Return why training should end now, in words; empty to continue, as it does unless this
-        is overridden.
+        """Return why training should end now, in words; empty, as by default, to continue.
 
         Called on every rank before each step, also before the first. One rank's reason is enough:
         all ranks end after the same step, and the run continues with a save and with later slots. A
@@ -71,10 +67,9 @@ class Callbacks(StepCallback):
         self._reasons: dict[str, str] = {}
         """Callback -> its reason to end the training, the same on all ranks."""
         for given in callbacks:
-            several: Iterable[object] = [given]
-            if isinstance(given, Callbacks):
-                several = given._callbacks.values()
-            for callback in several:
+            for callback in (
+                [*given._callbacks.values()] if isinstance(given, Callbacks) else [given]
+            ):
                 if callback is None:
                     continue
                 kind = type(callback)
@@ -95,8 +90,7 @@ class Callbacks(StepCallback):
 
     def reason_to_end(self) -> str:
         """The first reason that was agreed on or, before that, of a callback of this rank."""
-        known = iter(self._reasons.values())
-        return next(known, "") or next(iter(self._own_reasons().values()), "")
+        return next(iter((self._reasons or self._own_reasons()).values()), "")
 
     def _own_reasons(self) -> dict[str, str]:
         """Callback -> its reason on this rank, if it has one. Raises StageError."""

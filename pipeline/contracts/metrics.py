@@ -25,14 +25,11 @@ class Metrics:
         self.path, self.training = path, training
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; it is on its way to the disk when this returns.
-
-        It has an integer `step`, and what was measured there: every number gets a curve in reports,
-        a line in displays, and is sent to trackers. Numbers of NumPy and tensors of one element are
-        taken; what is not finite becomes null. Raises TypeError for a record without a step, or
-        with what JSON cannot hold, and ValueError for a name that the training uses (FIELDS): its
-        own numbers would be mixed with those.
-        """
+        """Append one record: an integer `step`, and what was measured there. Every number gets a
+        curve in reports, a line in displays, and is sent to trackers. Numbers of NumPy and tensors
+        of one element are taken; what is not finite becomes null. Raises TypeError for a record
+        without a step, or with what JSON cannot hold, and ValueError for a name that the training
+        uses (FIELDS), whose own numbers it would be mixed with."""
         taken = sorted(record.keys() & (OWN - {"step", "time"}))
         if taken:
             raise ValueError(f"`{taken[0]}` is a name of the training's numbers: choose another")
@@ -104,24 +101,16 @@ def training_of(record: Mapping[str, Any]) -> str:
 def is_record(record: dict[str, Any]) -> bool:
     """Whether it has a step, and what its readers use is of the kind that they expect."""
     steps = (record.get("step"), record.get("best_step", 0) or 0)
+    texts = record.get("generated", [])
     return (
         all(type(value) is int and is_number(value) for value in steps)
         and all(record.get(name) is None or is_number(record[name]) for name in NUMBERS)
         and all(type(value) is not int or is_number(value) for value in record.values())
-        and is_text(record.get("ended_early", ""))
-        and is_text(record.get("slot", ""))
-        and _are_texts(record.get("generated", []))
-    )
-
-
-def _are_texts(generated: Any) -> bool:
-    return isinstance(generated, list) and all(
-        isinstance(one, dict)
-        and type(one.get("number")) is int
-        and is_number(one["number"])
-        and is_text(one.get("prompt"))
-        and is_text(one.get("text"))
-        for one in generated
+        and all(is_text(record.get(name, "")) for name in ("ended_early", "slot"))
+        and isinstance(texts, list)
+        and all(isinstance(one, dict) and type(one.get("number")) is int for one in texts)
+        and all(is_number(one["number"]) for one in texts)
+        and all(is_text(one.get(name)) for one in texts for name in ("prompt", "text"))
     )
 
 

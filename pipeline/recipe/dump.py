@@ -12,7 +12,7 @@ import yaml
 
 from pipeline.errors import Location
 from pipeline.recipe.interpolation import resolve
-from pipeline.recipe.nodes import KeyPath, lookup, node_of, plain
+from pipeline.recipe.nodes import KeyPath, Node, plain, put
 from pipeline.recipe.parse import FLOAT, parse
 from pipeline.utils.terminal import UNSAFE
 
@@ -80,25 +80,26 @@ def with_value(text: str, path: KeyPath, value: Any, *, after: str, note: str) -
     """The text with a value at `path`: instead of the one that is there, or else as a new entry
     after the key `after` of the same mapping. `note` becomes a comment of a new line. None where
     that would change anything else, as in a layout with anchors, or where the text has neither."""
-    written, expected = _edited(text, path, value, after=after, note=note), _values(text)
-    mapping = lookup(expected, path[:-1])
-    if written is None or not isinstance(mapping, dict):
+    written, root = _edited(text, path, value, after=after, note=note), _read(text)
+    mapping = None if root is None else root.find(path[:-1])
+    if written is None or root is None or mapping is None or not isinstance(mapping.value, dict):
         return None
-    mapping[path[-1]] = value
-    return written if _values(written) == expected else None
+    expected, found = plain(root), _read(written)
+    put(expected, path, value)
+    return written if found is not None and plain(found) == expected else None
 
 
-def _values(text: str) -> Any:
-    """The values of a recipe's text, each place with its own; None if it cannot be read."""
+def _read(text: str) -> Node | None:
+    """The tree of a recipe's text; None if it cannot be read."""
     root, problems = parse(text, locate=lambda *_: Location(file=""), folder=Path("/"))
-    return None if root is None or problems else plain(root)
+    return None if problems else root
 
 
 def reads_back(value: Any) -> bool:
     """Whether a recipe can hold a value: text that begins like a path, has an interpolation or is
     `???` is read as something else."""
-    read = _values(inline({"value": value}))
-    data, unresolved = resolve(node_of(read, Location(file="")))
+    root = _read(inline({"value": value}))
+    data, unresolved = (None, []) if root is None else resolve(root)
     return not unresolved and bool(data == {"value": value})
 
 

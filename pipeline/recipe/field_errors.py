@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.contracts.signature import dataclasses_in, default_of, field_types, init_fields
 from pipeline.errors import Problem
 from pipeline.recipe.dump import inline
-from pipeline.recipe.nodes import TAKES, KeyPath, MissingKey, SourceMap, UnknownKey, dotted, lookup
+from pipeline.recipe.nodes import TAKES, KeyPath, MissingKey, Node, UnknownKey, dotted
 from pipeline.recipe.parse import scalar
 from pipeline.utils.text import closest, did_you_mean
 
@@ -60,7 +60,7 @@ def to_problems(
     errors: Sequence[Any],
     kind: type,
     data: Mapping[str, Any],
-    places: SourceMap,
+    tree: Node,
     base: KeyPath,
     *,
     adapter: Adapter,
@@ -73,10 +73,10 @@ def to_problems(
     problems = []
     for path, here in by_path.items():
         whole = (*base, *path)
-        written, key, place = lookup(places.data, whole), dotted(whole), places.value(whole)
+        written, key, place = tree.written(whole), dotted(whole), tree.place(whole)
         said = [one for one in here if one["type"] not in (*WANTED, "literal_error")]
         if said:
-            problems.append(_said(said[0], kind, path, places, whole))
+            problems.append(_said(said[0], kind, path, tree, whole))
         # else another member of the union may have taken the value, and complain of what is in it
         elif all(len(one) <= len(path) or one[: len(path)] != path for one in by_path):
             message, near = _wanted(here, written)
@@ -100,18 +100,18 @@ def _path(error: Any, data: Any) -> KeyPath:
     return tuple(path)
 
 
-def _said(error: Any, kind: type, path: KeyPath, places: SourceMap, whole: KeyPath) -> Problem:
+def _said(error: Any, kind: type, path: KeyPath, tree: Node, whole: KeyPath) -> Problem:
     """The problem of an error that is not about the type of a value."""
-    sort, context, written = error["type"], error.get("ctx", {}), lookup(places.data, whole)
+    sort, context, written = error["type"], error.get("ctx", {}), tree.written(whole)
     message = MESSAGES[sort].format(**context) if sort in MESSAGES else error["msg"]
     key, hint = dotted(whole), ""
     if sort == "missing":
-        return MissingKey(message=message, key=key, location=places.key(whole))
+        return MissingKey(message=message, key=key, location=tree.key_place(whole))
     if sort == UNKNOWN:
         known = sorted({name for owner in owners_of(kind, path) for name in field_types(owner)})
         return UnknownKey(
-            message=message, key=key, hint=_unknown(path, known, kind), location=places.key(whole),
-            path=whole, value=written, closest=closest(str(path[-1]), known) or "",
+            message=message, key=key, hint=_unknown(path, known, kind), path=whole, value=written,
+            closest=closest(str(path[-1]), known) or "", location=tree.key_place(whole),
         )  # fmt: skip
     if sort != "value_error":
         message += f", not {_shown(written)}"
@@ -121,7 +121,7 @@ def _said(error: Any, kind: type, path: KeyPath, places: SourceMap, whole: KeyPa
     if sort == "string_pattern_mismatch" and isinstance(written, str):
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", written).strip("-.")
         hint = f"write {plain}" if re.fullmatch(context["pattern"], plain) else ""
-    return Problem(message=message, key=key, hint=hint, location=places.value(whole))
+    return Problem(message=message, key=key, hint=hint, location=tree.place(whole))
 
 
 def _unknown(path: KeyPath, known: Sequence[str], kind: type) -> str:

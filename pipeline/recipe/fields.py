@@ -35,7 +35,7 @@ from pipeline.contracts.signature import (
 from pipeline.errors import PluginError, Problem
 from pipeline.recipe.dump import inline
 from pipeline.recipe.field_errors import to_problems
-from pipeline.recipe.nodes import KeyPath, SourceMap
+from pipeline.recipe.nodes import KeyPath, Node
 
 T = TypeVar("T")
 BOUNDS = {
@@ -52,7 +52,7 @@ WORDS = {"str": "text", "NoneType": "null", "PosixPath": "path", "Path": "path",
 
 
 def build(
-    kind: type[T], data: Mapping[str, Any], *, places: SourceMap, path: KeyPath
+    kind: type[T], data: Mapping[str, Any], *, tree: Node, path: KeyPath
 ) -> tuple[T | None, list[Problem]]:
     """An instance of the dataclass `kind` from plain values that were written at `path`, or None
     and everything that is wrong with them. Raises PluginError when `kind` itself is at fault."""
@@ -61,7 +61,7 @@ def build(
         return validated, []
     except ValidationError as error:
         errors = error.errors(include_url=False)
-        return None, to_problems(errors, kind, data, places, path, adapter=adapter)
+        return None, to_problems(errors, kind, data, tree, path, adapter=adapter)
 
 
 @functools.cache

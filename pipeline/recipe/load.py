@@ -24,10 +24,8 @@ from pipeline.recipe.nodes import (
     MissingKey,
     Node,
     NoSlot,
-    SourceMap,
     UnknownKey,
     node_of,
-    places_of,
     plain,
 )
 from pipeline.recipe.overrides import apply, put
@@ -74,7 +72,6 @@ class Recipe(RecipeSettings):
     """A merged recipe. Fields of stages are not validated yet; `make_plan` does that."""
 
     stages: Mapping[str, SlotSpec]
-    places: SourceMap = field(compare=False, repr=False)
     source_files: tuple[Path, ...] = field(compare=False)
     """The recipe's own file first; each before the files that it overrides."""
     tree: Node = field(compare=False, repr=False)
@@ -84,7 +81,8 @@ class Recipe(RecipeSettings):
 
     def origin(self, path: KeyPath) -> str:
         """`file:line:column` or the override that set the value at `path`; `default` if nothing."""
-        return str(self.places.values.get(path, "default"))
+        node = self.tree.find(path)
+        return str(node.at) if node is not None else "default"
 
     def dump(self) -> str:
         """The merged recipe as YAML: self-contained, without any environment variable's value."""
@@ -148,18 +146,17 @@ def with_values(recipe: Recipe, values: Mapping[KeyPath, tuple[Any, Location]]) 
     changed, unresolved, _ = _recipe(tree)
     if unresolved:
         raise RecipeError(unresolved)
-    return replace(recipe, stages=changed.stages, places=changed.places, tree=tree)
+    return replace(recipe, stages=changed.stages, tree=tree)
 
 
 def _recipe(tree: Node) -> tuple[Recipe, list[Problem], list[Problem]]:
     """The recipe of a merged tree, its wrong interpolations, and its other problems."""
     data, unresolved = resolve(tree)
-    places = places_of(tree)
     given = {key: data[key] for key in HEADER_KEYS if key in data}
-    header, wrong = build(RecipeSettings, given, places=places, path=())
+    header, wrong = build(RecipeSettings, given, tree=tree, path=())
     settings = vars(header or RecipeSettings(name="unnamed"))
-    stages, wrong_slots = _slots(data.get("stages"), places)
-    recipe = Recipe(**settings, stages=stages, places=places, source_files=(), tree=tree)
+    stages, wrong_slots = _slots(data.get("stages"), tree)
+    recipe = Recipe(**settings, stages=stages, tree=tree, source_files=())
     return recipe, unresolved, wrong + wrong_slots
 
 
@@ -173,22 +170,22 @@ def _unknown_key(key: str, tree: Node) -> Problem:
     )  # fmt: skip
 
 
-def _slots(stages: Any, places: SourceMap) -> tuple[dict[str, SlotSpec], list[Problem]]:
+def _slots(stages: Any, tree: Node) -> tuple[dict[str, SlotSpec], list[Problem]]:
     if stages is None:
         return {}, []
     if not isinstance(stages, Mapping) or isinstance(stages.get("use"), str):
         message = "must be a mapping of slots, each with `use` and the stage's fields"
         hint = "write a slot's name before each, without dashes: `model: {use: ..., ...}`"
-        place = places.value(("stages",))
+        place = tree.place(("stages",))
         if isinstance(stages, Mapping):
             message = "`use` stands where a slot's name belongs"
             hint = "indent it, and the fields after it, by two spaces more than the slot's name"
-            place = places.key(("stages", "use"))
+            place = tree.key_place(("stages", "use"))
         return {}, [Problem(message=message, key="stages", hint=hint, location=place)]
     slots: dict[str, SlotSpec] = {}
     problems: list[Problem] = []
     for slot, value in stages.items():
-        problems += _wrong_slot(slot, value, places)
+        problems += _wrong_slot(slot, value, tree)
         fields = dict(value) if isinstance(value, Mapping) else {}
         use, takes = fields.pop("use", None), fields.pop("takes", None)
         use = use if isinstance(use, str) else ""
@@ -196,9 +193,9 @@ def _slots(stages: Any, places: SourceMap) -> tuple[dict[str, SlotSpec], list[Pr
     return slots, problems
 
 
-def _wrong_slot(slot: str, value: Any, places: SourceMap) -> Iterator[Problem]:
+def _wrong_slot(slot: str, value: Any, tree: Node) -> Iterator[Problem]:
     path: KeyPath = ("stages", slot)
-    place, key = places.key(path), f"{slot}.use"
+    place, key = tree.key_place(path), f"{slot}.use"
     if slot in TOP_LEVEL:
         message = f"a slot cannot be called `{slot}`: that is a key of the recipe itself"
         yield Problem(message=message, key=slot, location=place)
@@ -206,20 +203,20 @@ def _wrong_slot(slot: str, value: Any, places: SourceMap) -> Iterator[Problem]:
         message = "a slot's name is small letters, digits and underscores, and starts with a letter"
         yield Problem(message=message, key=slot, location=place)
     if not isinstance(value, Mapping):
-        place = places.value(path)
+        place = tree.place(path)
         hint = _as_slot(slot, value, command_line=place.on_command_line)
         message = "a slot is a mapping with `use` and the stage's fields"
         yield NoSlot(message=message, key=slot, hint=hint, location=place, name=slot)
         return
     if not _is_wires(value.get("takes") or {}):
-        message, at = "must name a slot for each artifact", places.value((*path, "takes"))
+        message, at = "must name a slot for each artifact", tree.place((*path, "takes"))
         hint = "such as `takes: {engine: wrap}`; `pipe dag` shows what each slot reads"
         yield Problem(message=message, key=f"{slot}.takes", hint=hint, location=at)
     use, hint = value.get("use"), "`pipe stages` lists them"
     if "use" not in value:
         yield MissingKey(message="is missing", key=key, hint=hint, location=place)
     elif not isinstance(use, str) or not use:
-        at = places.value((*path, "use"))
+        at = tree.place((*path, "use"))
         yield Problem(message="must be a stage's name", key=key, hint=hint, location=at)
 
 

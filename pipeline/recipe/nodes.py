@@ -16,44 +16,9 @@ USE, TAKES = RESERVED = "use", "takes"
 artifacts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceMap:
-    """Places of keys and values by path. A path without a place takes its nearest ancestor's."""
-
-    keys: Mapping[KeyPath, Location]
-    values: Mapping[KeyPath, Location]
-    """Holds at least the root, `()`."""
-    data: Any
-    """The values as written, with interpolations unresolved: what messages may show."""
-
-    def value(self, path: KeyPath) -> Location:
-        """Place of the value at `path`."""
-        while path not in self.values:
-            path = path[:-1]
-        return self.values[path]
-
-    def key(self, path: KeyPath) -> Location:
-        """Place of the key at `path`; for a list's entry, the place of the entry."""
-        while path not in self.keys and path not in self.values:
-            path = path[:-1]
-        return self.keys.get(path) or self.values[path]
-
-
 def dotted(path: KeyPath) -> str:
     """The path as people write it: `train.steps`, without the leading `stages`."""
     return ".".join(map(str, path[1:] if len(path) > 1 and path[0] == "stages" else path))
-
-
-def lookup(data: Any, path: KeyPath) -> Any:
-    """The value at `path` in nested mappings and lists; None where nothing is."""
-    for part in path:
-        if isinstance(data, Mapping):
-            data = data.get(part)
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
-            data = data[part]
-        else:
-            return None
-    return data
 
 
 def put(data: Any, path: KeyPath, value: Any) -> None:
@@ -103,6 +68,36 @@ class Node:
         """A mapping's entries; empty for anything else."""
         return self.value if isinstance(self.value, dict) else {}
 
+    def find(self, path: KeyPath) -> Node | None:
+        """The node at `path`; None where nothing is."""
+        node: Node | None = self
+        for part in path:
+            below = None if node is None else node.value
+            if isinstance(below, list) and isinstance(part, int):
+                node = below[part] if part < len(below) else None
+            else:
+                node = below.get(str(part)) if isinstance(below, dict) else None
+        return node
+
+    def written(self, path: KeyPath) -> Any:
+        """The bare value at `path`, with interpolations unresolved: what messages may show."""
+        node = self.find(path)
+        return None if node is None else plain(node)
+
+    def place(self, path: KeyPath) -> Location:
+        """Place of the value at `path`; where nothing is, of the nearest above."""
+        while (node := self.find(path)) is None:
+            path = path[:-1]
+        return node.at
+
+    def key_place(self, path: KeyPath) -> Location:
+        """Place of the key at `path`, or of a list's entry; where nothing is, of the nearest
+        above."""
+        while (node := self.find(path)) is None:
+            path = path[:-1]
+        above = self.find(path[:-1])
+        return above.keys.get(str(path[-1]), node.at) if above and path else node.at
+
     def slots(self) -> dict[str, Node]:
         """The entries of `stages` of a recipe's root."""
         stages = self.entries().get("stages")
@@ -138,16 +133,6 @@ def walk(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
     below = enumerate(node.value) if isinstance(node.value, list) else node.entries().items()
     for key, child in below:
         yield from walk(child, (*path, key))
-
-
-def places_of(root: Node) -> SourceMap:
-    """Places of all keys and values of a tree."""
-    nodes = dict(walk(root))
-    return SourceMap(
-        keys={(*path, key): at for path, node in nodes.items() for key, at in node.keys.items()},
-        values={path: node.at for path, node in nodes.items()},
-        data=plain(root),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

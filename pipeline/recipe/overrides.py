@@ -15,7 +15,7 @@ import yaml
 
 from pipeline.errors import COMMAND_LINE, Location, Problem, RecipeError
 from pipeline.recipe.merge import Common, merge, stays
-from pipeline.recipe.nodes import KeyPath, Node, UnknownKey, dotted, places_of, plain
+from pipeline.recipe.nodes import KeyPath, Node, UnknownKey, dotted, plain
 from pipeline.recipe.parse import parse
 from pipeline.utils.text import closest, did_you_mean
 
@@ -124,7 +124,7 @@ def put(root: Node, path: KeyPath, value: Node) -> Node:
     try:
         return merge(root, _nest(root, [*map(str, path)], 0, value))
     except _RefusedError as error:
-        place = places_of(root).value(path)
+        place = root.place(path)
         problem = Problem(message=str(error), key=dotted(path), location=place)
         raise RecipeError([problem]) from error
 

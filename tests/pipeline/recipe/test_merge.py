@@ -100,9 +100,9 @@ def test_places_follow_the_values() -> None:
         "wrap.stage": "base.yaml:7:30",
     }
     assert {key: recipe.origin(("stages", *key.split("."))) for key in origins} == origins
-    assert str(recipe.places.key(("stages", "wrap"))) == "base.yaml:7:3"
+    assert str(recipe.tree.key_place(("stages", "wrap"))) == "base.yaml:7:3"
     replaced = over("stages: {wrap: {use: wrap.y}}\n")
-    assert str(replaced.places.key(("stages", "wrap"))) == "r.yaml:2:10"
+    assert str(replaced.tree.key_place(("stages", "wrap"))) == "r.yaml:2:10"
 
 
 @pytest.mark.parametrize(
