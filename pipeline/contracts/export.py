@@ -119,11 +119,9 @@ class TextModel(ABC):
 
 @runtime_checkable
 class OpensText(Protocol):
-    """A stage that exports models and loads them for `pipe chat`. The built-in `export` stage opens
-    folders and checkpoints of a stage without these methods.
-
-    Each loads onto `ctx.dist.device`. Raises StageError or UsageError.
-    """
+    """A stage that exports models and loads them for `pipe chat`, each onto `ctx.dist.device`; they
+    raise StageError or UsageError. The built-in `export` stage opens folders and checkpoints of a
+    stage without these methods."""
 
     @classmethod
     def open_folder(

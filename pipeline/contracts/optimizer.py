@@ -27,10 +27,9 @@ class NamedParameter(NamedTuple):
 
 
 class StateCodec(ABC):
-    """Layout of optimizer state that is not kept as tensors of the parameter's shape.
-
-    A parameter's state in the optimizer is a mapping. Apart from the count of updates, all its
-    values come from `start`. For a sharded parameter it covers only this process's elements."""
+    """Layout of optimizer state that is not kept as tensors of the parameter's shape. A parameter's
+    state is a mapping whose values, but the count of updates, come from `start`; of a sharded one
+    it covers only this process's elements."""
 
     @abstractmethod
     def start(self, parameter: Tensor, count: int) -> dict[str, Tensor]:
@@ -74,8 +73,7 @@ class UpdateRule(NamedTuple):
     algorithm: str
     """Name of the rule (`adamw`). A strategy may run its own kernel of the same rule."""
     elementwise: bool = True
-    """Whether each element is updated by its own gradient and moments. Other rules need whole
-    matrices."""
+    """Whether each element is updated by its own gradient and moments, not by whole matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +85,8 @@ class OptimizerPart:
     takes: Callable[[NamedParameter], bool] = lambda parameter: True
     """Whether a trained parameter belongs to this part, unless an earlier part takes it."""
     algorithm: str
-    """See `UpdateRule`."""
     elementwise: bool = True
-    """See `UpdateRule`."""
+    """As in `UpdateRule`."""
     hyperparameters: Mapping[str, Any]
     """Arguments of the rule's torch class: `lr` always, betas, eps, weight_decay."""
     groups: Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]
@@ -117,8 +114,7 @@ class OptimizerPlan:
     max_grad_norm: float | None
     """Limit of the norm of the whole model's gradient."""
     schedule_warnings: Callable[[int], Iterable[str]] = lambda total: ()
-    """Function of the number of steps that yields warnings about a schedule that is probably a
-    mistake."""
+    """Number of steps -> warnings about a schedule that is probably a mistake."""
 
     def __post_init__(self) -> None:
         names = [part.name for part in self.parts]
@@ -139,8 +135,7 @@ class OptimizerPlan:
         own: list[list[NamedParameter]] = [[] for _ in self.parts]
         for one in parameters:
             if one.parameter.requires_grad:
-                takers = (n for n, part in enumerate(self.parts) if part.takes(one))
-                number = next(takers, None)
+                number = next((n for n, part in enumerate(self.parts) if part.takes(one)), None)
                 if number is None:
                     raise StageError(
                         f"no part of the optimizer takes the trained parameter {one.name}",

@@ -41,17 +41,16 @@ def engine_file(training: str) -> str:
 
 
 class Durable(ABC):
-    """An artifact that survives its process: the journal keeps `record()`, resume calls
-    `restore()`."""
+    """An artifact that survives its process."""
 
     @abstractmethod
     def record(self) -> dict[str, Any]:
-        """Everything that is needed to find the artifact again, as JSON."""
+        """Everything that is needed to find the artifact again, as JSON for the journal."""
 
     @classmethod
     @abstractmethod
     def restore(cls, record: Mapping[str, Any]) -> Durable:
-        """The artifact from its record; raises StageError when it is gone."""
+        """The artifact from its record, on a resume; raises StageError when it is gone."""
 
 
 class Stage(Protocol):
@@ -65,8 +64,8 @@ class NeedsResources(Protocol):
     """A stage that needs disk or host memory beyond what its artifacts have taken."""
 
     def resource_needs(self, ctx: Context, *artifacts: Any) -> Iterable[ResourceNeed]:
-        """Yield each need. Called on rank 0 only, before training, as soon as the artifacts of the
-        method's annotations are there. A parameter with the name of one of `run` gets the same."""
+        """Yield each need. Called on rank 0 only, before training, as soon as the annotated
+        artifacts are there. A parameter with the name of one of `run` gets the same."""
 
 
 @runtime_checkable
@@ -83,8 +82,7 @@ class VerifiesResult(Protocol):
     """A stage that can check whether its durable result is unchanged."""
 
     def verify_result(self, result: Any) -> None:
-        """Raise StageError if it has changed. A resume calls this in one process before it skips
-        the slot."""
+        """Raise StageError if it has changed; called in one process, before a resume skips it."""
 
 
 @runtime_checkable
@@ -92,8 +90,7 @@ class DividesRanks(Protocol):
     """A stage under which several ranks run one model together."""
 
     def data_ranks(self, procs: int) -> int:
-        """Number of shares into which a step's samples are divided, on `procs` processes: 0 if the
-        processes do not divide."""
+        """Number of shares of a step's samples on `procs` processes; 0 if these do not divide."""
 
 
 @runtime_checkable
