@@ -71,11 +71,11 @@ def expansions(references: Mapping[KeyPath, Collection[str]]) -> int:
     def cost(leaf: KeyPath) -> int:
         if leaf not in known:
             known[leaf] = 1  # what leads back here is a circle; resolving stops at it
-            path = leaves[leaf]
-            targets = [_target(reference, path) for reference in references[path]]
-            # a target may hold the leaf, or lie in what the leaf becomes
-            reached = (one for to in targets for one in leaves if not _apart(to, one))
-            known[leaf] += sum(map(cost, reached))
+            for reference in references[leaves[leaf]]:
+                to = _target(reference, leaf)
+                # a target may hold another leaf, or lie in what that becomes
+                pairs = ((one, zip(to, one, strict=False)) for one in leaves)
+                known[leaf] += sum(cost(one) for one, pair in pairs if all(a == b for a, b in pair))
         return known[leaf]
 
     try:
@@ -85,19 +85,12 @@ def expansions(references: Mapping[KeyPath, Collection[str]]) -> int:
 
 
 def _target(reference: str, path: KeyPath) -> KeyPath:
-    """The path that `${reference}`, written at `path`, points to; keys and indexes as text.
-
-    One leading dot is the mapping it stands in, each further dot one level up.
-    """
+    """The path that `${reference}`, written at `path`, points to; keys and indexes as text. One
+    leading dot is the mapping it stands in, each further dot one level up."""
     name = reference.lstrip(".")
     dots = len(reference) - len(name)
     start = path[: max(len(path) - dots, 0)] if dots else ()
-    return (*map(str, start), *re.findall(r"[^.\[\]]+", name))
-
-
-def _apart(one: KeyPath, other: KeyPath) -> bool:
-    """Whether neither path is the other or lies below it."""
-    return any(left != right for left, right in zip(one, other, strict=False))
+    return (*start, *re.findall(r"[^.\[\]]+", name))
 
 
 def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
