@@ -30,11 +30,9 @@ def unpinned(recipe: Recipe, stages: Mapping[str, Any]) -> Iterator[Problem]:
         key = name.key if name.revision else name.named_by
         branch = f"{name.revision!r} is a branch or tag, not a commit"
         local = f"for the folder of this name write ./{name.repo}; {PIN_HINT}"
-        yield Problem(
-            message=branch if name.revision else f"{name.repo} names no commit",
-            key=f"{slot}.{key}", hint=local if Path(name.repo).is_dir() else PIN_HINT,
-            location=recipe.tree.place(field_path(slot, key)), warning=True,
-        )  # fmt: skip
+        message = branch if name.revision else f"{name.repo} names no commit"
+        hint = local if Path(name.repo).is_dir() else PIN_HINT
+        yield recipe.tree.problem(field_path(slot, key), message, hint, warning=True)
 
 
 def commits(
@@ -50,8 +48,7 @@ def commits(
         try:
             found[field_path(slot, name.key)] = name, commit_of(name, known)
         except StageError as error:
-            key, place = name.named_by, recipe.tree.place(field_path(slot, name.named_by))
-            problems.append(Problem(message=str(error), key=f"{slot}.{key}", location=place))
+            problems.append(recipe.tree.problem(field_path(slot, name.named_by), str(error)))
     if problems:
         raise RecipeError(problems)
     return found

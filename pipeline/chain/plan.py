@@ -223,8 +223,7 @@ def _load(
             hint = registry.hint(spec.use)
     except PluginError as error:
         message = str(error)
-    location = tree.place(("stages", slot, "use"))
-    return kind, None, [Problem(message=message, key=f"{slot}.use", hint=hint, location=location)]
+    return kind, None, [tree.problem(("stages", slot, "use"), message, hint)]
 
 
 def _draft(
@@ -247,13 +246,12 @@ def _draft(
         if pins_asked():
             problems += [replace(one, warning=False) for one in unpinned(recipe, stages)]
     if not recipe.stages and not incomplete:
-        message, place = "a recipe needs at least one stage", tree.place(("stages",))
-        problems.append(MissingKey(message=message, key="stages", location=place))
+        message = "a recipe needs at least one stage"
+        problems.append(tree.problem(("stages",), message, kind=MissingKey))
     wrong = _impossible_here(recipe.launch, started) if how.get("for_this_machine") else None
     if wrong is not None:
         key, message, hint = wrong
-        place = tree.place(("launch", key))
-        problems.append(Problem(message=message, key=f"launch.{key}", hint=hint, location=place))
+        problems.append(tree.problem(("launch", key), message, hint))
     plan = Plan(
         recipe=recipe,
         view=view,

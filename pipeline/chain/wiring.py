@@ -82,15 +82,12 @@ def wrong_takes(links: Sequence[SlotType], tree: Node) -> Iterator[Problem]:
         wanted = {need.parameter: need for need in link.needs}
         for parameter, slot in link.takes.items() if link.kind else ():
             path = ("stages", link.slot, "takes", parameter)
+            message = f"`{link.use}` takes no `{parameter}`"
+            hint = did_you_mean(parameter, wanted) or "leave it out"
             if parameter in wanted:
                 message, hint = _no_giver(wanted[parameter], slot, links, index, tree)
-                place = tree.place(path)
-            else:
-                message, place = f"`{link.use}` takes no `{parameter}`", tree.key_place(path)
-                hint = did_you_mean(parameter, wanted) or "leave it out"
             if message:
-                key = f"{link.slot}.takes.{parameter}"
-                yield Problem(message=message, key=key, hint=hint, location=place)
+                yield tree.problem(path, message, hint, at_key=parameter not in wanted)
 
 
 def _no_giver(
@@ -218,9 +215,7 @@ def _at_use(
     link: SlotType, tree: Node, message: str, hint: str, *, warning: bool = False
 ) -> Problem:
     """A problem of a slot as a whole."""
-    place = tree.place(("stages", link.slot, "use"))
-    key = f"{link.slot}.use"
-    return Problem(message=message, key=key, hint=hint, location=place, warning=warning)
+    return tree.problem(("stages", link.slot, "use"), message, hint, warning=warning)
 
 
 def position(kind: type, links: Sequence[SlotType]) -> str:

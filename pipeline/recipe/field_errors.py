@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.contracts.signature import dataclasses_in, default_of, field_types, init_fields
 from pipeline.errors import Problem
 from pipeline.recipe.dump import inline
-from pipeline.recipe.nodes import TAKES, KeyPath, MissingKey, Node, UnknownKey, dotted
+from pipeline.recipe.nodes import TAKES, KeyPath, MissingKey, Node, UnknownKey
 from pipeline.recipe.parse import scalar
 from pipeline.utils.text import closest, did_you_mean
 
@@ -73,7 +73,7 @@ def to_problems(
     problems = []
     for path, here in by_path.items():
         whole = (*base, *path)
-        written, key, place = tree.written(whole), dotted(whole), tree.place(whole)
+        written = tree.written(whole)
         said = [one for one in here if one["type"] not in (*WANTED, "literal_error")]
         if said:
             problems.append(_said(said[0], kind, path, tree, whole))
@@ -82,7 +82,7 @@ def to_problems(
             message, near = _wanted(here, written)
             given = example(kind, path, written, adapter)
             hint = given if given.startswith("seconds:") else near or given
-            problems.append(Problem(message=message, key=key, hint=hint, location=place))
+            problems.append(tree.problem(whole, message, hint))
     return problems
 
 
@@ -104,15 +104,14 @@ def _said(error: Any, kind: type, path: KeyPath, tree: Node, whole: KeyPath) -> 
     """The problem of an error that is not about the type of a value."""
     sort, context, written = error["type"], error.get("ctx", {}), tree.written(whole)
     message = MESSAGES[sort].format(**context) if sort in MESSAGES else error["msg"]
-    key, hint = dotted(whole), ""
+    hint = ""
     if sort == "missing":
-        return MissingKey(message=message, key=key, location=tree.key_place(whole))
+        return tree.problem(whole, message, kind=MissingKey, at_key=True)
     if sort == UNKNOWN:
         known = sorted({name for owner in owners_of(kind, path) for name in field_types(owner)})
-        return UnknownKey(
-            message=message, key=key, hint=_unknown(path, known, kind), path=whole, value=written,
-            closest=closest(str(path[-1]), known) or "", location=tree.key_place(whole),
-        )  # fmt: skip
+        hint, near = _unknown(path, known, kind), closest(str(path[-1]), known) or ""
+        more = {"path": whole, "value": written, "closest": near}
+        return tree.problem(whole, message, hint, kind=UnknownKey, at_key=True, **more)
     if sort != "value_error":
         message += f", not {_shown(written)}"
     most = context.get("le", context.get("lt"))
@@ -121,7 +120,7 @@ def _said(error: Any, kind: type, path: KeyPath, tree: Node, whole: KeyPath) -> 
     if sort == "string_pattern_mismatch" and isinstance(written, str):
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", written).strip("-.")
         hint = f"write {plain}" if re.fullmatch(context["pattern"], plain) else ""
-    return Problem(message=message, key=key, hint=hint, location=tree.place(whole))
+    return tree.problem(whole, message, hint)
 
 
 def _unknown(path: KeyPath, known: Sequence[str], kind: type) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.errors import Problem
-from pipeline.recipe.nodes import KeyPath, Node, dotted, plain, put, walk
+from pipeline.recipe.nodes import KeyPath, Node, plain, put, walk
 from pipeline.utils.terminal import hide
 from pipeline.utils.text import closest
 
@@ -98,30 +98,27 @@ def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
 
     With `hide_env`, a value that an environment variable went into holds `${` instead.
     """
-    data = plain(root)
+    data, env = plain(root), root.written(("env",))
     found = {
-        path: (node, read(node.value))
+        path: read(node.value)
         for path, node in walk(root)
         if isinstance(node.value, str) and "${" in node.value
     }
-    if expansions({path: text.references for path, (_, text) in found.items()}) > MAX_EXPANSIONS:
+    if expansions({path: text.references for path, text in found.items()}) > MAX_EXPANSIONS:
         for path in found:
             put(data, path, None)
         message = f"interpolations expand to more than {MAX_EXPANSIONS}"
-        return data, [Problem(message=message, location=[*found.values()][-1][0].at)]
-    env = root.entries().get("env")
-    entries = env.value if env and isinstance(env.value, list) else []
-    allowed = {entry.value for entry in entries if isinstance(entry.value, str)}
+        return data, [Problem(message=message, location=root.place([*found][-1]))]
+    allowed = [name for name in env if isinstance(name, str)] if isinstance(env, list) else []
     problems: list[Problem] = []
-    sound: dict[KeyPath, Node] = {}
-    for path, (node, text) in found.items():
+    sound: list[KeyPath] = []
+    for path, text in found.items():
         refusals = (_refusal(call, allowed, hide_env=hide_env) for call in text.calls)
         if reasons := [reason for reason in (text.fault, *refusals) if reason]:
-            key = dotted(path)
-            problems += [Problem(message=one, key=key, location=node.at) for one in reasons]
+            problems += [root.problem(path, reason) for reason in reasons]
             put(data, path, None)
             continue
-        sound[path] = node
+        sound.append(path)
         # values of the environment are not said again, here or in logs
         for _, name, _ in text.calls:
             hide(os.environ.get(name, ""), f"${name}")
@@ -148,14 +145,14 @@ def _refusal(
     return None
 
 
-def _fill(data: Any, sound: Mapping[KeyPath, Node], root: Node) -> Iterator[Problem]:
+def _fill(data: Any, sound: Sequence[KeyPath], root: Node) -> Iterator[Problem]:
     """Replace every sound interpolation in `data` by its value; yield a problem for those that have
     none."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     config = OmegaConf.create(data)
-    for path, node in sound.items():
+    for path in sound:
         try:
             value: Any = config
             for part in path:
@@ -164,8 +161,7 @@ def _fill(data: Any, sound: Mapping[KeyPath, Node], root: Node) -> Iterator[Prob
                 value = OmegaConf.to_container(value, resolve=True)
         except (OmegaConfBaseException, RecursionError) as error:
             value = None
-            message, hint = _explain(error, root)
-            yield Problem(message=message, hint=hint, key=dotted(path), location=node.at)
+            yield root.problem(path, *_explain(error, root))
         put(data, path, value)
 
 

@@ -164,10 +164,8 @@ def _unknown_key(key: str, tree: Node) -> Problem:
     node = tree.entries()[key]
     is_slot = "use" in node.entries()
     hint = "slots belong under `stages`" if is_slot else did_you_mean(key, TOP_LEVEL)
-    return UnknownKey(
-        message="unknown key", key=key, hint=hint, location=tree.keys[key],
-        path=(key,), value=plain(node), closest=closest(key, TOP_LEVEL) or "",
-    )  # fmt: skip
+    more = {"path": (key,), "value": plain(node), "closest": closest(key, TOP_LEVEL) or ""}
+    return tree.problem((key,), "unknown key", hint, kind=UnknownKey, at_key=True, **more)
 
 
 def _slots(stages: Any, tree: Node) -> tuple[dict[str, SlotSpec], list[Problem]]:
@@ -195,29 +193,25 @@ def _slots(stages: Any, tree: Node) -> tuple[dict[str, SlotSpec], list[Problem]]
 
 def _wrong_slot(slot: str, value: Any, tree: Node) -> Iterator[Problem]:
     path: KeyPath = ("stages", slot)
-    place, key = tree.key_place(path), f"{slot}.use"
     if slot in TOP_LEVEL:
         message = f"a slot cannot be called `{slot}`: that is a key of the recipe itself"
-        yield Problem(message=message, key=slot, location=place)
+        yield tree.problem(path, message, at_key=True)
     elif not SLOT.fullmatch(slot):
         message = "a slot's name is small letters, digits and underscores, and starts with a letter"
-        yield Problem(message=message, key=slot, location=place)
+        yield tree.problem(path, message, at_key=True)
     if not isinstance(value, Mapping):
-        place = tree.place(path)
-        hint = _as_slot(slot, value, command_line=place.on_command_line)
+        hint = _as_slot(slot, value, command_line=tree.place(path).on_command_line)
         message = "a slot is a mapping with `use` and the stage's fields"
-        yield NoSlot(message=message, key=slot, hint=hint, location=place, name=slot)
+        yield tree.problem(path, message, hint, kind=NoSlot, name=slot)
         return
     if not _is_wires(value.get("takes") or {}):
-        message, at = "must name a slot for each artifact", tree.place((*path, "takes"))
         hint = "such as `takes: {engine: wrap}`; `pipe dag` shows what each slot reads"
-        yield Problem(message=message, key=f"{slot}.takes", hint=hint, location=at)
-    use, hint = value.get("use"), "`pipe stages` lists them"
+        yield tree.problem((*path, "takes"), "must name a slot for each artifact", hint)
+    use, path, hint = value.get("use"), (*path, "use"), "`pipe stages` lists them"
     if "use" not in value:
-        yield MissingKey(message="is missing", key=key, hint=hint, location=place)
+        yield tree.problem(path, "is missing", hint, kind=MissingKey, at_key=True)
     elif not isinstance(use, str) or not use:
-        at = tree.place((*path, "use"))
-        yield Problem(message="must be a stage's name", key=key, hint=hint, location=at)
+        yield tree.problem(path, "must be a stage's name", hint)
 
 
 def _is_wires(takes: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from pipeline.errors import Problem
-from pipeline.recipe.nodes import KeyPath, Node, dotted
+from pipeline.recipe.nodes import KeyPath, Node
 
 Common = Callable[[str, str], Collection[str]]
 """Fields that two stages, by name, have with the same type."""
@@ -137,12 +137,10 @@ def without_former(root: Node) -> tuple[Node, list[Problem]]:
             if key not in FORMER:
                 entries[key] = kept(one, (*path, key))
                 continue
+            message = "is not a field any more, and has no effect"
             problems.append(
-                Problem(
-                    message="is not a field any more, and has no effect", hint=FORMER[key],
-                    key=dotted((*path, key)), location=node.keys[key], warning=True,
-                )
-            )  # fmt: skip
+                root.problem((*path, key), message, FORMER[key], at_key=True, warning=True)
+            )
         return replace(node, value=entries) if isinstance(node.value, dict) else node
 
     slots = {slot: kept(node, ("stages", slot)) for slot, node in root.slots().items()}

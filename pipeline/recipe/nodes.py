@@ -98,6 +98,21 @@ class Node:
         above = self.find(path[:-1])
         return above.keys.get(str(path[-1]), node.at) if above and path else node.at
 
+    def problem(
+        self,
+        path: KeyPath,
+        /,
+        message: str,
+        hint: str = "",
+        *,
+        kind: type[Problem] = Problem,
+        at_key: bool = False,
+        **more: Any,
+    ) -> Problem:
+        """A problem of the value at `path` of this root, or of its key."""
+        place = self.key_place(path) if at_key else self.place(path)
+        return kind(message=message, hint=hint, key=dotted(path), location=place, **more)
+
     def slots(self) -> dict[str, Node]:
         """The entries of `stages` of a recipe's root."""
         stages = self.entries().get("stages")

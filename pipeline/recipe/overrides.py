@@ -124,9 +124,7 @@ def put(root: Node, path: KeyPath, value: Node) -> Node:
     try:
         return merge(root, _nest(root, [*map(str, path)], 0, value))
     except _RefusedError as error:
-        place = root.place(path)
-        problem = Problem(message=str(error), key=dotted(path), location=place)
-        raise RecipeError([problem]) from error
+        raise RecipeError([root.problem(path, str(error))]) from error
 
 
 def _overlay(root: Node, override: str, place: Location) -> tuple[Node, list[Problem]]:
