@@ -17,7 +17,7 @@ from pipeline.recipe.dump import render
 from pipeline.recipe.fields import build
 from pipeline.recipe.includes import Sources
 from pipeline.recipe.interpolation import resolve
-from pipeline.recipe.merge import Common, drop_removed, lost, without_former
+from pipeline.recipe.merge import Common, apply, drop_removed, lost, put, without_former
 from pipeline.recipe.nodes import (
     RESERVED,
     KeyPath,
@@ -28,7 +28,6 @@ from pipeline.recipe.nodes import (
     node_of,
     plain,
 )
-from pipeline.recipe.overrides import apply, put
 from pipeline.utils.text import closest, did_you_mean
 
 SLOT = re.compile(r"[a-z][a-z0-9_]*")
