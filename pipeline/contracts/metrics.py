@@ -25,11 +25,12 @@ class Metrics:
         self.path, self.training = path, training
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record: an integer `step`, and what was measured there. Every number gets a
-        curve in reports, a line in displays, and is sent to trackers. Numbers of NumPy and tensors
-        of one element are taken; what is not finite becomes null. Raises TypeError for a record
-        without a step, or with what JSON cannot hold, and ValueError for a name that the training
-        uses (FIELDS), whose own numbers it would be mixed with."""
+        """Append one record, on its way to the disk when this returns: an integer `step`, and what
+        was measured there. Every number gets a curve in reports, a line in displays, and is sent to
+        trackers. Numbers of NumPy and tensors of one element are taken; what is not finite becomes
+        null. Raises TypeError for a record without a step, or with what JSON cannot hold, and
+        ValueError for a name that the training uses (FIELDS), whose numbers it would be mixed with.
+        """
         taken = sorted(record.keys() & (OWN - {"step", "time"}))
         if taken:
             raise ValueError(f"`{taken[0]}` is a name of the training's numbers: choose another")

@@ -119,7 +119,7 @@ class Node:
         return stages.entries() if stages is not None else {}
 
     def with_slots(self, slots: dict[str, Node]) -> Node:
-        """A recipe's root with other slots at the places of its own; unchanged without `stages`."""
+        """A recipe's root with these slots; unchanged without `stages`."""
         stages = self.entries().get("stages")
         if stages is None or not isinstance(stages.value, dict):
             return self

@@ -136,7 +136,7 @@ def test_the_rate_of_the_file_stays(use: str) -> None:
         for made in (before, plan)
     )
     assert (new.lr, new.schedule, new.warmup_ratio) == (old.lr, old.schedule, old.warmup_ratio)
-    told = [str(warning) for warning in plan.warnings if "became" in str(warning)]
-    assert len(told) == (use == "optimizer.lion")
-    assert all("optimizer.adamw became optimizer.lion: kept lr, " in text for text in told)
+    notes = [str(warning) for warning in plan.warnings if "became" in str(warning)]
+    assert len(notes) == (use == "optimizer.lion")
+    assert all("optimizer.adamw became optimizer.lion: kept lr, " in text for text in notes)
     assert "lr: " in plan.recipe.dump()  # which the ranks read

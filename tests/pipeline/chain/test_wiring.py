@@ -67,7 +67,7 @@ class Watch:
 
 @pytest.fixture
 def plan(planned: Planned) -> Callable[..., Plan]:
-    # a kind of its own: stages of kind train return a TrainedRun
+    # another kind: stages of kind train return a TrainedRun
     own = {"score.mine": Score, "method.distil": Distil, "callback.mine": Watch}
     return partial(planned, stages=own)
 

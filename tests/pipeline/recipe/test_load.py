@@ -105,20 +105,6 @@ def test_dotted_paths_are_relative_to_the_file_or_the_current_folder(
     }
 
 
-def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "r.yaml", "name: r\nstages:\n  a:\n    use: x.y\n    b: [1, 2]\n")
-    recipe = load_recipe("r.yaml", ["a.c=5"])
-    tree = recipe.tree
-    assert str(tree.key_place(("stages", "a", "b"))) == "r.yaml:5:5"
-    assert str(tree.place(("stages", "a", "b"))) == "r.yaml:5:8"
-    assert str(tree.place(("stages", "a", "b", 1))) == "r.yaml:5:12"
-    assert str(tree.key_place(("stages", "a", "zzz", "deeper"))) == "r.yaml:3:3"
-    assert str(tree.place(("stages", "a", "c"))) == "command line, override 1"
-    assert recipe.origin(("stages", "a", "c")) == "command line, override 1"
-    assert recipe.origin(("stages", "a", "d")) == "default"
-
-
 def test_interpolation(tmp_path: Path) -> None:
     found = fields(
         tmp_path,
