@@ -106,8 +106,8 @@ def test_places_follow_the_values() -> None:
     assert {key: recipe.origin(("stages", *key.split("."))) for key in origins} == origins
     tree, nested = recipe.tree, ("stages", "model", "nested", "b")
     keys = [tree.key_place(path) for path in (nested, ("stages", "wrap", "zzz", "deeper"))]
-    assert [*map(str, keys)] == ["base.yaml:6:47", "base.yaml:7:3"]
-    assert [str(tree.place((*nested, n))) for n in (1, 7)] == ["base.yaml:6:54", "base.yaml:6:50"]
+    assert [*map(str, keys)] == ["base.yaml:6:49", "base.yaml:7:3"]
+    assert [str(tree.place((*nested, n))) for n in (1, 7)] == ["base.yaml:6:56", "base.yaml:6:52"]
     assert str(tree.place(("stages", "wrap", "extra", "k"))) == "command line, override 1"
     replaced = over("stages: {wrap: {use: wrap.y}}\n")
     assert str(replaced.tree.key_place(("stages", "wrap"))) == "r.yaml:2:10"
