@@ -1,7 +1,6 @@
 """The JSON Schema of recipes, composed from installed stages, for editors and other checkers.
 
-Says what `pipe check` says of single values; the chain of stages is beyond a schema.
-"""
+Says what `pipe check` says of single values; the chain of stages is beyond a schema."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ CHAIN = "The chain: slot name -> stage and its fields, in the order they run."
 def recipe_schema(registry: Registry) -> dict[str, Any]:
     """Draft 2020-12. Raises PluginError when an installed stage cannot be loaded.
 
-    A file that `extends` others may leave out whatever they can hold.
-    """
+    A file that `extends` others may leave out whatever they can hold."""
     names = registry.names()
     header = _of(adapter(RecipeSettings), "#/$defs/{model}")
     definitions, required = header.pop("$defs", {}), {}

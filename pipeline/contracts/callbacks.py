@@ -19,8 +19,7 @@ class StepCallback(ABC):
 
     A stage in a slot before the train slot returns it. It is called on every rank, in the thread
     that trains, and may use collectives. It does not change `progress`. An exception fails the
-    run; `reason_to_end` ends the training well.
-    """
+    run; `reason_to_end` ends the training well."""
 
     @abstractmethod
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:

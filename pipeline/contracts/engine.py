@@ -94,8 +94,7 @@ class LossScale:
 class EngineState:
     """Training state that is not a tensor; the same on every rank, under every strategy.
 
-    A checkpoint's manifest holds it as JSON, without `shapes`: these are in its list of tensors.
-    """
+    A checkpoint's manifest holds it as JSON, without `shapes`: these are in its list of tensors."""
 
     shapes: Annotated[Mapping[str, tuple[int, ...]], pydantic.Field(exclude=True)] = field(
         default_factory=dict

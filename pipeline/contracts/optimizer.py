@@ -62,8 +62,7 @@ class WholeMatrices(Protocol):
         such as its momentum after a gradient. `function` is called once for each whole matrix, on
         one of the ranks: the last two dimensions of a tensor, each of the matrices of a tensor of
         three or more, and a vector as it is. It returns a matrix of the same shape. Results are
-        sharded and typed as the parts were.
-        """
+        sharded and typed as the parts were."""
         ...
 
 

@@ -46,8 +46,7 @@ class SampleOrder:
     epoch's permutation is a balanced Feistel network (Luby and Rackoff 1988) over the next power of
     four (256 at least), restricted to range(size) by cycle walking (Black and Rogaway 2002, section
     3), with splitmix64 (Steele et al. 2014) as round function. Memory and time per position do not
-    grow with `size`: at most four passes of eight rounds on average (256 / size when size < 64).
-    """
+    grow with `size`: at most four passes of eight rounds on average (256 / size when size < 64)."""
 
     seed: int
     size: int

@@ -39,8 +39,7 @@ def _annotations(stage: type, method: str = "run") -> dict[str, Any]:
 def needs(stage: type, method: str = "run") -> tuple[Need, ...]:
     """Parameters of a method after `self` and `ctx`, in order. `X | None` is optional.
 
-    Raises PluginError when a parameter is not annotated with a class.
-    """
+    Raises PluginError when a parameter is not annotated with a class."""
     hints, found = _annotations(stage, method), []
     for name in list(inspect.signature(getattr(stage, method)).parameters)[2:]:
         union = typing.get_origin(hints.get(name)) in (types.UnionType, typing.Union)

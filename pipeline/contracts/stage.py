@@ -10,8 +10,7 @@ its signature when the stage is loaded. The class attribute `for_export`, also o
 to the values that `pipe export` sets, as it trains nothing and runs on the CPU.
 
 `pipe plan`, `pipe advise` and `pipe bench` ask a separate class, the stage's planner
-(`pipeline.planning`), which no run imports.
-"""
+(`pipeline.planning`), which no run imports."""
 
 from __future__ import annotations
 

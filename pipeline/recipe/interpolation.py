@@ -2,8 +2,7 @@
 
 References are absolute (`${seed}`, `${stages.train.steps}`) or relative (`${.steps}`). The only
 function is `${oc.env:NAME}`, with an optional default, for names that stand literally in the
-recipe's `env` list; its result is always text and is not looked into again.
-"""
+recipe's `env` list; its result is always text and is not looked into again."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ def _target(reference: str, path: KeyPath) -> KeyPath:
 def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
     """The bare values with interpolations resolved; null where one cannot be.
 
-    With `hide_env`, a value that an environment variable went into holds `${` instead.
-    """
+    With `hide_env`, a value that an environment variable went into holds `${` instead."""
     data, env = plain(root), root.written(("env",))
     found = {
         path: read(node.value)

@@ -7,8 +7,7 @@ if none does. Works on nodes, so every value keeps the place it was written.
 
 The path of an override starts with a slot (`train.steps=50`, `wrap.use=wrap.ddp`) or name, seed,
 launch or env; numbers address a list's entries. The value is YAML: `50`, `[1, 2]`, `{device: cpu}`,
-`null`, `''`.
-"""
+`null`, `''`."""
 
 from __future__ import annotations
 

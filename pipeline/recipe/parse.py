@@ -12,8 +12,7 @@ instead, so nothing changes its meaning silently.
 
 Text that starts with `./` or `../` is a path relative to the file it is written in (on the command
 line: to the current folder) and becomes absolute here, before files are merged. This holds for any
-value, whatever its field; write other text that begins so without the dot.
-"""
+value, whatever its field; write other text that begins so without the dot."""
 
 from __future__ import annotations
 

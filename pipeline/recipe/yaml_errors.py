@@ -1,8 +1,7 @@
 """PyYAML's errors, which name its own states -> what is wrong with the line, and what to write.
 
 PyYAML notices many mistakes lines after they were made. The place that is reported is the place to
-change: where a quote or bracket opens, the line whose colon is missing.
-"""
+change: where a quote or bracket opens, the line whose colon is missing."""
 
 from __future__ import annotations
 
