@@ -136,6 +136,6 @@ def _edited(text: str, path: KeyPath, value: Any, *, after: str, note: str) -> s
 
 
 def _pairs(node: yaml.Node | None) -> dict[str, tuple[Any, Any]]:
-    """Key -> the nodes of the key and of its value; empty for what is no mapping."""
+    """Key -> the nodes of the key and of its value; empty for anything but a mapping."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else ()
     return {key.value: (key, value) for key, value in pairs}

@@ -60,7 +60,7 @@ class Node:
     value: Scalar | dict[str, Node] | list[Node]
     at: Location
     keys: dict[str, Location] = field(default_factory=dict)
-    """Keys and where they stand; has at least those of the mapping."""
+    """A mapping's keys, and perhaps removed ones, and where they stand."""
     replaced: Node | None = None
     """A slot's node as it was, with another `use`, before this one took its place."""
 
