@@ -107,5 +107,6 @@ def _open_to_references(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _or_reference(schema: dict[str, Any]) -> dict[str, Any]:
     opened = _open_to_references(schema)
-    outside = {key: opened.pop(key) for key in ("description", "default") if key in opened}
+    keys = [key for key in ("description", "default") if key in opened]
+    outside: dict[str, Any] = {key: opened.pop(key) for key in keys}
     return {"anyOf": [opened, REFERENCE], **outside}

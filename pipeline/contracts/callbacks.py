@@ -66,9 +66,10 @@ class Callbacks(StepCallback):
         self._reasons: dict[str, str] = {}
         """Callback -> its reason to end the training, the same on all ranks."""
         for given in callbacks:
-            for callback in (
-                [*given._callbacks.values()] if isinstance(given, Callbacks) else [given]
-            ):
+            several: Iterable[object] = [given]
+            if isinstance(given, Callbacks):
+                several = given._callbacks.values()
+            for callback in several:
                 if callback is None:
                     continue
                 kind = type(callback)

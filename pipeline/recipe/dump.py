@@ -106,7 +106,7 @@ def reads_back(value: Any) -> bool:
 def _edited(text: str, path: KeyPath, value: Any, *, after: str, note: str) -> str | None:
     """The text as it is if nothing in it stands for anything else."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:  # two anchors of one name, which recipes may have
         return None
     for part in path[:-1]:

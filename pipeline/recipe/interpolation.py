@@ -64,7 +64,7 @@ def expansions(references: Mapping[KeyPath, Collection[str]]) -> int:
     counting stops at the limit."""
     if len(references) > MAX_EXPANSIONS:
         return len(references)
-    leaves = {tuple(map(str, path)): path for path in references}
+    leaves: dict[KeyPath, KeyPath] = {tuple(map(str, path)): path for path in references}
     known: dict[KeyPath, int] = {}
 
     def cost(leaf: KeyPath) -> int:

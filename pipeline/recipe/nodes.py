@@ -60,7 +60,7 @@ class Node:
     value: Scalar | dict[str, Node] | list[Node]
     at: Location
     keys: dict[str, Location] = field(default_factory=dict)
-    """A mapping's keys, and perhaps removed ones, and where they stand."""
+    """Places of a mapping's keys; removed keys may be among them."""
     replaced: Node | None = None
     """A slot's node as it was, with another `use`, before this one took its place."""
 
