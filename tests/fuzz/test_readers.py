@@ -154,18 +154,20 @@ SNIPPETS = (
 @many(80)
 @given(st.data())
 def test_a_recipe(data: Any) -> None:
-    """Reading returns problems and raises nothing."""
+    """Reading returns problems, each with its place, and raises nothing."""
     content = Changes(data)(RECIPE.read_bytes())
     for _ in range(data.draw(st.integers(0, 2))):
         lines = content.split(b"\n")
         at = data.draw(st.integers(0, len(lines)))
         lines.insert(at, data.draw(st.sampled_from(SNIPPETS)).encode())
         content = b"\n".join(lines)
+    overrides = data.draw(st.lists(st.sampled_from(SNIPPETS) | st.text(max_size=20), max_size=2))
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "recipe.yaml")
         file.write_bytes(content)
         with bounded(Path(scratch), may_leave=True):  # `extends` names any file
-            read_recipe(file)
+            _, problems = read_recipe(file, [f"train.steps={one}" for one in overrides])
+            assert all(problem.location is not None for problem in problems)
 
 
 @many(60)

@@ -194,27 +194,22 @@ def test_a_stage_between_that_is_not_known_is_not_passed_over(plan: Callable[...
     assert [one.key for one in refused.value.problems] == ["student.use"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Model:
     def run(self, ctx: Context) -> ModelSource: ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Adapter:
     def run(self, ctx: Context, model: ModelSource) -> ModelSource: ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Optimizer:
     def run(self, ctx: Context) -> OptimizerPlan: ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Wrap:
     def run(self, ctx: Context, model: ModelSource, optimizer: OptimizerPlan | None) -> Engine: ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Average:
     def run(self, ctx: Context, engine: Engine) -> Engine: ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import string
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import Location, RecipeError
+from pipeline.errors import Location
 from pipeline.recipe import Launch, SlotSpec, load_recipe, read_recipe
 from pipeline.recipe.dump import render
 from pipeline.recipe.interpolation import resolve
@@ -234,33 +233,6 @@ def test_any_values_survive_dump_and_load(tmp_path: Path, values: dict[str, Any]
     assert found == values
     assert list(map(type, found.values())) == list(map(type, values.values()))
     assert load_recipe(write(tmp_path / "s.yaml", recipe.dump())) == recipe
-
-
-GARBAGE = st.text(alphabet=string.printable + "\x00\x85\u2028é😀\ud800", max_size=60) | st.lists(
-    st.sampled_from(
-        ["name: ", "stages:", "\n", "  ", "a: ", "use: ", "x.y", "[", "]", "{", "}", "&a ", "*a",
-         "- ", "? ", ": ", "!!x ", "<<: ", "${", "}", "${a}", "'", '"', "|\n", ">", "#", "---\n",
-         "...\n", "%YAML 1.1\n", "extends: ", "env: ", "launch: ", "null", "1", "\t", "\\u",
-         "\\UFFFFFFFF"]
-    ),
-    max_size=25,
-).map("".join)  # fmt: skip
-
-
-@many(100)
-@given(text=GARBAGE, override=st.none() | GARBAGE)
-def test_garbage_is_refused_not_crashed_on(tmp_path: Path, text: str, override: str | None) -> None:
-    file = tmp_path / "r.yaml"
-    file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    try:
-        recipe = load_recipe(file, [] if override is None else [override])
-    except RecipeError as refused:
-        problems = refused.problems
-    else:
-        assert recipe.name
-        return
-    assert problems
-    assert all(problem.location is not None for problem in problems)
 
 
 @pytest.mark.parametrize(
