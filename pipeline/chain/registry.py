@@ -165,7 +165,7 @@ class Registry(Plugins[type]):
     def hint(self, name: str) -> str:
         """Hint for a recipe that names a stage that is not installed."""
         same_kind = self.names(kind_of(name))
-        found = self._meant(name, same_kind or self.names())
+        found = self._closest_stage(name, same_kind or self.names())
         parts = [f"did you mean `{found}`{self._numbered(name, found)}?"] if found else []
         if same_kind:
             parts.append(f"{kind_of(name)} stages: {', '.join(same_kind)}")
@@ -180,7 +180,7 @@ class Registry(Plugins[type]):
                     return f" with `{field}: {int(number[0])}`"
         return ""
 
-    def _meant(self, name: str, options: list[str]) -> str | None:
+    def _closest_stage(self, name: str, options: list[str]) -> str | None:
         """The stage of a name without its kind (`fsdp`), the one closest by letters, or one whose
         docstring has the name (`wrap.deepspeed`)."""
         word = name.rpartition(".")[2]

@@ -55,7 +55,7 @@ class SlotType:
     def meets(self, need: Need) -> bool:
         return self.gives is not None and issubclass(self.gives, need.type)
 
-    def is_like(self, wanted: type) -> bool:
+    def same_role(self, wanted: type) -> bool:
         """Whether its result has the same role: both share a base that means something."""
         return bool(set((self.gives or object).__mro__) & set(wanted.__mro__) - NO_ROLE)
 
@@ -85,12 +85,12 @@ def wrong_takes(links: Sequence[SlotType], tree: Node) -> Iterator[Problem]:
             message = f"`{link.use}` takes no `{parameter}`"
             hint = did_you_mean(parameter, wanted) or "leave it out"
             if parameter in wanted:
-                message, hint = _no_giver(wanted[parameter], slot, links, index, tree)
+                message, hint = _wrong_giver(wanted[parameter], slot, links, index, tree)
             if message:
                 yield tree.problem(path, message, hint, at_key=parameter not in wanted)
 
 
-def _no_giver(
+def _wrong_giver(
     need: Need, slot: str | None, links: Sequence[SlotType], index: int, tree: Node
 ) -> tuple[str, str]:
     """Message and hint about the slot that is named for a need; empty if it returns that."""
@@ -126,8 +126,8 @@ def missing_inputs(links: Sequence[SlotType], registry: Registry, tree: Node) ->
             known = need.optional or need.type in absent or need.parameter in link.takes
             if known or _producer(need, link.kind, earlier, later) is not None:
                 continue
-            candidates = [*_open(need, link.kind, earlier, later), link, *later]
-            if not any(other.is_like(need.type) for other in candidates):
+            candidates = [*_visible(need, link.kind, earlier, later), link, *later]
+            if not any(other.same_role(need.type) for other in candidates):
                 absent.add(need.type)
             problems.append(_missing(need, links, index, registry, tree))
     return problems
@@ -146,10 +146,10 @@ def _missing(
         return _at_use(
             link, tree, message, f"move slot `{after.slot}` ({place}) before `{link.slot}`"
         )
-    known, stages = _open(need, link.kind, earlier, later), registry.loadable()
+    known, stages = _visible(need, link.kind, earlier, later), registry.loadable()
     types = [SlotType(slot="", use=name, kind=kind) for name, kind in stages.items()]
     givers = [one.use for one in types if one.meets(need)]
-    if alike := next((other for other in reversed(known) if other.is_like(need.type)), None):
+    if alike := next((other for other in reversed(known) if other.same_role(need.type)), None):
         message = f"`{link.use}` cannot use the result of slot `{alike.slot}` ({alike.use})"
         kind = kind_of(link.use)
         others = [name for name in registry.names(kind) if name in stages and name != link.use]
@@ -191,7 +191,7 @@ def unread_results(links: Sequence[SlotType], wiring: Wiring, tree: Node) -> Ite
             yield _at_use(link, tree, message, NEXT, warning=True)
         if link.gives is None or link.lasts or link.slot in read:
             continue
-        alike = [one for one in links if one is not link and one.is_like(link.gives)]
+        alike = [one for one in links if one is not link and one.same_role(link.gives)]
         other = next((one for one in alike if one.slot in read), None)
         readers = (one for one in links[:index] if any(map(link.meets, one.needs)))
         if not alike and (reader := next(readers, None)):
@@ -242,7 +242,7 @@ def _producer(
 ) -> str | None:
     """The latest slot that returns what is needed; None where one would whose stage is not
     known."""
-    for link in reversed(_open(need, kind, earlier, later)):
+    for link in reversed(_visible(need, kind, earlier, later)):
         if link.kind is None and issubclass(KINDS.get(kind_of(link.use), object), need.type):
             return None
         if link.meets(need):
@@ -250,7 +250,7 @@ def _producer(
     return None
 
 
-def _open(
+def _visible(
     need: Need, kind: type | None, earlier: Sequence[SlotType], later: Sequence[SlotType]
 ) -> Sequence[SlotType]:
     """The slots whose results a stage gets unless `takes` says otherwise: for a further training,

@@ -76,10 +76,10 @@ def to_problems(
         written = tree.written(whole)
         said = [one for one in here if one["type"] not in (*WANTED, "literal_error")]
         if said:
-            problems.append(_said(said[0], kind, path, tree, whole))
+            problems.append(_broken_rule(said[0], kind, path, tree, whole))
         # else another member of the union may have taken the value, and complain of what is in it
         elif all(len(one) <= len(path) or one[: len(path)] != path for one in by_path):
-            message, near = _wanted(here, written)
+            message, near = _wrong_type(here, written)
             given = example(kind, path, written, adapter)
             hint = given if given.startswith("seconds:") else near or given
             problems.append(tree.problem(whole, message, hint))
@@ -100,7 +100,7 @@ def _path(error: Any, data: Any) -> KeyPath:
     return tuple(path)
 
 
-def _said(error: Any, kind: type, path: KeyPath, tree: Node, whole: KeyPath) -> Problem:
+def _broken_rule(error: Any, kind: type, path: KeyPath, tree: Node, whole: KeyPath) -> Problem:
     """The problem of an error that is not about the type of a value."""
     sort, context, written = error["type"], error.get("ctx", {}), tree.written(whole)
     message = MESSAGES[sort].format(**context) if sort in MESSAGES else error["msg"]
@@ -134,7 +134,7 @@ def _unknown(path: KeyPath, known: Sequence[str], kind: type) -> str:
     return did_you_mean(name, known)
 
 
-def _wanted(errors: Sequence[Any], written: Any) -> tuple[str, str]:
+def _wrong_type(errors: Sequence[Any], written: Any) -> tuple[str, str]:
     """Message and hint for a value of the wrong type, or that is none of the options."""
     options = []
     for error in errors:
@@ -154,7 +154,7 @@ def _wanted(errors: Sequence[Any], written: Any) -> tuple[str, str]:
         return message, f"did you mean `{found}`?"
     if {"a whole number", "a number", "true or false"}.isdisjoint(wanted):
         return message, ""
-    hint = _as_scalar(written)
+    hint = _suggest_literal(written)
     is_word = hint in ("write true", "write false")
     fits = is_word == ("true or false" in wanted) or hint == "remove the quotes"
     return message, hint if fits else ""
@@ -169,7 +169,7 @@ def _shown(written: Any) -> str:
     return f"the text `{written}`" if isinstance(written, str) else f"`{inline(written)}`"
 
 
-def _as_scalar(text: str) -> str:
+def _suggest_literal(text: str) -> str:
     """Hint for a text that stands where a number or a boolean belongs; empty when there is none."""
     if text.lower() in ("yes", "on", "y"):
         return "write true"

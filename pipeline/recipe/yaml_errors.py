@@ -35,7 +35,7 @@ def explain(error: yaml.MarkedYAMLError, text: str) -> Mistake:
     what = " ".join((error.problem or "cannot be read").split())
     context = f" {error.context}" if error.context else ""
     return (
-        _blank_that_is_none(lines, line)
+        _wrong_blank(lines, line)
         or _opened(error, lines)
         or _colon(error, what, lines, line)
         or _first_character(what, lines, line, column)
@@ -44,7 +44,7 @@ def explain(error: yaml.MarkedYAMLError, text: str) -> Mistake:
     )
 
 
-def _blank_that_is_none(lines: Sequence[str], line: int) -> Mistake | None:
+def _wrong_blank(lines: Sequence[str], line: int) -> Mistake | None:
     """A tab or a no-break space in the indentation of the line, or of the one before it."""
     for number in (line, line - 1):
         blanks = lines[number][: _indent(lines[number])] if 0 <= number < len(lines) else ""
