@@ -13,8 +13,8 @@ from pipeline.chain.registry import Registry
 from pipeline.errors import COMMAND_LINE, Location, Problem
 from pipeline.importing.unknown_keys import of_other_tools
 from pipeline.recipe import read_recipe
+from pipeline.recipe.includes import by_use
 from pipeline.recipe.nodes import UnknownKey
-from pipeline.recipe.shipped import by_use
 from pipeline.utils.text import closest
 
 COMMANDS = {

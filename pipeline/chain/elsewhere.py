@@ -18,9 +18,9 @@ from pipeline.recipe import Recipe
 from pipeline.recipe.dump import inline
 from pipeline.recipe.field_errors import owner_of
 from pipeline.recipe.fields import build
+from pipeline.recipe.includes import by_use
 from pipeline.recipe.load import HEADER_KEYS, RecipeSettings
 from pipeline.recipe.nodes import MissingKey, NoSlot, UnknownKey
-from pipeline.recipe.shipped import by_use
 
 LONGEST = 90
 """Most characters of a value in a hint."""

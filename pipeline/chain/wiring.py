@@ -16,8 +16,8 @@ from pipeline.contracts.plan_view import Wiring
 from pipeline.contracts.signature import Need, gives, needs
 from pipeline.contracts.stage import Durable
 from pipeline.errors import Problem
+from pipeline.recipe.includes import by_use
 from pipeline.recipe.nodes import Node
-from pipeline.recipe.shipped import by_use
 from pipeline.utils.text import did_you_mean
 
 NO_ROLE: set[object] = {object, ABC, Durable, Generic}

@@ -1,4 +1,4 @@
-"""Read a recipe's file and, in order, the files it extends."""
+"""Read a recipe's file and, in order, the files it extends; the recipes that are shipped."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
 
-from pipeline.errors import Location, Problem
+import pipeline
+from pipeline.errors import Location, Problem, UsageError
 from pipeline.recipe.merge import merge
 from pipeline.recipe.nodes import Node
 from pipeline.recipe.parse import parse
-from pipeline.recipe.shipped import shipped
 from pipeline.utils.foreign import open_regular
 from pipeline.utils.terminal import typed
-from pipeline.utils.text import closest, near_path, shown_path
+from pipeline.utils.text import closest, did_you_mean, near_path, shown_path
 
 MAX_BYTES = 1_000_000
 MAX_FILES = 100
@@ -163,3 +163,28 @@ def other_kind(path: Path) -> str:
     if path.suffix in WEIGHTS:
         return f"it looks like a model: pipe init --model {shown_path(path)} writes a recipe"
     return OTHER_TOOLS
+
+
+def shipped() -> dict[str, Path]:
+    """Return name -> file of the recipes that are installed, or lie in this checkout."""
+    package = Path(pipeline.__file__).parent
+    for folder in (package / "shipped_recipes", package.parent / "recipes"):
+        found = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+        if found:
+            return found
+    return {}
+
+
+def shipped_recipe(name: str) -> Path:
+    """Return the file of a recipe. Raises UsageError for a name that is not shipped."""
+    known = shipped()
+    wanted = name.removesuffix(".yaml")
+    if wanted not in known:
+        raise UsageError(f"no recipe is called {name}", hint=did_you_mean(wanted, known))
+    return known[wanted]
+
+
+def by_use(stages: Sequence[str]) -> list[str]:
+    """Return names of stages, most used in shipped recipes first."""
+    texts = [file.read_text("utf-8") for file in shipped().values()]
+    return sorted(stages, key=lambda name: -sum(f"use: {name}" in text for text in texts))
