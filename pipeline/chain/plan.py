@@ -14,7 +14,7 @@ from pipeline.chain.names import commits, unpinned
 from pipeline.chain.registry import Registry
 from pipeline.chain.wiring import SlotType, missing_inputs, unread_results, wired, wrong_takes
 from pipeline.contracts.engine import Engine
-from pipeline.contracts.plan_view import Checked, PlanView, Wiring
+from pipeline.contracts.plan_view import Checked, PlanView
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.launch import Launch, LaunchInfo
 from pipeline.errors import Location, PluginError, Problem, RecipeError, UsageError
@@ -240,7 +240,11 @@ def _draft(
     if not problems:
         problems += unread_results(links, wiring, tree)
     problems += recipe.replaced
-    view = _view(recipe, stages, wiring, started, forecast=how.get("forecast", False))
+    device, procs, per_node = _processes(recipe.launch, started)
+    view = PlanView(
+        name=recipe.name, seed=recipe.seed, procs=procs, device=device, slots=stages,
+        wiring=wiring, forecast=how.get("forecast", False),
+    )  # fmt: skip
     if not how.get("skip_checks"):
         problems += _checked(recipe, stages, view)
         if pins_asked():
@@ -252,46 +256,29 @@ def _draft(
     if wrong is not None:
         key, message, hint = wrong
         problems.append(tree.problem(("launch", key), message, hint))
-    plan = Plan(
-        recipe=recipe,
-        view=view,
-        slots=tuple(
-            PlannedSlot(
-                slot=link.slot, use=link.use, stage=stages[link.slot],
-                inputs=wiring.inputs[link.slot], gives=link.gives,
-            )
-            for link in links
-            if link.slot in stages
-        ),
-        per_node=recipe.launch.procs or started.per_node
-        or view.procs // (started.nodes or recipe.launch.most_nodes or 1),
-        warnings=tuple(in_order([problem for problem in problems if problem.warning])),
+    slots = tuple(
+        PlannedSlot(
+            slot=link.slot, use=link.use, stage=stages[link.slot],
+            inputs=wiring.inputs[link.slot], gives=link.gives,
+        )
+        for link in links
+        if link.slot in stages
     )  # fmt: skip
+    warnings = tuple(in_order([problem for problem in problems if problem.warning]))
+    plan = Plan(recipe=recipe, view=view, slots=slots, per_node=per_node, warnings=warnings)
     return plan, [problem for problem in problems if not problem.warning]
 
 
-def _view(
-    recipe: Recipe,
-    stages: Mapping[str, Any],
-    wiring: Wiring,
-    started: LaunchInfo,
-    *,
-    forecast: bool,
-) -> PlanView:
-    launch, gpus = recipe.launch, gpu_count()
+def _processes(launch: Launch, started: LaunchInfo) -> tuple[str, int, int]:
+    """The device, processes over all nodes, and processes on each node."""
+    gpus, nodes = gpu_count(), started.nodes or launch.most_nodes or 1
     device: str = launch.device
     if device == "auto":
         device = "cuda" if gpus else "cpu"
-    per_node = launch.procs or started.per_node or (max(gpus, 1) if device == "cuda" else 1)
-    return PlanView(
-        name=recipe.name,
-        seed=recipe.seed,
-        procs=started.procs or per_node * (started.nodes or launch.most_nodes or 1),
-        device=device,
-        slots=stages,
-        wiring=wiring,
-        forecast=forecast,
-    )
+    per_node = launch.procs or started.per_node
+    usual = max(gpus, 1) if device == "cuda" else 1
+    procs = started.procs or (per_node or usual) * nodes
+    return device, procs, per_node or procs // nodes
 
 
 def _checked(recipe: Recipe, stages: Mapping[str, Any], view: PlanView) -> Iterator[Problem]:
