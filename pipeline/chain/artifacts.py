@@ -109,14 +109,16 @@ class Results(dict[str, Any]):
             raise UsageError(why)
         return found
 
-    def missing(self, owner: Any, method: str, inputs: Inputs | None = None) -> list[str]:
+    def missing(self, owner: object, method: str, inputs: Inputs | None = None) -> list[str]:
         """Names of the types that a method requires and that no slot has given."""
-        required = (need for need in needs(type(owner), method) if not need.optional)
+        kind: type = type(owner)
+        required = (need for need in needs(kind, method) if not need.optional)
         return [need.type.__name__ for need in required if self._found(need, inputs) is None]
 
-    def call(self, owner: Any, method: str, first: object, inputs: Inputs | None = None) -> Any:
+    def call(self, owner: object, method: str, first: object, inputs: Inputs | None = None) -> Any:
         """Call a method with `first` and the results that its parameters get."""
-        found = {need.parameter: self._found(need, inputs) for need in needs(type(owner), method)}
+        kind: type = type(owner)
+        found = {need.parameter: self._found(need, inputs) for need in needs(kind, method)}
         return getattr(owner, method)(first, **found)
 
     def _found(self, need: Need, inputs: Inputs | None) -> Any | None:
