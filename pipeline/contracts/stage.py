@@ -26,7 +26,6 @@ from pipeline.distributed.process_group import DistContext
 
 if TYPE_CHECKING:
     from pipeline.contracts.resources import ResourceNeed
-    from pipeline.distributed.process_group import DistContext
     from pipeline.utils.hub import HubName
 
 ENGINE_FILE, ENVIRONMENT_FILE = "engine.json", "environment.json"
