@@ -75,8 +75,7 @@ def training_slots(wiring: Wiring) -> list[str]:
 
 def training_of(wiring: Wiring, slot: str) -> str:
     """The slot of the training that `slot` is of: the first that takes what it returns, if that is
-    of one training; else the one before it. Empty for the first, and in a recipe that trains
-    nothing."""
+    of one training; else the one before it. Empty for the first, and without one."""
     order, found = list(wiring.kinds), training_slots(wiring)
     own = [one for one in found if order.index(one) <= order.index(slot)][-1:] or found[:1]
     if any(wiring.gives(slot, kind) for kind in OF_ONE):

@@ -59,8 +59,7 @@ class Slots:
         return self.uses.get(slot) or next(iter(by_use(self.registry.names(slot))), "")
 
     def added(self, slot: str, fields: Mapping[str, Any]) -> str:
-        """A slot that the recipe lacks, as YAML, and where it belongs. `fields` have dotted names;
-        `use` may be left out."""
+        """A slot that the recipe lacks, as YAML, and its position. `fields` have dotted names."""
         content: dict[str, Any] = {"use": self.usual(slot)}
         for name, value in fields.items():
             *blocks, field = name.split(".")

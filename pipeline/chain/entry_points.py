@@ -61,8 +61,7 @@ def culprit(error: BaseException) -> Entry | None:
 
 
 def line_in_plugin(error: BaseException) -> str:
-    """`file:line in function` of the innermost code of an installed plugin, whatever it called;
-    empty without any."""
+    """`file:line in function` of the innermost code of an installed plugin; empty without any."""
     plugin = _plugins()
     lines = [f"{line} in {name}" for package, line, name in _calls(error) if plugin(package)]
     return lines[-1] if lines else ""

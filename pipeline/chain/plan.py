@@ -96,8 +96,7 @@ class Plan:
         return replace(self, slots=self.slots[: order.index(last) + 1])
 
     def last_reader(self, slot: str) -> str | None:
-        """The last slot that reads the result of `slot`, directly or inside of another result; None
-        without a reader."""
+        """The last slot that reads the result of `slot`, or another result in which it is."""
         return next(reversed([*self.view.wiring.readers(slot)]), None)
 
 
@@ -109,8 +108,7 @@ class How(TypedDict, total=False):
     forecast: bool
     """Whether to leave out what only a run needs."""
     skip_checks: bool
-    """Whether to leave out the stages' own checks, for a run that has passed them: they depend on
-    how it was started."""
+    """Whether to leave out the stages' own checks, for a run that has passed them."""
     started: LaunchInfo | None
     """What another launcher has already decided."""
 
@@ -178,8 +176,7 @@ def resolved(plan: Plan, known: Known, *, ask: bool = True) -> Plan:
 
 
 def require_sound(plan: Plan, kind: type) -> None:
-    """Make the own checks of a plan's stages of a kind, which `skip_checks` has left out. Raises
-    RecipeError."""
+    """Make the checks of stages of a kind that `skip_checks` left out. Raises RecipeError."""
     stages = {slot: stage for slot, stage in plan.view.slots.items() if isinstance(stage, kind)}
     problems = [one for one in _checked(plan.recipe, stages, plan.view) if not one.warning]
     if problems:
@@ -304,8 +301,7 @@ def _checked(recipe: Recipe, stages: Mapping[str, Any], view: PlanView) -> Itera
 
 
 def _impossible_here(launch: Launch, started: LaunchInfo) -> tuple[str, str, str] | None:
-    """Key of `launch`, message and hint where the recipe cannot run on this machine, or with what
-    was started."""
+    """Key of `launch`, message and hint where the recipe cannot run here, or as it was started."""
     gpus, procs = gpu_count(), launch.procs or 1
     if launch.device == "cuda" and not gpus:
         hint = "use launch.device=cpu or auto"

@@ -51,8 +51,7 @@ class Plugins(Generic[T]):
         return cls(installed_entries(cls.group))
 
     def entries(self) -> list[Entry]:
-        """Every entry in the order of names; two packages' entries of one name are both
-        included."""
+        """Every entry in the order of names, several of one name included."""
         return [entry for same_name in self._entries.values() for entry in same_name]
 
     def names(self, kind: str = "") -> list[str]:
@@ -146,8 +145,7 @@ class Registry(Plugins[type]):
         raise PluginError(f"no installed stage returns {kind.__name__} without further slots")
 
     def fields(self, name: str) -> dict[str, Any]:
-        """The types of a stage's fields; empty for one that is not known or cannot be loaded, which
-        is reported elsewhere."""
+        """The types of a stage's fields; empty for one that is not known or cannot be loaded."""
         with contextlib.suppress(PluginError):
             return dict(field_types(self.load(name))) if name in self else {}
         return {}

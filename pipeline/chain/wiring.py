@@ -61,8 +61,7 @@ class SlotType:
 
 
 def wired(links: Sequence[SlotType]) -> Wiring:
-    """The wires of a recipe. A parameter without a slot before it that can give its type has
-    none."""
+    """The wires of a recipe. A parameter that no slot before it can serve has none."""
     found: dict[str, dict[str, str | None]] = {link.slot: {} for link in links}
     for index, link in enumerate(links):
         earlier = links[:index]
@@ -136,8 +135,7 @@ def missing_inputs(links: Sequence[SlotType], registry: Registry, tree: Node) ->
 def _missing(
     need: Need, links: Sequence[SlotType], index: int, registry: Registry, tree: Node
 ) -> Problem:
-    """The problem of a need that no earlier slot meets: move a slot, use other stages, or add a
-    slot."""
+    """The problem of a need that is not met: move a slot, use other stages, or add a slot."""
     link, earlier, later = links[index], links[:index], links[index + 1 :]
     message = f"`{link.use}` needs"
     if after := next((other for other in later if other.meets(need)), None):
@@ -240,8 +238,7 @@ def _fits(kind: type, earlier: Sequence[SlotType], later: Sequence[SlotType] = (
 def _producer(
     need: Need, kind: type | None, earlier: Sequence[SlotType], later: Sequence[SlotType]
 ) -> str | None:
-    """The latest slot that returns what is needed; None where one would whose stage is not
-    known."""
+    """The latest slot that returns what is needed; None after one that may, of an unknown stage."""
     for link in reversed(_visible(need, kind, earlier, later)):
         if link.kind is None and issubclass(KINDS.get(kind_of(link.use), object), need.type):
             return None

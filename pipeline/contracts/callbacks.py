@@ -57,8 +57,7 @@ class Callbacks(StepCallback):
 
     A stage that adds a callback to the callbacks of earlier slots takes `earlier: StepCallback |
     None` and returns `Callbacks(earlier, its_own)`. States are kept by class name, numbered from
-    the second callback of a class on, so a resume with other callbacks restores each with its own
-    state."""
+    the second callback of a class on: a resume with other callbacks restores each one's own."""
 
     def __init__(self, *callbacks: StepCallback | None) -> None:
         """Raises StageError for what is not a StepCallback."""

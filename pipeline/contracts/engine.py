@@ -205,8 +205,7 @@ class Engine(ABC):
 
     @abstractmethod
     def describe(self) -> Mapping[str, Any]:
-        """Facts read off the live objects, as JSON for the run's folder and the screen: classes,
-        dtypes, mesh, sharding."""
+        """Facts read off the live objects, as JSON: classes, dtypes, mesh, sharding."""
 
     @abstractmethod
     def state(self) -> EngineState:

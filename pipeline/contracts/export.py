@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from pipeline.contracts.training import TrainedRun
 
 EXPORT_MANIFEST = "export.json"
-"""File of an exported model's folder that says which stage wrote it (`writer`) and how it can be
-verified."""
+"""File of an exported model's folder: the stage that wrote it (`writer`), and how to verify it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +49,7 @@ class VerifiesExport(Protocol):
     def verify(
         cls, folder: Path, report: Callable[[str], object], *, trust_remote_code: bool
     ) -> None:
-        """Verify a folder that the stage has written; `report` prints a line. Raises
-        ExportError."""
+        """Verify a folder that it has written; `report` prints a line. Raises ExportError."""
 
 
 VERIFY = (

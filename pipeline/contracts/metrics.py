@@ -46,8 +46,7 @@ class Metrics:
             jsonl.append_line(self.path, plain)
 
     def write_length(self, step: int, total: int) -> None:
-        """Append the number of steps of the whole training, which is at `step`, unless the file has
-        it already."""
+        """Append the number of steps of the whole training, unless the file has it already."""
         if self.path is not None:
             own = (one for one in records(self.path) if training_of(one) == self.training)
             known = [one["total_steps"] for one in own if one.get("total_steps")]
@@ -55,9 +54,8 @@ class Metrics:
                 self.write_training({"step": step, "time": time.time(), "total_steps": total})
 
     def rewind(self, step: int) -> None:
-        """Drop the training's records later than `step`, and a line that a crash cut short, so that
-        a resumed run leaves neither gaps nor duplicates. A file with other lines than ours is kept
-        aside."""
+        """Drop the training's records later than `step`, and a line that a crash cut short: no gaps
+        or duplicates after a resume. A file with other lines than ours is kept aside."""
         if self.path is None or not self.path.exists():
             return
         found = list(records(self.path))

@@ -49,8 +49,7 @@ class Scores:
     entropy: Tensor
     """Entropy in nats of the prediction at each target; shape (lines, length)."""
     candidates: Tensor
-    """Log-probability of each of the k ids, then of all other ids together, at each target; shape
-    (lines, length, k + 1)."""
+    """Log-probability of k ids, then of all others together; shape (lines, length, k + 1)."""
     values: Tensor
     """Output of a head that is not over the vocabulary; shape (lines, length, outputs)."""
     logits: Tensor

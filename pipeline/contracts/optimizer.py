@@ -33,8 +33,7 @@ class StateCodec(ABC):
 
     @abstractmethod
     def start(self, parameter: Tensor, count: int) -> dict[str, Tensor]:
-        """State of a parameter before its first update: `count` elements, with the dtype and on the
-        device of `parameter`."""
+        """State before the first update: `count` elements of the parameter's dtype and device."""
 
     @abstractmethod
     def unpack(self, state: Mapping[str, Any], moment: str, start: int, stop: int) -> Tensor:
@@ -89,8 +88,7 @@ class OptimizerPart:
     hyperparameters: Mapping[str, Any]
     """Arguments of the rule's torch class: `lr` always, betas, eps, weight_decay."""
     groups: Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]
-    """Divides the part's parameters into torch parameter groups, each with `params` and what
-    differs from `hyperparameters`."""
+    """Parameters -> torch parameter groups: `params` and what differs from `hyperparameters`."""
     moments: Sequence[str]
     """Names of what the optimizer keeps for each element of a parameter. Without a `packing`, keys
     of its state that are tensors of the parameter's shape, zeros at first."""

@@ -75,8 +75,7 @@ class PlanView:
     wiring: Wiring
     """The slot that each slot takes its artifacts from; slots with mistakes are in it."""
     forecast: bool = False
-    """Whether only the resource needs are predicted and nothing will run: files that only a run
-    reads may still be missing."""
+    """Whether nothing will run: files that only a run reads may still be missing."""
 
     def slot(self, stage: Any) -> str:
         """The slot of a stage; empty if it is in none."""
@@ -110,8 +109,7 @@ class PlanView:
         return next((slot for slot in reversed(earlier) if wires.gives(slot, artifact)), None)
 
     def data_ranks(self, stage: Any) -> int:
-        """Number of shares into which a step's samples are divided by the engine that a stage gets;
-        0 if the processes do not divide."""
+        """Number of shares of a step's samples under a stage's engine; 0 if these do not divide."""
         wraps = (one for one in self.producers(stage, Engine) if isinstance(one, DividesRanks))
         wrap = next(wraps, None)
         return self.procs if wrap is None else wrap.data_ranks(self.procs)

@@ -1,8 +1,7 @@
 """The order in which a run visits its samples: a pure function of seed, epoch and position.
 
 The order is part of what a checkpoint means (a resumed run continues at a position), so it is
-defined here by integer arithmetic only and does not change with numpy, torch or the number of
-processes."""
+defined by integer arithmetic only, whatever numpy, torch or the number of processes."""
 
 from __future__ import annotations
 

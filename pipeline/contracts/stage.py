@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from pipeline.utils.hub import HubName
 
 ENGINE_FILE, ENVIRONMENT_FILE = "engine.json", "environment.json"
-"""Files of a run's folder: facts of the live engine of the first training; packages and machine of
-the newest start."""
+"""Files of a run's folder: the first training's live engine; packages and machine of this start."""
 
 
 def engine_file(training: str) -> str:
@@ -123,8 +122,7 @@ class Context:
     on_exit: Callable[[Callable[[], object]], object] = field(default=lambda call: None)
     """Register a call for the end of the run, last in first out, also after a failure."""
     accept: frozenset[str] = frozenset()
-    """Changes that `pipe resume --accept` declared to be intended: parts of `Progress.lineage`, or
-    `precision`."""
+    """Changes that `pipe resume --accept` allows: parts of `Progress.lineage`, or `precision`."""
     slot: str = ""
     """Name of the slot that is running."""
     training: str = ""

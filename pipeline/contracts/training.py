@@ -62,11 +62,9 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     """The latest `loss`; `eval_loss` and `perplexity` if these weights were evaluated."""
     best: dict[str, float] = field(default_factory=dict)
-    """The lowest held-out loss so far, `eval_loss`, and the `step` at which it was reached; empty
-    before the first evaluation."""
+    """The lowest held-out loss, `eval_loss`, and its `step`; empty before the first evaluation."""
     patience: dict[str, float] = field(default_factory=dict)
-    """State of early stopping: the `eval_loss` to improve on, and the number of `evaluations` since
-    the last improvement."""
+    """Early stopping: the `eval_loss` to improve on, and the `evaluations` since it improved."""
     stopped: str = ""
     """Why training ended before its last step, if it did: early stopping, or a callback."""
     recent_losses: list[float] = field(default_factory=list)

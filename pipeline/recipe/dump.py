@@ -37,10 +37,8 @@ _Dumper.add_implicit_resolver(
 
 
 def render(data: dict[str, Any], note: Callable[[KeyPath], str] | None = None) -> str:
-    """Block style down to lists and scalars, which take one line each.
-
-    `note` returns the text of a trailing comment for a value's path, or nothing; comments line up
-    in a column."""
+    """Block style down to lists and scalars, which take one line each. `note` returns the text of a
+    trailing comment for a value's path, or nothing; comments line up in a column."""
     lines = list(_block(data, ())) or [("{}", None)]
     width = min(60, max(len(line) for line, _ in lines))
     notes = ("" if note is None or path is None else note(path) for _, path in lines)

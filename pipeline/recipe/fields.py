@@ -81,8 +81,7 @@ def adapter(kind: type) -> TypeAdapter[Any]:
 
 
 def _make_strict(kind: type) -> None:
-    """Have pydantic refuse other keys and types in a dataclass, and in the dataclasses of its
-    fields."""
+    """Have pydantic refuse other keys and types in a dataclass and in those in its fields."""
     kind.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
     for annotation in field_types(kind).values():
         for inner in dataclasses_in(annotation):
@@ -120,8 +119,7 @@ def field_docs(kind: type) -> Mapping[str, str]:
 
 
 class WithDocs(GenerateJsonSchema):
-    """The schema of a dataclass with the docs and the defaults of its fields, for which source code
-    is read."""
+    """The schema of a dataclass with its fields' defaults and docs, which source code has."""
 
     def dataclass_schema(self, schema: Any) -> JsonSchemaValue:
         found, kind = super().dataclass_schema(schema), schema["cls"]

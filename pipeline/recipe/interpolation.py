@@ -19,8 +19,7 @@ from pipeline.utils.text import closest
 MAX_EXPANSIONS = 1000
 """Limit on interpolations resolved in one recipe, each counted as often as it is reached."""
 MAX_IN_TEXT = 50
-"""Limit on interpolations in one text: the time to parse nested ones grows with a power of their
-number."""
+"""Limit on interpolations in one text; parsing nested ones takes a power of their number."""
 HIDDEN = "\\${hidden}"
 """Resolves to text that holds `${`, also where another value refers to it."""
 OPENING = re.compile(r"(?P<escapes>\\*)\$\{")
@@ -60,8 +59,7 @@ def read(text: str) -> Text:
 
 
 def expansions(references: Mapping[KeyPath, Collection[str]]) -> int:
-    """Number of interpolations that are resolved, from each interpolated value's references;
-    counting stops at the limit."""
+    """Number of interpolations to resolve, by each value's references; at most past the limit."""
     if len(references) > MAX_EXPANSIONS:
         return len(references)
     leaves: dict[KeyPath, KeyPath] = {tuple(map(str, path)): path for path in references}
@@ -144,8 +142,7 @@ def _refusal(
 
 
 def _fill(data: Any, sound: Sequence[KeyPath], root: Node) -> Iterator[Problem]:
-    """Replace every sound interpolation in `data` by its value; yield a problem for those that have
-    none."""
+    """Replace every sound interpolation in `data` by its value; yield problems of the others."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

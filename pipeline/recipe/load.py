@@ -75,8 +75,7 @@ class Recipe(RecipeSettings):
     """The recipe's own file first; each before the files that it overrides."""
     tree: Node = field(compare=False, repr=False)
     replaced: tuple[Problem, ...] = field(default=(), compare=False, repr=False)
-    """Warnings of slots that were given another `use`: fields that stayed, and that were lost; and
-    of fields of earlier versions."""
+    """Warnings of fields that stayed or were lost with another `use`, and of earlier versions."""
 
     def origin(self, path: KeyPath) -> str:
         """`file:line:column` or the override that set the value at `path`; `default` if nothing."""
@@ -88,8 +87,7 @@ class Recipe(RecipeSettings):
         return render(plain(self.tree))
 
     def public(self) -> dict[str, Any]:
-        """The merged values with interpolations resolved, but what depends on an environment
-        variable stays as written."""
+        """The merged values, interpolations resolved but for what depends on the environment."""
         resolved, _ = resolve(self.tree, hide_env=True)
         return {key: _public(value, resolved[key]) for key, value in plain(self.tree).items()}
 

@@ -173,8 +173,7 @@ class Meant(NamedTuple):
 
 
 def torn(word: str, after: Sequence[str]) -> Meant | None:
-    """Return what is meant by a word that is not an override, given those after it; None for
-    one."""
+    """Return what is meant by a word, given those after it; None for an override."""
     if word.endswith((".yaml", ".yml")) and "=" not in word:
         hint = "a command takes one recipe; name one that it is laid over in its `extends`"
         return Meant(hint=hint)

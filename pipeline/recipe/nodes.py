@@ -12,8 +12,7 @@ Scalar = str | int | float | bool | None
 KeyPath = tuple[str | int, ...]
 """Keys and list indexes from the recipe's root: `("stages", "train", "steps")`."""
 USE, TAKES = RESERVED = "use", "takes"
-"""Keys of a slot that are not fields of its stage: the stage's name, and the slots that give its
-artifacts."""
+"""Keys of a slot that are not fields: the stage's name, and the slots that give its artifacts."""
 
 
 def dotted(path: KeyPath) -> str:
@@ -91,8 +90,7 @@ class Node:
         return node.at
 
     def key_place(self, path: KeyPath) -> Location:
-        """Place of the key at `path`, or of a list's entry; where nothing is, of the nearest
-        above."""
+        """Place of the key at `path`, or of a list's entry, or of the nearest above."""
         while (node := self.find(path)) is None:
             path = path[:-1]
         above = self.find(path[:-1])
