@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from pipeline.contracts.engine import StepReport as StepReport
     from pipeline.contracts.export import EXPORT_MANIFEST as EXPORT_MANIFEST
     from pipeline.contracts.export import ExportedModel as ExportedModel
+    from pipeline.contracts.export import Message as Message
+    from pipeline.contracts.export import OpensText as OpensText
+    from pipeline.contracts.export import TextModel as TextModel
+    from pipeline.contracts.export import Writing as Writing
+    from pipeline.contracts.export import Written as Written
     from pipeline.contracts.model import ModelSource as ModelSource
     from pipeline.contracts.objective import LossParts as LossParts
     from pipeline.contracts.objective import Measure as Measure
@@ -76,11 +81,6 @@ if TYPE_CHECKING:
     from pipeline.contracts.tensors import TensorReader as TensorReader
     from pipeline.contracts.tensors import TensorSpec as TensorSpec
     from pipeline.contracts.tensors import Weights as Weights
-    from pipeline.contracts.text_model import Message as Message
-    from pipeline.contracts.text_model import OpensText as OpensText
-    from pipeline.contracts.text_model import TextModel as TextModel
-    from pipeline.contracts.text_model import Writing as Writing
-    from pipeline.contracts.text_model import Written as Written
     from pipeline.contracts.training import Checkpoints as Checkpoints
     from pipeline.contracts.training import Progress as Progress
     from pipeline.contracts.training import TrainedRun as TrainedRun

@@ -13,8 +13,8 @@ from pipeline.chain.registry import Registry
 from pipeline.errors import COMMAND_LINE, Location, Problem
 from pipeline.importing.unknown_keys import of_other_tools
 from pipeline.recipe import read_recipe
+from pipeline.recipe.includes import by_use
 from pipeline.recipe.nodes import UnknownKey
-from pipeline.recipe.shipped import by_use
 from pipeline.utils.text import closest
 
 COMMANDS = {
@@ -111,11 +111,11 @@ def _setting(name: str, value: str, words: Sequence[str]) -> str:
     recipe = read_recipe(file)[0] if file is not None else None
     if recipe is None:
         return ""
-    from pipeline.recipe.scalars import resolve
+    from pipeline.recipe.parse import scalar
 
     place = Location(file=f"{COMMAND_LINE}option")
     unknown: Problem = UnknownKey(
-        message="", location=place, path=(name.replace("-", "_"),), value=resolve(value or "VALUE")
+        message="", location=place, path=(name.replace("-", "_"),), value=scalar(value or "VALUE")
     )
     return "".join(
         one.hint for one in explained([unknown], recipe, Registry.installed(), of_other_tools)

@@ -31,7 +31,7 @@ from pipeline import (
     TensorReader,
     TensorSpec,
 )
-from pipeline.chain.binding import Results
+from pipeline.chain.artifacts import Results
 from pipeline.distributed.environment import bind_loopback
 from pipeline.planning.forecast import BACKWARD, FORWARD, RESUME, SAVE, UPDATE, Held
 from pipeline.planning.planner import Job, TraceScope, planned

@@ -12,7 +12,7 @@ from pipeline.chain.entry_points import kind_of
 from pipeline.chain.registry import Registry
 from pipeline.cli import COMMANDS, main
 from pipeline.contracts.signature import gives, needs
-from pipeline.recipe.field_docs import FieldRow, field_rows
+from pipeline.recipe.fields import FieldRow, field_rows
 from pipeline.recipe.load import RecipeSettings
 
 CHAIN = [

@@ -24,8 +24,7 @@ from pipeline.hardware.host import cores_each
 from pipeline.planning.planner import Planner, Planners, Trial
 from pipeline.planning.presets import Strategy
 from pipeline.recipe.dump import render
-from pipeline.recipe.field_docs import plain_value
-from pipeline.recipe.fields import adapter
+from pipeline.recipe.fields import adapter, plain_value
 from pipeline.recipe.load import reserved
 from pipeline.recipe.nodes import RESERVED
 from pipeline.track.stage import TrackerStage

@@ -5,29 +5,28 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.chain.entry_points import kind_of
 from pipeline.chain.registry import Registry
 from pipeline.chain.wiring import SlotType, position
-from pipeline.contracts.signature import field_types
 from pipeline.errors import PluginError, Problem
 from pipeline.recipe import Recipe
 from pipeline.recipe.dump import inline
-from pipeline.recipe.field_example import owner_of
+from pipeline.recipe.field_errors import owner_of
 from pipeline.recipe.fields import build
+from pipeline.recipe.includes import by_use
 from pipeline.recipe.load import HEADER_KEYS, RecipeSettings
 from pipeline.recipe.nodes import MissingKey, NoSlot, UnknownKey
-from pipeline.recipe.shipped import by_use
 
 LONGEST = 90
 """Most characters of a value in a hint."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spot:
+class Spot(NamedTuple):
     """A slot and a field of it; `slot` is empty for a key at the top of a recipe."""
 
     slot: str
@@ -46,15 +45,13 @@ class Slots:
         self.uses = {slot: spec.use for slot, spec in recipe.stages.items()}
         self.values = {slot: spec.fields for slot, spec in recipe.stages.items()}
 
-    def fields(self, use: str) -> Mapping[str, Any]:
-        """The fields of a stage; none for one that cannot be loaded."""
-        with contextlib.suppress(PluginError):
-            return field_types(self.registry.load(use)) if use in self.registry else {}
-        return {}
+    def with_field(self, field: str) -> list[str]:
+        """The slots of the recipe whose stages have a field."""
+        return [slot for slot, use in self.uses.items() if field in self.registry.fields(use)]
 
     def stages_with(self, field: str, kind: str = "") -> str:
         """A hint that names the stages (of one kind, if given) that have a field."""
-        names = [use for use in self.registry.names(kind) if field in self.fields(use)]
+        names = [use for use in self.registry.names(kind) if field in self.registry.fields(use)]
         return f"`{field}` is a field of {' and '.join(names)}" if names else ""
 
     def usual(self, slot: str) -> str:
@@ -62,39 +59,28 @@ class Slots:
         return self.uses.get(slot) or next(iter(by_use(self.registry.names(slot))), "")
 
     def added(self, slot: str, fields: Mapping[str, Any]) -> str:
-        """A slot that the recipe lacks, as YAML, and where it belongs. `fields` have dotted names;
-        `use` may be left out."""
-        found: dict[str, Any] = {}
+        """A slot that the recipe lacks, as YAML, and its position. `fields` have dotted names."""
+        content: dict[str, Any] = {"use": self.usual(slot)}
         for name, value in fields.items():
             *blocks, field = name.split(".")
-            inner = found
-            for block in blocks:
-                inner = inner.setdefault(block, {})
-            inner[field] = value
-        content = {"use": self.usual(slot)} | found
+            reduce(lambda inner, block: inner.setdefault(block, {}), blocks, content)[field] = value
         text = f"a slot `{slot}: {shortened(content)}`"
-        with contextlib.suppress(PluginError):
-            links = []
-            for other, use in self.uses.items():
-                kind = self.registry.load(use) if use in self.registry else None
-                links.append(SlotType(slot=other, use=use, kind=kind))
-            return f"{text} {position(self.registry.load(content['use']), links)}".rstrip()
-        return text
+        kind = self.registry.find(content["use"])
+        links = [
+            SlotType(slot=other, use=use, kind=self.registry.find(use))
+            for other, use in self.uses.items()
+        ]
+        return f"{text} {position(kind, links)}".rstrip() if kind is not None else text
 
     def replaced(self, slot: str, field: str) -> list[str]:
         """The fields of a slot that the recipe sets, and that cannot be set together with one."""
         set_here = {name for name, value in self.values.get(slot, {}).items() if value is not None}
-        with contextlib.suppress(PluginError):
-            use = self.uses.get(slot, "")
-            stage = self.registry.load(use) if use in self.registry else None
-            groups = getattr(stage, "one_of", ())
-            alternatives = {name for group in groups if field in group for name in group}
-            return sorted(alternatives & set_here - {field})
-        return []
+        groups = getattr(self.registry.find(self.uses.get(slot, "")), "one_of", ())
+        alternatives = {name for group in groups if field in group for name in group}
+        return sorted(alternatives & set_here - {field})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Meant:
+class Meant(NamedTuple):
     """The meaning of an unknown key in another program."""
 
     hint: str = ""
@@ -137,28 +123,28 @@ def _about_slots(
 ) -> Iterator[Problem]:
     """The problem, with a better hint if it is of a slot as a whole. A slot without `use` has the
     fields of the stage that it seems to name."""
+    known = slots.registry
     if isinstance(problem, MissingKey) and problem.key.endswith(".use"):
         slot = problem.key.removesuffix(".use")
         hint, use = _stage_meant(slot, slots, foreign)
         slots.uses[slot] = use
         yield replace(problem, hint=hint)
-        if use not in slots.registry:
-            return
-        # Keys that no stage has, of the kind that is meant.
-        same_kind = slots.registry.names(kind_of(use))
-        known = {name for one in same_kind for name in slots.fields(one)}
-        with contextlib.suppress(PluginError):
-            kind, fields, path = slots.registry.load(use), slots.values[slot], ("stages", slot)
-            for one in build(kind, fields, places=recipe.places, path=path)[1]:
-                if isinstance(one, UnknownKey) and one.name not in known:
-                    yield one
-        return
-    if isinstance(problem, NoSlot) and not slots.registry.names(problem.name):
-        owners = [slot for slot, use in slots.uses.items() if problem.name in slots.fields(use)]
-        if owners:
-            hint = f"`{problem.name}` is a field of slot `{owners[0]}`: indent it as the others"
-            problem = replace(problem, hint=hint)
-    yield problem
+        if (kind := known.find(use)) is not None:
+            # only keys that no stage of this kind has
+            fields = {name for one in known.names(kind_of(use)) for name in known.fields(one)}
+            given, path = slots.values[slot], ("stages", slot)
+            with contextlib.suppress(PluginError):
+                wrong = build(kind, given, tree=recipe.tree, path=path)[1]
+                yield from (o for o in wrong if isinstance(o, UnknownKey) and o.name not in fields)
+    elif (
+        isinstance(problem, NoSlot)
+        and not known.names(problem.name)
+        and (owners := slots.with_field(problem.name))
+    ):
+        hint = f"`{problem.name}` is a field of slot `{owners[0]}`: indent it as the others"
+        yield replace(problem, hint=hint)
+    else:
+        yield problem
 
 
 def _stage_meant(slot: str, slots: Slots, foreign: Foreign | None) -> tuple[str, str]:
@@ -176,25 +162,24 @@ def _stage_meant(slot: str, slots: Slots, foreign: Foreign | None) -> tuple[str,
 
 def _hint(unknown: UnknownKey, slots: Slots, there: Meant) -> tuple[str, Spot | None]:
     """The hint, and the field that is meant if it is one of the same slot."""
+    path, slot, name = unknown.path, unknown.slot, unknown.name
     if there.sure:
         return there.hint, there.spot
-    path, slot, name = unknown.path, unknown.slot, unknown.name
     if unknown.on_command_line and path[0] not in (*HEADER_KEYS, "stages", *slots.uses):
         added = _missing_slot(unknown, slots)
         if added or len(path) > 1:
             return added, None
     if len(path) == 1 and isinstance(unknown.value, dict):
-        return "", Spot(slot="", field=unknown.closest)
+        return "", Spot("", unknown.closest)
     if len(path) > 1 and len(path) != (2 if path[0] in HEADER_KEYS else 3):
         return "", None
     here = slots.uses.get(slot, "")
     hint = _other_slot(unknown, slots) or (here and slots.stages_with(name, kind_of(here)))
     if hint:
         return hint, None
-    spot = there.spot
-    hint = there.hint or slots.stages_with(name)
-    if not hint and (unknown.closest in slots.fields(here) or not slot):
-        spot = Spot(slot=slot, field=unknown.closest)
+    hint, spot = there.hint or slots.stages_with(name), there.spot
+    if not hint and (unknown.closest in slots.registry.fields(here) or not slot):
+        spot = Spot(slot, unknown.closest)
     return hint, spot
 
 
@@ -210,20 +195,19 @@ def _missing_slot(unknown: UnknownKey, slots: Slots) -> str:
 
 
 def _other_slot(unknown: UnknownKey, slots: Slots) -> str:
+    """The hint for a key of the recipe's top, of a block there, or of other slots."""
     name, slot = unknown.name, unknown.slot
     if name in HEADER_KEYS and slot:
         return f"`{name}` stands at the top of a recipe, not in a slot"
     block = next((one for one in HEADER_KEYS if owner_of(RecipeSettings, (one, name))), "")
-    if block and slot != block and len(unknown.path) != 2:
-        value = f"write {override(f'{block}.{name}', unknown.value)}"
-        return value if unknown.on_command_line else f"`{name}` belongs to `{block}`"
-    others = [one for one, use in slots.uses.items() if one != slot and name in slots.fields(use)]
-    if not others:
+    in_block = bool(block) and slot != block and len(unknown.path) != 2
+    owners = [block] if in_block else [one for one in slots.with_field(name) if one != slot]
+    if not owners:
         return ""
     if unknown.on_command_line:
-        values = [override(f"{other}.{name}", unknown.value) for other in others]
-        return f"write {' or '.join(values)}"
-    return f"`{name}` belongs to slot {' or '.join(f'`{other}`' for other in others)}"
+        return f"write {' or '.join(override(f'{one}.{name}', unknown.value) for one in owners)}"
+    named = " or ".join(f"`{one}`" for one in owners)
+    return f"`{name}` belongs to {named if in_block else f'slot {named}'}"
 
 
 def override(key: str, value: Any) -> str:

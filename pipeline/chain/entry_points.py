@@ -33,7 +33,7 @@ def kind_of(name: str) -> str:
 
 def installed_entries(group: str) -> Iterator[Entry]:
     """Entries that installed packages register in a group; nothing is imported."""
-    known: dict[object, tuple[str, str]] = {}  # metadata is read anew whenever it is asked for
+    known: dict[object, tuple[str, str]] = {}  # metadata is read whenever it is asked for
     for point in importlib.metadata.entry_points(group=group):
         dist = point.dist
         if dist not in known:
@@ -61,8 +61,7 @@ def culprit(error: BaseException) -> Entry | None:
 
 
 def line_in_plugin(error: BaseException) -> str:
-    """`file:line in function` of the innermost code of an installed plugin, whatever it called;
-    empty without any."""
+    """`file:line in function` of the innermost code of an installed plugin; empty without any."""
     plugin = _plugins()
     lines = [f"{line} in {name}" for package, line, name in _calls(error) if plugin(package)]
     return lines[-1] if lines else ""
@@ -72,7 +71,7 @@ def _calls(error: BaseException) -> Iterator[tuple[str, str, str]]:
     """Package, `file:line` and function of each call that led to an error, the innermost last."""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
-        yield _package(module), f"{code.co_filename}:{line}", code.co_name
+        yield module.partition(".")[0], f"{code.co_filename}:{line}", code.co_name
 
 
 def _plugins() -> Callable[[str], Entry | None]:
@@ -81,11 +80,7 @@ def _plugins() -> Callable[[str], Entry | None]:
     return lambda package: next((e for e in plugins if _belongs(package, e.value)), None)
 
 
-def _package(module: str) -> str:
-    return module.partition(":")[0].partition(".")[0]
-
-
 def _belongs(package: str, module: str) -> bool:
     """Whether a package is a module's, or its name begins as that."""
-    own = _package(module)
+    own = module.partition(":")[0].partition(".")[0]
     return package == own or package.startswith(f"{own}_")

@@ -1,21 +1,16 @@
-"""Names of the hub in a recipe's stages, and which of them say no commit."""
+"""Names of the hub in a recipe's stages, and the commits that they stand for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pipeline.contracts.stage import NamesHub
-from pipeline.errors import Problem
+from pipeline.errors import Problem, RecipeError, StageError
+from pipeline.recipe import Recipe
 from pipeline.recipe.nodes import KeyPath
-from pipeline.utils.hub import HubName
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
-
-    from pipeline.recipe import Recipe
+from pipeline.utils.hub import HubName, Known, commit_of
 
 PIN_HINT = "`pipe pin` writes its commit into the recipe"
 
@@ -34,13 +29,29 @@ def unpinned(recipe: Recipe, stages: Mapping[str, Any]) -> Iterator[Problem]:
             continue
         key = name.key if name.revision else name.named_by
         branch = f"{name.revision!r} is a branch or tag, not a commit"
-        here = Path(name.repo).is_dir()
         local = f"for the folder of this name write ./{name.repo}; {PIN_HINT}"
-        yield Problem(
-            message=branch if name.revision else f"{name.repo} names no commit",
-            key=f"{slot}.{key}", hint=local if here else PIN_HINT,
-            location=recipe.places.value(field_path(slot, key)), warning=True,
-        )  # fmt: skip
+        message = branch if name.revision else f"{name.repo} names no commit"
+        hint = local if Path(name.repo).is_dir() else PIN_HINT
+        yield recipe.tree.problem(field_path(slot, key), message, hint, warning=True)
+
+
+def commits(
+    recipe: Recipe, stages: Mapping[str, Any], known: Known, *, ask: bool
+) -> dict[KeyPath, tuple[HubName, str]]:
+    """Path of each field that says no commit -> its name and the commit; without `ask`, only if it
+    is `known`. Raises RecipeError where one cannot be found."""
+    found: dict[KeyPath, tuple[HubName, str]] = {}
+    problems = []
+    for slot, name in hub_names(stages):
+        if name.pinned or not (ask or name.asked in known):
+            continue
+        try:
+            found[field_path(slot, name.key)] = name, commit_of(name, known)
+        except StageError as error:
+            problems.append(recipe.tree.problem(field_path(slot, name.named_by), str(error)))
+    if problems:
+        raise RecipeError(problems)
+    return found
 
 
 def field_path(slot: str, key: str) -> KeyPath:

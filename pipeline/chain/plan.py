@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from pipeline.chain.artifacts import training_of, training_slots, wrong_artifact
 from pipeline.chain.elsewhere import Foreign, explained
 from pipeline.chain.entry_points import line_in
-from pipeline.chain.names import unpinned
+from pipeline.chain.names import commits, unpinned
 from pipeline.chain.registry import Registry
 from pipeline.chain.wiring import SlotType, missing_inputs, unread_results, wired, wrong_takes
 from pipeline.contracts.engine import Engine
-from pipeline.contracts.plan_view import Checked, PlanView, Wiring
+from pipeline.contracts.plan_view import Checked, PlanView
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.launch import Launch, LaunchInfo
 from pipeline.errors import Location, PluginError, Problem, RecipeError, UsageError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
 from pipeline.recipe.fields import build
-from pipeline.recipe.nodes import MissingKey, SourceMap, UnknownKey
-from pipeline.utils.hub import pins_asked
+from pipeline.recipe.load import with_values
+from pipeline.recipe.nodes import MissingKey, Node, UnknownKey
+from pipeline.utils.hub import Known, pins_asked
 from pipeline.utils.text import did_you_mean, plural
 
 
@@ -55,9 +56,7 @@ class Plan:
     @property
     def trainings(self) -> list[PlannedSlot]:
         """The slots that train, in order."""
-        return [
-            planned for planned in self.slots if issubclass(planned.gives or object, TrainedRun)
-        ]
+        return [one for one in self.slots if issubclass(one.gives or object, TrainedRun)]
 
     def wrap_of(self, train: PlannedSlot) -> PlannedSlot | None:
         """The slot that wraps the model for a slot that trains; None without one."""
@@ -67,27 +66,25 @@ class Plan:
     def of_training(self, training: str) -> Plan:
         """The part of the plan that is of one slot that trains: what it takes, however indirectly,
         and what follows from it and is of no other training."""
-        wiring = self.view.wiring
-        taken = {slot: self._taken(slot) for slot in training_slots(wiring)}
-        first = next(iter(taken))
-        for_any = set[str]().union(*taken.values())
+        wiring, trainings = self.view.wiring, training_slots(self.view.wiring)
+
+        def taken(slot: str) -> set[str]:
+            """The slot and those whose results reach it, other trainings left out."""
+            givers = wiring.inputs[slot].values()
+            return {slot}.union(*(taken(g) for g in givers if g is not None and g not in trainings))
+
+        own, for_any = taken(training), set[str]().union(*map(taken, trainings))
         kept = [
             planned
             for planned in self.slots
-            if planned.slot in taken[training]
+            if planned.slot in own
             or (
                 planned.slot not in for_any
-                and (training_of(wiring, planned.slot) or first) == training
+                and (training_of(wiring, planned.slot) or trainings[0]) == training
             )
         ]
         slots = {planned.slot: planned.stage for planned in kept}
         return replace(self, slots=tuple(kept), view=replace(self.view, slots=slots))
-
-    def _taken(self, slot: str) -> set[str]:
-        """The slot and those whose results reach it, other trainings left out."""
-        trainings = training_slots(self.view.wiring)
-        inputs = {one for one in self.view.wiring.inputs[slot].values() if one is not None}
-        return {slot}.union(*(self._taken(one) for one in inputs if one not in trainings))
 
     def until(self, last: str | None) -> Plan:
         """The plan without the slots after `last`. Raises UsageError for a slot that it lacks."""
@@ -99,33 +96,27 @@ class Plan:
         return replace(self, slots=self.slots[: order.index(last) + 1])
 
     def last_reader(self, slot: str) -> str | None:
-        """The last slot that reads the result of `slot`, directly or inside of another result; None
-        without a reader."""
+        """The last slot that reads the result of `slot`, or another result in which it is."""
         return next(reversed([*self.view.wiring.readers(slot)]), None)
 
 
-def make_plan(
-    recipe: Recipe,
-    *,
-    registry: Registry | None = None,
-    for_this_machine: bool = False,
-    skip_checks: bool = False,
-    started: LaunchInfo | None = None,
-) -> Plan:
-    """Check everything that can be checked before starting. Raises RecipeError with all problems.
+class How(TypedDict, total=False):
+    """What a plan is made for."""
 
-    `for_this_machine` also asks whether this machine can run it. `skip_checks` leaves out the
-    stages' own checks, for a run that has passed them: they depend on how it was started. `started`
-    is what another launcher has already decided.
-    """
+    for_this_machine: bool
+    """Whether to ask whether this machine can run it too."""
+    forecast: bool
+    """Whether to leave out what only a run needs."""
+    skip_checks: bool
+    """Whether to leave out the stages' own checks, for a run that has passed them."""
+    started: LaunchInfo | None
+    """What another launcher has already decided."""
+
+
+def make_plan(recipe: Recipe, *, registry: Registry | None = None, **how: Unpack[How]) -> Plan:
+    """Check all that can be checked before starting. Raises RecipeError with all problems."""
     known = registry or Registry.installed()
-    plan, problems = _draft(
-        recipe,
-        known,
-        for_this_machine=for_this_machine,
-        skip_checks=skip_checks,
-        started=started or LaunchInfo(),
-    )
+    plan, problems = _draft(recipe, known, incomplete=False, **how)
     if problems:
         raise RecipeError(in_order(explained(problems, recipe, known)))
     return plan
@@ -136,36 +127,65 @@ def plan_file(
     overrides: Sequence[str] = (),
     *,
     registry: Registry | None = None,
-    for_this_machine: bool = False,
-    forecast: bool = False,
-    skip_checks: bool = False,
-    started: LaunchInfo | None = None,
     foreign: Foreign | None = None,
+    **how: Unpack[How],
 ) -> Plan:
-    """`load_recipe` and `make_plan` in one, so that the problems of both come together; `forecast`
-    leaves out what only a run needs. `foreign` knows keys of other programs."""
+    """`load_recipe` and `make_plan` in one, so that the problems of both come together. `foreign`
+    knows keys of other programs."""
     known = registry or Registry.installed()
     recipe, problems = read_recipe(path, overrides, known.common_fields)
     if recipe is None:
         raise RecipeError(in_order(problems))
-    given = started or LaunchInfo()
     astray = any(
         one.key == "stages" or (isinstance(one, UnknownKey) and one.misplaced_slot)
         for one in problems
     )
-    plan, more = _draft(
-        recipe,
-        known,
-        for_this_machine=for_this_machine,
-        forecast=forecast,
-        skip_checks=skip_checks,
-        started=given,
-        incomplete=astray,
-    )
+    plan, more = _draft(recipe, known, incomplete=astray, **how)
     problems += unless_reported(more, problems)
     if problems:
         raise RecipeError(in_order(explained(problems, recipe, known, foreign)))
     return plan
+
+
+def resolved(plan: Plan, known: Known, *, ask: bool = True) -> Plan:
+    """The plan with the commit of each name of the hub in its fields, and in its recipe; without
+    `ask`, only if it is `known`. Says each commit. Raises RecipeError where one cannot be found."""
+    stages = dict(plan.view.slots)
+    found = commits(plan.recipe, stages, known, ask=ask)
+    if not found:
+        return plan
+    origin = "the hub, {} at the start"
+    values = {
+        path: (commit, Location(file=origin.format(name.asked[2])))
+        for path, (name, commit) in found.items()
+    }
+    recipe = with_values(plan.recipe, values)
+    for slot, stage in plan.view.slots.items():
+        if recipe.stages[slot] != plan.recipe.stages[slot]:
+            fields, path = recipe.stages[slot].fields, ("stages", slot)
+            stages[slot], wrong = build(type(stage), fields, tree=recipe.tree, path=path)
+            if wrong:
+                raise RecipeError(wrong)
+    return replace(
+        plan,
+        recipe=recipe,
+        view=replace(plan.view, slots=stages),
+        slots=tuple(replace(planned, stage=stages[planned.slot]) for planned in plan.slots),
+        hub=tuple(name.record(commit) for name, commit in found.values()),
+    )
+
+
+def require_sound(plan: Plan, kind: type) -> None:
+    """Make the checks of stages of a kind that `skip_checks` left out. Raises RecipeError."""
+    stages = {slot: stage for slot, stage in plan.view.slots.items() if isinstance(stage, kind)}
+    problems = [one for one in _checked(plan.recipe, stages, plan.view) if not one.warning]
+    if problems:
+        raise RecipeError(in_order(problems))
+
+
+def in_order(problems: Sequence[Problem]) -> list[Problem]:
+    """Sort problems by their place in the files; those without a line come first."""
+    return sorted(problems, key=lambda problem: problem.location or Location(file=""))
 
 
 def load_slots(
@@ -174,135 +194,126 @@ def load_slots(
     """Each slot's class, the stages of those without mistakes, and the mistakes."""
     links, stages, problems = [], {}, []
     for slot, spec in recipe.stages.items():
-        kind, stage, wrong = _load(slot, spec, registry, recipe.places)
+        kind, stage, wrong = _load(slot, spec, registry, recipe.tree)
         links.append(SlotType(slot=slot, use=spec.use, kind=kind, takes=spec.takes))
         if stage is not None:
             stages[slot] = stage
-        problems.extend(wrong)
+        problems += wrong
     return links, stages, problems
 
 
-def in_order(problems: Sequence[Problem]) -> list[Problem]:
-    """Sort problems by their place in the files; those without a line come first."""
-    return sorted(problems, key=lambda problem: problem.location or Location(file=""))
+def _load(
+    slot: str, spec: SlotSpec, registry: Registry, tree: Node
+) -> tuple[type | None, Any, list[Problem]]:
+    """The slot's class and stage, as far as there are any, and the mistakes."""
+    if not spec.use:
+        return None, None, []
+    kind, message, hint = None, f"there is no stage `{spec.use}`", ""
+    try:
+        if spec.use in registry:
+            kind = registry.load(spec.use)
+            message = wrong_artifact(kind, spec.use)
+            if not message:
+                return kind, *build(kind, spec.fields, tree=tree, path=("stages", slot))
+            kind = None  # of other slots nothing can be said
+        else:
+            hint = registry.hint(spec.use)
+    except PluginError as error:
+        message = str(error)
+    return kind, None, [tree.problem(("stages", slot, "use"), message, hint)]
 
 
 def _draft(
-    recipe: Recipe,
-    registry: Registry,
-    *,
-    for_this_machine: bool,
-    forecast: bool = False,
-    skip_checks: bool = False,
-    started: LaunchInfo,
-    incomplete: bool = False,
+    recipe: Recipe, registry: Registry, *, incomplete: bool, **how: Unpack[How]
 ) -> tuple[Plan, list[Problem]]:
     """The plan as far as there is one, and the mistakes. Needs are not looked at in an `incomplete`
     recipe, some of whose slots stand elsewhere."""
+    started, tree = how.get("started") or LaunchInfo(), recipe.tree
     links, stages, problems = load_slots(recipe, registry)
     wiring = wired(links)
-    problems += wrong_takes(links, recipe.places)
+    problems += wrong_takes(links, tree)
     if not incomplete:
-        problems += missing_inputs(links, registry, recipe.places)
+        problems += missing_inputs(links, registry, tree)
     if not problems:
-        problems += unread_results(links, wiring, recipe.places)
+        problems += unread_results(links, wiring, tree)
     problems += recipe.replaced
-    view = _view(recipe, stages, wiring, started, forecast)
-    for slot, stage in stages.items() if not skip_checks else ():
-        problems += _checked(slot, recipe.stages[slot].use, stage, view, recipe.places)
-    if pins_asked() and not skip_checks:
-        problems += [replace(one, warning=False) for one in unpinned(recipe, stages)]
+    device, procs, per_node = _processes(recipe.launch, started)
+    view = PlanView(
+        name=recipe.name, seed=recipe.seed, procs=procs, device=device, slots=stages,
+        wiring=wiring, forecast=how.get("forecast", False),
+    )  # fmt: skip
+    if not how.get("skip_checks"):
+        problems += _checked(recipe, stages, view)
+        if pins_asked():
+            problems += [replace(one, warning=False) for one in unpinned(recipe, stages)]
     if not recipe.stages and not incomplete:
-        location = recipe.places.value(("stages",))
-        problems.append(
-            MissingKey(message="a recipe needs at least one stage", key="stages", location=location)
-        )
-    if for_this_machine:
-        problems += _impossible_here(recipe, started)
+        message = "a recipe needs at least one stage"
+        problems.append(tree.problem(("stages",), message, kind=MissingKey))
+    wrong = _impossible_here(recipe.launch, started) if how.get("for_this_machine") else None
+    if wrong is not None:
+        key, message, hint = wrong
+        problems.append(tree.problem(("launch", key), message, hint))
     slots = tuple(
         PlannedSlot(
-            slot=link.slot,
-            use=link.use,
-            stage=stages[link.slot],
-            inputs=wiring.inputs[link.slot],
-            gives=link.gives,
+            slot=link.slot, use=link.use, stage=stages[link.slot],
+            inputs=wiring.inputs[link.slot], gives=link.gives,
         )
         for link in links
         if link.slot in stages
-    )
+    )  # fmt: skip
     warnings = tuple(in_order([problem for problem in problems if problem.warning]))
-    mistakes = [problem for problem in problems if not problem.warning]
-    nodes = started.nodes or recipe.launch.most_nodes or 1
-    per_node = recipe.launch.procs or started.per_node or view.procs // nodes
     plan = Plan(recipe=recipe, view=view, slots=slots, per_node=per_node, warnings=warnings)
-    return plan, mistakes
+    return plan, [problem for problem in problems if not problem.warning]
 
 
-def _load(
-    slot: str, spec: SlotSpec, registry: Registry, places: SourceMap
-) -> tuple[type | None, Any, list[Problem]]:
-    """The slot's class and stage, as far as there are any, and the mistakes."""
-    kind, key, location = None, f"{slot}.use", places.value(("stages", slot, "use"))
-    if not spec.use:
-        return None, None, []
-    if spec.use not in registry:
-        message, hint = f"there is no stage `{spec.use}`", registry.hint(spec.use)
-        return None, None, [Problem(message=message, key=key, hint=hint, location=location)]
-    try:
-        kind = registry.load(spec.use)
-        wrong = wrong_artifact(kind, spec.use)
-        if wrong:  # of other slots nothing can be said
-            return None, None, [Problem(message=wrong, key=key, location=location)]
-        return kind, *build(kind, spec.fields, places=places, path=("stages", slot))
-    except PluginError as error:
-        return kind, None, [Problem(message=str(error), key=key, location=location)]
-
-
-def _view(
-    recipe: Recipe, stages: Mapping[str, Any], wiring: Wiring, started: LaunchInfo, forecast: bool
-) -> PlanView:
-    launch, gpus = recipe.launch, gpu_count()
+def _processes(launch: Launch, started: LaunchInfo) -> tuple[str, int, int]:
+    """The device, processes over all nodes, and processes on each node."""
+    gpus, nodes = gpu_count(), started.nodes or launch.most_nodes or 1
     device: str = launch.device
     if device == "auto":
         device = "cuda" if gpus else "cpu"
-    per_node = launch.procs or started.per_node or (max(gpus, 1) if device == "cuda" else 1)
-    return PlanView(
-        name=recipe.name,
-        seed=recipe.seed,
-        procs=started.procs or per_node * (started.nodes or launch.most_nodes or 1),
-        device=device,
-        slots=stages,
-        wiring=wiring,
-        forecast=forecast,
-    )
+    per_node = launch.procs or started.per_node
+    usual = max(gpus, 1) if device == "cuda" else 1
+    procs = started.procs or (per_node or usual) * nodes
+    return device, procs, per_node or procs // nodes
 
 
-def _impossible_here(recipe: Recipe, started: LaunchInfo) -> list[Problem]:
-    """Why the recipe cannot run on this machine, or with what was started; at most one problem."""
-    launch, gpus = recipe.launch, gpu_count()
+def _checked(recipe: Recipe, stages: Mapping[str, Any], view: PlanView) -> Iterator[Problem]:
+    """Problems that the stages themselves find, with their places filled in."""
+    for slot, stage in stages.items():
+        found: list[Any] = []
+        use = recipe.stages[slot].use
+        try:
+            found += stage.check(view) if isinstance(stage, Checked) else ()
+        except Exception as error:
+            line = line_in(error, type(stage).__module__)
+            at = f", at {line}" if line else ""
+            found = [Problem(message=f"check of {use} failed: {type(error).__name__}: {error}{at}")]
+        foreign = dict.fromkeys(type(one).__name__ for one in found if not isinstance(one, Problem))
+        yields = (f"check of {use} yields {kind} instead of Problem" for kind in foreign)
+        own = [one for one in found if isinstance(one, Problem)]
+        for problem in (*own, *(Problem(message=message) for message in yields)):
+            parts = [int(p) if p.isdecimal() else p for p in problem.key.split(".") if p]
+            path = ("stages", slot, *parts)
+            place = recipe.tree.place(path) if parts else recipe.tree.key_place(path)
+            key = ".".join([slot, *map(str, parts)])
+            yield replace(problem, key=key, location=problem.location or place)
+
+
+def _impossible_here(launch: Launch, started: LaunchInfo) -> tuple[str, str, str] | None:
+    """Key of `launch`, message and hint where the recipe cannot run here, or as it was started."""
+    gpus, procs = gpu_count(), launch.procs or 1
     if launch.device == "cuda" and not gpus:
-        key, message = "device", "this machine has no CUDA device"
         hint = "use launch.device=cpu or auto"
-    elif launch.device != "cpu" and gpus and started.procs is None and (launch.procs or 1) > gpus:
-        key = "procs"
-        asked = plural(launch.procs or 1, "process")
-        message = f"{asked} on each node, but this machine has {plural(gpus, 'GPU')}"
+        return "device", "this machine has no CUDA device", hint
+    if launch.device != "cpu" and gpus and started.procs is None and procs > gpus:
+        has = f"but this machine has {plural(gpus, 'GPU')}"
         hint = f"set launch.procs={gpus} and launch.nodes, or null to take as many as there are"
-    elif wrong := _not_as_started(launch, started):
-        key, message, hint = wrong
-    else:
-        return []
-    location = recipe.places.value(("launch", key))
-    return [Problem(message=message, key=f"launch.{key}", hint=hint, location=location)]
-
-
-def _not_as_started(launch: Launch, started: LaunchInfo) -> tuple[str, str, str] | None:
-    """Key, message and hint where what was started contradicts the recipe."""
+        return "procs", f"{plural(procs, 'process')} on each node, {has}", hint
     here = started.per_node or (started.procs if launch.most_nodes in (None, 1) else None)
     if launch.procs is not None and here not in (None, launch.procs):
-        asked = plural(launch.procs, "process")
         on = "" if launch.most_nodes in (None, 1) else " on each node"
-        message = f"{asked}{on}, but the launcher started {here}"
+        message = f"{plural(procs, 'process')}{on}, but the launcher started {here}"
         return "procs", message, f"set launch.procs={here}, or null to take as many as are started"
     nodes = started.nodes
     if nodes is None and started.procs is not None and (launch.procs or started.per_node):
@@ -317,45 +328,3 @@ def _not_as_started(launch: Launch, started: LaunchInfo) -> tuple[str, str, str]
         hint = f"set launch.nodes={nodes}, or null to take as many as there are"
         return "nodes", f"{asked} nodes, but {plural(nodes, 'node')} were started", hint
     return None
-
-
-def require_sound(plan: Plan, kind: type) -> None:
-    """Make the own checks of a plan's stages of a kind, which `skip_checks` has left out. Raises
-    RecipeError."""
-    problems = [
-        problem
-        for planned in plan.slots
-        if isinstance(planned.stage, kind)
-        for problem in _checked(
-            planned.slot, planned.use, planned.stage, plan.view, plan.recipe.places
-        )
-        if not problem.warning
-    ]
-    if problems:
-        raise RecipeError(in_order(problems))
-
-
-def _checked(slot: str, use: str, stage: Any, view: PlanView, places: SourceMap) -> list[Problem]:
-    """Problems that the stage itself finds, with their places filled in."""
-    if not isinstance(stage, Checked):
-        return []
-    try:
-        found: list[Any] = list(stage.check(view))
-    except Exception as error:
-        line = line_in(error, type(stage).__module__)
-        at = f", at {line}" if line else ""
-        found = [Problem(message=f"check of {use} failed: {type(error).__name__}: {error}{at}")]
-    foreign = dict.fromkeys(type(one).__name__ for one in found if not isinstance(one, Problem))
-    problems = [one for one in found if isinstance(one, Problem)]
-    problems += [
-        Problem(message=f"check of {use} yields {kind} instead of Problem") for kind in foreign
-    ]
-    return [_placed(problem, slot, places) for problem in problems]
-
-
-def _placed(problem: Problem, slot: str, places: SourceMap) -> Problem:
-    parts = [int(part) if part.isdecimal() else part for part in problem.key.split(".") if part]
-    location = problem.location or places.value(("stages", slot, *parts))
-    if not parts and problem.location is None:
-        location = places.key(("stages", slot))
-    return replace(problem, key=".".join([slot, *map(str, parts)]), location=location)

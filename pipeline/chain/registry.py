@@ -8,7 +8,7 @@ import difflib
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args, get_origin
 
 from pipeline.chain.entry_points import (
@@ -19,10 +19,9 @@ from pipeline.chain.entry_points import (
     kind_of,
     line_in,
 )
-from pipeline.contracts.export import VERIFY, ExportedModel, VerifiesExport
+from pipeline.contracts.export import VERIFY, ExportedModel, OpensText, VerifiesExport
 from pipeline.contracts.signature import field_types, gives, init_fields, name_of, needs
 from pipeline.contracts.stage import TAKES_ARTIFACTS, TAKES_NONE, TAKES_ONE
-from pipeline.contracts.text_model import OpensText
 from pipeline.errors import PluginError
 from pipeline.recipe.nodes import RESERVED, TAKES
 from pipeline.utils.text import closest
@@ -41,7 +40,7 @@ class Plugins(Generic[T]):
         self._entries: dict[str, list[Entry]] = {}
         for entry in sorted(entries, key=lambda entry: (entry.name, entry.distribution)):
             same_name = self._entries.setdefault(entry.name, [])
-            # an editable install beside a normal one lists its entry points twice
+            # an editable install next to a normal one lists its entry points twice
             if all(other.distribution != entry.distribution for other in same_name):
                 same_name.append(entry)
         self._loaded: dict[str, T] = {}
@@ -52,8 +51,7 @@ class Plugins(Generic[T]):
         return cls(installed_entries(cls.group))
 
     def entries(self) -> list[Entry]:
-        """Every entry in the order of names; two packages' entries of one name are both
-        included."""
+        """Every entry in the order of names, several of one name included."""
         return [entry for same_name in self._entries.values() for entry in same_name]
 
     def names(self, kind: str = "") -> list[str]:
@@ -67,10 +65,9 @@ class Plugins(Generic[T]):
         """The one entry of `name`, which is registered. Raises PluginError when packages clash."""
         entries = self._entries[name]
         if len(entries) > 1:
-            owners = " and ".join(str(entry) for entry in entries)
-            raise PluginError(
-                f"{self.noun} `{name}` is registered by {owners}", hint="uninstall one of them"
-            )
+            owners = " and ".join(map(str, entries))
+            message = f"{self.noun} `{name}` is registered by {owners}"
+            raise PluginError(message, hint="uninstall one of them")
         return entries[0]
 
     def load(self, name: str) -> T:
@@ -78,11 +75,21 @@ class Plugins(Generic[T]):
         if name not in self._loaded:
             entry = self.entry(name)
             loaded = self._import(entry)
-            fault = self.fault(loaded)
-            if fault:
+            if fault := self.fault(loaded):
                 raise PluginError(f"{self.noun} `{name}` of {entry} ({entry.value}) {fault}")
             self._loaded[name] = loaded
         return self._loaded[name]
+
+    def find(self, name: str) -> T | None:
+        """The object called `name`; None where it is not registered or cannot be loaded."""
+        with contextlib.suppress(PluginError):
+            return self.load(name) if name in self else None
+        return None
+
+    def loadable(self) -> dict[str, T]:
+        """All objects that can be loaded, by name."""
+        found = ((name, self.find(name)) for name in self.names())
+        return {name: loaded for name, loaded in found if loaded is not None}
 
     def fault(self, loaded: Any) -> str:
         """The first thing that a loaded object lacks; empty when it is sound."""
@@ -98,9 +105,8 @@ class Plugins(Generic[T]):
             hint = f"repair or uninstall {entry.distribution}"
             if isinstance(error, TypeError) and str(error).startswith("non-default argument"):
                 hint = "write `@dataclass(frozen=True, kw_only=True)`"
-            raise PluginError(
-                f"{self.noun} `{entry.name}` of {entry} cannot be loaded: {reason}", hint=hint
-            ) from error
+            message = f"{self.noun} `{entry.name}` of {entry} cannot be loaded: {reason}"
+            raise PluginError(message, hint=hint) from error
 
 
 class Registry(Plugins[type]):
@@ -131,30 +137,33 @@ class Registry(Plugins[type]):
         """The stage that returns a `kind` and requires no artifacts but `inputs`; a built-in stage
         comes before others. Raises PluginError when there is none."""
         for entry in sorted(self.entries(), key=lambda entry: entry.distribution != BUILT_IN):
-            with contextlib.suppress(PluginError):
-                stage = self.load(entry.name)
-                required = {need.type for need in needs(stage) if not need.optional}
-                if issubclass(gives(stage) or object, kind) and required <= {*inputs}:
-                    return entry.name
+            stage = self.find(entry.name)
+            if stage is None or not issubclass(gives(stage) or object, kind):
+                continue
+            if {need.type for need in needs(stage) if not need.optional} <= {*inputs}:
+                return entry.name
         raise PluginError(f"no installed stage returns {kind.__name__} without further slots")
+
+    def fields(self, name: str) -> dict[str, Any]:
+        """The types of a stage's fields; empty for one that is not known or cannot be loaded."""
+        with contextlib.suppress(PluginError):
+            return dict(field_types(self.load(name))) if name in self else {}
+        return {}
 
     def common_fields(self, first: str, second: str) -> Collection[str]:
         """Fields of two stages of the same name, type and bounds, and `takes`, if they take the
-        same; none where a stage is not known or cannot be loaded, which is reported elsewhere."""
-        try:
-            kinds = [self.load(use) for use in (first, second) if use in self]
-            types = [field_types(kind) for kind in kinds]
-            if len(kinds) < 2:
-                return ()
-            same = [name for name, kind in types[0].items() if types[1].get(name) == kind]
-            return [*same, TAKES] if needs(kinds[0]) == needs(kinds[1]) else same
-        except PluginError:
+        same; none where a stage is not known or cannot be loaded."""
+        one, other = self.find(first), self.find(second)
+        if one is None or other is None:
             return ()
+        types = self.fields(second)
+        same = [name for name, kind in self.fields(first).items() if types.get(name) == kind]
+        return [*same, TAKES] if needs(one) == needs(other) else same
 
     def hint(self, name: str) -> str:
         """Hint for a recipe that names a stage that is not installed."""
         same_kind = self.names(kind_of(name))
-        found = self._meant(name, same_kind or list(self._entries))
+        found = self._closest_stage(name, same_kind or self.names())
         parts = [f"did you mean `{found}`{self._numbered(name, found)}?"] if found else []
         if same_kind:
             parts.append(f"{kind_of(name)} stages: {', '.join(same_kind)}")
@@ -163,29 +172,25 @@ class Registry(Plugins[type]):
 
     def _numbered(self, name: str, found: str) -> str:
         """The field of a stage that takes the number at the end of a name, as in `wrap.zero3`."""
-        number = re.search(r"\d+$", name)
-        with contextlib.suppress(PluginError):
-            for field, kind in field_types(self.load(found)).items() if number else ():
-                if number and get_origin(kind) is Literal and int(number[0]) in get_args(kind):
+        if number := re.search(r"\d+$", name):
+            for field, kind in self.fields(found).items():
+                if get_origin(kind) is Literal and int(number[0]) in get_args(kind):
                     return f" with `{field}: {int(number[0])}`"
         return ""
 
-    def _meant(self, name: str, options: Sequence[str]) -> str | None:
+    def _closest_stage(self, name: str, options: list[str]) -> str | None:
         """The stage of a name without its kind (`fsdp`), the one closest by letters, or one whose
         docstring has the name (`wrap.deepspeed`)."""
         word = name.rpartition(".")[2]
         tails = {option.partition(".")[2]: option for option in options}
         likely = difflib.get_close_matches(name, options, n=1, cutoff=0.8)
-        found = tails.get(word) or next(iter(likely), None)
-        if found is None:
-            found = next((one for one in options if word.lower() in self._summary(one)), None)
-        return found or tails.get(closest(word, tails) or "") or closest(name, options)
-
-    def _summary(self, name: str) -> list[str]:
-        """The words of the first line of a stage's docstring."""
-        with contextlib.suppress(PluginError):
-            return re.findall(r"\w+", (self.load(name).__doc__ or "").lower().partition("\n")[0])
-        return []
+        if found := tails.get(word) or next(iter(likely), None):
+            return found
+        for option in options:
+            summary = (getattr(self.find(option), "__doc__", None) or "").partition("\n")[0]
+            if word.lower() in re.findall(r"\w+", summary.lower()):
+                return option
+        return tails.get(closest(word, tails) or "") or closest(name, options)
 
 
 def _wrong_hook(stage: type) -> str:
@@ -194,10 +199,10 @@ def _wrong_hook(stage: type) -> str:
         needs(stage, method)
     gives(stage)
     for name in TAKES_ONE:
-        if hasattr(stage, name) and not _takes(getattr(stage, name), "argument"):
+        if hasattr(stage, name) and not _takes(getattr(stage, name), "self", "argument"):
             return f"has a `{name}` that does not take one argument ({name_of(stage)})"
     for name in TAKES_NONE:
-        if hasattr(stage, name) and not _takes(getattr(stage, name)):
+        if hasattr(stage, name) and not _takes(getattr(stage, name), "self"):
             return f"has a `{name}` that takes arguments ({name_of(stage)})"
     if issubclass(stage, OpensText):
         for name in ("open_folder", "open_trained", "open_source"):
@@ -210,9 +215,10 @@ def _wrong_hook(stage: type) -> str:
     return ""
 
 
-def _takes(method: Any, *arguments: str) -> bool:
+def _takes(method: Any, *arguments: object, **named: object) -> bool:
+    """Whether a method can be called with these arguments."""
     try:
-        inspect.signature(method).bind("self", *arguments)
+        inspect.signature(method).bind(*arguments, **named)
     except (TypeError, ValueError):
         return False
     return True
@@ -220,10 +226,6 @@ def _takes(method: Any, *arguments: str) -> bool:
 
 def _takes_as(protocol: Any, method: Any) -> bool:
     """Whether a method can be called with the arguments of a protocol's."""
-    wanted = inspect.signature(protocol).parameters.values()
-    named = {one.name: one for one in wanted if one.kind is one.KEYWORD_ONLY}
-    try:
-        inspect.signature(method).bind(*(one for one in wanted if one.name not in named), **named)
-    except (TypeError, ValueError):
-        return False
-    return True
+    wanted = inspect.signature(protocol).parameters
+    named = {name for name, one in wanted.items() if one.kind is one.KEYWORD_ONLY}
+    return _takes(method, *(wanted.keys() - named), **dict.fromkeys(named))

@@ -72,7 +72,7 @@ def bench(
     """
     from pipeline.bench import report, trials
     from pipeline.bench.session import Benchmark
-    from pipeline.chain.commits import resolved
+    from pipeline.chain.plan import resolved
     from pipeline.distributed.launchers import require_no_launcher
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.planning.presets import chosen

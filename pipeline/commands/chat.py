@@ -15,7 +15,7 @@ import click
 
 from pipeline.commands.completion import RUN
 from pipeline.commands.options import Count, code_option, json_option, newest_run, run_argument
-from pipeline.contracts.text_model import Message, TextModel, Writing, Written
+from pipeline.contracts.export import Message, TextModel, Writing, Written
 from pipeline.errors import StageError
 from pipeline.utils.terminal import bare, shown
 

@@ -88,7 +88,7 @@ def _stages(context: click.Context, typed: str) -> Iterator[str]:
 
 
 def _shipped(context: click.Context, typed: str) -> Iterator[str]:
-    from pipeline.recipe.shipped import shipped
+    from pipeline.recipe.includes import shipped
 
     yield from shipped()
 

@@ -21,8 +21,8 @@ def cp(name: str | None, to: Path) -> None:
 
     TO is by default the current folder. Without NAME, list the shipped recipes.
     """
+    from pipeline.recipe.includes import shipped, shipped_recipe
     from pipeline.recipe.nodes import texts_in
-    from pipeline.recipe.shipped import shipped, shipped_recipe
 
     if name is None:
         rows = [(known, _summary(file)) for known, file in shipped().items()]

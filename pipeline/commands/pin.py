@@ -99,19 +99,17 @@ def _edit(recipe: Recipe, slot: str, name: HubName) -> _Edit:
     """Find the file and the place of a name's revision: where one is written for that name, or else
     next to the name. Raises RecipeError for a name that is not written there."""
     from pipeline.chain.names import field_path
-    from pipeline.recipe.nodes import lookup
 
-    places = recipe.places
     path, named_by = field_path(slot, name.key), field_path(slot, name.named_by)
     for field in (named_by, path):
-        if "${" in str(lookup(places.data, field)):
-            message = f"{name.repo} is not written here: it is {lookup(places.data, field)}"
-            key, place = ".".join(map(str, field[1:])), places.value(field)
+        if "${" in str(recipe.tree.written(field)):
+            message = f"{name.repo} is not written here: it is {recipe.tree.written(field)}"
+            key, place = ".".join(map(str, field[1:])), recipe.tree.place(field)
             hint = f"set {slot}.{name.key} yourself"
             raise RecipeError([Problem(message=message, key=key, hint=hint, location=place)])
     # A revision in a file that the name's file extends belongs to another name.
-    written = [named_by, *([path] if path in places.values else [])]
-    written_in = {Path(places.value(one).file).absolute() for one in written}
+    written = [named_by, *([path] if recipe.tree.find(path) else [])]
+    written_in = {Path(recipe.tree.place(one).file).absolute() for one in written}
     file = next(one for one in recipe.source_files if one in written_in)
     after = str(named_by[-1])
     key = f"{slot}.{name.key}"

@@ -56,7 +56,7 @@ def plan(
 
     OVERRIDES change the recipe first, such as train.micro_batch_size=2.
     """
-    from pipeline.chain.commits import resolved
+    from pipeline.chain.plan import resolved
     from pipeline.distributed.signals import stoppable
     from pipeline.planning.memory_plan import check, estimate_plan
     from pipeline.planning.report import lines

@@ -98,7 +98,7 @@ def run(
 
     OVERRIDES change the recipe first, such as train.steps=50 wrap.stage=2.
     """
-    from pipeline.chain.commits import resolved
+    from pipeline.chain.plan import resolved
     from pipeline.distributed.environment import is_worker
     from pipeline.distributed.launch import LaunchInfo
     from pipeline.execution import rundir

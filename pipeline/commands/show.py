@@ -21,7 +21,7 @@ from pipeline.execution.data_preview import Preview, Token, documents, previews
 from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
 from pipeline.recipe import Recipe, RecipeSettings, read_recipe, unless_reported
 from pipeline.recipe.dump import render
-from pipeline.recipe.field_docs import plain_value
+from pipeline.recipe.fields import plain_value
 from pipeline.recipe.load import HEADER_KEYS, reserved
 from pipeline.recipe.nodes import leaves
 from pipeline.utils import terminal

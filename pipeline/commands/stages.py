@@ -17,7 +17,7 @@ from pipeline.commands.completion import STAGE
 from pipeline.commands.options import json_option
 from pipeline.contracts.signature import gives, needs
 from pipeline.errors import PluginError, UsageError
-from pipeline.recipe.field_docs import FieldRow, field_rows
+from pipeline.recipe.fields import FieldRow, field_rows
 from pipeline.utils.text import align
 
 

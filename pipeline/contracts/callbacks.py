@@ -19,27 +19,22 @@ class StepCallback(ABC):
 
     A stage in a slot before the train slot returns it. It is called on every rank, in the thread
     that trains, and may use collectives. It does not change `progress`. An exception fails the
-    run; `reason_to_end` ends the training well.
-    """
+    run; `reason_to_end` ends the training well."""
 
     @abstractmethod
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        """Called after update number `step` (from 1), before the model is evaluated and before a
-        checkpoint of this step is saved; not for steps that were dropped as anomalous. Where
-        neither comes next, the weights may already have the next update; `progress` is as of
-        `step`.
-
-        `record` has the numbers that `metrics.jsonl` has of the step (docs/training.md): `loss`
-        and speeds over all ranks, `time` and `step_seconds` of this rank; NaN if unknown.
-        """
+        """Called after update number `step` (from 1), before an evaluation and a checkpoint of this
+        step; not for steps that were dropped as anomalous. Where neither comes next, the weights
+        may already have the next update; `progress` is as of `step`. `record` has the numbers that
+        `metrics.jsonl` has of the step (docs/training.md): `loss` and speeds over all ranks, `time`
+        and `step_seconds` of this rank; NaN if unknown."""
 
     def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         """Called after an evaluation of the weights of `step` (0: before the first update), with
         the held-out `eval_loss` and `perplexity` over all ranks. Does nothing unless overridden."""
 
     def reason_to_end(self) -> str:
-        """Return why training should end now, in words; empty to continue, as it does unless this
-        is overridden.
+        """Return why training should end now, in words; empty, as by default, to continue.
 
         Called on every rank before each step, also before the first. One rank's reason is enough:
         all ranks end after the same step, and the run continues with a save and with later slots. A
@@ -62,8 +57,7 @@ class Callbacks(StepCallback):
 
     A stage that adds a callback to the callbacks of earlier slots takes `earlier: StepCallback |
     None` and returns `Callbacks(earlier, its_own)`. States are kept by class name, numbered from
-    the second callback of a class on, so a resume with other callbacks restores each with its own
-    state."""
+    the second callback of a class on: a resume with other callbacks restores each one's own."""
 
     def __init__(self, *callbacks: StepCallback | None) -> None:
         """Raises StageError for what is not a StepCallback."""
@@ -95,8 +89,7 @@ class Callbacks(StepCallback):
 
     def reason_to_end(self) -> str:
         """The first reason that was agreed on or, before that, of a callback of this rank."""
-        known = iter(self._reasons.values())
-        return next(known, "") or next(iter(self._own_reasons().values()), "")
+        return next(iter((self._reasons or self._own_reasons()).values()), "")
 
     def _own_reasons(self) -> dict[str, str]:
         """Callback -> its reason on this rank, if it has one. Raises StageError."""

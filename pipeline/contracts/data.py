@@ -24,14 +24,12 @@ NO_TARGET = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One training example, or several that stay together: in one micro-batch, on one rank.
-
-    `labels[t]` is the token to be predicted at position t (already shifted against `input_ids`), or
-    NO_TARGET. Both are int64, shape (length,).
-    """
+    """One training example, or several that stay together: in one micro-batch, on one rank."""
 
     input_ids: np.ndarray[Any, Any]
     labels: np.ndarray[Any, Any]
+    """The token to be predicted at each position (already shifted against `input_ids`), or
+    NO_TARGET. Both are int64, shape (length,)."""
     positions: np.ndarray[Any, Any] | None = None
     """The place of each token in its document, which starts again at 0 with each of several in one
     sample. No token attends to another document's. None: one document."""
@@ -53,11 +51,8 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Tensors of one forward pass, by name.
-
-    A *line* holds one document or several. A *row* is a document: rows are in the order of the
-    data, line after line.
-    """
+    """Tensors of one forward pass, by name. A *line* holds one document or several. A *row* is a
+    document: rows are in the order of the data, line after line."""
 
     tokens: Mapping[str, Tensor]
     """Tensors with an entry for each token, shape (lines, length, ...): `input_ids`, `labels` (the
@@ -101,9 +96,11 @@ class MicroBatch:
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """The micro-batch with each of its tensors changed."""
-        sorts = ("tokens", "rows", "free")
-        made = {sort: {k: change(v) for k, v in getattr(self, sort).items()} for sort in sorts}
-        return replace(self, **made)  # type: ignore[arg-type]
+        tokens, rows, free = (
+            {name: change(tensor) for name, tensor in sort.items()}
+            for sort in (self.tokens, self.rows, self.free)
+        )
+        return replace(self, tokens=tokens, rows=rows, free=free)
 
     def sum_rows(self, values: Tensor) -> Tensor:
         """Sum `values`, shape (lines, length), over the tokens of each row, in the same order

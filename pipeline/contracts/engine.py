@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DataAxis:
-    """This process's place on the data-parallel axis: which share of the samples is its own.
-
-    It is not the global rank: ranks that run one model together have one place.
-    """
+    """This process's place on the data-parallel axis: which share of the samples is its own. Not
+    the global rank: ranks that run one model together have one place."""
 
     index: int
     count: int
@@ -30,18 +28,15 @@ class DataAxis:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """Outcome of one optimizer step.
-
-    `grad_norm` is the L2 norm of the whole model's gradient before clipping, over all ranks: a
-    float, or what the device still computes, for which `float(grad_norm)` waits
-    (`pipeline.utils.HostCopy`).
-    `applied` is False when the update was left out: for an overflow under loss scaling, or because
-    the step guard refused it. `loss_scale` is 1.0 without scaling.
-    """
+    """Outcome of one optimizer step."""
 
     grad_norm: SupportsFloat
+    """L2 norm of the whole model's gradient before clipping, over all ranks: a float, or what the
+    device still computes, for which `float(grad_norm)` waits (`pipeline.utils.HostCopy`)."""
     applied: bool
+    """False when the update was left out: after an overflow, or because the step guard refused."""
     loss_scale: float = 1.0
+    """1.0 without scaling."""
 
 
 WEIGHT = "weight"
@@ -51,13 +46,9 @@ as in torch's optimizer state (`exp_avg`)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
-    """This rank's part of one parameter or stored buffer, with its optimizer moments.
-
-    It is a range of the row-major flattened full tensor, or `count` runs of equal length that
-    begin `stride` elements apart: columns of rows of `stride` elements. `state` maps a kind to a
-    live one-dimensional view of these elements in order; all kinds have the same length. The weight
-    is the master weight where there is one. Valid until the next fragment is taken.
-    """
+    """This rank's part of one parameter or stored buffer, with its optimizer moments: a range of
+    the row-major flattened full tensor, or `count` runs of equal length that begin `stride`
+    elements apart (columns of rows of `stride` elements). Valid until the next is taken."""
 
     name: str
     """Name in the source model; of tied names, the first."""
@@ -65,13 +56,15 @@ class Fragment:
     """Shape of the full tensor."""
     start: int
     state: Mapping[str, Tensor]
+    """Kind -> a live one-dimensional view of these elements in order, all of one length. The weight
+    is the master weight where there is one."""
     stride: int = 0
     """0 for a range; the length of a row for columns, also of a single row."""
     count: int = 1
 
     @property
     def stop(self) -> int:
-        """End of the first run in the flattened tensor; of a range, its end."""
+        """End of the range, or of the first run, in the flattened tensor."""
         return self.start + self.state[WEIGHT].numel() // self.count
 
 
@@ -101,8 +94,7 @@ class LossScale:
 class EngineState:
     """Training state that is not a tensor; the same on every rank, under every strategy.
 
-    A checkpoint's manifest holds it as JSON, without `shapes`: these are in its list of tensors.
-    """
+    A checkpoint's manifest holds it as JSON, without `shapes`: these are in its list of tensors."""
 
     shapes: Annotated[Mapping[str, tuple[int, ...]], pydantic.Field(exclude=True)] = field(
         default_factory=dict
@@ -140,14 +132,9 @@ class EngineState:
         if len(kinds) > 1:
             return found
         groups = [{k: v for k, v in one.items() if k != "moments"} for one in found["groups"]]
-        before = {key: found[key] for key in ("aliases", "frozen", "groups", "updates")}
+        first = {key: found.pop(key) for key in ("aliases", "frozen", "groups", "updates")}
         moments = [kind for each in kinds for kind in each]
-        return {
-            **before,
-            "groups": groups,
-            "moments": moments,
-            **{k: v for k, v in found.items() if k not in before},
-        }
+        return {**first, "groups": groups, "moments": moments, **found}
 
     def moments(self) -> dict[str, tuple[str, ...]]:
         """Kinds of optimizer state of each trained parameter."""
@@ -164,20 +151,11 @@ update. The answer must be the same on all ranks."""
 
 
 class Engine(ABC):
-    """A model with its optimizer, living on this process's device under one strategy.
+    """A model with its optimizer, on this process's device under one strategy.
 
-    Rules that every engine keeps:
-
-    - `accumulate` takes all micro-batches of an optimizer step on this rank. Gradients become those
-    of the loss over the batches of all ranks, however they are split. Every rank passes as many
-    micro-batches; one without rows (`MicroBatch.filler`) adds nothing. - `accumulate` returns this
-    rank's part of each sum; `total` adds the parts. A rank that computes none, or a copy of
-    another's, returns 0. `evaluate` yields rows on one rank only. - `step(lr_scales=...)` sets
-    every group's learning rate to its base rate times the factor of its part of the optimizer,
-    clips by the global norm, steps, and clears gradients. The schedule is thus a pure function of
-    the step and no part of the engine's state. - `state` and `fragments` are the whole training
-    state, whatever the strategy: a checkpoint holds exactly that, and `restore` puts it back. A
-    strategy knows nothing of files."""
+    `state` and `fragments` are the whole training state, whatever the strategy: a checkpoint holds
+    exactly that, and `restore` puts it back. A strategy knows nothing of files, and the schedule is
+    a pure function of the step and no part of the state."""
 
     parts: Sequence[nn.Module]
     """The parts of the model that this rank runs, with names as in the source: all of it, or
@@ -185,8 +163,7 @@ class Engine(ABC):
     device: torch.device
     data_axis: DataAxis
     random_stream: int
-    """Number of this rank's stream of random numbers. Ranks that compute copies of one thing have
-    the same, so that these stay alike."""
+    """Number of this rank's stream of random numbers; the same for ranks that compute copies."""
     random_streams: int
     """Number of all streams."""
 
@@ -194,8 +171,11 @@ class Engine(ABC):
     def accumulate(
         self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
     ) -> LossParts:
-        """Run forward and backward of a step (collective); returns this rank's part of each sum, on
-        the device. `counts` are the step's numbers of the objective's units, over all ranks."""
+        """Run forward and backward of all micro-batches of a step (collective), so that gradients
+        are of the loss over the batches of all ranks, however they are split. Every rank passes as
+        many micro-batches; one without rows (`MicroBatch.filler`) adds nothing. `counts` are the
+        step's numbers of the objective's units, over all ranks. Returns this rank's part of each
+        sum, on the device: 0 where it computes none, or a copy of another's. `total` adds them."""
 
     @abstractmethod
     def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
@@ -216,18 +196,16 @@ class Engine(ABC):
     def step(
         self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
     ) -> StepReport:
-        """Clip, apply the optimizer, clear gradients. `lr_scales` has a factor for each part of the
-        plan (`OptimizerPlan.lr_scales`).
+        """Set every group's learning rate to its base rate times the factor of its part of the plan
+        (`OptimizerPlan.lr_scales`), clip by the global norm, apply the optimizer, clear gradients.
 
         `should_step` is asked before anything is updated. If it answers False, gradients are
         dropped, and weights, optimizer state and counts of updates stay unchanged. A strategy may
-        leave out a non-finite gradient without asking.
-        """
+        leave out a non-finite gradient without asking."""
 
     @abstractmethod
     def describe(self) -> Mapping[str, Any]:
-        """Facts read off the live objects: classes, dtypes, mesh, sharding. Values are JSON; they
-        are written to the run's folder and shown on screen."""
+        """Facts read off the live objects, as JSON: classes, dtypes, mesh, sharding."""
 
     @abstractmethod
     def state(self) -> EngineState:
@@ -256,8 +234,7 @@ class Engine(ABC):
         return self.lasting_fragments
 
     def announce_change(self) -> None:
-        """Announce that the training state is about to change: for engines with
-        `lasting_fragments`."""
+        """Called by engines with `lasting_fragments` before the training state changes."""
         call, self._waiting = self._waiting, None
         if call is not None:
             call()

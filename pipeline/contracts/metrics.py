@@ -25,13 +25,11 @@ class Metrics:
         self.path, self.training = path, training
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; it is on its way to the disk when this returns.
-
-        It has an integer `step`, and what was measured there: every number gets a curve in reports,
-        a line in displays, and is sent to trackers. Numbers of NumPy and tensors of one element are
-        taken; what is not finite becomes null. Raises TypeError for a record without a step, or
-        with what JSON cannot hold, and ValueError for a name that the training uses (FIELDS): its
-        own numbers would be mixed with those.
+        """Append one record, on its way to the disk when this returns: an integer `step`, and what
+        was measured there. Every number gets a curve in reports, a line in displays, and is sent to
+        trackers. Numbers of NumPy and tensors of one element are taken; what is not finite becomes
+        null. Raises TypeError for a record without a step, or with what JSON cannot hold, and
+        ValueError for a name that the training uses (FIELDS), whose numbers it would be mixed with.
         """
         taken = sorted(record.keys() & (OWN - {"step", "time"}))
         if taken:
@@ -48,8 +46,7 @@ class Metrics:
             jsonl.append_line(self.path, plain)
 
     def write_length(self, step: int, total: int) -> None:
-        """Append the number of steps of the whole training, which is at `step`, unless the file has
-        it already."""
+        """Append the number of steps of the whole training, unless the file has it already."""
         if self.path is not None:
             own = (one for one in records(self.path) if training_of(one) == self.training)
             known = [one["total_steps"] for one in own if one.get("total_steps")]
@@ -57,9 +54,8 @@ class Metrics:
                 self.write_training({"step": step, "time": time.time(), "total_steps": total})
 
     def rewind(self, step: int) -> None:
-        """Drop the training's records later than `step`, and a line that a crash cut short, so that
-        a resumed run leaves neither gaps nor duplicates. A file with other lines than ours is kept
-        aside."""
+        """Drop the training's records later than `step`, and a line that a crash cut short: no gaps
+        or duplicates after a resume. A file with other lines than ours is kept aside."""
         if self.path is None or not self.path.exists():
             return
         found = list(records(self.path))
@@ -104,24 +100,16 @@ def training_of(record: Mapping[str, Any]) -> str:
 def is_record(record: dict[str, Any]) -> bool:
     """Whether it has a step, and what its readers use is of the kind that they expect."""
     steps = (record.get("step"), record.get("best_step", 0) or 0)
+    texts = record.get("generated", [])
     return (
         all(type(value) is int and is_number(value) for value in steps)
         and all(record.get(name) is None or is_number(record[name]) for name in NUMBERS)
         and all(type(value) is not int or is_number(value) for value in record.values())
-        and is_text(record.get("ended_early", ""))
-        and is_text(record.get("slot", ""))
-        and _are_texts(record.get("generated", []))
-    )
-
-
-def _are_texts(generated: Any) -> bool:
-    return isinstance(generated, list) and all(
-        isinstance(one, dict)
-        and type(one.get("number")) is int
-        and is_number(one["number"])
-        and is_text(one.get("prompt"))
-        and is_text(one.get("text"))
-        for one in generated
+        and all(is_text(record.get(name, "")) for name in ("ended_early", "slot"))
+        and isinstance(texts, list)
+        and all(isinstance(one, dict) and type(one.get("number")) is int for one in texts)
+        and all(is_number(one["number"]) for one in texts)
+        and all(is_text(one.get(name)) for one in texts for name in ("prompt", "text"))
     )
 
 

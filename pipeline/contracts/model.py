@@ -43,8 +43,8 @@ class ModelSource(ABC):
         known."""
 
     def tower_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The repeated blocks of other parts of the module, such as a vision tower, in order. They
-        are sharded block by block too, but not recomputed, compiled, or divided into stages."""
+        """The repeated blocks of other parts, such as a vision tower, in order: sharded block by
+        block too, but not recomputed, compiled, or divided into stages."""
         return ()
 
     def ends(self, model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
@@ -62,8 +62,7 @@ class ModelSource(ABC):
 
     @property
     def compiled_by(self) -> str | None:
-        """Backend of torch.compile for these modules, with which a training may compile more; None
-        for a model that is not compiled."""
+        """Backend of torch.compile for these modules; None for a model that is not compiled."""
         return None
 
     @abstractmethod
@@ -71,8 +70,8 @@ class ModelSource(ABC):
         """The `transformers` tokenizer; raises StageError when the source has none."""
 
     def processor(self) -> Any | None:
-        """The `transformers` processor, which prepares more than text; None when the source has
-        none. Raises StageError for one that cannot be opened."""
+        """The `transformers` processor, which prepares more than text; None without one. Raises
+        StageError for one that cannot be opened."""
         return None
 
     @abstractmethod
@@ -117,8 +116,7 @@ class ModelSource(ABC):
 
     @property
     def location(self) -> str | None:
-        """Folder or hub id from which others load the model; None for a random or changed model,
-        and for one whose stored form cannot be loaded separately."""
+        """Folder or hub id from which others load the model; None where they cannot."""
         return None
 
     @property
@@ -134,8 +132,7 @@ class ModelSource(ABC):
 
     @property
     def inference_view(self) -> ModelSource:
-        """The same model without what only training needs, such as compiled blocks or products in
-        fewer bits."""
+        """The same model without what only training needs, such as compiled blocks."""
         return self
 
     @property
@@ -145,14 +142,12 @@ class ModelSource(ABC):
 
     @property
     def training_view(self) -> ModelSource:
-        """The model of `export_view` with what only training needs: what trains the result further
-        builds this."""
+        """The model of `export_view` with what only training needs, to train the result further."""
         return self
 
     @property
     def skeleton(self) -> ModelSource:
-        """A model that is quicker to build and whose blocks are alike exactly where this model's
-        are."""
+        """A model that is quicker to build, with blocks alike exactly where this model's are."""
         return self
 
     def merge_trained(self, trained: Weights) -> Weights:
@@ -166,5 +161,5 @@ class ModelSource(ABC):
 
     @abstractmethod
     def save_assets(self, folder: Path, *, dtype: str) -> None:
-        """Write everything but the weights that `transformers` needs to load the model: config with
-        the right architecture and `dtype`, generation config, tokenizer, chat template."""
+        """Write all but the weights that `transformers` needs to load the model: config with the
+        right architecture and `dtype`, generation config, tokenizer, chat template."""

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from pipeline.contracts.data import MicroBatch
 
 Unit = Literal["targets", "rows", "groups"]
-"""Count that a sum is divided by: target tokens; rows (documents); groups of rows that belong
-together (`Data.group`), such as pairs. Every rank knows it for a whole step without
-communication."""
+"""Count that a sum is divided by: target tokens; rows (documents); groups of rows such as pairs
+(`Data.group`). Every rank knows it for a whole step without communication."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +26,11 @@ class ScoreRequest:
     tokens: bool = False
     entropy: bool = False
     candidates: str = ""
-    """Name of the per-token column with the ids whose log-probabilities are asked for; empty: none
-    are."""
+    """Name of the per-token column with the ids whose log-probabilities are asked for, if any."""
     values: bool = False
     logits: bool = False
     router: float | Literal["config"] | None = None
-    """Weight of the router's loss, or `config` for the weight in the model's config; None: it is
-    not computed."""
+    """Weight of the router's loss, or `config` for the model's own; None: it is not computed."""
     chunk: int | None = None
     """Tokens whose logits are in memory at a time; None: all of a micro-batch's."""
     compiled_by: str | None = None
@@ -41,11 +38,9 @@ class ScoreRequest:
 
 
 class Scores:
-    """The scores of a micro-batch that were asked for, in fp32 and differentiable.
-
-    They are complete, whatever divides the model or the sequence, and the same on all ranks that
-    share the micro-batch. A token without target has the score 0.
-    """
+    """The scores of a micro-batch that were asked for, in fp32 and differentiable: complete,
+    whatever divides the model or the sequence, and the same on all ranks that share the
+    micro-batch. A token without target has the score 0."""
 
     total: Tensor
     """Sum of all labels' log-probabilities in nats; a scalar. The quickest one to compute."""
@@ -54,8 +49,7 @@ class Scores:
     entropy: Tensor
     """Entropy in nats of the prediction at each target; shape (lines, length)."""
     candidates: Tensor
-    """Log-probability of each of the k ids, then of all other ids together, at each target; shape
-    (lines, length, k + 1)."""
+    """Log-probability of k ids, then of all others together; shape (lines, length, k + 1)."""
     values: Tensor
     """Output of a head that is not over the vocabulary; shape (lines, length, outputs)."""
     logits: Tensor
@@ -76,8 +70,7 @@ class LossParts:
     """Sums over the rows of a micro-batch; scalars in fp32."""
 
     terms: Mapping[Unit, Tensor]
-    """Sum of the loss in each unit. The engine divides each by the step's count of that unit and
-    adds the quotients."""
+    """Sum of the loss in each unit, which the engine divides by the step's count of it."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Sums for metrics."""
 

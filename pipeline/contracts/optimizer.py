@@ -27,15 +27,13 @@ class NamedParameter(NamedTuple):
 
 
 class StateCodec(ABC):
-    """Layout of optimizer state that is not kept as tensors of the parameter's shape.
-
-    A parameter's state in the optimizer is a mapping. Apart from the count of updates, all its
-    values come from `start`. For a sharded parameter it covers only this process's elements."""
+    """Layout of optimizer state that is not kept as tensors of the parameter's shape. A parameter's
+    state is a mapping whose values, but the count of updates, come from `start`; of a sharded one
+    it covers only this process's elements."""
 
     @abstractmethod
     def start(self, parameter: Tensor, count: int) -> dict[str, Tensor]:
-        """State of a parameter before its first update: `count` elements, with the dtype and on the
-        device of `parameter`."""
+        """State before the first update: `count` elements of the parameter's dtype and device."""
 
     @abstractmethod
     def unpack(self, state: Mapping[str, Any], moment: str, start: int, stop: int) -> Tensor:
@@ -63,8 +61,7 @@ class WholeMatrices(Protocol):
         such as its momentum after a gradient. `function` is called once for each whole matrix, on
         one of the ranks: the last two dimensions of a tensor, each of the matrices of a tensor of
         three or more, and a vector as it is. It returns a matrix of the same shape. Results are
-        sharded and typed as the parts were.
-        """
+        sharded and typed as the parts were."""
         ...
 
 
@@ -74,8 +71,7 @@ class UpdateRule(NamedTuple):
     algorithm: str
     """Name of the rule (`adamw`). A strategy may run its own kernel of the same rule."""
     elementwise: bool = True
-    """Whether each element is updated by its own gradient and moments. Other rules need whole
-    matrices."""
+    """Whether each element is updated by its own gradient and moments, not by whole matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +83,12 @@ class OptimizerPart:
     takes: Callable[[NamedParameter], bool] = lambda parameter: True
     """Whether a trained parameter belongs to this part, unless an earlier part takes it."""
     algorithm: str
-    """See `UpdateRule`."""
     elementwise: bool = True
-    """See `UpdateRule`."""
+    """As in `UpdateRule`."""
     hyperparameters: Mapping[str, Any]
     """Arguments of the rule's torch class: `lr` always, betas, eps, weight_decay."""
     groups: Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]
-    """Divides the part's parameters into torch parameter groups, each with `params` and what
-    differs from `hyperparameters`."""
+    """Parameters -> torch parameter groups: `params` and what differs from `hyperparameters`."""
     moments: Sequence[str]
     """Names of what the optimizer keeps for each element of a parameter. Without a `packing`, keys
     of its state that are tensors of the parameter's shape, zeros at first."""
@@ -117,8 +111,7 @@ class OptimizerPlan:
     max_grad_norm: float | None
     """Limit of the norm of the whole model's gradient."""
     schedule_warnings: Callable[[int], Iterable[str]] = lambda total: ()
-    """Function of the number of steps that yields warnings about a schedule that is probably a
-    mistake."""
+    """Number of steps -> warnings about a schedule that is probably a mistake."""
 
     def __post_init__(self) -> None:
         names = [part.name for part in self.parts]
@@ -139,8 +132,7 @@ class OptimizerPlan:
         own: list[list[NamedParameter]] = [[] for _ in self.parts]
         for one in parameters:
             if one.parameter.requires_grad:
-                takers = (n for n, part in enumerate(self.parts) if part.takes(one))
-                number = next(takers, None)
+                number = next((n for n, part in enumerate(self.parts) if part.takes(one)), None)
                 if number is None:
                     raise StageError(
                         f"no part of the optimizer takes the trained parameter {one.name}",

@@ -75,8 +75,7 @@ class PlanView:
     wiring: Wiring
     """The slot that each slot takes its artifacts from; slots with mistakes are in it."""
     forecast: bool = False
-    """Whether only the resource needs are predicted and nothing will run: files that only a run
-    reads may still be missing."""
+    """Whether nothing will run: files that only a run reads may still be missing."""
 
     def slot(self, stage: Any) -> str:
         """The slot of a stage; empty if it is in none."""
@@ -90,12 +89,12 @@ class PlanView:
         """The stage whose `artifact` a stage gets, then the one whose artifact that has changed,
         and so on to the first: an average, then the engine under it."""
         found = self.wiring.producers(self.slot(stage), artifact)
-        yield from (self.slots[slot] for slot in found if slot in self.slots)
+        return (self.slots[slot] for slot in found if slot in self.slots)
 
     def readers(self, stage: Any) -> Iterator[Any]:
         """The stages that get a stage's artifact, or one that was made of it, in order."""
         found = self.wiring.readers(self.slot(stage))
-        yield from (self.slots[slot] for slot in found if slot in self.slots)
+        return (self.slots[slot] for slot in found if slot in self.slots)
 
     def too_late(self, stage: Any, artifact: type) -> str | None:
         """The last slot before the stage's that returns `artifact`, if no slot of the same training
@@ -110,12 +109,10 @@ class PlanView:
         return next((slot for slot in reversed(earlier) if wires.gives(slot, artifact)), None)
 
     def data_ranks(self, stage: Any) -> int:
-        """Number of shares into which a step's samples are divided by the engine that a stage gets;
-        0 if the processes do not divide."""
-        for wrap in self.producers(stage, Engine):
-            if isinstance(wrap, DividesRanks):
-                return wrap.data_ranks(self.procs)
-        return self.procs
+        """Number of shares of a step's samples under a stage's engine; 0 if these do not divide."""
+        wraps = (one for one in self.producers(stage, Engine) if isinstance(one, DividesRanks))
+        wrap = next(wraps, None)
+        return self.procs if wrap is None else wrap.data_ranks(self.procs)
 
 
 @runtime_checkable

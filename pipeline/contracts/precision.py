@@ -18,8 +18,7 @@ class Precision:
 
     master: the dtype the optimizer updates. compute: parameters, activations and inputs of forward
     and backward. reduce: gradients while they are reduced over ranks. buffer: floating buffers;
-    None keeps what the model declares. The loss and the gradient norm are always fp32.
-    """
+    None keeps what the model declares. The loss and the gradient norm are always fp32."""
 
     master: DtypeName
     compute: DtypeName

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,36 +33,27 @@ def require_resources(needs: Iterable[ResourceNeed]) -> None:
     """Raise StageError naming every file system that is too small, and host memory, with what needs
     it. Needs on one file system add up, and memory that is kept; of other memory the largest need
     counts."""
-    needs = list(needs)
-    problems = [*_short_of_disk(needs), *_short_of_memory(needs)]
-    if problems:
-        raise StageError("; ".join(problems), hint="make room, or write elsewhere")
-
-
-def _short_of_disk(needs: Sequence[ResourceNeed]) -> Iterable[str]:
-    devices: dict[int, list[ResourceNeed]] = defaultdict(list)
+    needs, problems = list(needs), []
+    devices: dict[int, list[tuple[Path, ResourceNeed]]] = defaultdict(list)
     for need in needs:
         if need.folder is not None and need.disk:
-            devices[_existing(need.folder).stat().st_dev].append(need)
+            devices[_existing(need.folder).stat().st_dev].append((need.folder, need))
     for here in devices.values():
-        assert here[0].folder is not None
-        free = shutil.disk_usage(_existing(here[0].folder)).free
-        total = sum(need.disk for need in here)
-        if total > free:
-            parts = ", ".join(f"{human(need.disk)} for {need.what}" for need in here)
-            yield f"not enough disk space in {here[0].folder}: {parts}, {human(free)} available"
-
-
-def _short_of_memory(needs: Sequence[ResourceNeed]) -> Iterable[str]:
+        free = shutil.disk_usage(_existing(here[0][0])).free
+        if sum(need.disk for _, need in here) > free:
+            parts = ", ".join(f"{human(need.disk)} for {need.what}" for _, need in here)
+            problems.append(
+                f"not enough disk space in {here[0][0]}: {parts}, {human(free)} available"
+            )
     free = free_memory()
     for need in sorted(needs, key=lambda need: not need.kept):
         if need.memory > free:
-            yield (
-                f"not enough host memory: {human(need.memory)} for {need.what}, "
-                f"{human(free)} available"
-            )
+            parts = f"{human(need.memory)} for {need.what}"
+            problems.append(f"not enough host memory: {parts}, {human(free)} available")
         elif need.kept:
             free -= need.memory
+    if problems:
+        raise StageError("; ".join(problems), hint="make room, or write elsewhere")
 
 
 def _existing(folder: Path) -> Path:

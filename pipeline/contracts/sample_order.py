@@ -1,8 +1,7 @@
 """The order in which a run visits its samples: a pure function of seed, epoch and position.
 
 The order is part of what a checkpoint means (a resumed run continues at a position), so it is
-defined here by integer arithmetic only and does not change with numpy, torch or the number of
-processes."""
+defined by integer arithmetic only, whatever numpy, torch or the number of processes."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class SampleOrder:
     epoch's permutation is a balanced Feistel network (Luby and Rackoff 1988) over the next power of
     four (256 at least), restricted to range(size) by cycle walking (Black and Rogaway 2002, section
     3), with splitmix64 (Steele et al. 2014) as round function. Memory and time per position do not
-    grow with `size`: at most four passes of eight rounds on average (256 / size when size < 64).
-    """
+    grow with `size`: at most four passes of eight rounds on average (256 / size when size < 64)."""
 
     seed: int
     size: int

@@ -8,14 +8,12 @@ import inspect
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.errors import PluginError
 
 
-@dataclass(frozen=True, kw_only=True)
-class Need:
+class Need(NamedTuple):
     """One artifact parameter of a stage's `run`."""
 
     parameter: str
@@ -41,23 +39,18 @@ def _annotations(stage: type, method: str = "run") -> dict[str, Any]:
 def needs(stage: type, method: str = "run") -> tuple[Need, ...]:
     """Parameters of a method after `self` and `ctx`, in order. `X | None` is optional.
 
-    Raises PluginError when a parameter is not annotated with a class.
-    """
-    hints = _annotations(stage, method)
-    found = []
-    for parameter in list(inspect.signature(getattr(stage, method)).parameters.values())[2:]:
-        annotation = hints.get(parameter.name)
-        union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
-        options = typing.get_args(annotation) if union else (annotation,)
+    Raises PluginError when a parameter is not annotated with a class."""
+    hints, found = _annotations(stage, method), []
+    for name in list(inspect.signature(getattr(stage, method)).parameters)[2:]:
+        union = typing.get_origin(hints.get(name)) in (types.UnionType, typing.Union)
+        options = typing.get_args(hints.get(name)) if union else (hints.get(name),)
         kinds = [option for option in options if option is not type(None)]
         if len(kinds) != 1 or kinds[0] is Any or not isinstance(kinds[0], type):
             raise PluginError(
-                f"{name_of(stage)}.{method}: parameter `{parameter.name}` "
+                f"{name_of(stage)}.{method}: parameter `{name}` "
                 "is not annotated with one artifact class"
             )
-        found.append(
-            Need(parameter=parameter.name, type=kinds[0], optional=len(kinds) < len(options))
-        )
+        found.append(Need(name, kinds[0], len(kinds) < len(options)))
     return tuple(found)
 
 

@@ -10,8 +10,7 @@ its signature when the stage is loaded. The class attribute `for_export`, also o
 to the values that `pipe export` sets, as it trains nothing and runs on the CPU.
 
 `pipe plan`, `pipe advise` and `pipe bench` ask a separate class, the stage's planner
-(`pipeline.planning`), which no run imports.
-"""
+(`pipeline.planning`), which no run imports."""
 
 from __future__ import annotations
 
@@ -27,12 +26,10 @@ from pipeline.distributed.process_group import DistContext
 
 if TYPE_CHECKING:
     from pipeline.contracts.resources import ResourceNeed
-    from pipeline.distributed.process_group import DistContext
     from pipeline.utils.hub import HubName
 
 ENGINE_FILE, ENVIRONMENT_FILE = "engine.json", "environment.json"
-"""Files of a run's folder: facts of the live engine of the first training; packages and machine of
-the newest start."""
+"""Files of a run's folder: the first training's live engine; packages and machine of this start."""
 
 
 def engine_file(training: str) -> str:
@@ -41,17 +38,16 @@ def engine_file(training: str) -> str:
 
 
 class Durable(ABC):
-    """An artifact that survives its process: the journal keeps `record()`, resume calls
-    `restore()`."""
+    """An artifact that survives its process."""
 
     @abstractmethod
     def record(self) -> dict[str, Any]:
-        """Everything that is needed to find the artifact again, as JSON."""
+        """Everything that is needed to find the artifact again, as JSON for the journal."""
 
     @classmethod
     @abstractmethod
     def restore(cls, record: Mapping[str, Any]) -> Durable:
-        """The artifact from its record; raises StageError when it is gone."""
+        """The artifact from its record, on a resume; raises StageError when it is gone."""
 
 
 class Stage(Protocol):
@@ -65,8 +61,8 @@ class NeedsResources(Protocol):
     """A stage that needs disk or host memory beyond what its artifacts have taken."""
 
     def resource_needs(self, ctx: Context, *artifacts: Any) -> Iterable[ResourceNeed]:
-        """Yield each need. Called on rank 0 only, before training, as soon as the artifacts of the
-        method's annotations are there. A parameter with the name of one of `run` gets the same."""
+        """Yield each need. Called on rank 0 only, before training, as soon as the annotated
+        artifacts are there. A parameter with the name of one of `run` gets the same."""
 
 
 @runtime_checkable
@@ -83,8 +79,7 @@ class VerifiesResult(Protocol):
     """A stage that can check whether its durable result is unchanged."""
 
     def verify_result(self, result: Any) -> None:
-        """Raise StageError if it has changed. A resume calls this in one process before it skips
-        the slot."""
+        """Raise StageError if it has changed; called in one process, before a resume skips it."""
 
 
 @runtime_checkable
@@ -92,8 +87,7 @@ class DividesRanks(Protocol):
     """A stage under which several ranks run one model together."""
 
     def data_ranks(self, procs: int) -> int:
-        """Number of shares into which a step's samples are divided, on `procs` processes: 0 if the
-        processes do not divide."""
+        """Number of shares of a step's samples on `procs` processes; 0 if these do not divide."""
 
 
 @runtime_checkable
@@ -128,8 +122,7 @@ class Context:
     on_exit: Callable[[Callable[[], object]], object] = field(default=lambda call: None)
     """Register a call for the end of the run, last in first out, also after a failure."""
     accept: frozenset[str] = frozenset()
-    """Changes that `pipe resume --accept` declared to be intended: parts of `Progress.lineage`, or
-    `precision`."""
+    """Changes that `pipe resume --accept` allows: parts of `Progress.lineage`, or `precision`."""
     slot: str = ""
     """Name of the slot that is running."""
     training: str = ""

@@ -37,13 +37,11 @@ class TensorReader(ABC):
     bytes_read: int = 0
     """Bytes of tensors that were read from files so far."""
     as_stored: bool = False
-    """Whether values are read from files unchanged, not computed: reading them again costs no more
-    than a copy from the page cache."""
+    """Whether values are read from files unchanged: reading again is a copy from the page cache."""
 
     @abstractmethod
     def names(self) -> Collection[str]:
-        """Names as in the model's state dict. Tied tensors may be listed once or under every
-        name."""
+        """Names as in the model's state dict, of tied tensors one or all."""
 
     @abstractmethod
     def spec(self, name: str) -> TensorSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,11 +62,9 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     """The latest `loss`; `eval_loss` and `perplexity` if these weights were evaluated."""
     best: dict[str, float] = field(default_factory=dict)
-    """The lowest held-out loss so far, `eval_loss`, and the `step` at which it was reached; empty
-    before the first evaluation."""
+    """The lowest held-out loss, `eval_loss`, and its `step`; empty before the first evaluation."""
     patience: dict[str, float] = field(default_factory=dict)
-    """State of early stopping: the `eval_loss` to improve on, and the number of `evaluations` since
-    the last improvement."""
+    """Early stopping: the `eval_loss` to improve on, and the `evaluations` since it improved."""
     stopped: str = ""
     """Why training ended before its last step, if it did: early stopping, or a callback."""
     recent_losses: list[float] = field(default_factory=list)
@@ -104,14 +103,8 @@ class Progress:
     def as_new_run(self) -> Progress:
         """Progress of a new run that starts here: the same step and data position, without this
         run's evaluations and anomalies."""
-        return Progress(
-            step=self.step,
-            samples=self.samples,
-            tokens=self.tokens,
-            skipped=self.skipped,
-            recent_losses=list(self.recent_losses),
-            lineage=self.lineage,
-        )
+        kept = ("step", "samples", "tokens", "skipped", "recent_losses", "lineage")
+        return copy.deepcopy(Progress(**{name: getattr(self, name) for name in kept}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +119,8 @@ class WrittenCheckpoint:
     size: int
     """Bytes that all ranks wrote."""
     user_seconds: float
-    """Processor time of all ranks' writers, without the system's."""
     system_seconds: float
-    """Processor time of the system for these writers."""
+    """Processor time of all ranks' writers, and of the system for these."""
 
 
 class Checkpoints(ABC):
@@ -140,8 +132,7 @@ class Checkpoints(ABC):
         return False
 
     def begin(self, length: TrainingLength) -> None:
-        """Called on every rank before the first step, with the length of the training. Does nothing
-        unless overridden."""
+        """Called on every rank before the first step; does nothing unless overridden."""
 
     def poll(self) -> Sequence[WrittenCheckpoint]:
         """Look after the save that is being written; called on every rank after each step and each
@@ -157,9 +148,8 @@ class Checkpoints(ABC):
     def save(self, progress: Progress) -> None:
         """Save the engine's whole state (collective). May return before it is on disk, and before
         the engine may change if that waits by itself (`Engine.before_change`). If the newest
-        checkpoint is of this step, its state is the same, and only the progress is written. Raises
-        CheckpointError when it, or the save before it, fails.
-        """
+        checkpoint is of this step, only the progress is written. Raises CheckpointError when it, or
+        the save before it, fails."""
 
     @abstractmethod
     def finish(self) -> str:
@@ -169,11 +159,9 @@ class Checkpoints(ABC):
     @abstractmethod
     def restore(self, validate: Callable[[Progress], None]) -> Progress | None:
         """Load the newest complete checkpoint into the engine (collective); None if there is none.
-        Can be called again in the middle of a training, to go back.
-
-        `validate` gets the checkpoint's progress before anything is loaded, and raises if it must
-        not be continued. Raises CheckpointError if the checkpoint cannot be loaded.
-        """
+        Can be called again in the middle of a training, to go back. `validate` gets the progress
+        before anything is loaded, and raises if it must not be continued. Raises CheckpointError if
+        the checkpoint cannot be loaded."""
 
     def resource_needs(self, length: TrainingLength) -> Iterator[ResourceNeed]:
         """Resource needs of the checkpoints of a training of that length; called only on rank 0,
@@ -186,8 +174,7 @@ class Checkpoints(ABC):
         raise CheckpointError("these checkpoints do not record which one is the best")
 
     def close(self) -> None:
-        """Release what they hold, at the end of the run or after a failure. Does nothing unless
-        overridden."""
+        """Release what they hold, at the end of the run or after a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,20 +21,19 @@ class DeclaresConfig(Protocol):
 
 @runtime_checkable
 class ChangesBlocks(Protocol):
-    """A model whose blocks may be compiled, and may repeat single operations of forward in
-    backward. Blocks of another model do neither."""
+    """A model whose blocks may be compiled (`compile` says how, None that they are not), and may
+    repeat single operations of forward in backward. Blocks of another model do neither."""
 
     compile: Any | None
-    """How; None if they are not."""
     recomputes_operations: bool
 
 
 @runtime_checkable
 class FreezesModel(Protocol):
-    """A change of a model that freezes its parameters. Another may train all."""
+    """A change of a model that freezes its parameters but those whose names match a pattern of
+    `train_also`. Another may train all."""
 
     train_also: Sequence[str]
-    """Patterns of parameters that stay trained."""
 
 
 @runtime_checkable
@@ -65,8 +64,7 @@ class DeclaresRules(Protocol):
 
 @runtime_checkable
 class LimitsLength(Protocol):
-    """Data whose samples have at most `sequence_length` tokens. Samples of others may have any
-    number."""
+    """Data whose samples have at most `sequence_length` tokens; samples of others any number."""
 
     sequence_length: int
 
@@ -80,24 +78,22 @@ class HoldsOut(Protocol):
 
 @runtime_checkable
 class HasEpochs(Protocol):
-    """Data whose samples may not be counted. Samples of others are counted."""
+    """Data that say whether the number of samples in an epoch is known. It is, of others."""
 
     has_epochs: bool
-    """Whether the number of samples in an epoch is known."""
 
 
 @runtime_checkable
 class SavesEvery(Protocol):
-    """A checkpoint stage that saves before the end of the training. Another saves at the end."""
+    """A checkpoint stage that saves every so many steps, or parts of an epoch; None saves at the
+    end only, as another does."""
 
     every: int | str | None
-    """Steps, or a part of an epoch; None saves at the end only."""
 
 
 @runtime_checkable
 class RetainsCheckpoints(Protocol):
-    """A checkpoint stage that removes checkpoints. Another keeps the newest ones, and not the
-    best."""
+    """A checkpoint stage that removes checkpoints. Another keeps the newest, and not the best."""
 
     @property
     def retention(self) -> KeepsBest: ...
@@ -133,7 +129,6 @@ class ChunksLoss(Protocol):
 
 @runtime_checkable
 class AddsRouterLoss(Protocol):
-    """A training that may add the loss of a router. Another adds none."""
+    """A training that may add the loss of a router, with this weight. Another adds none."""
 
     router_loss: Any | None
-    """Its weight; None adds none."""

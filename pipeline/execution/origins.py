@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeline.execution import rundir
 from pipeline.recipe import Recipe
+from pipeline.recipe.nodes import walk
 from pipeline.utils.files import replace_text
 from pipeline.utils.foreign import json_object
 
@@ -21,8 +22,8 @@ def write_origins(folder: Path, recipe: Recipe) -> None:
     read from the run's own recipe keeps the origin that it had."""
     before, own = origins(folder), str(folder / rundir.RECIPE)
     found = {}
-    for path, location in recipe.places.values.items():
-        dotted, text = ".".join(map(str, path)), str(location)
+    for path, node in walk(recipe.tree):
+        dotted, text = ".".join(map(str, path)), str(node.at)
         kept = before.get(dotted) if text.startswith(f"{own}:") else None
         found[dotted] = kept or text
     replace_text(folder / FILE, json.dumps(found, indent=1) + "\n")

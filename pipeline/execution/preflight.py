@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pipeline.chain.artifacts import training_of
-from pipeline.chain.binding import Inputs, Results
+from pipeline.chain.artifacts import Inputs, Results, training_of
 from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.resources import require_resources

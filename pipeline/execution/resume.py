@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.chain.commits import resolved
+from pipeline.chain.plan import resolved
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.stage import Durable, VerifiesResult
 from pipeline.errors import PipeError, UsageError, in_words

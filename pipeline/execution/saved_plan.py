@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.errors import PlanDrift, UsageError, first_validation_error, in_words
-from pipeline.recipe.field_docs import plain_value
+from pipeline.recipe.fields import plain_value
 from pipeline.recipe.load import reserved
 from pipeline.recipe.nodes import mapped
 from pipeline.utils.foreign import read_whole

@@ -13,7 +13,7 @@ from pipeline.chain.entry_points import kind_of
 from pipeline.chain.plan import plan_file
 from pipeline.errors import PipeError, PluginError
 from pipeline.importing.translator import KeyOutcome, Translator, Translators
-from pipeline.recipe.field_example import fits, owner_of
+from pipeline.recipe.field_errors import fits, owner_of
 from pipeline.recipe.fields import adapter
 from pipeline.recipe.load import HEADER_KEYS, RecipeSettings
 from pipeline.recipe.nodes import UnknownKey

@@ -18,8 +18,7 @@ from pathlib import Path
 import click
 
 from pipeline.chain.artifacts import training_of
-from pipeline.chain.commits import resolved
-from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.chain.plan import Plan, PlannedSlot, resolved
 from pipeline.contracts.metrics import is_record
 from pipeline.contracts.stage import ENGINE_FILE, ENVIRONMENT_FILE, engine_file
 from pipeline.contracts.training import TrainedRun

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.chain.binding import Results
+from pipeline.chain.artifacts import Results
 from pipeline.hardware.gpus import GIB
 from pipeline.planning import forecast
 from pipeline.planning.forecast import Extra, Held, PipelineRank, StrategyMemory

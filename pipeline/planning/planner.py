@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pipeline.chain.binding import Results
+from pipeline.chain.artifacts import Results
 from pipeline.chain.registry import Plugins
 from pipeline.contracts.data import Data
 from pipeline.errors import UsageError

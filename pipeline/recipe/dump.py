@@ -10,11 +10,10 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import Location, Problem
+from pipeline.errors import Location
 from pipeline.recipe.interpolation import resolve
-from pipeline.recipe.nodes import KeyPath, Node, lookup, plain
-from pipeline.recipe.parse import parse
-from pipeline.recipe.scalars import FLOAT
+from pipeline.recipe.nodes import KeyPath, Node, plain, put
+from pipeline.recipe.parse import FLOAT, parse
 from pipeline.utils.terminal import UNSAFE
 
 
@@ -38,33 +37,25 @@ _Dumper.add_implicit_resolver(
 
 
 def render(data: dict[str, Any], note: Callable[[KeyPath], str] | None = None) -> str:
-    """Block style down to lists and scalars, which take one line each.
-
-    `note` returns the text of a trailing comment for a value's path, or nothing; comments line up
-    in a column."""
-    lines = list(_block(data, (), ""))
-    if note is None:
-        return "".join(f"{line}\n" for line, _ in lines)
-    width = min(60, max((len(line) for line, _ in lines), default=0))
-    notes = ("" if path is None else note(path) for _, path in lines)
+    """Block style down to lists and scalars, which take one line each. `note` returns the text of a
+    trailing comment for a value's path, or nothing; comments line up in a column."""
+    lines = list(_block(data, ())) or [("{}", None)]
+    width = min(60, max(len(line) for line, _ in lines))
+    notes = ("" if note is None or path is None else note(path) for _, path in lines)
     return "".join(
         f"{line:<{width}}  # {text}\n" if text else f"{line}\n"
         for (line, _), text in zip(lines, notes, strict=True)
     )
 
 
-def _block(
-    data: dict[str, Any], path: KeyPath, indent: str
-) -> Iterator[tuple[str, KeyPath | None]]:
-    if not data and not path:
-        yield "{}", None
+def _block(data: dict[str, Any], path: KeyPath) -> Iterator[tuple[str, KeyPath | None]]:
     for key, value in data.items():
-        below = (*path, key)
+        start = f"{'  ' * len(path)}{inline(key)}:"
         if isinstance(value, dict) and value:
-            yield f"{indent}{inline(key)}:", None
-            yield from _block(value, below, indent + "  ")
+            yield start, None
+            yield from _block(value, (*path, key))
         else:
-            yield f"{indent}{inline(key)}: {inline(value)}", below
+            yield f"{start} {inline(value)}", (*path, key)
 
 
 def inline(value: Any) -> str:
@@ -87,71 +78,62 @@ def with_value(text: str, path: KeyPath, value: Any, *, after: str, note: str) -
     """The text with a value at `path`: instead of the one that is there, or else as a new entry
     after the key `after` of the same mapping. `note` becomes a comment of a new line. None where
     that would change anything else, as in a layout with anchors, or where the text has neither."""
-    written, expected = _edited(text, path, value, after=after, note=note), _values(text)
-    mapping = lookup(expected, path[:-1])
-    if written is None or not isinstance(mapping, dict):
+    written, root = _edited(text, path, value, after=after, note=note), _read(text)
+    mapping = None if root is None else root.find(path[:-1])
+    if written is None or root is None or mapping is None or not isinstance(mapping.value, dict):
         return None
-    mapping[path[-1]] = value
-    return written if _values(written) == expected else None
+    expected, found = plain(root), _read(written)
+    put(expected, path, value)
+    return written if found is not None and plain(found) == expected else None
 
 
-def _values(text: str) -> Any:
-    """The values of a recipe's text, each place with its own; None if it cannot be read."""
-    root, problems = _parsed(text)
-    return None if root is None or problems else plain(root)
-
-
-def _parsed(text: str) -> tuple[Node | None, list[Problem]]:
-    return parse(text, locate=lambda *_: Location(file=""), folder=Path("/"))
+def _read(text: str) -> Node | None:
+    """The tree of a recipe's text; None if it cannot be read."""
+    root, problems = parse(text, locate=lambda *_: Location(file=""), folder=Path("/"))
+    return None if problems else root
 
 
 def reads_back(value: Any) -> bool:
     """Whether a recipe can hold a value: text that begins like a path, has an interpolation or is
     `???` is read as something else."""
-    root, problems = _parsed(inline({"value": value}))
-    if root is None or problems:
-        return False
-    data, unresolved = resolve(root)
+    root = _read(inline({"value": value}))
+    data, unresolved = (None, []) if root is None else resolve(root)
     return not unresolved and bool(data == {"value": value})
 
 
 def _edited(text: str, path: KeyPath, value: Any, *, after: str, note: str) -> str | None:
     """The text as it is if nothing in it stands for anything else."""
     try:
-        mapping = _at(yaml.compose(text, Loader=yaml.SafeLoader), path[:-1])
+        node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:  # two anchors of one name, which recipes may have
         return None
-    pairs = dict(_pairs(mapping))
-    old, named = pairs.get(str(path[-1])), pairs.get(after)
-    if old is not None:
+    for part in path[:-1]:
+        if isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            node = node.value[part] if part < len(node.value) else None
+        else:
+            node = _pairs(node).get(str(part), (None, None))[1]
+    pairs = _pairs(node)
+    if old := pairs.get(str(path[-1])):
         start, end = old[1].start_mark.index, old[1].end_mark.index
         gap = "" if start < end or text[start - 1 : start] == " " else " "
         return f"{text[:start]}{gap}{inline(value)}{text[end:]}"
-    if mapping is None or named is None:
+    if node is None or after not in pairs:
         return None
-    key, other = named
+    key, other = pairs[after]
     end = other.end_mark.index
-    if mapping.flow_style:
+    if node.flow_style:
         quote = key.style or ""
         written = f'"{value}"' if quote == '"' else inline(value)
         return f"{text[:end]}, {quote}{path[-1]}{quote}: {written}{text[end:]}"
     # on a new line, after the one in which `end` is
-    newline, indent = "\r\n" if "\r\n" in text else "\n", " " * key.start_mark.column
+    newline = "\r\n" if "\r\n" in text else "\n"
     line_end = re.compile(r"\r?\n|\Z").search(text, end)
     assert line_end is not None
-    entry = f"{indent}{path[-1]}: {inline(value)}  # {note}"
+    entry = f"{' ' * key.start_mark.column}{path[-1]}: {inline(value)}  # {note}"
     return f"{text[: line_end.start()]}{newline}{entry}{newline}{text[line_end.end() :]}"
 
 
-def _at(node: yaml.Node | None, path: KeyPath) -> yaml.MappingNode | None:
-    for part in path:
-        if isinstance(node, yaml.SequenceNode) and isinstance(part, int):
-            node = node.value[part] if part < len(node.value) else None
-        else:
-            node = dict(_pairs(node)).get(str(part), (None, None))[1]
-    return node if isinstance(node, yaml.MappingNode) else None
-
-
-def _pairs(node: yaml.Node | None) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    if isinstance(node, yaml.MappingNode):
-        yield from ((key.value, (key, value)) for key, value in node.value)
+def _pairs(node: yaml.Node | None) -> dict[str, tuple[Any, Any]]:
+    """Key -> the nodes of the key and of its value; empty for anything but a mapping."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+    return {key.value: (key, value) for key, value in pairs}

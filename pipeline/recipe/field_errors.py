@@ -1,21 +1,27 @@
-"""pydantic's errors -> problems in plain words, at the place in the recipe."""
+"""pydantic's errors -> problems in plain words, at the place in the recipe, with what to write."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import json
+import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
-from pipeline.contracts.signature import dataclasses_in, field_types
+from annotated_types import Unit
+from pydantic import TypeAdapter, ValidationError
+
+from pipeline.contracts.signature import dataclasses_in, default_of, field_types, init_fields
 from pipeline.errors import Problem
 from pipeline.recipe.dump import inline
-from pipeline.recipe.field_example import Adapter, example
-from pipeline.recipe.nodes import TAKES, KeyPath, MissingKey, SourceMap, UnknownKey, dotted, lookup
-from pipeline.recipe.scalars import what_to_write
+from pipeline.recipe.nodes import TAKES, KeyPath, MissingKey, Node, UnknownKey
+from pipeline.recipe.parse import scalar
 from pipeline.utils.text import closest, did_you_mean
 
-_WANTED = {
+WANTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -30,9 +36,10 @@ _WANTED = {
     "dict_type": "a mapping",
     "dataclass_type": "a mapping",
 }
-_MESSAGES = {
+UNKNOWN = "unexpected_keyword_argument"
+MESSAGES = {
     "missing": "is required",
-    "unexpected_keyword_argument": "unknown field",
+    UNKNOWN: "unknown field",
     "value_error": "{error}",
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be more than {gt}",
@@ -45,173 +52,236 @@ _MESSAGES = {
     "string_too_long": "can have at most {max_length} characters",
     "string_pattern_mismatch": "must match {pattern}",
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Fault:
-    """One pydantic error: where in the data, and what was wanted or what is wrong."""
-
-    path: KeyPath
-    type: str
-    wanted: str = ""
-    options: tuple[str, ...] = ()
-    message: str = ""
-    most: float | None = None
-    """The upper bound that the value is above."""
+Adapter = Callable[[type], TypeAdapter[Any]]
+"""A dataclass -> what validates it."""
 
 
 def to_problems(
     errors: Sequence[Any],
     kind: type,
     data: Mapping[str, Any],
-    places: SourceMap,
+    tree: Node,
     base: KeyPath,
     *,
     adapter: Adapter,
 ) -> list[Problem]:
     """Problems of `data`, written at `base`, as a `kind`; problems of one value become one.
     `adapter` tries values that hints name."""
-    faults = [_fault(error, data) for error in errors]
+    by_path: dict[KeyPath, list[Any]] = {}
+    for error in errors:
+        by_path.setdefault(_path(error, data), []).append(error)
     problems = []
-    for path in dict.fromkeys(fault.path for fault in faults):
-        here = [fault for fault in faults if fault.path == path]
-        inside = any(len(f.path) > len(path) and f.path[: len(path)] == path for f in faults)
-        problem = _problem(here, kind, places, base, adapter, inside=inside)
-        if problem is not None:
-            problems.append(problem)
+    for path, here in by_path.items():
+        whole = (*base, *path)
+        written = tree.written(whole)
+        said = [one for one in here if one["type"] not in (*WANTED, "literal_error")]
+        if said:
+            problems.append(_broken_rule(said[0], kind, path, tree, whole))
+        # else another member of the union may have taken the value, and complain of what is in it
+        elif all(len(one) <= len(path) or one[: len(path)] != path for one in by_path):
+            message, near = _wrong_type(here, written)
+            given = example(kind, path, written, adapter)
+            hint = given if given.startswith("seconds:") else near or given
+            problems.append(tree.problem(whole, message, hint))
     return problems
-
-
-def _fault(error: Any, data: Any) -> _Fault:
-    path, kind, context = _path(error, data), error["type"], error.get("ctx", {})
-    if kind in _WANTED:
-        return _Fault(path=path, type=kind, wanted=_WANTED[kind])
-    if kind == "literal_error":
-        # `'a', 'b' or 'c'`
-        parts = context["expected"].replace(" or ", ", ").split(", ")
-        return _Fault(path=path, type=kind, options=tuple(part.strip("'") for part in parts))
-    known = _MESSAGES.get(kind)
-    return _Fault(
-        path=path, type=kind, message=known.format(**context) if known else error["msg"],
-        most=context.get("le", context.get("lt")),
-    )  # fmt: skip
 
 
 def _path(error: Any, data: Any) -> KeyPath:
     """pydantic's location without the names of a union's members, which are not in the data."""
-    loc, path = error["loc"], []
-    for index, part in enumerate(loc):
-        last = index == len(loc) - 1
+    path = []
+    for index, part in enumerate(error["loc"], start=1):
         if isinstance(data, dict) and part in data:
             data = data[part]
         elif isinstance(data, list) and isinstance(part, int):
             data = data[part] if part < len(data) else None
-        elif not (last and error["type"] == "missing"):
+        elif index < len(error["loc"]) or error["type"] != "missing":
             continue
         path.append(part)
     return tuple(path)
 
 
-def _problem(
-    faults: list[_Fault],
-    kind: type,
-    places: SourceMap,
-    base: KeyPath,
-    adapter: Adapter,
-    *,
-    inside: bool,
-) -> Problem | None:
-    path = (*base, *faults[0].path)
-    said = [fault for fault in faults if fault.message]
-    if said:
-        message = said[0].message
-        hint = _hint(said[0], kind) or _in_range(said[0], lookup(places.data, path))
-        if said[0].type not in ("missing", "unexpected_keyword_argument", "value_error"):
-            message += f", not {_shown(places, path)}"
-    elif inside:
-        # another member of the union took the value and complains about what is in it
-        return None
-    else:
-        message, near = _wanted(faults, places, path)
-        given = example(kind, faults[0].path, lookup(places.data, path), adapter)
-        hint = given if given.startswith("seconds:") else near or given
-    by_key = said and said[0].type in ("missing", "unexpected_keyword_argument")
-    place = places.key(path) if by_key else places.value(path)
-    if faults[0].type == "unexpected_keyword_argument":
-        return UnknownKey(
-            message=message, key=dotted(path), hint=hint, location=place,
-            path=path, value=lookup(places.data, path),
-            closest=closest(str(path[-1]), _known(faults[0], kind)) or "",
-        )  # fmt: skip
-    if faults[0].type == "missing":
-        return MissingKey(message=message, key=dotted(path), hint=hint, location=place)
-    return Problem(message=message, key=dotted(path), hint=hint, location=place)
+def _broken_rule(error: Any, kind: type, path: KeyPath, tree: Node, whole: KeyPath) -> Problem:
+    """The problem of an error that is not about the type of a value."""
+    sort, context, written = error["type"], error.get("ctx", {}), tree.written(whole)
+    message = MESSAGES[sort].format(**context) if sort in MESSAGES else error["msg"]
+    hint = ""
+    if sort == "missing":
+        return tree.problem(whole, message, kind=MissingKey, at_key=True)
+    if sort == UNKNOWN:
+        known = sorted({name for owner in owners_of(kind, path) for name in field_types(owner)})
+        hint, near = _unknown(path, known, kind), closest(str(path[-1]), known) or ""
+        more = {"path": whole, "value": written, "closest": near}
+        return tree.problem(whole, message, hint, kind=UnknownKey, at_key=True, **more)
+    if sort != "value_error":
+        message += f", not {_shown(written)}"
+    most = context.get("le", context.get("lt"))
+    if most is not None and most <= 1 and isinstance(written, int | float) and 1 < written <= 100:
+        hint = f"{written} % is {written / 100}"
+    if sort == "string_pattern_mismatch" and isinstance(written, str):
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", written).strip("-.")
+        hint = f"write {plain}" if re.fullmatch(context["pattern"], plain) else ""
+    return tree.problem(whole, message, hint)
 
 
-def _wanted(faults: list[_Fault], places: SourceMap, path: KeyPath) -> tuple[str, str]:
-    options = [option for fault in faults for option in fault.options]
-    wanted = list(dict.fromkeys(fault.wanted for fault in faults if fault.wanted))
+def _unknown(path: KeyPath, known: Sequence[str], kind: type) -> str:
+    """The hint for an unknown field."""
+    name = str(path[-1])
+    field, _, value = name.partition(" ")
+    if value and field in known:  # in braces, where YAML takes it for a key
+        return f"a colon is missing: write `{field}: {value.strip()}`"
+    if len(path) == 1 and hasattr(kind, "run") and closest(name, [*known, TAKES]) == TAKES:
+        return f"did you mean `{TAKES}`?"
+    return did_you_mean(name, known)
+
+
+def _wrong_type(errors: Sequence[Any], written: Any) -> tuple[str, str]:
+    """Message and hint for a value of the wrong type, or that is none of the options."""
+    options = []
+    for error in errors:
+        if error["type"] == "literal_error":  # `'a', 'b' or 'c'`
+            parts = error["ctx"]["expected"].replace(" or ", ", ").split(", ")
+            options += [part.strip("'") for part in parts]
+    wanted = list(dict.fromkeys(WANTED[e["type"]] for e in errors if e["type"] in WANTED))
     *most, last = [*(f"`{option}`" for option in options), *wanted]
     either = f"{', '.join(most)} or {last}" if most else last
-    message = f"must be {either}, not {_shown(places, path)}"
-    written = lookup(places.data, path)
+    message = f"must be {either}, not {_shown(written)}"
     if not isinstance(written, str):
         only_text = wanted == ["text"] and isinstance(written, int | float)
         return message, f'write "{inline(written)}"' if only_text else ""
     if written in options:
         return message, "remove the quotes"
-    found = closest(written.lower(), options)
-    if found is not None:
+    if found := closest(written.lower(), options):
         return message, f"did you mean `{found}`?"
     if {"a whole number", "a number", "true or false"}.isdisjoint(wanted):
         return message, ""
-    hint = what_to_write(written)
+    hint = _suggest_literal(written)
     is_word = hint in ("write true", "write false")
     fits = is_word == ("true or false" in wanted) or hint == "remove the quotes"
     return message, hint if fits else ""
 
 
-def _in_range(fault: _Fault, written: Any) -> str:
-    """Return a hint for a number or a text that is out of range; empty without a good guess."""
-    if fault.most is not None and fault.most <= 1 and isinstance(written, int | float):
-        return f"{written} % is {written / 100}" if 1 < written <= 100 else ""
-    if fault.type == "string_pattern_mismatch" and isinstance(written, str):
-        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", written).strip("-.")
-        fits = re.fullmatch(fault.message.removeprefix("must match "), plain) is not None
-        return f"write {plain}" if fits else ""
-    return ""
-
-
-def _hint(fault: _Fault, kind: type) -> str:
-    if fault.type != "unexpected_keyword_argument":
-        return ""
-    name = str(fault.path[-1])
-    field, _, value = name.partition(" ")
-    if value and field in _known(fault, kind):  # in braces, where YAML takes it for a key
-        return f"a colon is missing: write `{field}: {value.strip()}`"
-    known = _known(fault, kind)
-    if len(fault.path) == 1 and hasattr(kind, "run") and closest(name, [*known, TAKES]) == TAKES:
-        return f"did you mean `{TAKES}`?"
-    return did_you_mean(name, known)
-
-
-def _known(fault: _Fault, kind: type) -> list[str]:
-    """The fields that a key next to them could have been."""
-    owners = [kind]
-    for part in fault.path[:-1]:
-        if isinstance(part, str):
-            hints = [field_types(owner).get(part) for owner in owners]
-            owners = [found for hint in hints for found in dataclasses_in(hint)]
-    return sorted({name for owner in owners for name in field_types(owner)})
-
-
-def _shown(places: SourceMap, path: KeyPath) -> str:
+def _shown(written: Any) -> str:
     """The value as it was written, so that no environment variable's value is printed."""
-    written = lookup(places.data, path)
     if isinstance(written, dict):
         return "a mapping"
     if isinstance(written, list):
         return f"a list of {len(written)}"
-    if isinstance(written, str):
-        return f"the text `{written}`"
-    return f"`{inline(written)}`"
+    return f"the text `{written}`" if isinstance(written, str) else f"`{inline(written)}`"
+
+
+def _suggest_literal(text: str) -> str:
+    """Hint for a text that stands where a number or a boolean belongs; empty when there is none."""
+    if text.lower() in ("yes", "on", "y"):
+        return "write true"
+    if text.lower() in ("no", "off", "n"):
+        return "write false"
+    if not isinstance(scalar(text), str):
+        return "remove the quotes"
+    if (number := _as_number(text)) is not None:
+        return f"write {number}"
+    # a number with something after it: a comma, a percent sign, k or M
+    found = re.fullmatch(r"([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*([,;%kKmMbB])", text)
+    number = None if found is None else _as_number(found[1])
+    if found is None or number is None:
+        return ""
+    mark = found[2].lower()
+    if mark == "%":
+        return f"write {round(number / 100, 10)}"
+    if mark in ",;":
+        return f"write {number}, without `{mark}`"
+    power = {"k": 1, "m": 2, "b": 3}[mark]
+    decimal, binary = int(number * 1000**power), int(number * 1024**power)
+    return f"write all digits: {decimal} or {binary}"
+
+
+def _as_number(text: str) -> int | float | None:
+    """The number in notations that YAML 1.1 or Python know and recipes do not."""
+    for base in (10, 0):  # base 0 goes by the prefix, as in 0x10
+        with contextlib.suppress(ValueError):
+            return int(text, base)
+    with contextlib.suppress(ValueError):
+        number = float(text)
+        return number if math.isfinite(number) else None
+    return None
+
+
+def example(kind: type, path: KeyPath, written: Any, adapter: Adapter) -> str:
+    """Return a hint with a value that the field at `path` of the dataclass `kind` can have, as
+    close to the written one as possible; empty if there is none to name."""
+    owner, name = owner_of(kind, path), str(path[-1])
+    if owner is None:
+        return ""
+    annotation = field_types(owner)[name]
+    default = next(default_of(field) for field in init_fields(owner) if field.name == name)
+    if isinstance(written, str) and _in_unit(annotation, "s"):
+        unit = "(s|secs?|seconds?|m|mins?|minutes?|h|hrs?|hours?|d|days?)"
+        if found := re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)\s*{unit}", written):
+            factor = {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2][0]]
+            return f"seconds: write {float(found[1]) * factor:g}"
+    guesses = _guesses(annotation, written)
+    if written is True and default == 0:  # off, as `false` would be
+        guesses = itertools.chain(guesses, [1])
+    if isinstance(written, float) and not fits(adapter(owner), name, "?"):  # not any text
+        guesses = itertools.chain([f"{inline(written)} epochs"], guesses)
+    for value in guesses:
+        if fits(adapter(owner), name, value):
+            return f"write `{name}: {inline(value)}`"
+    # the value may mean nothing
+    several = isinstance(default, list | tuple) and isinstance(written, int | float)
+    has_one = default is not dataclasses.MISSING and not dataclasses.is_dataclass(default)
+    if not has_one or not (written is None or several):
+        return ""
+    return f"leave it out for the default, {inline(default)}"
+
+
+def owners_of(kind: type, path: KeyPath) -> list[type]:
+    """Return the dataclasses that a key at `path` of `kind` may be a field of."""
+    owners = [kind]
+    for part in path[:-1]:
+        if isinstance(part, str):
+            hints = [field_types(owner).get(part) for owner in owners]
+            owners = [found for hint in hints for found in dataclasses_in(hint)]
+    return owners
+
+
+def owner_of(kind: type, path: KeyPath) -> type | None:
+    """Return the dataclass that has the field at `path` of `kind`; None without such a field."""
+    return next((one for one in owners_of(kind, path) if path[-1] in field_types(one)), None)
+
+
+def _in_unit(annotation: Any, unit: str) -> bool:
+    """Whether a field is a quantity in this unit, by its annotation."""
+    marked = Unit(unit) in getattr(annotation, "__metadata__", ())
+    return marked or any(_in_unit(one, unit) for one in get_args(annotation))
+
+
+def _guesses(annotation: Any, written: Any) -> Iterator[Any]:
+    """Values that somebody who wrote `written` may mean."""
+    if isinstance(written, float) and written.is_integer():
+        yield int(written)
+    if written is False:
+        yield None
+    if not isinstance(written, list | dict) and written is not None:
+        yield [written]
+    for block in dataclasses_in(annotation):
+        if written is True:
+            yield {}
+        names = [field.name for field in init_fields(block)]
+        numbers = re.split(r"\s*[:,x-]\s*", written) if isinstance(written, str) else []
+        if len(numbers) == len(names) > 1 and all(one.isdecimal() for one in numbers):
+            yield dict(zip(names, map(int, numbers), strict=True))
+        given = {f.name for f in init_fields(block) if default_of(f) is dataclasses.MISSING}
+        yield from ({name: written} for name in sorted(names, key=lambda one: one not in given))
+        if written is True:
+            yield {name: 2 for name in names if name in given}
+
+
+def fits(adapter: TypeAdapter[Any], name: str, value: Any) -> bool:
+    """Whether a field can have the value, whatever other fields lack."""
+    try:
+        adapter.validate_json(json.dumps({name: value}), strict=True)
+    except ValidationError as error:
+        return all(one["loc"][:1] != (name,) for one in error.errors(include_url=False))
+    except ValueError:
+        return False
+    return True

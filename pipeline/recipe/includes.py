@@ -1,23 +1,29 @@
-"""Read a recipe's file and, in order, the files it extends."""
+"""Read a recipe's file and, in order, the files it extends; the recipes that are shipped."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 
-from pipeline.errors import Location, Problem
+import pipeline
+from pipeline.errors import Location, Problem, UsageError
 from pipeline.recipe.merge import merge
 from pipeline.recipe.nodes import Node
 from pipeline.recipe.parse import parse
-from pipeline.recipe.shipped import shipped
 from pipeline.utils.foreign import open_regular
 from pipeline.utils.terminal import typed
-from pipeline.utils.text import closest, near_path, shown_path
+from pipeline.utils.text import closest, did_you_mean, near_path, shown_path
 
 MAX_BYTES = 1_000_000
 MAX_FILES = 100
+RUN_RECIPE = "recipe.yaml"
+RECIPES = (".yaml", ".yml")
+DATA = (".jsonl", ".parquet", ".txt", ".csv", ".gz", ".zst", ".arrow")
+WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")
+OTHER_TOOLS = "pipe import translates files of the Trainer, TRL, axolotl, accelerate and DeepSpeed"
 
 
 class Sources:
@@ -44,22 +50,19 @@ class Sources:
             self._say(f"extends more than {MAX_FILES} files", asked)
             return None
         root = self._parse(path, asked)
-        return None if root is None else self._extended(root, path, (*chain, path))
-
-    def _extended(self, root: Node, path: Path, chain: tuple[Path, ...]) -> Node | None:
+        if root is None:
+            return None
         parents = [
-            self._read(path.parent / name, place, chain)
+            self._read(path.parent / name, place, (*chain, path))
             for name, place in reversed(self._extends(root))
         ]
-        if None in parents:
+        layers = [parent for parent in reversed(parents) if parent is not None]
+        if len(layers) < len(parents):
             return None
-        entries = {key: node for key, node in root.entries().items() if key != "extends"}
+        own = {key: node for key, node in root.entries().items() if key != "extends"}
         keys = {key: place for key, place in root.keys.items() if key != "extends"}
-        tree = Node(value={}, at=root.at)
-        for layer in (*reversed(parents), Node(value=entries, at=root.at, keys=keys)):
-            if layer is not None:
-                tree = merge(tree, layer)
-        return tree
+        layers.append(Node(value=own, at=root.at, keys=keys))
+        return reduce(merge, layers, Node(value={}, at=root.at))
 
     def _extends(self, root: Node) -> list[tuple[str, Location]]:
         node = root.entries().get("extends")
@@ -84,8 +87,12 @@ class Sources:
         if root is None and not problems:
             self._say("the recipe is empty", Location(file=name))
             return None
-        whole = root if not problems or (root and isinstance(root.value, dict)) else None
-        if not self._is_recipe(whole, text):
+        if root is not None and (not problems or isinstance(root.value, dict)):
+            known = not root.entries().keys().isdisjoint(self._keys)
+        else:
+            keys = "|".join(self._keys)
+            known = re.search(rf"""^[{{"']*(?:{keys})["']?\s*:""", text, re.M) is not None
+        if not known:
             # Nothing of it is shown: `extends` can name any file that this person may read.
             where = Location(file=name) if root is None else root.at
             place = (problems[0].location if problems else None) or where
@@ -94,11 +101,6 @@ class Sources:
         typed(text)
         self.problems.extend(problems)
         return root
-
-    def _is_recipe(self, root: Node | None, text: str) -> bool:
-        if root is not None:
-            return not root.entries().keys().isdisjoint(self._keys)
-        return any(re.search(rf"""^[{{"']*{key}["']?\s*:""", text, re.M) for key in self._keys)
 
     def _text(self, path: Path, asked: Location) -> str | None:
         try:
@@ -127,13 +129,6 @@ class Sources:
         self.problems.append(Problem(message=message, hint=hint, location=location))
 
 
-RUN_RECIPE = "recipe.yaml"
-RECIPES = (".yaml", ".yml")
-DATA = (".jsonl", ".parquet", ".txt", ".csv", ".gz", ".zst", ".arrow")
-WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")
-OTHER_TOOLS = "pipe import translates files of the Trainer, TRL, axolotl, accelerate and DeepSpeed"
-
-
 def hint_for(path: Path) -> str:
     """Return what to do about a recipe that cannot be read."""
     name = shown_path(path)
@@ -151,9 +146,8 @@ def hint_for(path: Path) -> str:
         if path.with_name(path.name + suffix).is_file():
             return f"did you mean {name}{suffix}?"
     known = shipped()
-    ours = path.stem if path.stem in known else None
-    near = "" if ours else near_path(path, RECIPES)
-    ours = ours or (None if near else closest(path.stem, known))
+    near = near_path(path, RECIPES) if path.stem not in known else ""
+    ours = None if near else closest(path.stem, known)
     if ours is None:
         return near
     if known[ours].is_relative_to(Path.cwd()):
@@ -169,3 +163,28 @@ def other_kind(path: Path) -> str:
     if path.suffix in WEIGHTS:
         return f"it looks like a model: pipe init --model {shown_path(path)} writes a recipe"
     return OTHER_TOOLS
+
+
+def shipped() -> dict[str, Path]:
+    """Return name -> file of the recipes that are installed, or lie in this checkout."""
+    package = Path(pipeline.__file__).parent
+    for folder in (package / "shipped_recipes", package.parent / "recipes"):
+        found = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+        if found:
+            return found
+    return {}
+
+
+def shipped_recipe(name: str) -> Path:
+    """Return the file of a recipe. Raises UsageError for a name that is not shipped."""
+    known = shipped()
+    wanted = name.removesuffix(".yaml")
+    if wanted not in known:
+        raise UsageError(f"no recipe is called {name}", hint=did_you_mean(wanted, known))
+    return known[wanted]
+
+
+def by_use(stages: Sequence[str]) -> list[str]:
+    """Return names of stages, most used in shipped recipes first."""
+    texts = [file.read_text("utf-8") for file in shipped().values()]
+    return sorted(stages, key=lambda name: -sum(f"use: {name}" in text for text in texts))

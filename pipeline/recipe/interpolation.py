@@ -2,41 +2,37 @@
 
 References are absolute (`${seed}`, `${stages.train.steps}`) or relative (`${.steps}`). The only
 function is `${oc.env:NAME}`, with an optional default, for names that stand literally in the
-recipe's `env` list; its result is always text and is not looked into again.
-"""
+recipe's `env` list; its result is always text and is not looked into again."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from pipeline.errors import Problem
-from pipeline.recipe.nodes import KeyPath, Node, dotted, plain, walk
+from pipeline.recipe.nodes import KeyPath, Node, plain, put, walk
 from pipeline.utils.terminal import hide
 from pipeline.utils.text import closest
 
 MAX_EXPANSIONS = 1000
 """Limit on interpolations resolved in one recipe, each counted as often as it is reached."""
 MAX_IN_TEXT = 50
-"""Limit on interpolations in one text: the time to parse nested ones grows with a power of their
-number."""
-
-
+"""Limit on interpolations in one text; parsing nested ones takes a power of their number."""
+HIDDEN = "\\${hidden}"
+"""Resolves to text that holds `${`, also where another value refers to it."""
 OPENING = re.compile(r"(?P<escapes>\\*)\$\{")
 CALL = re.compile(r"\s*(?P<function>[\w.]+)\s*:\s*(?P<name>[^,}]*?)\s*(?P<end>[,}])")
 REFERENCE = re.compile(r"\s*(?P<path>[\w.\[\]-]+)\s*\}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text:
+class Text(NamedTuple):
     """Function calls and references in one text."""
 
-    calls: tuple[tuple[str, str, bool], ...] = ()
+    calls: list[tuple[str, str, bool]]
     """Function, first argument, and whether there are more, of each `${function:argument,more}`."""
-    references: tuple[str, ...] = ()
+    references: list[str]
     """`stages.train.steps` of `${stages.train.steps}`."""
     fault: str = ""
     """Why it cannot be resolved at all."""
@@ -44,28 +40,26 @@ class Text:
 
 def read(text: str) -> Text:
     """Find the interpolations, without resolving any: each unescaped `${`, wherever it stands."""
+    found = Text([], [])
     if text.count("${") > MAX_IN_TEXT:
-        return Text(fault=f"more than {MAX_IN_TEXT} interpolations in one text")
-    calls: list[tuple[str, str, bool]] = []
-    references: list[str] = []
+        return found._replace(fault=f"more than {MAX_IN_TEXT} interpolations in one text")
     for opening in OPENING.finditer(text):
-        in_default = any(more for _, _, more in calls)  # where omegaconf knows no escape
+        in_default = any(more for _, _, more in found.calls)  # where omegaconf knows no escape
         if len(opening["escapes"]) % 2 and not in_default:
             continue
         if call := CALL.match(text, opening.end()):
-            calls.append((call["function"], call["name"], call["end"] == ","))
+            found.calls.append((call["function"], call["name"], call["end"] == ","))
         elif reference := REFERENCE.match(text, opening.end()):
-            references.append(reference["path"])
+            found.references.append(reference["path"])
         elif re.match(r"[^{}]*\$\{", text[opening.end() :]):
-            return Text(fault="a reference inside of a reference is not allowed")
+            return found._replace(fault="a reference inside of a reference is not allowed")
         else:
-            return Text(fault=f"`{text}` is not a valid interpolation")
-    return Text(calls=tuple(calls), references=tuple(references))
+            return found._replace(fault=f"`{text}` is not a valid interpolation")
+    return found
 
 
 def expansions(references: Mapping[KeyPath, Collection[str]]) -> int:
-    """Number of interpolations that are resolved, from each interpolated value's references;
-    counting stops at the limit."""
+    """Number of interpolations to resolve, by each value's references; at most past the limit."""
     if len(references) > MAX_EXPANSIONS:
         return len(references)
     leaves: dict[KeyPath, KeyPath] = {tuple(map(str, path)): path for path in references}
@@ -74,80 +68,59 @@ def expansions(references: Mapping[KeyPath, Collection[str]]) -> int:
     def cost(leaf: KeyPath) -> int:
         if leaf not in known:
             known[leaf] = 1  # what leads back here is a circle; resolving stops at it
-            path = leaves[leaf]
-            targets = [_target(reference, path) for reference in references[path]]
-            known[leaf] += sum(cost(each) for to in targets for each in leaves if _meet(to, each))
+            for reference in references[leaves[leaf]]:
+                to = _target(reference, leaf)
+                # a target may hold another leaf, or lie in what that becomes
+                pairs = ((one, zip(to, one, strict=False)) for one in leaves)
+                known[leaf] += sum(cost(one) for one, pair in pairs if all(a == b for a, b in pair))
         return known[leaf]
 
     try:
-        return sum(cost(leaf) for leaf in leaves)
+        return sum(map(cost, leaves))
     except RecursionError:
         return MAX_EXPANSIONS + 1
 
 
 def _target(reference: str, path: KeyPath) -> KeyPath:
-    """The path that `${reference}`, written at `path`, points to; keys and indexes as text.
-
-    One leading dot is the mapping it stands in, each further dot one level up.
-    """
+    """The path that `${reference}`, written at `path`, points to; keys and indexes as text. One
+    leading dot is the mapping it stands in, each further dot one level up."""
     name = reference.lstrip(".")
     dots = len(reference) - len(name)
     start = path[: max(len(path) - dots, 0)] if dots else ()
-    return (*map(str, start), *re.findall(r"[^.\[\]]+", name))
-
-
-def _meet(one: KeyPath, other: KeyPath) -> bool:
-    """Whether one path is the other or lies below it."""
-    return all(left == right for left, right in zip(one, other, strict=False))
-
-
-_HIDDEN = "\\${hidden}"
-"""Resolves to text that holds `${`, also where another value refers to it."""
+    return (*start, *re.findall(r"[^.\[\]]+", name))
 
 
 def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
     """The bare values with interpolations resolved; null where one cannot be.
 
-    With `hide_env`, a value that an environment variable went into holds `${` instead.
-    """
-    data = plain(root)
-    leaves = [(path, node) for path, node in walk(root) if _interpolated(node)]
-    if not leaves:
-        return data, []
-    texts = {path: read(str(node.value)) for path, node in leaves}
-    if expansions({path: text.references for path, text in texts.items()}) > MAX_EXPANSIONS:
+    With `hide_env`, a value that an environment variable went into holds `${` instead."""
+    data, env = plain(root), root.written(("env",))
+    found = {
+        path: read(node.value)
+        for path, node in walk(root)
+        if isinstance(node.value, str) and "${" in node.value
+    }
+    if expansions({path: text.references for path, text in found.items()}) > MAX_EXPANSIONS:
+        for path in found:
+            put(data, path, None)
         message = f"interpolations expand to more than {MAX_EXPANSIONS}"
-        for path, _ in leaves:
-            _put(data, path, None)
-        return data, [Problem(message=message, location=leaves[-1][1].at)]
-    env = root.entries().get("env")
-    entries = env.value if env and isinstance(env.value, list) else []
-    allowed = {entry.value for entry in entries if isinstance(entry.value, str)}
+        return data, [Problem(message=message, location=root.place([*found][-1]))]
+    allowed = [name for name in env if isinstance(name, str)] if isinstance(env, list) else []
     problems: list[Problem] = []
-    sound: list[tuple[KeyPath, Node]] = []
-    for path, node in leaves:
-        text = texts[path]
+    sound: list[KeyPath] = []
+    for path, text in found.items():
         refusals = (_refusal(call, allowed, hide_env=hide_env) for call in text.calls)
-        found = [reason for reason in (text.fault, *refusals) if reason]
-        problems += [_problem(message, "", path, node) for message in found]
-        if found:
-            _put(data, path, None)
-        else:
-            sound.append((path, node))
-            # values of the environment are not said again, here or in logs
-            for _, name, _ in text.calls:
-                hide(os.environ.get(name, ""), f"${name}")
-            if hide_env and text.calls:
-                _put(data, path, _HIDDEN)
-    return data, problems + _fill(data, sound, root)
-
-
-def _problem(message: str, hint: str, path: KeyPath, node: Node) -> Problem:
-    return Problem(message=message, hint=hint, key=dotted(path), location=node.at)
-
-
-def _interpolated(node: Node) -> bool:
-    return isinstance(node.value, str) and "${" in node.value
+        if reasons := [reason for reason in (text.fault, *refusals) if reason]:
+            problems += [root.problem(path, reason) for reason in reasons]
+            put(data, path, None)
+            continue
+        sound.append(path)
+        # values of the environment are not said again, here or in logs
+        for _, name, _ in text.calls:
+            hide(os.environ.get(name, ""), f"${name}")
+        if hide_env and text.calls:
+            put(data, path, HIDDEN)
+    return data, [*problems, *(_fill(data, sound, root) if sound else ())]
 
 
 def _refusal(
@@ -168,27 +141,23 @@ def _refusal(
     return None
 
 
-def _fill(data: Any, leaves: list[tuple[KeyPath, Node]], root: Node) -> list[Problem]:
-    """Replace every sound interpolation in `data` by its value."""
+def _fill(data: Any, sound: Sequence[KeyPath], root: Node) -> Iterator[Problem]:
+    """Replace every sound interpolation in `data` by its value; yield problems of the others."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     config = OmegaConf.create(data)
-    problems = []
-    for path, node in leaves:
+    for path in sound:
         try:
-            container: Any = config
-            for part in path[:-1]:
-                container = container[part]
-            value = container[path[-1]]
+            value: Any = config
+            for part in path:
+                value = value[part]
             if OmegaConf.is_config(value):
                 value = OmegaConf.to_container(value, resolve=True)
         except (OmegaConfBaseException, RecursionError) as error:
             value = None
-            message, hint = _explain(error, root)
-            problems.append(_problem(message, hint, path, node))
-        _put(data, path, value)
-    return problems
+            yield root.problem(path, *_explain(error, root))
+        put(data, path, value)
 
 
 def _explain(error: Exception, root: Node) -> tuple[str, str]:
@@ -202,13 +171,6 @@ def _explain(error: Exception, root: Node) -> tuple[str, str]:
     found = closest(key, [".".join(map(str, path)) for path, _ in walk(root) if path])
     hint = f"did you mean `{found}`?" if found else ""
     if key.isupper():
-        hint = (
-            f"for the environment variable, write ${{oc.env:{key}}} and `env: [{key}]` at the top"
-        )
+        env = f"${{oc.env:{key}}} and `env: [{key}]`"
+        hint = f"for the environment variable, write {env} at the top"
     return f"`${{{key}}}` refers to nothing in this recipe", hint
-
-
-def _put(data: Any, path: KeyPath, value: Any) -> None:
-    for part in path[:-1]:
-        data = data[part]
-    data[path[-1]] = value

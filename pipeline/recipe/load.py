@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,20 +17,17 @@ from pipeline.recipe.dump import render
 from pipeline.recipe.fields import build
 from pipeline.recipe.includes import Sources
 from pipeline.recipe.interpolation import resolve
-from pipeline.recipe.merge import Common, drop_removed, lost, without_former
+from pipeline.recipe.merge import Common, apply, drop_removed, lost, put, without_former
 from pipeline.recipe.nodes import (
     RESERVED,
     KeyPath,
     MissingKey,
     Node,
     NoSlot,
-    SourceMap,
     UnknownKey,
     node_of,
-    places_of,
     plain,
 )
-from pipeline.recipe.overrides import apply, put
 from pipeline.utils.text import closest, did_you_mean
 
 SLOT = re.compile(r"[a-z][a-z0-9_]*")
@@ -74,25 +71,23 @@ class Recipe(RecipeSettings):
     """A merged recipe. Fields of stages are not validated yet; `make_plan` does that."""
 
     stages: Mapping[str, SlotSpec]
-    places: SourceMap = field(compare=False, repr=False)
     source_files: tuple[Path, ...] = field(compare=False)
     """The recipe's own file first; each before the files that it overrides."""
     tree: Node = field(compare=False, repr=False)
     replaced: tuple[Problem, ...] = field(default=(), compare=False, repr=False)
-    """Warnings of slots that were given another `use`: fields that stayed, and that were lost; and
-    of fields of earlier versions."""
+    """Warnings of fields that stayed or were lost with another `use`, and of earlier versions."""
 
     def origin(self, path: KeyPath) -> str:
         """`file:line:column` or the override that set the value at `path`; `default` if nothing."""
-        return str(self.places.values.get(path, "default"))
+        node = self.tree.find(path)
+        return str(node.at) if node is not None else "default"
 
     def dump(self) -> str:
         """The merged recipe as YAML: self-contained, without any environment variable's value."""
         return render(plain(self.tree))
 
     def public(self) -> dict[str, Any]:
-        """The merged values with interpolations resolved, but what depends on an environment
-        variable stays as written."""
+        """The merged values, interpolations resolved but for what depends on the environment."""
         resolved, _ = resolve(self.tree, hide_env=True)
         return {key: _public(value, resolved[key]) for key, value in plain(self.tree).items()}
 
@@ -122,40 +117,21 @@ def read_recipe(
     # so that interpolations do not find the values of other keys
     entries = {key: node for key, node in tree.entries().items() if key in TOP_LEVEL}
     unknown = [_unknown_key(key, tree) for key in tree.entries() if key not in entries]
-    tree = replace(tree, value=entries)
-    data, unresolved = resolve(tree)
-    places = places_of(tree)
-    given = {key: value for key, value in data.items() if key in HEADER_KEYS}
-    header, wrong_header = build(RecipeSettings, given, places=places, path=())
-    stages, wrong_slots = _slots(data.get("stages"), places)
-    recipe = Recipe(
-        **vars(header or RecipeSettings(name="unnamed")),
-        stages=stages,
-        places=places,
-        source_files=tuple(sources.files),
-        tree=tree,
-        replaced=(*from_files, *stayed, *former),
+    recipe, unresolved, wrong = _recipe(replace(tree, value=entries))
+    recipe = replace(
+        recipe, source_files=tuple(sources.files), replaced=(*from_files, *stayed, *former)
     )
     known = [*sources.problems, *wrong_overrides, *unknown, *unresolved]
-    return recipe, known + unless_reported(wrong_header + wrong_slots, known)
+    return recipe, known + unless_reported(wrong, known)
 
 
 def recipe_of(values: Mapping[str, Any], place: Location) -> Recipe:
     """The recipe of merged values, as `Recipe.public` has them; all are said to stand at `place`.
     Raises RecipeError, as where an environment variable is not set."""
-    tree = node_of(values, place)
-    data, problems = resolve(tree)
-    places = places_of(tree)
-    header, wrong = build(
-        RecipeSettings,
-        {key: data[key] for key in HEADER_KEYS if key in data},
-        places=places,
-        path=(),
-    )
-    stages, wrong_slots = _slots(data.get("stages"), places)
-    if header is None or problems or wrong or wrong_slots:
-        raise RecipeError([*problems, *wrong, *wrong_slots])
-    return Recipe(**vars(header), stages=stages, places=places, source_files=(), tree=tree)
+    recipe, unresolved, wrong = _recipe(node_of(values, place))
+    if unresolved or wrong:
+        raise RecipeError([*unresolved, *wrong])
+    return recipe
 
 
 def with_values(recipe: Recipe, values: Mapping[KeyPath, tuple[Any, Location]]) -> Recipe:
@@ -164,41 +140,47 @@ def with_values(recipe: Recipe, values: Mapping[KeyPath, tuple[Any, Location]]) 
     tree = recipe.tree
     for path, (value, origin) in values.items():
         tree = put(tree, path, Node(value=value, at=origin))
-    data, problems = resolve(tree)
-    if problems:
-        raise RecipeError(problems)
-    places = places_of(tree)
-    stages, _ = _slots(data["stages"], places)
-    return replace(recipe, stages=stages, places=places, tree=tree)
+    changed, unresolved, _ = _recipe(tree)
+    if unresolved:
+        raise RecipeError(unresolved)
+    return replace(recipe, stages=changed.stages, tree=tree)
+
+
+def _recipe(tree: Node) -> tuple[Recipe, list[Problem], list[Problem]]:
+    """The recipe of a merged tree, its wrong interpolations, and its other problems."""
+    data, unresolved = resolve(tree)
+    given = {key: data[key] for key in HEADER_KEYS if key in data}
+    header, wrong = build(RecipeSettings, given, tree=tree, path=())
+    settings = vars(header or RecipeSettings(name="unnamed"))
+    stages, wrong_slots = _slots(data.get("stages"), tree)
+    recipe = Recipe(**settings, stages=stages, tree=tree, source_files=())
+    return recipe, unresolved, wrong + wrong_slots
 
 
 def _unknown_key(key: str, tree: Node) -> Problem:
     node = tree.entries()[key]
     is_slot = "use" in node.entries()
     hint = "slots belong under `stages`" if is_slot else did_you_mean(key, TOP_LEVEL)
-    return UnknownKey(
-        message="unknown key", key=key, hint=hint, location=tree.keys[key],
-        path=(key,), value=plain(node), closest=closest(key, TOP_LEVEL) or "",
-    )  # fmt: skip
+    more = {"path": (key,), "value": plain(node), "closest": closest(key, TOP_LEVEL) or ""}
+    return tree.problem((key,), "unknown key", hint, kind=UnknownKey, at_key=True, **more)
 
 
-def _slots(stages: Any, places: SourceMap) -> tuple[dict[str, SlotSpec], list[Problem]]:
+def _slots(stages: Any, tree: Node) -> tuple[dict[str, SlotSpec], list[Problem]]:
     if stages is None:
         return {}, []
-    if not isinstance(stages, Mapping):
+    if not isinstance(stages, Mapping) or isinstance(stages.get("use"), str):
         message = "must be a mapping of slots, each with `use` and the stage's fields"
         hint = "write a slot's name before each, without dashes: `model: {use: ..., ...}`"
-        place = places.value(("stages",))
-        return {}, [Problem(message=message, key="stages", hint=hint, location=place)]
-    if isinstance(stages.get("use"), str):
-        message = "`use` stands where a slot's name belongs"
-        hint = "indent it, and the fields after it, by two spaces more than the slot's name"
-        place = places.key(("stages", "use"))
+        place = tree.place(("stages",))
+        if isinstance(stages, Mapping):
+            message = "`use` stands where a slot's name belongs"
+            hint = "indent it, and the fields after it, by two spaces more than the slot's name"
+            place = tree.key_place(("stages", "use"))
         return {}, [Problem(message=message, key="stages", hint=hint, location=place)]
     slots: dict[str, SlotSpec] = {}
     problems: list[Problem] = []
     for slot, value in stages.items():
-        problems.extend(_wrong_slot(slot, value, places))
+        problems += _wrong_slot(slot, value, tree)
         fields = dict(value) if isinstance(value, Mapping) else {}
         use, takes = fields.pop("use", None), fields.pop("takes", None)
         use = use if isinstance(use, str) else ""
@@ -206,35 +188,27 @@ def _slots(stages: Any, places: SourceMap) -> tuple[dict[str, SlotSpec], list[Pr
     return slots, problems
 
 
-def _wrong_slot(slot: str, value: Any, places: SourceMap) -> list[Problem]:
+def _wrong_slot(slot: str, value: Any, tree: Node) -> Iterator[Problem]:
     path: KeyPath = ("stages", slot)
-    message, problems = "", []
     if slot in TOP_LEVEL:
         message = f"a slot cannot be called `{slot}`: that is a key of the recipe itself"
+        yield tree.problem(path, message, at_key=True)
     elif not SLOT.fullmatch(slot):
         message = "a slot's name is small letters, digits and underscores, and starts with a letter"
-    if message:
-        problems.append(Problem(message=message, key=slot, location=places.key(path)))
+        yield tree.problem(path, message, at_key=True)
     if not isinstance(value, Mapping):
-        hint = _as_slot(slot, value, command_line=places.value(path).on_command_line)
+        hint = _as_slot(slot, value, command_line=tree.place(path).on_command_line)
         message = "a slot is a mapping with `use` and the stage's fields"
-        place = places.value(path)
-        problems.append(NoSlot(message=message, key=slot, hint=hint, location=place, name=slot))
-        return problems
+        yield tree.problem(path, message, hint, kind=NoSlot, name=slot)
+        return
     if not _is_wires(value.get("takes") or {}):
-        message, place = "must name a slot for each artifact", places.value((*path, "takes"))
         hint = "such as `takes: {engine: wrap}`; `pipe dag` shows what each slot reads"
-        problems.append(Problem(message=message, key=f"{slot}.takes", hint=hint, location=place))
-    use = value.get("use")
-    if not isinstance(use, str) or not use:
-        key, hint = f"{slot}.use", "`pipe stages` lists them"
-        if "use" in value:
-            place, message = places.value((*path, "use")), "must be a stage's name"
-            problems.append(Problem(message=message, key=key, hint=hint, location=place))
-        else:
-            place = places.key(path)
-            problems.append(MissingKey(message="is missing", key=key, hint=hint, location=place))
-    return problems
+        yield tree.problem((*path, "takes"), "must name a slot for each artifact", hint)
+    use, path, hint = value.get("use"), (*path, "use"), "`pipe stages` lists them"
+    if "use" not in value:
+        yield tree.problem(path, "is missing", hint, kind=MissingKey, at_key=True)
+    elif not isinstance(use, str) or not use:
+        yield tree.problem(path, "must be a stage's name", hint)
 
 
 def _is_wires(takes: Any) -> bool:

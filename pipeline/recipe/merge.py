@@ -1,17 +1,37 @@
-"""Lay one recipe over another.
+"""Lay one recipe over another: files, and `path=value` from the command line.
 
 Mappings merge key by key, anything else replaces. In `stages`, an overlay slot that names another
 `use` replaces the whole slot, one that names none or the same merges into it, and null removes it.
 Order is the base's. A new slot comes right after the one that precedes it in the overlay, or last
-if none does. Works on nodes, so every value keeps the place it was written."""
+if none does. Works on nodes, so every value keeps the place it was written.
+
+The path of an override starts with a slot (`train.steps=50`, `wrap.use=wrap.ddp`) or name, seed,
+launch or env; numbers address a list's entries. The value is YAML: `50`, `[1, 2]`, `{device: cpu}`,
+`null`, `''`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from pipeline.errors import Problem
-from pipeline.recipe.nodes import KeyPath, Node, dotted
+import yaml
+
+from pipeline.errors import COMMAND_LINE, Location, Problem, RecipeError
+from pipeline.recipe.nodes import KeyPath, Node, UnknownKey, dotted, plain
+from pipeline.recipe.parse import parse
+from pipeline.utils.text import closest, did_you_mean
+
+PATH = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*")
+LIKE_ONE = re.compile(
+    r"[-+~]*(?P<path>[A-Za-z_][\w-]*(?:[./][\w-]+)*)\s*(?P<mark>[:=]?)\s*(?P<value>.*)"
+)
+EXAMPLE = "such as train.steps=50"
+TOP_LEVEL = ("name", "seed", "launch", "env", "dry_run")
+Common = Callable[[str, str], Collection[str]]
+"""Fields that two stages, by name, have with the same type."""
 
 
 def merge(base: Node, overlay: Node) -> Node:
@@ -27,13 +47,7 @@ def merge(base: Node, overlay: Node) -> Node:
 
 def drop_removed(root: Node) -> Node:
     """Remove slots that are null and that no base ever filled."""
-    stages = root.entries().get("stages")
-    if stages is None or not isinstance(stages.value, dict):
-        return root
-    kept = {slot: node for slot, node in stages.entries().items() if node.value is not None}
-    keys = {slot: place for slot, place in stages.keys.items() if slot in kept}
-    entries = {**root.entries(), "stages": Node(value=kept, at=stages.at, keys=keys)}
-    return Node(value=entries, at=root.at, keys=root.keys)
+    return root.with_slots({k: node for k, node in root.slots().items() if node.value is not None})
 
 
 def _merge_maps(base: Node, overlay: Node) -> Node:
@@ -55,7 +69,7 @@ def _merge_slots(base: Node, overlay: Node) -> Node:
         before = slot
         ours = entries.get(slot)
         if theirs.value is None and ours is not None:
-            del entries[slot], keys[slot]
+            del entries[slot]
         elif ours is None or _other_stage(ours, theirs):
             entries[slot], keys[slot] = replace(theirs, replaced=ours), overlay.keys[slot]
         else:
@@ -69,57 +83,47 @@ def _are_maps(*nodes: Node) -> bool:
 
 
 def _other_stage(ours: Node, theirs: Node) -> bool:
-    use = theirs.entries().get("use")
-    before = ours.entries().get("use")
-    return use is not None and before is not None and use.value != before.value
+    before, use = ours.entries().get("use"), theirs.entries().get("use")
+    return before is not None and use is not None and before.value != use.value
 
 
-Common = Callable[[str, str], Collection[str]]
-"""Fields that two stages, by name, have with the same type."""
+def _use(slot: Node) -> str:
+    use = slot.entries().get("use")
+    return str(use.value) if use is not None else ""
 
 
 def stays(root: Node, merged: Node, common: Common) -> tuple[Node, list[Problem]]:
     """`merged`, an override over `root`, with the fields of slots that it has given another `use`,
     and a warning for each of those slots. Fields that both stages have with the same type stay, and
     so do fields set on the command line."""
-    stages, before = merged.entries().get("stages"), _slots(root)
-    if stages is None:
-        return merged, []
-    entries, notes = dict(stages.entries()), []
-    for slot, node in stages.entries().items():
-        old = node.replaced
+    slots, notes, before = merged.slots(), [], root.slots()
+    changed = dict(slots)
+    for slot, node in slots.items():
+        old, own = node.replaced, node.entries()
         if old is None or old is not before.get(slot):
             continue
         both = common(_use(old), _use(node))
         kept = {
             key: value
             for key, value in old.entries().items()
-            if key in both or (key != "use" and value.at.on_command_line)
-            if key not in node.entries()
+            if (key in both or (key != "use" and value.at.on_command_line)) and key not in own
         }
-        places = {key: old.keys[key] for key in kept}
-        entries[slot] = replace(
-            node, value={**node.entries(), **kept}, keys={**node.keys, **places}
-        )
-        gone = [key for key in old.entries() if key not in {*kept, *node.entries()}]
-        notes += [_kept(slot, old, node, list(kept), gone)] if kept or gone else []
-    slots = Node(value=entries, at=stages.at, keys=stages.keys)
-    return replace(merged, value={**merged.entries(), "stages": slots}), notes
-
-
-def _kept(slot: str, old: Node, node: Node, kept: list[str], gone: list[str]) -> Problem:
-    parts = [f"kept {', '.join(kept)}"] if kept else []
-    parts += [f"dropped {', '.join(gone)}, which it does not have ({old.at})"] * bool(gone)
-    return Problem(
-        message=f"{_use(old)} became {_use(node)}: {'; '.join(parts)}",
-        key=slot, location=node.entries()["use"].at, warning=True,
-    )  # fmt: skip
+        gone = [key for key in old.entries() if key not in {*kept, *own}]
+        keys = {**node.keys, **{key: old.keys[key] for key in kept}}
+        changed[slot] = replace(node, value={**own, **kept}, keys=keys)
+        parts = [f"kept {', '.join(kept)}"] if kept else []
+        parts += [f"dropped {', '.join(gone)}, which it does not have ({old.at})"] if gone else []
+        if parts:
+            message = f"{_use(old)} became {_use(node)}: {'; '.join(parts)}"
+            place = own["use"].at
+            notes.append(Problem(message=message, key=slot, location=place, warning=True))
+    return merged.with_slots(changed), notes
 
 
 def lost(root: Node, common: Common) -> Iterator[Problem]:
     """A warning for each slot of a file that has replaced a base's slot, with another `use`, and
     does not set a field which the base sets and both stages have."""
-    for slot, node in _slots(root).items():
+    for slot, node in root.slots().items():
         old, use = node.replaced, node.entries().get("use")
         if old is None or use is None or use.at.on_command_line:
             continue
@@ -134,16 +138,6 @@ def lost(root: Node, common: Common) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def _slots(root: Node) -> dict[str, Node]:
-    stages = root.entries().get("stages")
-    return stages.entries() if stages is not None else {}
-
-
-def _use(slot: Node) -> str:
-    use = slot.entries().get("use")
-    return str(use.value) if use is not None else ""
-
-
 FORMER = {"allow_floating_revision": "leave it out: names without a commit are accepted"}
 """Field that has no effect any more -> what to do."""
 
@@ -155,25 +149,158 @@ def without_former(root: Node) -> tuple[Node, list[Problem]]:
     def kept(node: Node, path: KeyPath) -> Node:
         if isinstance(node.value, list):
             return replace(node, value=[kept(one, (*path, n)) for n, one in enumerate(node.value)])
-        if not isinstance(node.value, dict):
-            return node
-        gone = [key for key in node.value if key in FORMER] if len(path) > 1 else []
-        for key in gone:
+        entries = {}
+        for key, one in node.entries().items():
+            if key not in FORMER:
+                entries[key] = kept(one, (*path, key))
+                continue
+            message = "is not a field any more, and has no effect"
             problems.append(
-                Problem(
-                    message="is not a field any more, and has no effect",
-                    key=dotted((*path, key)), hint=FORMER[key], location=node.keys[key],
-                    warning=True,
-                )
-            )  # fmt: skip
-        entries = {
-            key: kept(one, (*path, key)) for key, one in node.value.items() if key not in gone
-        }
-        keys = {key: place for key, place in node.keys.items() if key not in gone}
-        return replace(node, value=entries, keys=keys)
+                root.problem((*path, key), message, FORMER[key], at_key=True, warning=True)
+            )
+        return replace(node, value=entries) if isinstance(node.value, dict) else node
 
-    stages = root.entries().get("stages")
-    if stages is None:
-        return root, []
-    entries = {**root.entries(), "stages": kept(stages, ("stages",))}
-    return replace(root, value=entries), problems
+    slots = {slot: kept(node, ("stages", slot)) for slot, node in root.slots().items()}
+    return root.with_slots(slots), problems
+
+
+class Meant(NamedTuple):
+    """The override that a word and `words` after it mean; empty if that cannot be seen."""
+
+    override: str = ""
+    words: int = 0
+    hint: str = EXAMPLE
+
+
+def torn(word: str, after: Sequence[str]) -> Meant | None:
+    """Return what is meant by a word, given those after it; None for an override."""
+    if word.endswith((".yaml", ".yml")) and "=" not in word:
+        hint = "a command takes one recipe; name one that it is laid over in its `extends`"
+        return Meant(hint=hint)
+    if _is_override(word):
+        # the shell may have cut the value at its blanks
+        for count in range(len(after) + 1):
+            if count and _is_override(after[count - 1]):
+                return None
+            whole = " ".join([word, *after[:count]])
+            if _is_yaml(whole.partition("=")[2]):
+                return Meant(f"'{whole}', in quotes", count) if count else None
+        return None
+    found = LIKE_ONE.fullmatch(word)
+    if found and found["mark"] and found["value"]:
+        return Meant(f"{found['path'].replace('/', '.')}={found['value']}")
+    if "=" in word.strip("= "):
+        return None
+    used = 1 if after[:1] in (["="], [":"]) else 0
+    value = after[used] if len(after) > used and found and not found["value"] else ""
+    if found is None or not value or ("=" in value and not used):
+        return Meant()
+    return Meant(f"{found['path'].replace('/', '.')}={value.removeprefix('=')}", used + 1)
+
+
+def _is_override(word: str) -> bool:
+    path, equals, _ = word.partition("=")
+    return bool(equals and PATH.fullmatch(path))
+
+
+def _is_yaml(text: str) -> bool:
+    try:
+        return all(True for _ in yaml.parse(text, yaml.SafeLoader))
+    except yaml.YAMLError:
+        return False
+
+
+class _RefusedError(Exception):
+    """The override cannot be applied; says why."""
+
+    def __init__(self, message: str, hint: str = "", **unknown: Any) -> None:
+        """`unknown` are the fields of the UnknownKey that it is, if it is one."""
+        super().__init__(message)
+        self.hint, self.unknown = hint, unknown
+
+    def problem(self, override: str, place: Location) -> Problem:
+        kind: type[Problem] = UnknownKey if self.unknown else Problem
+        message = f"`{override}`: {self}"
+        return kind(message=message, hint=self.hint, location=place, **self.unknown)
+
+
+def apply(
+    root: Node, overrides: Sequence[str], common: Common
+) -> tuple[Node, list[Problem], list[Problem]]:
+    """The tree with the overrides applied in order, the problems of wrong ones, and warnings of
+    slots that got another `use`, in which fields of `common` stay."""
+    problems: list[Problem] = []
+    notes: list[Problem] = []
+    words = [*enumerate(overrides, start=1)]
+    while words:
+        number, override = words.pop(0)
+        place = Location(file=f"{COMMAND_LINE}override {number}")
+        meant = torn(override, [word for _, word in words])
+        if meant is not None:
+            written = " ".join([override, *(word for _, word in words[: meant.words])])
+            hint = f"write {meant.override}" if meant.override else meant.hint
+            message = f"`{written}`: an override reads path=value"
+            problems.append(Problem(message=message, hint=hint, location=place))
+            del words[: meant.words]
+            continue
+        try:
+            overlay, found = _overlay(root, override, place)
+        except _RefusedError as error:
+            problems.append(error.problem(override, place))
+            continue
+        problems += found
+        if not found:
+            root, said = stays(root, merge(root, overlay), common)
+            notes += said
+    return root, problems, notes
+
+
+def put(root: Node, path: KeyPath, value: Node) -> Node:
+    """The tree with a value at a path. Raises RecipeError where that has no parts."""
+    try:
+        return merge(root, _nest(root, [*map(str, path)], 0, value))
+    except _RefusedError as error:
+        raise RecipeError([root.problem(path, str(error))]) from error
+
+
+def _overlay(root: Node, override: str, place: Location) -> tuple[Node, list[Problem]]:
+    path, _, text = override.partition("=")
+    parts = path.split(".")
+    if not all(parts):
+        raise _RefusedError("the path before = has an empty part", EXAMPLE)
+    value, found = parse(text, locate=lambda line, column: place, folder=Path.cwd())
+    if value is None and not found:
+        hint = f"write {path}=null or {path}=''; put quotes around text that starts with #"
+        raise _RefusedError("there is no value after =", hint)
+    value = value or Node(value=None, at=place)
+    first, known = parts[0], [*root.slots(), *TOP_LEVEL]
+    if first == "stages" and len(parts) > 1:
+        raise _RefusedError("a path starts with the slot", f"write {'.'.join(parts[1:])}=...")
+    if first not in known:
+        near, path_of = closest(first, known) or "", tuple(parts)
+        message, hint = f"the recipe has no slot `{first}`", did_you_mean(first, known)
+        raise _RefusedError(message, hint, path=path_of, value=plain(value), closest=near)
+    return _nest(root, parts if first in TOP_LEVEL else ["stages", *parts], 0, value), found
+
+
+def _nest(base: Node | None, parts: list[str], depth: int, value: Node) -> Node:
+    """`value` at `parts[depth:]` below `base`, as an overlay for it."""
+    if depth == len(parts):
+        return value
+    part = parts[depth]
+    if base is None or base.value is None or isinstance(base.value, dict):
+        child = _nest(base.entries().get(part) if base else None, parts, depth + 1, value)
+        return Node(value={part: child}, at=value.at, keys={part: value.at})
+    if not isinstance(base.value, list):
+        above = dotted(tuple(parts[:depth]))
+        hint = f"write {above}=VALUE, or the name of another field"
+        raise _RefusedError(f"`{above}` is one value, `{base.value}`", hint)
+    entries = list(base.value)
+    if not part.isdecimal() or int(part) >= len(entries):
+        message = f"`{part}` is not an entry of a list of {len(entries)}"
+        raise _RefusedError(message, "entries count from 0")
+    # a list replaces the one below it, so the overlay carries all of it
+    old = entries[int(part)]
+    child = _nest(old, parts, depth + 1, value)
+    entries[int(part)] = merge(old, child) if isinstance(child.value, dict) else child
+    return Node(value=entries, at=base.at)

@@ -3,58 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.errors import Location, Problem
-from pipeline.recipe.scalars import Scalar
 
+Scalar = str | int | float | bool | None
 KeyPath = tuple[str | int, ...]
 """Keys and list indexes from the recipe's root: `("stages", "train", "steps")`."""
 USE, TAKES = RESERVED = "use", "takes"
-"""Keys of a slot that are not fields of its stage: the stage's name, and the slots that give its
-artifacts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceMap:
-    """Places of keys and values by path. A path without a place takes its nearest ancestor's."""
-
-    keys: Mapping[KeyPath, Location]
-    values: Mapping[KeyPath, Location]
-    """Holds at least the root, `()`."""
-    data: Any
-    """The values as written, with interpolations unresolved: what messages may show."""
-
-    def value(self, path: KeyPath) -> Location:
-        """Place of the value at `path`."""
-        while path not in self.values:
-            path = path[:-1]
-        return self.values[path]
-
-    def key(self, path: KeyPath) -> Location:
-        """Place of the key at `path`; for a list's entry, the place of the entry."""
-        while path not in self.keys and path not in self.values:
-            path = path[:-1]
-        return self.keys.get(path) or self.values[path]
+"""Keys of a slot that are not fields: the stage's name, and the slots that give its artifacts."""
 
 
 def dotted(path: KeyPath) -> str:
     """The path as people write it: `train.steps`, without the leading `stages`."""
-    shown = path[1:] if len(path) > 1 and path[0] == "stages" else path
-    return ".".join(str(part) for part in shown)
+    return ".".join(map(str, path[1:] if len(path) > 1 and path[0] == "stages" else path))
 
 
-def lookup(data: Any, path: KeyPath) -> Any:
-    """The value at `path` in nested mappings and lists; None where nothing is."""
-    for part in path:
-        if isinstance(data, Mapping):
-            data = data.get(part)
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
-            data = data[part]
-        else:
-            return None
-    return data
+def put(data: Any, path: KeyPath, value: Any) -> None:
+    """Set the value at `path` in nested mappings and lists."""
+    for part in path[:-1]:
+        data = data[part]
+    data[path[-1]] = value
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -77,11 +47,9 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 def texts_in(value: Any) -> Iterator[str]:
     """All texts in nested mappings and lists."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from texts_in(inner)
+    found: list[Any] = []
+    mapped(value, found.append)
+    return (one for one in found if isinstance(one, str))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +59,69 @@ class Node:
     value: Scalar | dict[str, Node] | list[Node]
     at: Location
     keys: dict[str, Location] = field(default_factory=dict)
-    """A mapping's keys and where they stand."""
+    """Places of a mapping's keys; removed keys may be among them."""
     replaced: Node | None = None
     """A slot's node as it was, with another `use`, before this one took its place."""
 
     def entries(self) -> dict[str, Node]:
         """A mapping's entries; empty for anything else."""
         return self.value if isinstance(self.value, dict) else {}
+
+    def find(self, path: KeyPath) -> Node | None:
+        """The node at `path`; None where nothing is."""
+        node: Node | None = self
+        for part in path:
+            below = None if node is None else node.value
+            if isinstance(below, list) and isinstance(part, int):
+                node = below[part] if part < len(below) else None
+            else:
+                node = below.get(str(part)) if isinstance(below, dict) else None
+        return node
+
+    def written(self, path: KeyPath) -> Any:
+        """The bare value at `path`, with interpolations unresolved: what messages may show."""
+        node = self.find(path)
+        return None if node is None else plain(node)
+
+    def place(self, path: KeyPath) -> Location:
+        """Place of the value at `path`; where nothing is, of the nearest above."""
+        while (node := self.find(path)) is None:
+            path = path[:-1]
+        return node.at
+
+    def key_place(self, path: KeyPath) -> Location:
+        """Place of the key at `path`, or of a list's entry, or of the nearest above."""
+        while (node := self.find(path)) is None:
+            path = path[:-1]
+        above = self.find(path[:-1])
+        return above.keys.get(str(path[-1]), node.at) if above and path else node.at
+
+    def problem(
+        self,
+        path: KeyPath,
+        /,
+        message: str,
+        hint: str = "",
+        *,
+        kind: type[Problem] = Problem,
+        at_key: bool = False,
+        **more: Any,
+    ) -> Problem:
+        """A problem of the value at `path` of this root, or of its key."""
+        place = self.key_place(path) if at_key else self.place(path)
+        return kind(message=message, hint=hint, key=dotted(path), location=place, **more)
+
+    def slots(self) -> dict[str, Node]:
+        """The entries of `stages` of a recipe's root."""
+        stages = self.entries().get("stages")
+        return stages.entries() if stages is not None else {}
+
+    def with_slots(self, slots: dict[str, Node]) -> Node:
+        """A recipe's root with these slots; unchanged without `stages`."""
+        stages = self.entries().get("stages")
+        if stages is None or not isinstance(stages.value, dict):
+            return self
+        return replace(self, value={**self.entries(), "stages": replace(stages, value=slots)})
 
 
 def node_of(value: Any, at: Location) -> Node:
@@ -113,30 +137,15 @@ def plain(node: Node) -> Any:
     """The bare value: dict, list or scalar."""
     if isinstance(node.value, dict):
         return {key: plain(child) for key, child in node.value.items()}
-    if isinstance(node.value, list):
-        return [plain(child) for child in node.value]
-    return node.value
+    return [plain(child) for child in node.value] if isinstance(node.value, list) else node.value
 
 
 def walk(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
     """Every node below and including `node`, with its path, in written order."""
     yield path, node
-    if isinstance(node.value, dict):
-        for key, child in node.value.items():
-            yield from walk(child, (*path, key))
-    elif isinstance(node.value, list):
-        for index, child in enumerate(node.value):
-            yield from walk(child, (*path, index))
-
-
-def places_of(root: Node) -> SourceMap:
-    """Places of all keys and values of a tree."""
-    keys: dict[KeyPath, Location] = {}
-    values: dict[KeyPath, Location] = {}
-    for path, node in walk(root):
-        values[path] = node.at
-        keys.update({(*path, key): place for key, place in node.keys.items()})
-    return SourceMap(keys=keys, values=values, data=plain(root))
+    below = enumerate(node.value) if isinstance(node.value, list) else node.entries().items()
+    for key, child in below:
+        yield from walk(child, (*path, key))
 
 
 @dataclass(frozen=True, kw_only=True)

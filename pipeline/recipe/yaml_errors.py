@@ -1,26 +1,24 @@
 """PyYAML's errors, which name its own states -> what is wrong with the line, and what to write.
 
 PyYAML notices many mistakes lines after they were made. The place that is reported is the place to
-change: where a quote or bracket opens, the line whose colon is missing.
-"""
+change: where a quote or bracket opens, the line whose colon is missing."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import yaml
 
-NO_BREAK_SPACE = "\u00a0"
+BLANKS = {"\t": "a tab", "\u00a0": "a no-break space"}
 CLOSING = {"[": "]", "{": "}"}
 BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 COMMENT = re.compile(r"\s*(#|//|/\*)")
 KEY = re.compile(r"(?P<indent>\s*(?:- )?)(?P<key>[\w.-]+)\s*(?P<mark>:(?=\S)|=)\s*(?P<value>.*)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mistake:
+class Mistake(NamedTuple):
     """A mistake in a text; line and column count from zero."""
 
     line: int
@@ -35,49 +33,44 @@ def explain(error: yaml.MarkedYAMLError, text: str) -> Mistake:
     at = error.problem_mark or error.context_mark
     line, column = (at.line, at.column) if at is not None else (0, 0)
     what = " ".join((error.problem or "cannot be read").split())
-    found = (
-        _blank_that_is_none(lines, line)
+    context = f" {error.context}" if error.context else ""
+    return (
+        _wrong_blank(lines, line)
         or _opened(error, lines)
         or _colon(error, what, lines, line)
         or _first_character(what, lines, line, column)
         or _indentation(error, what, lines, line)
+        or Mistake(line, column, f"not valid YAML: {what}{context}")
     )
-    context = f" {error.context}" if error.context else ""
-    other = f"not valid YAML: {what}{context}"
-    return found or Mistake(line=line, column=column, message=other)
 
 
-def _blank_that_is_none(lines: Sequence[str], line: int) -> Mistake | None:
+def _wrong_blank(lines: Sequence[str], line: int) -> Mistake | None:
     """A tab or a no-break space in the indentation of the line, or of the one before it."""
     for number in (line, line - 1):
-        blanks = re.match(r"\s*", lines[number])[0] if 0 <= number < len(lines) else ""  # type: ignore[index]
-        for character, name in (("\t", "a tab"), (NO_BREAK_SPACE, "a no-break space")):
+        blanks = lines[number][: _indent(lines[number])] if 0 <= number < len(lines) else ""
+        for character, name in BLANKS.items():
             if character in blanks:
-                place = blanks.index(character)
-                message = f"{name} cannot be used here"
-                return Mistake(line=number, column=place, message=message, hint="use spaces")
+                column = blanks.index(character)
+                return Mistake(number, column, f"{name} cannot be used here", "use spaces")
     return None
 
 
 def _opened(error: yaml.MarkedYAMLError, lines: Sequence[str]) -> Mistake | None:
     """A quote, bracket or brace that is not closed where it should be."""
-    start, context = error.context_mark, error.context or ""
+    start, at, context = error.context_mark, error.problem_mark, error.context or ""
     opening = "" if start is None else lines[start.line][start.column : start.column + 1]
     if start is None or not opening:
         return None
-    if "quoted scalar" in context:
-        quote = opening
-        message = f"the quote {quote} that opens here is not closed"
-        return Mistake(line=start.line, column=start.column, message=message, hint=f"add {quote}")
-    closing = CLOSING.get(opening)
-    if closing is None or ("flow sequence" not in context and "flow mapping" not in context):
+    quoted, closing = "quoted scalar" in context, CLOSING.get(opening)
+    if not quoted and (closing is None or not re.search("flow (sequence|mapping)", context)):
         return None
-    at = error.problem_mark
-    if at is not None and at.line == start.line and at.column < len(lines[at.line].rstrip()):
+    same_line = at is not None and at.line == start.line
+    if at is not None and not quoted and same_line and at.column < len(lines[at.line].rstrip()):
         message = f"a comma is missing before this, or {closing} for the {opening} before it"
-        return Mistake(line=at.line, column=at.column, message=message)
-    message = f"the {opening} that opens here is not closed"
-    return Mistake(line=start.line, column=start.column, message=message, hint=f"add {closing}")
+        return Mistake(at.line, at.column, message)
+    what = f"the quote {opening}" if quoted else f"the {opening}"
+    message = f"{what} that opens here is not closed"
+    return Mistake(start.line, start.column, message, f"add {opening if quoted else closing}")
 
 
 def _colon(
@@ -88,33 +81,21 @@ def _colon(
         return _no_colon(lines, error.context_mark.line)
     if not what.startswith("mapping values are not allowed"):
         return None
-    before = _before(lines, line)
-    if before is not None and _indent(lines[line]) > _indent(lines[before]):
-        return _no_key(lines, before) or _too_far_left(lines, before, line) or Mistake(
-            line=line, column=_indent(lines[line]),
-            message=f"indented deeper than line {before + 1}, which has a value already",
-            hint=f"indent it by {_indent(lines[before])} spaces",
-        )  # fmt: skip
+    before, depth = _before(lines, line), _indent(lines[line])
+    if before is not None and depth > _indent(lines[before]):
+        message = f"indented deeper than line {before + 1}, which has a value already"
+        hint = f"indent it by {_indent(lines[before])} spaces"
+        above = _before(lines, before)
+        if above is not None and _indent(lines[above]) == depth:
+            line, hint = before, f"indent it by {depth} spaces"
+            message = "indented less than the lines above and below, and it has a value"
+        return _no_key(lines, before) or Mistake(line, _indent(lines[line]), message, hint)
     if before is not None and not _has_key(lines[before]):
         return _no_key(lines, before) or _no_colon(lines, before)
     key, _, value = lines[line].partition(":")
     value = value.strip()
-    return Mistake(
-        line=line, column=lines[line].index(value, len(key)), message="text with a colon in it",
-        hint=f'put quotes around it: `{key.strip()}: "{value}"`',
-    )  # fmt: skip
-
-
-def _too_far_left(lines: Sequence[str], line: int, after: int) -> Mistake | None:
-    """A line between two that are indented deeper than it is, and equally deep."""
-    above, depth = _before(lines, line), _indent(lines[after])
-    if above is None or _indent(lines[above]) != depth:
-        return None
-    return Mistake(
-        line=line, column=_indent(lines[line]),
-        message="indented less than the lines above and below, and it has a value",
-        hint=f"indent it by {depth} spaces",
-    )  # fmt: skip
+    hint = f'put quotes around it: `{key.strip()}: "{value}"`'
+    return Mistake(line, lines[line].index(value, len(key)), "text with a colon in it", hint)
 
 
 def _no_key(lines: Sequence[str], line: int) -> Mistake | None:
@@ -126,20 +107,18 @@ def _no_key(lines: Sequence[str], line: int) -> Mistake | None:
     if found["mark"] == "=":
         message = "a key is followed by a colon, not by ="
     hint = f"write `{found['key']}: {found['value']}`"
-    return Mistake(line=line, column=found.start("key"), message=message, hint=hint)
+    return Mistake(line, found.start("key"), message, hint)
 
 
 def _no_colon(lines: Sequence[str], line: int) -> Mistake:
-    known = _no_key(lines, line)
-    if known is not None:
-        return known
     words = lines[line].strip() if line < len(lines) else ""
     column = _indent(lines[line]) if words else 0
-    if COMMENT.match(words):
-        return Mistake(line=line, column=column, message="a comment begins with #")
     first, _, value = words.partition(" ")
     hint = f"write `{first}:{f' {value}' if value else ''}`"
-    return Mistake(line=line, column=column, message="a colon is missing here", hint=hint)
+    other = Mistake(line, column, "a colon is missing here", hint)
+    if COMMENT.match(words):
+        other = Mistake(line, column, "a comment begins with #")
+    return _no_key(lines, line) or other
 
 
 def _first_character(what: str, lines: Sequence[str], line: int, column: int) -> Mistake | None:
@@ -149,7 +128,7 @@ def _first_character(what: str, lines: Sequence[str], line: int, column: int) ->
     start = column if "cannot start" in what else column - 1
     value = lines[line][start:].strip()
     message = f"text that begins with {value[:1]} needs quotes"
-    return Mistake(line=line, column=start, message=message, hint=f'write "{value}"')
+    return Mistake(line, start, message, f'write "{value}"')
 
 
 def _indentation(
@@ -160,13 +139,12 @@ def _indentation(
         return None
     column = _indent(lines[line])
     if lines[line].lstrip().startswith("- "):
-        message, hint = "a list's entry among keys", "give the list a key, or remove the dash"
-    else:
-        message = "its indentation matches no line above"
-        depths = {_indent(lines[n]) for n in range(line) if _has_key(lines[n])}
-        nearest = min(depths, key=lambda depth: (abs(depth - column), -depth), default=0)
-        hint = f"indent it by {nearest} spaces"
-    return Mistake(line=line, column=column, message=message, hint=hint)
+        hint = "give the list a key, or remove the dash"
+        return Mistake(line, column, "a list's entry among keys", hint)
+    depths = {_indent(lines[n]) for n in range(line) if _has_key(lines[n])}
+    nearest = min(depths, key=lambda depth: (abs(depth - column), -depth), default=0)
+    hint = f"indent it by {nearest} spaces"
+    return Mistake(line, column, "its indentation matches no line above", hint)
 
 
 def _before(lines: Sequence[str], line: int) -> int | None:

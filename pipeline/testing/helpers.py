@@ -16,7 +16,7 @@ from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import Location, Problem
 from pipeline.recipe.fields import build
-from pipeline.recipe.nodes import SourceMap
+from pipeline.recipe.nodes import node_of
 
 
 def plan_view(
@@ -49,8 +49,8 @@ def problems(
 
 def make(stage: type, fields: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
     """The stage with these fields, or None and their problems."""
-    places = SourceMap(keys={}, values={(): Location(file="fields")}, data=fields)
-    return build(stage, fields, places=places, path=())
+    tree = node_of(fields, Location(file="fields"))
+    return build(stage, fields, tree=tree, path=())
 
 
 def checked(made: Any, plan: PlanView | None = None) -> list[Problem]:

@@ -25,8 +25,7 @@ from pipeline.contracts.stage import Context
 from pipeline.errors import PluginError, Problem
 from pipeline.planning.planner import Planners
 from pipeline.planning.presets import presets
-from pipeline.recipe.field_docs import plain_value
-from pipeline.recipe.fields import adapter, field_docs
+from pipeline.recipe.fields import adapter, field_docs, plain_value
 from pipeline.testing.helpers import checked, make
 
 

@@ -12,7 +12,7 @@ import click
 
 from pipeline.chain.registry import Registry
 from pipeline.cli import main
-from pipeline.recipe.field_docs import field_rows
+from pipeline.recipe.fields import field_rows
 from tests.docs.blocks import FENCE, INDENTED, ROOT
 
 INSTEAD = {

@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +28,7 @@ MEMORY = 1 << 30
 NUMBERS = ("-1", "0", "1", "255", "4294967296", "9223372036854775807", "18446744073709551616",
            "99999999999999999999999", "1e308", "NaN")  # fmt: skip
 NAMES = ("../../etc/passwd", "/etc/passwd", "..", ".", "", "a/../../b", "con", "x" * 5000, "\u202e")
+CHANGES = ("byte", "cut", "leave out", "insert", "repeat", "number", "name")
 
 
 class Changes:
@@ -42,48 +43,30 @@ class Changes:
     def __call__(self, content: bytes) -> bytes:
         """Return the content with one to three changes."""
         for _ in range(self._draw(st.integers(1, 3))):
-            change = self._draw(st.sampled_from(_CHANGES))
-            content = change(self, content)
+            content = self._changed(content, self._draw(st.sampled_from(CHANGES)))
         return content
 
-    def byte(self, content: bytes) -> bytes:
+    def _changed(self, content: bytes, change: str) -> bytes:
+        draw = self._draw
+        if change in ("number", "name"):
+            pattern = rb"\d+" if change == "number" else rb"[A-Za-z_][\w./-]+"
+            text = draw(st.sampled_from(NUMBERS if change == "number" else NAMES))
+            if not (found := list(re.finditer(pattern, content[:20_000]))):
+                return content
+            match = found[self.place(len(found))]
+            return content[: match.start()] + text.encode() + content[match.end() :]
         at = self.place(len(content))
-        return content[:at] + bytes([self._draw(st.integers(0, 255))]) + content[at + 1 :]
-
-    def cut(self, content: bytes) -> bytes:
-        return content[: self.place(len(content))]
-
-    def leave_out(self, content: bytes) -> bytes:
-        at = self.place(len(content))
-        return content[:at] + content[at + self._draw(st.integers(1, 40)) :]
-
-    def insert(self, content: bytes) -> bytes:
-        at = self.place(len(content))
-        return content[:at] + self._draw(st.binary(max_size=20)) + content[at:]
-
-    def repeat(self, content: bytes) -> bytes:
-        at = self.place(len(content))
-        piece = content[at : at + self._draw(st.integers(1, 60))]
-        return content[:at] + piece + content[at:]
-
-    def number(self, content: bytes) -> bytes:
-        return self._instead(content, rb"\d+", self._draw(st.sampled_from(NUMBERS)))
-
-    def name(self, content: bytes) -> bytes:
-        return self._instead(content, rb"[A-Za-z_][\w./-]+", self._draw(st.sampled_from(NAMES)))
-
-    def _instead(self, content: bytes, pattern: bytes, text: str) -> bytes:
-        found = list(re.finditer(pattern, content[:20_000]))
-        if not found:
-            return content
-        match = found[self.place(len(found))]
-        return content[: match.start()] + text.encode() + content[match.end() :]
-
-
-_CHANGES: tuple[Callable[[Changes, bytes], bytes], ...] = (
-    Changes.byte, Changes.cut, Changes.leave_out, Changes.insert, Changes.repeat, Changes.number,
-    Changes.name,
-)  # fmt: skip
+        before, after = content[:at], content[at:]
+        match change:
+            case "byte":
+                return before + bytes([draw(st.integers(0, 255))]) + after[1:]
+            case "leave out":
+                return before + after[draw(st.integers(1, 40)) :]
+            case "insert":
+                return before + draw(st.binary(max_size=20)) + after
+            case "repeat":
+                return before + after[: draw(st.integers(1, 60))] + after
+        return before
 
 
 def changed_archive(content: bytes, changes: Changes) -> bytes:
@@ -118,7 +101,7 @@ _ALLOWED = ("/usr/", "/proc/", "/sys/", "/dev/", _REPOSITORY, sys.prefix, sys.ba
 
 @contextlib.contextmanager
 def bounded(folder: Path, *, may_leave: bool = False) -> Iterator[None]:
-    """Read hostile files in `folder` in the body: it raises errors for people alone, ends in time,
+    """Read hostile files in `folder` in the body: it raises only errors for people, ends in time,
     takes little memory, and opens nothing elsewhere unless it `may_leave`."""
     global _watching
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -34,8 +34,9 @@ from tests.support.sweep import save
 from tests.support.tier import examples
 from tests.support.tiny_store import Tiny
 
-ROOT = Path(__file__).parents[2]
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 WEIGHTS = "model-00001-of-00001.safetensors"
+STEP = "store/step-00000001"
 
 
 def many(quick: int) -> Any:
@@ -43,20 +44,14 @@ def many(quick: int) -> Any:
     return settings(examples(quick), suppress_health_check=list(HealthCheck), deadline=None)
 
 
-def read_all(source: Any) -> None:
-    """Read every tensor of a source."""
-    for key, entry in source.tensors.items():
-        for _ in source.read(key, 0, entry.numel):
-            pass
-
-
 @pytest.fixture(scope="module")
 def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a valid example of every format."""
     folder = tmp_path_factory.mktemp("valid")
-    for name, make in (("native", tiny_native), ("universal", tiny_universal)):
+    for name in ("native", "universal", "model"):
         (folder / name).mkdir()
-        make(folder / name)
+    tiny_native(folder / "native")
+    tiny_universal(folder / "universal")
     flat = {
         "state.w.exp_avg": torch.ones(4), "state.w.exp_avg_sq": torch.ones(4),
         "state.w.step": torch.tensor(3.0), "param_groups.w.lr": 1e-3,
@@ -68,127 +63,85 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
                  no_dist=True)  # fmt: skip
     tiny = Tiny(str(folder / "store"))
     assert save(tiny, 1).problems == ["", ""]
-    model = folder / "model"
-    model.mkdir()
-    save_file(
-        {"a": torch.ones(4, 3), "b": torch.ones(2)}, model / "model-00001-of-00001.safetensors"
-    )
-    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}, "metadata": {}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"a": torch.ones(4, 3), "b": torch.ones(2)}, folder / "model" / WEIGHTS)
+    index = {"weight_map": {"a": WEIGHTS, "b": WEIGHTS}, "metadata": {}}
+    (folder / "model/model.safetensors.index.json").write_text(json.dumps(index))
     journal = Journal(folder / "journal.jsonl")
     journal.write("run started", procs=2)
     journal.write("slot finished", slot="a", use="b", digest="c", record={"x": [1, 2]})
     return folder
 
 
-def fuzzed(
-    valid: Path, part: str, data: Any, read: Callable[[Path], None], *, archives: bool = False
-) -> None:
-    """Change a file of a valid example, and read it."""
+def of_format(opener: Any) -> Callable[[Path], None]:
+    """Return a reader of every tensor of a checkpoint."""
+
+    def read(place: Path) -> None:
+        source = opener().open(place, Reading())
+        for key, entry in source.tensors.items():
+            for _ in source.read(key, 0, entry.numel):
+                pass
+
+    return read
+
+
+def read_weights(place: Path) -> None:
+    reader = SafetensorsReader([place])
+    for name in reader.names():
+        for _ in reader.chunks(name, 0, reader.spec(name).numel):
+            pass
+    reader.close()
+
+
+def read_index(place: Path) -> None:
+    for file in weight_files(place, None):
+        assert file.resolve().is_relative_to(place.resolve())
+
+
+READERS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
+    "DeepSpeed's native": ("native", "*", of_format(DeepSpeed)),
+    "DeepSpeed's universal": ("universal", "*", of_format(DeepSpeed)),
+    "DCP": ("dcp", "*", of_format(Dcp)),
+    "canonical": (STEP, "*", of_format(Canonical)),
+    "safetensors": (f"model/{WEIGHTS}", "", read_weights),
+    "an index": ("model", "*.json", read_index),
+    "a journal": ("journal.jsonl", "", lambda place: Journal(place).state()),
+}
+"""What is changed of a valid example, and its reader."""
+
+
+@pytest.mark.parametrize("name", READERS)
+@many(45)
+@given(st.data())
+def test_files(name: str, valid: Path, data: Any) -> None:
+    part, pattern, read = READERS[name]
     with tempfile.TemporaryDirectory() as scratch:
-        place = Path(scratch, part)
-        if (valid / part).is_dir():
+        place = file = Path(scratch, Path(part).name)
+        if pattern:
             shutil.copytree(valid / part, place)
-            files = sorted(path for path in place.rglob("*") if path.is_file())
+            files = sorted(path for path in place.rglob(pattern) if path.is_file())
             file = data.draw(st.sampled_from(files))
         else:
-            place.parent.mkdir(exist_ok=True)
             shutil.copy(valid / part, place)
-            file = place
         changes = Changes(data)
-        content = file.read_bytes()
-        file.write_bytes(changed_archive(content, changes) if archives else changes(content))
+        content = changed_archive(file.read_bytes(), changes)
+        if file.name.startswith("manifest") and data.draw(st.booleans()):
+            content = _framed(content[content.find(b",") : -2] if b"," in content else content)
+        file.write_bytes(content)
         with bounded(Path(scratch)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             read(place)
 
 
-@many(40)
-@given(st.data())
-def test_deepspeed_native(valid: Path, data: Any) -> None:
-    fuzzed(valid, "native", data, lambda p: read_all(DeepSpeed().open(p, Reading())), archives=True)
-
-
-@many(40)
-@given(st.data())
-def test_deepspeed_universal(valid: Path, data: Any) -> None:
-    def read(place: Path) -> None:
-        read_all(DeepSpeed().open(place, Reading()))
-
-    fuzzed(valid, "universal", data, read, archives=True)
-
-
-@many(40)
-@given(st.data())
-def test_dcp(valid: Path, data: Any) -> None:
-    fuzzed(valid, "dcp", data, lambda place: read_all(Dcp().open(place, Reading())))
-
-
-@many(40)
-@given(st.data())
-def test_canonical(valid: Path, data: Any) -> None:
-    part = "store/step-00000001"
-    with tempfile.TemporaryDirectory() as scratch:
-        place = Path(scratch, "step-00000001")
-        shutil.copytree(valid / part, place)
-        file = data.draw(st.sampled_from(sorted(p for p in place.rglob("*") if p.is_file())))
-        content = Changes(data)(file.read_bytes())
-        if file.name.startswith("manifest") and data.draw(st.booleans()):
-            content = _framed(content[content.find(b",") : -2] if b"," in content else content)
-        file.write_bytes(content)
-        with bounded(Path(scratch)):
-            read_all(Canonical().open(place, Reading()))
-
-
 @many(60)
 @given(st.data())
 def test_a_manifest_with_a_right_checksum(valid: Path, data: Any) -> None:
-    (file,) = (valid / "store" / "step-00000001").glob("manifest*")
+    (file,) = (valid / STEP).glob("manifest*")
     whole = file.read_bytes()
     head = _framed(b"").index(b",")
     body = whole[head : head + len(whole) - len(_framed(b""))]
     assert _framed(body) == whole
     with bounded(valid):
         Manifest.load(_framed(Changes(data)(body)), "here")
-
-
-@many(60)
-@given(st.data())
-def test_safetensors(valid: Path, data: Any) -> None:
-    def read(place: Path) -> None:
-        reader = SafetensorsReader([place])
-        for name in reader.names():
-            spec = reader.spec(name)
-            for _ in reader.chunks(name, 0, spec.numel):
-                pass
-        reader.close()
-
-    fuzzed(valid, f"model/{WEIGHTS}", data, read)
-
-
-@many(60)
-@given(st.data())
-def test_an_index(valid: Path, data: Any) -> None:
-    def read(place: Path) -> None:
-        for file in weight_files(place.parent, None):
-            assert file.resolve().is_relative_to(place.parent.resolve())
-
-    with tempfile.TemporaryDirectory() as scratch:
-        shutil.copytree(valid / "model", scratch, dirs_exist_ok=True)
-        file = Path(scratch, "model.safetensors.index.json")
-        file.write_bytes(Changes(data)(file.read_bytes()))
-        with bounded(Path(scratch)):
-            read(file)
-
-
-@many(60)
-@given(st.data())
-def test_a_journal(valid: Path, data: Any) -> None:
-    def read(place: Path) -> None:
-        journal = Journal(place)
-        journal.state()
-
-    fuzzed(valid, "journal.jsonl", data, read)
 
 
 SNIPPETS = (
@@ -201,20 +154,20 @@ SNIPPETS = (
 @many(80)
 @given(st.data())
 def test_a_recipe(data: Any) -> None:
-    """Reading returns problems and raises nothing."""
-    text = (ROOT / "recipes" / "quickstart.yaml").read_bytes()
-    content = Changes(data)(text)
+    """Reading returns problems, each with its place, and raises nothing."""
+    content = Changes(data)(RECIPE.read_bytes())
     for _ in range(data.draw(st.integers(0, 2))):
         lines = content.split(b"\n")
-        lines.insert(
-            data.draw(st.integers(0, len(lines))), data.draw(st.sampled_from(SNIPPETS)).encode()
-        )
+        at = data.draw(st.integers(0, len(lines)))
+        lines.insert(at, data.draw(st.sampled_from(SNIPPETS)).encode())
         content = b"\n".join(lines)
+    overrides = data.draw(st.lists(st.sampled_from(SNIPPETS) | st.text(max_size=20), max_size=2))
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "recipe.yaml")
         file.write_bytes(content)
         with bounded(Path(scratch), may_leave=True):  # `extends` names any file
-            read_recipe(file)
+            _, problems = read_recipe(file, [f"train.steps={one}" for one in overrides])
+            assert all(problem.location is not None for problem in problems)
 
 
 @many(60)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pipeline.chain.binding import Results
+from pipeline.chain.artifacts import Results
 from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.objective import Objective

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.chain.entry_points import Entry
-from pipeline.chain.plan import Plan, make_plan, plan_file
-from pipeline.chain.registry import Registry
+from pipeline.chain.plan import Plan
 from pipeline.chain.wiring import SlotType, wired
 from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.engine import Engine
@@ -22,7 +19,7 @@ from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.stage import Context, Durable
 from pipeline.errors import RecipeError
 from pipeline.execution.resume import digests
-from pipeline.recipe import load_recipe
+from tests.pipeline.chain.conftest import Planned
 
 RECIPE = """\
 name: two
@@ -34,7 +31,7 @@ stages:
   score: {use: score.mine}
   student: {use: wrap.blue}
   data: {use: data.text, files: [a.txt]}
-  train: {use: train.distil}
+  train: {use: method.distil}
 """
 
 
@@ -69,26 +66,13 @@ class Watch:
 
 
 @pytest.fixture
-def planned(
-    fake_entry: Callable[..., Entry], registry: Registry, tmp_path: Path
-) -> Callable[..., Plan]:
-    import fake_stages
-
-    fake_stages.Score, fake_stages.Distil, fake_stages.Watch = Score, Distil, Watch
-    named = {"score.mine": "Score", "train.distil": "Distil", "callback.mine": "Watch"}
-    # a kind of its own: stages of kind train return a TrainedRun
-    entries = [fake_entry(name.replace("train.", "method."), one) for name, one in named.items()]
-    known = Registry([*registry.entries(), *entries])
-
-    def make(*overrides: str, text: str = RECIPE) -> Plan:
-        (tmp_path / "r.yaml").write_text(text.replace("train.distil", "method.distil"))
-        return make_plan(load_recipe(tmp_path / "r.yaml", overrides), registry=known)
-
-    make.registry = known  # type: ignore[attr-defined]
-    return make
+def plan(planned: Planned) -> Callable[..., Plan]:
+    # another kind: stages of kind train return a TrainedRun
+    own = {"score.mine": Score, "method.distil": Distil, "callback.mine": Watch}
+    return partial(planned, stages=own)
 
 
-TAKES = RECIPE.replace("train.distil}", "train.distil, takes: {teacher: teacher}}").replace(
+TAKES = RECIPE.replace("method.distil}", "method.distil, takes: {teacher: teacher}}").replace(
     "  data: {use: data.text, files: [a.txt]}\n", ""
 )
 
@@ -97,30 +81,34 @@ def inputs(plan: Plan, slot: str) -> Mapping[str, str | None]:
     return next(step.inputs for step in plan.slots if step.slot == slot)
 
 
-def test_a_recipe_names_the_slot(planned: Callable[..., Plan]) -> None:
-    plan = planned(text=TAKES)
-    assert inputs(plan, "train") == {"engine": "student", "teacher": "teacher", "watch": None}
-    assert inputs(plan, "score") == {"engine": "teacher"}
-    swapped = planned("train.takes.engine=teacher", "train.takes.teacher=student", text=TAKES)
+def test_a_recipe_names_the_slot(plan: Callable[..., Plan]) -> None:
+    made = plan(text=TAKES)
+    assert inputs(made, "train") == {"engine": "student", "teacher": "teacher", "watch": None}
+    assert inputs(made, "score") == {"engine": "teacher"}
+    swapped = plan("train.takes.engine=teacher", "train.takes.teacher=student", text=TAKES)
     assert inputs(swapped, "train") == {"engine": "teacher", "teacher": "student", "watch": None}
-    usual = planned("train.takes=null", text=TAKES)
+    usual = plan("train.takes=null", text=TAKES)
     assert inputs(usual, "train") == {"engine": "student", "teacher": "student", "watch": None}
+    # digests of a recipe are digests of the wires that it has, written or not
+    written = digests(plan("train.takes.engine=student", text=TAKES))
+    assert written == digests(made)
+    assert {slot for slot, one in written.items() if digests(swapped)[slot] != one} == {"train"}
 
 
-def test_an_optional_artifact_is_left_out(planned: Callable[..., Plan]) -> None:
+def test_an_optional_artifact_is_left_out(plan: Callable[..., Plan]) -> None:
     text = TAKES.replace(
         "  train:", "  one: {use: callback.mine}\n  two: {use: callback.mine}\n  train:"
     )
-    assert inputs(planned(text=text), "train")["watch"] == "two"
-    assert inputs(planned(text=text), "two") == {"earlier": "one"}
-    apart = planned(
+    assert inputs(plan(text=text), "train")["watch"] == "two"
+    assert inputs(plan(text=text), "two") == {"earlier": "one"}
+    apart = plan(
         "two.takes={earlier: null}",
         "train.takes.watch=one",
         text=text + "  last: {use: method.distil, takes: {watch: two}}\n",
     )
     assert (inputs(apart, "two"), inputs(apart, "train")["watch"]) == ({"earlier": None}, "one")
     with pytest.raises(RecipeError, match=r"two\.use: no slot reads its result"):
-        planned("train.takes.watch=null", text=text)
+        plan("train.takes.watch=null", text=text)
 
 
 OTHERS = "slots before it that return one: teacher, student"
@@ -148,30 +136,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize("takes", WRONG)
-def test_mistakes(
-    planned: Callable[..., Plan], takes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = TAKES.replace("{teacher: teacher}", takes).replace("train.distil", "method.distil")
-    Path("r.yaml").write_text(f"{text}  late: {{use: wrap.red}}\n  use: {{use: score.mine}}\n")
+def test_mistakes(plan: Callable[..., Plan], takes: str) -> None:
+    text = TAKES.replace("{teacher: teacher}", takes)
+    text += "  late: {use: wrap.red}\n  use: {use: score.mine}\n"
     with pytest.raises(RecipeError) as refused:
-        plan_file("r.yaml", registry=planned.registry)  # type: ignore[attr-defined]
+        plan(text=text)
     assert [str(one) for one in refused.value.problems] == [f"r.yaml:{WRONG[takes]}"]
 
 
-def test_a_misspelt_takes(planned: Callable[..., Plan]) -> None:
+def test_a_misspelt_takes(plan: Callable[..., Plan]) -> None:
     with pytest.raises(RecipeError, match=r"train\.take: unknown field \(did you mean `takes`\?\)"):
-        planned(text=TAKES.replace("takes:", "take:"))
-
-
-def test_another_wire_is_another_setting(planned: Callable[..., Plan]) -> None:
-    """Digests of a recipe are those of the wires that it has, written or not."""
-    written = planned("train.takes.engine=student", text=TAKES)
-    assert digests(written) == digests(planned(text=TAKES))
-    other = digests(
-        planned("train.takes.engine=teacher", "train.takes.teacher=student", text=TAKES)
-    )
-    assert {slot for slot, one in digests(written).items() if other[slot] != one} == {"train"}
+        plan(text=TAKES.replace("takes:", "take:"))
 
 
 DIGESTS = {
@@ -185,7 +160,7 @@ DIGESTS = {
 """Of version 0.1, which knew no `takes`."""
 
 
-def test_settings_that_are_the_same_keep_their_digest(planned: Callable[..., Plan]) -> None:
+def test_settings_that_are_the_same_keep_their_digest(plan: Callable[..., Plan]) -> None:
     """A finished slot of an earlier version's run counts as finished."""
     text = """\
 name: plain
@@ -197,15 +172,13 @@ stages:
   checkpoint: {use: checkpoint.red}
   train: {use: train.lm, steps: 5}
 """
-    found = digests(planned(text=text))
+    found = digests(plan(text=text))
     assert {slot: digest[:16] for slot, digest in found.items()} == DIGESTS
-    assert (
-        digests(planned("train.takes={checkpoints: checkpoint, engine: wrap}", text=text)) == found
-    )
-    assert digests(planned("train.takes={checkpoints: null}", text=text))["train"] != found["train"]
+    assert digests(plan("train.takes={checkpoints: checkpoint, engine: wrap}", text=text)) == found
+    assert digests(plan("train.takes={checkpoints: null}", text=text))["train"] != found["train"]
 
 
-def test_a_stage_between_that_is_not_known_is_not_passed_over(planned: Callable[..., Plan]) -> None:
+def test_a_stage_between_that_is_not_known_is_not_passed_over(plan: Callable[..., Plan]) -> None:
     """Nothing is said of the train slot next to an engine that it does not get."""
     text = RECIPE.replace("wrap.blue", "wrap.blu")
     links = [
@@ -217,31 +190,26 @@ def test_a_stage_between_that_is_not_known_is_not_passed_over(planned: Callable[
     links[1] = SlotType(slot="student", use="adapter.lroa", kind=None)
     assert wired(links).inputs["score"] == {"engine": "teacher"}
     with pytest.raises(RecipeError) as refused:
-        planned(text=text)
+        plan(text=text)
     assert [one.key for one in refused.value.problems] == ["student.use"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Model:
     def run(self, ctx: Context) -> ModelSource: ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Adapter:
     def run(self, ctx: Context, model: ModelSource) -> ModelSource: ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Optimizer:
     def run(self, ctx: Context) -> OptimizerPlan: ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Wrap:
     def run(self, ctx: Context, model: ModelSource, optimizer: OptimizerPlan | None) -> Engine: ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Average:
     def run(self, ctx: Context, engine: Engine) -> Engine: ...
 
@@ -257,7 +225,7 @@ def test_wires_of_any_chain(kinds: list[type]) -> None:
     wires = wired(links)
     for at, link in enumerate(links):
         for artifact in (ModelSource, Engine, OptimizerPlan):
-            takes = artifact.__name__ in str(_annotations(link.kind))
+            takes = any(need.type is artifact for need in link.needs)
             able = [one.slot for one in links[:at] if one.gives is artifact]
             expected = able[-1] if takes and able else None
             assert wires.producer(link.slot, artifact) == expected
@@ -273,16 +241,9 @@ def test_wires_of_any_chain(kinds: list[type]) -> None:
     )
 
 
-def _annotations(kind: Any) -> dict[str, Any]:
-    found = dict(kind.run.__annotations__)
-    found.pop("return")
-    return found
-
-
-def test_a_view_without_the_slots_that_have_mistakes(planned: Callable[..., Plan]) -> None:
+def test_a_view_without_the_slots_that_have_mistakes(plan: Callable[..., Plan]) -> None:
     """Checks ask the view of a recipe with mistakes elsewhere too."""
-    plan = planned(text=TAKES)
-    view = plan.view
+    view = plan(text=TAKES).view
     train = view.slots["train"]
     assert view.producer(train, Engine) is view.slots["student"]
     assert [view.slot(one) for one in view.readers(view.slots["teacher"])] == ["score", "train"]

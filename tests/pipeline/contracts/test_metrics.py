@@ -106,6 +106,8 @@ def test_texts_without_a_number_are_left_out(tmp_path: Path, number: object) -> 
     path.write_text("\n".join([*lines, json.dumps(whole), ""]))
     assert list(records(path)) == [whole]
     assert list(before_and_after(records(path))) == []
+    path.write_text('{"step": 1, "loss": 1.0, "slot": 3}\n{"step": 1, "loss": 1.0}\n')
+    assert {training_of(one) for one in records(path)} == {""}  # a slot that is no text
 
 
 def test_a_training_rewinds_its_own_records_alone(tmp_path: Path) -> None:
@@ -127,9 +129,3 @@ def test_a_training_rewinds_its_own_records_alone(tmp_path: Path) -> None:
     assert [record.get("slot") for record in records(path)] == ["chat", None, "chat"]
     with pytest.raises(ValueError, match="`slot` is a name of the training's numbers"):
         first.write({"step": 1, "slot": "mine"})
-
-
-def test_a_slot_that_is_no_text_is_no_record(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 1.0, "slot": 3}\n{"step": 1, "loss": 1.0}\n')
-    assert {training_of(one) for one in records(path)} == {""}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from pipeline.hardware.gpus import GIB, accelerators, find_accelerator
+from pipeline.hardware.gpus import GIB, accelerators, find_accelerator, gpu_count
 
 NAMES = {
     "NVIDIA A100-SXM4-40GB": "A100 40GB",
@@ -151,3 +153,18 @@ def test_memory_is_what_drivers_tell(name: str, memory: float) -> None:
     found = find_accelerator(name)
     assert found is not None
     assert found.memory == round(memory * GIB)
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
+    assert gpu_count(tmp_path, {}) == 0
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert gpu_count(tmp_path, {}) == 3
+    driver = tmp_path / "proc/driver/nvidia/gpus"
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (driver / name).mkdir(parents=True)
+    assert gpu_count(tmp_path, {}) == 2
+    chosen = {"": 0, "-1": 0, "0": 1, "0,1": 2, "0,1,2": 2, "0,-1,1": 1, "GPU-abc": 1}
+    for visible, count in chosen.items():
+        assert gpu_count(tmp_path, {"CUDA_VISIBLE_DEVICES": visible}) == count

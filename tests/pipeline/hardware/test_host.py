@@ -100,3 +100,24 @@ def test_processes_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "pids/old").mkdir(parents=True)
     (tmp_path / "pids/old/pids.max").write_text("100\n")
     assert host.most_processes() == 100
+
+
+def test_free_memory_is_that_of_the_system_or_of_a_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    system = int(meminfo["MemAvailable"].split()[0]) * 1024
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN", tmp_path / "own")
+    assert host.free_memory() == pytest.approx(system, rel=0.2)
+    (tmp_path / "own").write_text("0::/job/step\n")
+    for folder, limit in (("job/step", "max"), ("job", "1000000")):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / folder / "memory.stat").write_text("anon 400000\nfile 500000\nshmem 100000\n")
+    assert host.free_memory() == 500000
+    (tmp_path / "own").write_text("4:cpu:/\n3:memory:/old\n")
+    (tmp_path / "memory/old").mkdir(parents=True)
+    (tmp_path / "memory/old/memory.limit_in_bytes").write_text("700000\n")
+    (tmp_path / "memory/old/memory.stat").write_text("rss 1000\n")
+    assert host.free_memory() == 699000
