@@ -18,7 +18,6 @@ from pipeline.contracts.stage import Context
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.launch import LaunchInfo
 from pipeline.errors import Problem, RecipeError
-from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import load_recipe
 from tests.pipeline.chain.conftest import Planned
 
@@ -209,21 +208,6 @@ def test_cuda_is_asked_for_where_there_is_none(
     monkeypatch.setattr(plan_module, "gpu_count", lambda: 0)
     found = problem("launch.device=cuda", for_this_machine=True)
     assert (found.key, found.message) == ("launch.device", "this machine has no CUDA device")
-
-
-def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
-    assert gpu_count(tmp_path, {}) == 0
-    (tmp_path / "dev").mkdir()
-    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / "dev" / name).touch()
-    assert gpu_count(tmp_path, {}) == 3
-    driver = tmp_path / "proc/driver/nvidia/gpus"
-    for name in ("0000:01:00.0", "0000:02:00.0"):
-        (driver / name).mkdir(parents=True)
-    assert gpu_count(tmp_path, {}) == 2
-    chosen = {"": 0, "-1": 0, "0": 1, "0,1": 2, "0,1,2": 2, "0,-1,1": 1, "GPU-abc": 1}
-    for visible, count in chosen.items():
-        assert gpu_count(tmp_path, {"CUDA_VISIBLE_DEVICES": visible}) == count
 
 
 @pytest.mark.parametrize(
