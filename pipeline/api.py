@@ -67,8 +67,8 @@ class RunOutcome:
         """The exported model's folder, if there is one."""
         from pipeline.contracts.export import ExportedModel
 
-        found, steps = self.results(), self._plan().slots
-        exports = [one.slot for one in steps if issubclass(one.gives or object, ExportedModel)]
+        found, slots = self.results(), self._plan().slots
+        exports = [one.slot for one in slots if issubclass(one.gives or object, ExportedModel)]
         return next((found[slot] for slot in exports if slot in found), None)
 
     def results(self) -> dict[str, Path]:

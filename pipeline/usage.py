@@ -10,10 +10,11 @@ import click
 from pipeline.chain.elsewhere import explained
 from pipeline.chain.entry_points import kind_of
 from pipeline.chain.registry import Registry
-from pipeline.errors import COMMAND_LINE, Location, Problem
+from pipeline.errors import COMMAND_LINE, Location
 from pipeline.importing.unknown_keys import of_other_tools
 from pipeline.recipe import read_recipe
 from pipeline.recipe.nodes import UnknownKey
+from pipeline.recipe.scalars import resolve
 from pipeline.recipe.shipped import by_use
 from pipeline.utils.text import closest
 
@@ -74,20 +75,19 @@ def _stage_meant(word: str) -> str:
 def option_meant(error: click.NoSuchOption, words: Sequence[str]) -> str:
     """Return the hint for an option that a command does not have, in the command line's words after
     `pipe`; empty if click's own is better."""
-    context = error.ctx
-    option = error.option_name
-    if context is None or not words:
+    if error.ctx is None or not words:
         return ""
-    value = _value(option, words)
-    takes = {name for one in context.command.params for name in one.opts}
+    command, option = error.ctx.command, error.option_name
+    takes = {name for one in command.params for name in one.opts}
     spelled = option.replace("_", "-")
     if spelled in takes:
         return f"write {spelled}"
+    value = _value(option, words)
     instead = next((one for one in OPTIONS.get(spelled, ()) if one in takes), None)
     if instead is not None:
         value = value or instead.removeprefix("--").upper()
-        return INSTEAD[instead].format(command=context.info_name, value=value)
-    if not any(one.name == "overrides" for one in context.command.params):
+        return INSTEAD[instead].format(command=error.ctx.info_name, value=value)
+    if "overrides" not in takes:
         return ""
     path = option.lstrip("-")
     if "." in path:
@@ -111,12 +111,7 @@ def _setting(name: str, value: str, words: Sequence[str]) -> str:
     recipe = read_recipe(file)[0] if file is not None else None
     if recipe is None:
         return ""
-    from pipeline.recipe.scalars import resolve
-
-    place = Location(file=f"{COMMAND_LINE}option")
-    unknown: Problem = UnknownKey(
-        message="", location=place, path=(name.replace("-", "_"),), value=resolve(value or "VALUE")
-    )
-    return "".join(
-        one.hint for one in explained([unknown], recipe, Registry.installed(), of_other_tools)
-    )
+    place, path = Location(file=f"{COMMAND_LINE}option"), (name.replace("-", "_"),)
+    key = UnknownKey(message="", location=place, path=path, value=resolve(value or "VALUE"))
+    found = explained([key], recipe, Registry.installed(), of_other_tools)
+    return "".join(one.hint for one in found)

@@ -1,24 +1,23 @@
-"""`pipe advise`."""
+"""`pipe advise`, and the recipe that it or `pipe init` writes."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.chain.registry import Registry
-from pipeline.commands.hardware_options import EXISTING, asked_for, machine_options
-from pipeline.commands.options import Count, out_option, trust_options
+from pipeline.commands import options
+from pipeline.commands.options import EXISTING, Count, option
 from pipeline.errors import NoFit, UsageError, system_errors_as
 from pipeline.utils.files import check_writable
 
 if TYPE_CHECKING:
-    from pipeline.planning.advise import AdviceRequest
+    from pipeline.chain.registry import Registry
     from pipeline.planning.hardware import HardwareOptions, Margins
 
 COUNT = Count(min=1)
@@ -26,49 +25,35 @@ COUNT = Count(min=1)
 
 @click.command()
 @click.argument("model")
-@machine_options
-@click.option(
-    "--lora/--full",
-    show_default="full",
-    help="Train low-rank updates, or all weights.",
-)
-@click.option("--seq", type=COUNT, show_default="by the data, or 4096", help="Tokens in a sample.")
-@click.option(
+@options.machine
+@option("--lora/--full", "Train low-rank updates, or all weights.", show_default="full")
+@option("--seq", "sequence", "Tokens in a sample.", type=COUNT, show_default="by the data, or 4096")
+@option(
     "--global-batch",
+    "Samples in a step, over all processes.",
     type=COUNT,
     show_default="by the data, or 64",
-    help="Samples in a step, over all processes.",
 )
-@click.option(
+@option(
     "--micro-batch",
+    "Largest number of samples in a forward pass.",
     type=COUNT,
     show_default="8192 tokens",
-    help="Largest number of samples in a forward pass.",
 )
-@click.option("--data", type=EXISTING, help="Conversations or texts to train on, as JSON lines.")
-@click.option("--revision", show_default="main", help="Commit, branch or tag of a hub model.")
-@click.option(
+@option("--data", "Conversations or texts to train on, as JSON lines.", type=EXISTING)
+@options.revision
+@option(
     "--attention",
+    "Attention implementation, for a model that does not support sdpa.",
     show_default="sdpa",
-    help="Attention implementation, for a model that does not support sdpa.",
 )
-@out_option("Recipe to write.", default="MODEL.yaml")
-@trust_options
-@click.pass_obj
+@options.out("Recipe to write.", default="MODEL.yaml")
+@options.trust
 def advise(
-    registry: Registry | None,
-    /,
-    model: str,
-    lora: bool,
-    seq: int | None,
-    global_batch: int | None,
-    micro_batch: int | None,
-    data: Path | None,
-    revision: str | None,
-    attention: str | None,
-    out: Path | None,
-    **hardware: Any,
-) -> None:
+    model: str, lora: bool, sequence: int | None, global_batch: int | None,
+    micro_batch: int | None, data: Path | None, revision: str | None, attention: str | None,
+    out: Path | None, **hardware: Any,
+) -> None:  # fmt: skip
     """Find a strategy that trains MODEL on given GPUs, or on this machine's CPUs; write its recipe.
 
     MODEL is a folder, a hub id (ID or ID@REVISION), a GGUF file or a config.json. Tries savings
@@ -76,12 +61,12 @@ def advise(
     or frozen weights in fewer bits), then offloading. Chooses one of the fastest strategies that
     fit and lists the others with their memory. With --data, the rows decide lengths, epochs, batch,
     evaluations and checkpoints. Exit code 3 if nothing fits."""
-    machines, margins = asked_for(**hardware)
+    machines, margins = options.machines(**hardware)
     require_whole(machines)
     Draft(
-        model=model, revision=revision, attention=attention, data=data, lora=lora, sequence=seq,
-        global_batch=global_batch, micro_batch=micro_batch, out=out, machines=machines,
-        margins=margins, registry=registry or Registry.installed(),
+        model=model, revision=revision, attention=attention, data=data, lora=lora,
+        sequence=sequence, global_batch=global_batch, micro_batch=micro_batch, out=out,
+        machines=machines, margins=margins, registry=options.registry(),
     ).write()  # fmt: skip
 
 
@@ -108,30 +93,27 @@ class Draft:
     shown: Sequence[str] = ()
     """Lines that are on the screen already."""
 
-    @property
-    def where(self) -> dict[str, Any]:
-        """Fields of the model slot. Raises UsageError."""
-        more = {} if self.attention is None else {"attention": self.attention}
-        return where(self.model, self.revision) | more
-
     def write(self) -> Path:
         """Look at the data, if there is any, write the recipe, say what was chosen and why, and
         return its place. Exits with code 3 where nothing fits. Raises PipeError."""
         from pipeline.distributed.signals import stoppable
-        from pipeline.planning.advise import EXAMPLE, advise, look
+        from pipeline.planning.advise import EXAMPLE, look
 
-        draft, place, target = self, self.where, self.target
+        place = model_fields(self.model, self.revision)
+        if self.attention is not None:
+            place["attention"] = self.attention
+        target = self.out or Path(f"{recipe_name(self.model)}.yaml")
         require_writable(target)
         example = target.with_suffix(".example.jsonl")
         with stoppable():
-            if self.data is not None and self.survey is None:
-                draft = replace(self, survey=look(place, self.data))
-            task = draft.request(place, example)
-            recipe, lines = advise(task, self.machines, self.margins, self.registry)
+            survey = self.survey
+            if self.data is not None and survey is None:
+                survey = look(place, self.data)
+            given = {"model": place, "data": self.data or example, "survey": survey,
+                     "folder": target.absolute().parent}  # fmt: skip
+            recipe, lines = self._advised(self.lora, self.reason, given)
             if recipe is None and self.reason and not self.lora:
-                draft = replace(draft, lora=True, reason="all weights do not fit")
-                task = draft.request(place, example)
-                recipe, lines = advise(task, self.machines, self.margins, self.registry)
+                recipe, lines = self._advised(True, "all weights do not fit", given)
         click.echo("\n".join(line for line in lines if line not in self.shown))
         if recipe is None:
             click.echo("nothing fits: it takes more or larger GPUs, or hosts", err=True)
@@ -149,33 +131,22 @@ class Draft:
             click.echo(f"it starts from random weights{'' if 'tokenizer' in place else unnamed}")
         return target
 
-    @property
-    def target(self) -> Path:
-        """The recipe."""
-        return self.out or Path(f"{recipe_name(self.model)}.yaml")
-
-    @property
-    def name(self) -> str:
-        """The recipe's name: of a file that was asked for, or the model's."""
-        return recipe_name(
-            self.out.stem if self.out else self.model, lora=self.lora and not self.out
-        )
-
-    def request(self, place: dict[str, Any], example: Path) -> AdviceRequest:
-        """Return the request to the planner."""
-        from pipeline.planning.advise import AdviceRequest
+    def _advised(
+        self, lora: bool, reason: str, given: dict[str, Any]
+    ) -> tuple[str | None, list[str]]:
+        from pipeline.planning.advise import AdviceRequest, advise
         from pipeline.planning.hardware import narrow_dtype
 
-        machines = self.machines
-        reasons = (f"{'LoRA' if self.lora else 'full'}: {self.reason}",) if self.reason else ()
-        return AdviceRequest(
-            name=self.name, model=place, data=self.data or example,
-            lora=self.lora, sequence=self.sequence, global_batch=self.global_batch,
-            micro_batch=self.micro_batch, ranks=machines.procs or 1, on_gpus=machines.on_gpus,
+        named = self.out.stem if self.out else self.model
+        request = AdviceRequest(
+            name=recipe_name(named, lora=lora and not self.out), lora=lora,
+            sequence=self.sequence, global_batch=self.global_batch, micro_batch=self.micro_batch,
+            ranks=self.machines.procs or 1, on_gpus=self.machines.on_gpus,
             # most CPUs only emulate narrow floats
-            compute=narrow_dtype(machines) if machines.on_gpus else "fp32",
-            survey=self.survey, folder=self.target.absolute().parent, reasons=reasons,
+            compute=narrow_dtype(self.machines) if self.machines.on_gpus else "fp32",
+            reasons=(f"{'LoRA' if lora else 'full'}: {reason}",) if reason else (), **given,
         )  # fmt: skip
+        return advise(request, self.machines, self.margins, self.registry)
 
 
 def require_writable(target: Path) -> None:
@@ -205,9 +176,9 @@ def recipe_name(model: str, *, lora: bool = False) -> str:
     return f"{words}-lora" if lora else words
 
 
-def where(model: str, revision: str | None) -> dict[str, Any]:
+def model_fields(model: str, revision: str | None) -> dict[str, Any]:
     """Fields of the model slot: for a config, the folder of its weights, or the tokenizer next
-    to it. Paths are absolute."""
+    to it. Paths are absolute. Raises UsageError."""
     path = Path(model).expanduser().absolute()
     if not model or (model[0] in "./~" and not path.exists()):
         raise UsageError(f"there is no such model: {model or 'its name is empty'}")
@@ -218,15 +189,13 @@ def where(model: str, revision: str | None) -> dict[str, Any]:
         if written and revision:
             raise UsageError(f"--revision {revision} and {model} both name a revision")
         return {"path": repo} | ({"revision": written or revision} if written or revision else {})
-    folder = path.parent
     if path.is_dir():
         # a GGUF file may be all that a folder has of a model
         found = [] if (path / "config.json").exists() else list(path.glob("*.gguf"))
         return {"path": str(found[0] if len(found) == 1 else path)}
     if path.suffix != ".json":
         return {"path": str(path)}
-    if path.name == "config.json" and any(folder.glob("*.safetensors")):
-        return {"path": str(folder)}
-    return {"config": str(path)} | (
-        {"tokenizer": str(folder)} if any(folder.glob("tokenizer*.json")) else {}
-    )
+    if path.name == "config.json" and any(path.parent.glob("*.safetensors")):
+        return {"path": str(path.parent)}
+    tokenizer = any(path.parent.glob("tokenizer*.json"))
+    return {"config": str(path)} | ({"tokenizer": str(path.parent)} if tokenizer else {})

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.completion import RUN
+from pipeline.commands import completion
+from pipeline.commands.options import PATH, flag
 from pipeline.errors import PipeError, RunLocked, UsageError, in_words
 from pipeline.utils.text import align, human, plural
 
@@ -16,15 +17,9 @@ if TYPE_CHECKING:
 
 
 @click.command("clean")
-@click.argument(
-    "runs", metavar="[RUN]...", nargs=-1, type=click.Path(path_type=Path), shell_complete=RUN
-)
-@click.option("--yes", is_flag=True, help="Remove what is listed.")
-@click.option(
-    "--all-checkpoints",
-    is_flag=True,
-    help="Remove every checkpoint of runs whose model is exported.",
-)
+@click.argument("runs", metavar="[RUN]...", nargs=-1, type=PATH, shell_complete=completion.runs)
+@flag("--yes", "Remove what is listed.")
+@flag("--all-checkpoints", "Remove every checkpoint of runs whose model is exported.")
 def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
     """List files of each RUN that are no longer needed; remove them with --yes.
 
@@ -40,13 +35,23 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
     )
     if not folders:
         raise UsageError("there is no run in runs", hint="name the folder of a run")
-    folders = [*{folder.resolve(): folder for folder in folders}.values()]
-    found = [_show(folder, _look(folder, yes, all_checkpoints)) for folder in folders]
-    waste = [one for finding in found for one in finding.waste]
-    total = f"{plural(len(waste), 'item')}, {human(sum(one.size for one in waste))}"
-    ending = "" if yes or not waste else "; --yes removes them"
+    sizes, failures = list[int](), 0
+    for folder in {folder.resolve(): folder for folder in folders}.values():
+        found = _look(folder, yes, all_checkpoints)
+        notes = (*found.notes, *found.failures)
+        if found.waste or notes:
+            click.echo(f"{folder}:")
+        rows = [
+            (f"  {human(one.size)}", str(one.path.relative_to(folder)), one.why)
+            for one in found.waste
+        ]
+        for line in (*align(rows, left=3), *(f"  {note}" for note in notes)):
+            click.echo(line)
+        sizes += [one.size for one in found.waste]
+        failures += len(found.failures)
+    ending = "" if yes or not sizes else "; --yes removes them"
+    total = f"{plural(len(sizes), 'item')}, {human(sum(sizes))}"
     click.echo(f"{'removed ' if yes else ''}{total}{ending}")
-    failures = sum(len(finding.failures) for finding in found)
     if failures:
         raise PipeError(f"{plural(failures, 'failure')}: see above")
 
@@ -66,18 +71,3 @@ def _look(folder: Path, yes: bool, all_checkpoints: bool) -> CleanResult:
         return clean.CleanResult(notes=(in_words(error),))
     except (PipeError, OSError) as error:
         return clean.CleanResult(failures=(in_words(error),))
-
-
-def _show(folder: Path, finding: CleanResult) -> CleanResult:
-    notes = (*finding.notes, *finding.failures)
-    if finding.waste or notes:
-        click.echo(f"{folder}:")
-    rows = [
-        (f"  {human(one.size)}", str(one.path.relative_to(folder)), one.why)
-        for one in finding.waste
-    ]
-    for line in align(rows, left=3):
-        click.echo(line)
-    for note in notes:
-        click.echo(f"  {note}")
-    return finding

@@ -7,29 +7,24 @@ from pathlib import Path
 
 import click
 
-from pipeline.commands.hardware_options import GPUS
-from pipeline.commands.options import json_option, out_option
+from pipeline.commands import options
+from pipeline.commands.options import GPUS, flag, option
 from pipeline.errors import MachineUnfit, UsageError, system_errors_as
 from pipeline.utils.files import check_writable
 from pipeline.utils.text import plural
 
 
 @click.command("doctor")
-@click.option(
-    "--procs",
-    type=GPUS,
-    show_default="one per GPU; 2 without GPUs",
-    help="Number of processes.",
-)
-@click.option("--quick", is_flag=True, help="Measure fewer sizes, in less time.")
-@click.option(
+@option("--procs", "Number of processes.", type=GPUS, show_default="one per GPU; 2 without GPUs")
+@flag("--quick", "Measure fewer sizes, in less time.")
+@option(
     "--folder",
+    "Folder in which runs will be written.",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     show_default="./runs, or the current folder",
-    help="Folder in which runs will be written.",
 )
-@out_option("JSON file to write too.")
-@json_option
+@options.out("JSON file to write too.")
+@options.as_json
 def doctor(
     procs: int | None, as_json: bool, out: Path | None, quick: bool, folder: Path | None
 ) -> None:

@@ -9,45 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.chain.registry import Registry
-from pipeline.commands.hardware_options import asked_for, machine_options
-from pipeline.commands.options import (
-    json_option,
-    out_option,
-    overrides_argument,
-    pinned_option,
-    recipe_argument,
-    trust_options,
-)
+from pipeline.commands import options
+from pipeline.commands.options import flag
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
 from pipeline.utils.files import check_writable
 from pipeline.utils.terminal import set_display
 
 if TYPE_CHECKING:
-    from pipeline.planning.memory_plan import MemoryPlan
-    from pipeline.planning.search import Candidate, SearchBase
+    from pipeline.planning.search import Candidate
 
 
 @click.command()
-@recipe_argument
-@overrides_argument
-@machine_options
-@click.option("-q", "--quiet", is_flag=True, help="Print only whether it fits.")
-@out_option("Plan to write, for `pipe run --plan`.")
-@json_option
-@pinned_option
-@click.pass_obj
-@trust_options
+@options.recipe
+@options.machine
+@flag("-q", "--quiet", "Print only whether it fits.")
+@options.out("Plan to write, for `pipe run --plan`.")
+@options.as_json
+@options.pinned
+@options.trust
 def plan(
-    registry: Registry | None,
-    /,
-    recipe: Path,
-    overrides: tuple[str, ...],
-    quiet: bool,
-    as_json: bool,
-    out: Path | None,
+    recipe: Path, overrides: tuple[str, ...], quiet: bool, as_json: bool, out: Path | None,
     **hardware: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Predict memory in every phase, disk, network and time of RECIPE.
 
     Runs each kind of block once on tensors without memory: needs no GPU, no weights, and no network
@@ -65,12 +48,12 @@ def plan(
         raise click.UsageError("--quiet excludes --json")
     if quiet:
         set_display("quiet")
-    machines, margins = asked_for(**hardware)
+    machines, margins = options.machines(**hardware)
     with system_errors_as(UsageError):
         check_writable(out) if out else None
-    known = registry or Registry.installed()
+    registry = options.registry()
     with stoppable():
-        checked = check(recipe, overrides, machines, known)
+        checked = check(recipe, overrides, machines, registry)
         if out is not None:  # what is run under the plan names the same commits
             checked = resolved(checked, {})
         memory_plan = estimate_plan(checked, machines, margins)
@@ -83,28 +66,22 @@ def plan(
         click.echo(next(shown) if quiet else "\n".join(shown))
     found: list[Candidate] | None = []
     if memory_plan.short and not quiet:
-        from pipeline.planning.search import SearchBase
+        from pipeline.planning.search import SearchBase, remedies
 
         base = SearchBase(
-            recipe=recipe, overrides=overrides, machines=machines, margins=margins, registry=known
-        )
-        found = _remedies(memory_plan, base)
+            recipe=recipe, overrides=overrides, machines=machines, margins=margins,
+            registry=registry,
+        )  # fmt: skip
+        try:
+            found = [*remedies(memory_plan, base)]
+        except PipeError as error:
+            click.echo(f"no remedies can be found: {in_words(error)}", err=True)
+            found = None
         if not as_json and found is not None:
             title = "it would fit with" if found else "nothing here makes it fit"
             click.echo("\n".join([title, *(f"  {way.line()}" for way in found)]))
     if as_json:
-        remedies = None if found is None else [way.record() for way in found]
-        click.echo(json.dumps(record | {"remedies": remedies}, allow_nan=False))
+        ways = None if found is None else [way.record() for way in found]
+        click.echo(json.dumps(record | {"remedies": ways}, allow_nan=False))
     if memory_plan.short:
         sys.exit(NoFit.exit_code)
-
-
-def _remedies(memory_plan: MemoryPlan, base: SearchBase) -> list[Candidate] | None:
-    """Return what would fit; None, with the reason on standard error, if nothing can be tried."""
-    from pipeline.planning.search import remedies
-
-    try:
-        return [*remedies(memory_plan, base)]
-    except PipeError as error:
-        click.echo(f"no remedies can be found: {in_words(error)}", err=True)
-        return None

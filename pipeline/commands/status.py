@@ -1,34 +1,121 @@
-"""`pipe status` and `pipe logs`."""
+"""`pipe ls`, `pipe status` and `pipe logs`."""
 
 from __future__ import annotations
 
 import codecs
 import itertools
 import json
+import shlex
+import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from pipeline.commands.options import Count, json_option, run_argument
-from pipeline.errors import RecipeError, UsageError, system_errors_as
+from pipeline.commands import options
+from pipeline.commands.options import PATH, Count, flag, option
+from pipeline.errors import JournalDamaged, RecipeError, UsageError, in_words, system_errors_as
 from pipeline.utils.foreign import lines_of, open_regular
 from pipeline.utils.terminal import bare, shown
-from pipeline.utils.text import did_you_mean, human
+from pipeline.utils.text import did_you_mean, human, plural
 
 if TYPE_CHECKING:
     from pipeline.view.run import Run
 
-LONGEST = 1 << 20
-"""Most bytes of a line of a log that is printed."""
+DEFAULT = "runs"
+
+
+@click.command("ls")
+@click.argument("runs", type=PATH, default=DEFAULT)
+@options.as_json
+def ls(runs: Path, as_json: bool) -> None:
+    """List the runs in the folder RUNS, by default ./runs; the newest is last."""
+    from pipeline.execution import rundir
+
+    if (runs / rundir.RECIPE).is_file() and (runs / rundir.JOURNAL).exists():
+        raise UsageError(f"{runs} is a run", hint=f"pipe status {shlex.quote(str(runs))}")
+    if not runs.is_dir() and runs != Path(DEFAULT):
+        raise UsageError(f"{runs}: no such folder")
+    closed: list[Path] = []
+    found = sorted(_runs_in(runs, closed), key=lambda run: run["started"])
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    for run in found:
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started"]))
+        loss = "" if run["loss"] is None else f"loss {run['loss']:.4f}"
+        slot = "" if run["slot"] is None or run["state"] == "finished" else f"in {run['slot']}"
+        of = f"{run['training']} " if run["training"] else ""
+        step = "" if run["step"] is None else f"{of}step {run['step']}"
+        best = run["best"]
+        best = best and f"held out {best['eval_loss']:.4f} at step {best['step']} (best)"
+        early = run["ended_early"] and f"ended early: {run['ended_early']}"
+        fields = (started, f"{run['state']:<9}", run["folder"], step, loss, best, slot, early)
+        click.echo("  ".join(field for field in fields if field))
+        if run["damage"]:
+            click.echo(f"  {run['damage']}", err=True)
+    if closed:
+        click.echo(f"{plural(len(closed), 'folder')} of others cannot be read", err=True)
+    elif not found:
+        click.echo(f"no runs in {runs}", err=True)
+
+
+def _runs_in(root: Path, closed: list[Path]) -> Iterator[dict[str, Any]]:
+    """Yield descriptions of runs; add the folders to `closed` that others have not opened. A run
+    that cannot be read is not a reason to list no other."""
+    from pipeline.execution import rundir
+
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        try:
+            if (folder / rundir.RECIPE).is_file():
+                yield _described(folder)
+        except PermissionError:
+            closed.append(folder)
+        except Exception as error:
+            nothing = dict.fromkeys(("slot", "training", "step", "loss", "best", "ended_early"))
+            started = folder.stat().st_mtime
+            said = {"state": "damaged", "damage": in_words(error), "started": started}
+            yield {"folder": str(folder), **said, **nothing}
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    from pipeline.contracts.metrics import is_record
+    from pipeline.execution import rundir
+    from pipeline.execution.journal import Journal
+    from pipeline.execution.run_state import RunState, Training
+    from pipeline.utils.jsonl import read_tail
+    from pipeline.view.run import ended
+
+    state, damage = RunState(), None
+    try:
+        state = Journal(folder / rundir.JOURNAL).state()
+    except JournalDamaged as error:
+        damage = str(error)
+    newest = RunState.of(one for one in read_tail(folder / rundir.METRICS) if is_record(one))
+    training = next(reversed(newest.trainings.values()), Training())
+    now = "running" if rundir.is_locked(folder) else ended(folder, state)
+    slots = [event["slot"] for event in state.events if event["event"] == "slot started"]
+    return {
+        "folder": str(folder),
+        "state": "damaged" if damage else now,
+        "damage": damage,
+        "started": state.events[0]["time"] if state.events else folder.stat().st_mtime,
+        "slot": slots[-1] if slots else None,
+        "step": training.step.get("step"),
+        "loss": training.step.get("loss"),
+        "training": training.slot or None,
+        "best": training.best,
+        "ended_early": shown(training.ended_early) or None,
+    }
 
 
 @click.command("status")
-@run_argument()
-@click.option("-f", "--follow", is_flag=True, help="Keep the display up to date until RUN ends.")
-@json_option
+@options.run()
+@flag("-f", "--follow", "Keep the display up to date until RUN ends.")
+@options.as_json
 def status(run: Path, follow: bool, as_json: bool) -> None:
     """Show the progress of RUN, by default the newest run in ./runs.
 
@@ -75,8 +162,6 @@ def _facts(run: Run) -> dict[str, object]:
 
 
 def _draw(run: Run, *, follow: bool) -> None:
-    import sys
-
     from rich.console import Console
     from rich.live import Live
 
@@ -86,7 +171,7 @@ def _draw(run: Run, *, follow: bool) -> None:
     console = Console(file=bare(sys.stdout), highlight=False)
     marks = ASCII if console.options.ascii_only else UNICODE
 
-    def picture() -> object:
+    def picture() -> Any:
         header = Header(name=run.folder.resolve().name, where=run.state)
         return drawing(header, run, [], width=console.width, marks=marks)
 
@@ -96,7 +181,7 @@ def _draw(run: Run, *, follow: bool) -> None:
         with Live(console=console, auto_refresh=False) as live:
             while True:
                 run.look()
-                live.update(picture(), refresh=True)  # type: ignore[arg-type]
+                live.update(picture(), refresh=True)
                 if run.state != "running":
                     break
                 time.sleep(0.5)
@@ -106,11 +191,15 @@ def _draw(run: Run, *, follow: bool) -> None:
         click.echo(shown(f"{label:<{width}}  {text}"))  # whole, so that it can be copied
 
 
+LONGEST = 1 << 20
+"""Most bytes of a line of a log that is printed."""
+
+
 @click.command("logs")
-@run_argument()
-@click.option("--rank", type=Count(min=0), default=0, show_default=True, help="Rank to print.")
-@click.option("-f", "--follow", is_flag=True, help="Print new lines until RUN ends.")
-@click.option("-n", "--lines", type=Count(min=0), help="Print the last N lines only.")
+@options.run()
+@option("--rank", "Rank to print.", type=Count(min=0), default=0)
+@flag("-f", "--follow", "Print new lines until RUN ends.")
+@option("-n", "--lines", "Print the last N lines only.", type=Count(min=0))
 def logs(run: Path, rank: int, follow: bool, lines: int | None) -> None:
     """Print the log of one rank of RUN, by default the newest run in ./runs."""
     from pipeline.execution import rundir

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from pipeline.cli import main
 from pipeline.contracts.metrics import records
 from pipeline.errors import UsageError
-from pipeline.scaffold.package import KINDS, OTHER, REFUSED, NewStage
+from pipeline.scaffold import KINDS, OTHER, REFUSED, NewStage
 from tests.stages.data.fakes import byte_tokenizer
 from tests.support.pipe import Pipe
 from tests.support.tier import spread
