@@ -49,9 +49,8 @@ talk_options = options.together(
 
 
 @click.command("generate")
-@click.argument(
-    "words", metavar="[RUN] PROMPT", nargs=-1, required=True, shell_complete=completion.runs
-)
+@click.argument("words", metavar="[RUN] PROMPT", nargs=-1, required=True,
+                shell_complete=completion.runs)  # fmt: skip
 @talk_options
 @options.as_json
 def generate(words: tuple[str, ...], as_json: bool, **given: Any) -> None:

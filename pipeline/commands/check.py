@@ -1,4 +1,4 @@
-"""`pipe check`."""
+"""`pipe check` and `pipe plan`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -14,10 +14,26 @@ from pipeline.chain.names import unpinned
 from pipeline.chain.plan import Plan
 from pipeline.commands import options
 from pipeline.commands.options import flag
-from pipeline.errors import BadRows, DataError, Problem, RecipeError, StageError, UsageError
+from pipeline.errors import (
+    BadRows,
+    DataError,
+    NoFit,
+    PipeError,
+    Problem,
+    RecipeError,
+    StageError,
+    UsageError,
+    in_words,
+    system_errors_as,
+)
 from pipeline.importing.unknown_keys import plan_recipe
 from pipeline.utils import terminal
+from pipeline.utils.files import check_writable
+from pipeline.utils.terminal import set_display
 from pipeline.utils.text import plural
+
+if TYPE_CHECKING:
+    from pipeline.planning.search import Candidate
 
 
 @click.command()
@@ -40,18 +56,14 @@ def check(recipe: Path, overrides: tuple[str, ...], with_data: bool, as_json: bo
         _fail({"ok": False, "problems": [*map(_facts, error.problems)]})
     notes = list(unpinned(plan.recipe, plan.view.slots))
     report: dict[str, object] = {
-        "ok": True,
-        "name": plan.recipe.name,
+        "ok": True, "name": plan.recipe.name,
         "stages": [{"slot": planned.slot, "use": planned.use} for planned in plan.slots],
-        "problems": [],
-        "warnings": [*map(_facts, plan.warnings)],
-        "notes": [*map(_facts, notes)],
-    }
+        "problems": [], "warnings": [*map(_facts, plan.warnings)], "notes": [*map(_facts, notes)],
+    }  # fmt: skip
     log, lines = _DataLog(shown=not as_json), list[str]()
-    if not as_json:
-        for kind, problems in (("warning", plan.warnings), ("note", notes)):
-            for problem in problems:
-                click.echo(f"{kind}: {problem}", err=True)
+    said = [f"warning: {one}" for one in plan.warnings] + [f"note: {one}" for one in notes]
+    for line in said if not as_json else ():
+        click.echo(line, err=True)
     if with_data:
         try:
             data, lines = _read_data(plan, log)
@@ -67,7 +79,7 @@ def check(recipe: Path, overrides: tuple[str, ...], with_data: bool, as_json: bo
     click.echo(json.dumps(report) if as_json else "\n".join([ok, *lines]))
 
 
-def _fail(report: dict[str, object]) -> None:
+def _fail(report: dict[str, object]) -> NoReturn:
     click.echo(json.dumps(report))
     sys.exit(UsageError.exit_code)
 
@@ -123,11 +135,76 @@ def _bad_data(error: StageError, log: _DataLog) -> dict[str, object]:
 
 def _facts(problem: Problem) -> dict[str, object]:
     place = problem.location
+    line, column = (place.line, place.column) if place and place.line else (None, None)
     return {
-        "file": place.file if place else None,
-        "line": place.line if place and place.line else None,
-        "column": place.column if place and place.line else None,
-        "key": problem.key,
-        "message": problem.message,
-        "hint": problem.hint,
-    }
+        "file": place and place.file, "line": line, "column": column, "key": problem.key,
+        "message": problem.message, "hint": problem.hint,
+    }  # fmt: skip
+
+
+@click.command()
+@options.recipe
+@options.machine
+@flag("-q", "--quiet", "Print only whether it fits.")
+@options.out("Plan to write, for `pipe run --plan`.")
+@options.as_json
+@options.pinned
+@options.trust
+def plan(
+    recipe: Path, overrides: tuple[str, ...], quiet: bool, as_json: bool, out: Path | None,
+    **hardware: Any,
+) -> None:  # fmt: skip
+    """Predict memory in every phase, disk, network and time of RECIPE.
+
+    Runs each kind of block once on tensors without memory: needs no GPU, no weights, and no network
+    except for the model's config, and for the commits of hub names that --out keeps in the plan.
+    Exit code 3 if the recipe does not fit.
+
+    OVERRIDES change the recipe first, such as train.micro_batch_size=2.
+    """
+    from pipeline.chain.commits import resolved
+    from pipeline.distributed.signals import stoppable
+    from pipeline.planning.memory_plan import check, estimate_plan
+    from pipeline.planning.report import lines
+
+    if quiet and as_json:
+        raise click.UsageError("--quiet excludes --json")
+    if quiet:
+        set_display("quiet")
+    machines, margins = options.machines(**hardware)
+    with system_errors_as(UsageError):
+        check_writable(out) if out else None
+    registry = options.registry()
+    with stoppable():
+        checked = check(recipe, overrides, machines, registry)
+        if out is not None:  # what is run under the plan names the same commits
+            checked = resolved(checked, {})
+        memory_plan = estimate_plan(checked, machines, margins)
+    record = memory_plan.record() if out or as_json else {}
+    if out is not None:
+        with system_errors_as(UsageError):
+            out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
+    if not as_json:
+        shown = lines(memory_plan)
+        click.echo(next(shown) if quiet else "\n".join(shown))
+    found: list[Candidate] | None = []
+    if memory_plan.short and not quiet:
+        from pipeline.planning.search import SearchBase, remedies
+
+        base = SearchBase(
+            recipe=recipe, overrides=overrides, machines=machines, margins=margins,
+            registry=registry,
+        )  # fmt: skip
+        try:
+            found = [*remedies(memory_plan, base)]
+        except PipeError as error:
+            click.echo(f"no remedies can be found: {in_words(error)}", err=True)
+            found = None
+        if not as_json and found is not None:
+            title = "it would fit with" if found else "nothing here makes it fit"
+            click.echo("\n".join([title, *(f"  {way.line()}" for way in found)]))
+    if as_json:
+        ways = None if found is None else [way.record() for way in found]
+        click.echo(json.dumps(record | {"remedies": ways}, allow_nan=False))
+    if memory_plan.short:
+        sys.exit(NoFit.exit_code)

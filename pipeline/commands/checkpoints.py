@@ -119,17 +119,15 @@ def _look(
 def _facts(reader: CheckpointReader) -> dict[str, Any]:
     """The manifest's content, as JSON; tensors by the first part of their keys, in its order."""
     manifest = reader.manifest
-    state = manifest.model_dump(include={"state"})["state"]
+    head = {"step", "written", "world_size", "writer", "progress", "state"}
+    found = manifest.model_dump(include=head)
+    state = found.pop("state")
     kinds: dict[str, list[TensorEntry]] = defaultdict(list)
     for tensor in manifest.tensors:
         kinds[tensor.key.partition("/")[0]].append(tensor)
     return {
         "where": reader.where,
-        "step": manifest.step,
-        "written": manifest.written,
-        "world_size": manifest.world_size,
-        "writer": dict(manifest.writer),
-        "progress": dict(manifest.progress),
+        **found,
         "tensors": [
             {
                 "kind": kind,
@@ -193,12 +191,8 @@ def _pairs(facts: Mapping[str, Any]) -> str:
 @click.argument("dst", type=PATH)
 @option("--to", "Format of DST: canonical, full, deepspeed, dcp.", required=True, metavar="FORMAT")
 @option("--from", "from_", "Format of SRC, if its files do not show it.", metavar="FORMAT")
-@option(
-    "--samples",
-    "Number of samples trained on, for formats that do not record it.",
-    type=Count(min=0),
-    default=0,
-)
+@option("--samples", "Number of samples trained on, for formats that do not record it.",
+        type=Count(min=0), default=0)  # fmt: skip
 @flag("--weights-only", "Leave out the optimizer state.")
 @options.trust
 def convert(

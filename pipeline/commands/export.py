@@ -23,31 +23,21 @@ if TYPE_CHECKING:
 
 @click.command("export")
 @options.run("source", metavar="RUN|CHECKPOINT", address=True)
-@option(
-    "--step",
-    "Checkpoint of RUN to export: its step, or the one with the lowest held-out loss.",
-    metavar="N|best",
-    show_default="newest",
-)
+@option("--step",
+        "Checkpoint of RUN to export: its step, or the one with the lowest held-out loss.",
+        metavar="N|best", show_default="newest")  # fmt: skip
 @options.out("Folder to write.", kind=FOLDER)
 @option(
     "--model",
     "Take architecture and tokenizer from this model, not from the checkpoint's run: a folder "
     "in Hugging Face layout, a GGUF file, or a hub id (ID or ID@REVISION).",
 )
-@option(
-    "--dtype",
-    "Dtype of the weights; source keeps the base model's.",
-    type=click.Choice(["fp32", "bf16", "fp16", "source"]),
-)
+@option("--dtype", "Dtype of the weights; source keeps the base model's.",
+        type=click.Choice(["fp32", "bf16", "fp16", "source"]))  # fmt: skip
 @option("--max-shard-size", "Size of the largest weight file, such as 5GB.")
 @option("--procs", "Number of processes.", type=Count(min=1), show_default="up to 4")
-@option(
-    "--accept",
-    "Export even if the frozen weights of the model have changed since training.",
-    type=click.Choice(["weights"]),
-    multiple=True,
-)
+@option("--accept", "Export even if the frozen weights of the model have changed since training.",
+        type=click.Choice(["weights"]), multiple=True)  # fmt: skip
 @options.display
 @options.trust
 def export(

@@ -34,45 +34,26 @@ DEFAULTS: dict[str, Any] = {"grace": 300, "tasks": "node"}
 
 @click.command("launch")
 @options.recipe
-@option(
-    "--target",
-    "Scheduler or platform that runs the job.",
-    type=click.Choice(TARGETS),
-    required=True,
-)
+@option("--target", "Scheduler or platform that runs the job.", type=click.Choice(TARGETS),
+        required=True)  # fmt: skip
 @flag("--print", "shows", "Print the script on standard output.")
 @flag("--submit", "Submit the script with the target's client.")
-@option(
-    "--run-dir",
-    "Folder of the run, on a file system that all nodes share. A restarted job continues it.",
-    type=PATH,
-    required=True,
-)
+@option("--run-dir",
+        "Folder of the run, on a file system that all nodes share. A restarted job continues it.",
+        type=PATH, required=True)  # fmt: skip
 @option("--nodes", "Number of nodes.", metavar="N|MIN:MAX", show_default="launch.nodes")
 @option("--gpus", "GPUs per node.", type=Count(0), show_default="launch.procs")
 @option("--gpu-kind", "kind", "Kind of GPU in the target's words, such as H100.")
 @option("--image", "Container image that holds this program (on Slurm: through pyxis).")
 @option("--setup", "Command that installs this program, or activates it on Slurm.")
-@option(
-    "--mount",
-    "mounts",
-    "Mount a folder (Kubeflow: volume claim, SkyPilot: bucket). May be repeated.",
-    multiple=True,
-    metavar="SOURCE:TARGET",
-)
+@option("--mount", "mounts",
+        "Mount a folder (Kubeflow: volume claim, SkyPilot: bucket). May be repeated.",
+        multiple=True, metavar="SOURCE:TARGET")  # fmt: skip
 @option("--time-limit", "Time limit in Slurm's format, such as 24:00:00.")
-@option(
-    "--grace",
-    "Seconds before the end at which to save and stop.",
-    type=Count(1),
-    show_default=str(DEFAULTS["grace"]),
-)
-@option(
-    "--tasks",
-    "Start one task per node, which starts its ranks, or one per GPU.",
-    type=click.Choice(["node", "gpu"]),
-    show_default=DEFAULTS["tasks"],
-)
+@option("--grace", "Seconds before the end at which to save and stop.", type=Count(1),
+        show_default=str(DEFAULTS["grace"]))  # fmt: skip
+@option("--tasks", "Start one task per node, which starts its ranks, or one per GPU.",
+        type=click.Choice(["node", "gpu"]), show_default=DEFAULTS["tasks"])  # fmt: skip
 @option("--extra", "Option for the target, such as --partition=a. May be repeated.", multiple=True)
 @options.pinned
 @options.trust

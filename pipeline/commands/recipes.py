@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,24 +88,34 @@ def pin(recipe: Path) -> None:
     all recipes that extend it. Comments and layout stay. A second call changes nothing.
     """
     from pipeline.recipe import load_recipe
+    from pipeline.recipe.dump import inline, with_value
     from pipeline.utils.hub import commit_of
 
     made = load_recipe(recipe)
     names = list(_hub_names(made))
-    edits = [_edit(made, slot, name) for slot, name in names if not name.pinned]
-    if not edits:
+    missing = [(slot, name) for slot, name in names if not name.pinned]
+    if not missing:
         why = "all names have" if names else "no name of the hub needs"
         click.echo(f"nothing to pin: {why} a commit")
         return
-    commits = [commit_of(edit.name) for edit in edits]
+    places = [_place(made, slot, name) for slot, name in missing]
     texts: dict[Path, str] = {}  # nothing is written unless all can be
-    for edit, commit in zip(edits, commits, strict=True):
-        texts[edit.file] = edit.made(texts.get(edit.file), commit)
+    lines = []
+    for (slot, name), (file, path, after) in zip(missing, places, strict=True):
+        key, commit = f"{slot}.{name.key}", commit_of(name)
+        if file not in texts:
+            with system_errors_as(UsageError):
+                texts[file] = file.read_bytes().decode("utf-8")
+        text = with_value(texts[file], path, commit, after=after, note=name.asked[2])
+        if text is None:
+            hint = f"write {key}: {inline(commit)} yourself"
+            raise UsageError(f"{file}: {key} cannot be written here", hint=hint)
+        texts[file] = text
+        lines.append(f"written: {key}: {commit} in {file}")
     with system_errors_as(UsageError):
         for file, text in texts.items():
             overwrite(file, text)
-    for edit, commit in zip(edits, commits, strict=True):
-        click.echo(f"written: {edit.key}: {commit} in {edit.file}")
+    click.echo("\n".join(lines))
     left = [str(name) for _, name in _hub_names(load_recipe(recipe)) if not name.pinned]
     if left:
         raise UsageError(f"still without a commit: {', '.join(left)}")
@@ -122,35 +132,10 @@ def _hub_names(recipe: Recipe) -> Iterator[tuple[str, HubName]]:
     yield from hub_names(stages)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Edit:
-    """A commit to write."""
-
-    name: HubName
-    key: str
-    """As people write it, `model.revision`."""
-    path: KeyPath
-    after: str
-    """Field of the same mapping that has the name."""
-    file: Path
-
-    def made(self, text: str | None, commit: str) -> str:
-        """Return the file's text, or a changed one, with the commit. Raises UsageError."""
-        from pipeline.recipe.dump import inline, with_value
-
-        if text is None:
-            with system_errors_as(UsageError):
-                text = self.file.read_bytes().decode("utf-8")
-        made = with_value(text, self.path, commit, after=self.after, note=self.name.asked[2])
-        if made is None:
-            message = f"{self.file}: {self.key} cannot be written here"
-            raise UsageError(message, hint=f"write {self.key}: {inline(commit)} yourself")
-        return made
-
-
-def _edit(recipe: Recipe, slot: str, name: HubName) -> _Edit:
-    """Find the file and the place of a name's revision: where one is written for that name, or else
-    next to the name. Raises RecipeError for a name that is not written there."""
+def _place(recipe: Recipe, slot: str, name: HubName) -> tuple[Path, KeyPath, str]:
+    """Return the file and the path of a name's revision, and the field that has the name: where one
+    is written for that name, or else next to the name. Raises RecipeError for a name that is not
+    written there."""
     from pipeline.chain.names import field_path
     from pipeline.recipe.nodes import lookup
 
@@ -165,8 +150,8 @@ def _edit(recipe: Recipe, slot: str, name: HubName) -> _Edit:
     # A revision in a file that the name's file extends belongs to another name.
     written = [named_by, *([path] if path in places.values else [])]
     written_in = {Path(places.value(one).file).absolute() for one in written}
-    file = Path(shown_path(next(one for one in recipe.source_files if one in written_in)))
-    return _Edit(name=name, key=f"{slot}.{name.key}", path=path, after=str(named_by[-1]), file=file)
+    file = next(one for one in recipe.source_files if one in written_in)
+    return Path(shown_path(file)), path, str(named_by[-1])
 
 
 INCOMPLETE = 3

@@ -45,20 +45,14 @@ start_options = options.together(
 
 @click.command("run")
 @options.recipe
-@option(
-    "--run-dir",
-    "Folder of the run. If it holds a run, continue that run under RECIPE.",
-    type=PATH,
-)
+@option("--run-dir", "Folder of the run. If it holds a run, continue that run under RECIPE.",
+        type=PATH)  # fmt: skip
 @option("--group", "Let members of this group read the run's folder.")
 @flag("--fresh", "Refuse a --run-dir that already holds a run.")
 @options.runs_folder("Folder in which to create the run's folder NAME-TIME.")
-@option(
-    "--plan",
-    "planned",
-    "Plan of `pipe plan --out`: refuse to run anything else (exit code 4).",
-    type=FILE,
-)
+@option("--plan", "planned",
+        "Plan of `pipe plan --out`: refuse to run anything else (exit code 4).",
+        type=FILE)  # fmt: skip
 @start_options
 def run(
     recipe: Path, overrides: tuple[str, ...], run_dir: Path | None, group: str | None, fresh: bool,
@@ -109,17 +103,11 @@ ACCEPTABLE = (
 @click.command("resume")
 @options.run("run_dir")
 @options.overrides
-@option(
-    "--recipe",
-    "Continue under this recipe, not the run's own: another strategy, other hardware.",
-    type=PATH,
-)
-@option(
-    "--accept",
-    "Continue even if this part of the training has changed. May be repeated.",
-    type=click.Choice(ACCEPTABLE),
-    multiple=True,
-)
+@option("--recipe",
+        "Continue under this recipe, not the run's own: another strategy, other hardware.",
+        type=PATH)  # fmt: skip
+@option("--accept", "Continue even if this part of the training has changed. May be repeated.",
+        type=click.Choice(ACCEPTABLE), multiple=True)  # fmt: skip
 @start_options
 def resume(
     run_dir: Path, overrides: tuple[str, ...], recipe: Path | None, selection: Selection,

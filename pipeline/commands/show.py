@@ -32,12 +32,8 @@ from pipeline.utils.text import align, plural
 @click.command()
 @options.recipe
 @flag("--origin", "Show the file and line that each value comes from.")
-@option(
-    "--data",
-    "count",
-    "Show this many training samples instead, with trained tokens marked.",
-    type=Count(min=1),
-)
+@option("--data", "count", "Show this many training samples instead, with trained tokens marked.",
+        type=Count(min=1))  # fmt: skip
 @options.as_json
 def show(
     recipe: Path, overrides: tuple[str, ...], origin: bool, count: int | None, as_json: bool

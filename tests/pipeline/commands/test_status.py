@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
-from pipeline.commands import status
+from pipeline.commands import runs
 from tests.pipeline.conftest import TinyRun
 from tests.support.pipe import Outcome, Pipe
 from tests.support.tiny_project import CHAIN
@@ -140,7 +140,7 @@ def test_logs(project: Path, tiny_run: TinyRun) -> None:
 def test_a_log_with_a_line_that_is_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "LONGEST", 20)
+    monkeypatch.setattr(runs, "LONGEST", 20)
     (tmp_path / "recipe.yaml").touch()
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "rank-00000.log"

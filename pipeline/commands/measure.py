@@ -1,7 +1,8 @@
-"""`pipe bench` and `pipe profile`: measure a few steps of a recipe."""
+"""`pipe bench`, `pipe profile` and `pipe doctor`: measure a recipe, or this machine."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -10,15 +11,16 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.commands import options
-from pipeline.commands.options import FOLDER, Count, flag, option
-from pipeline.errors import CommandStopped, UsageError, system_errors_as
-from pipeline.utils.files import replace_text
-from pipeline.utils.text import align
+from pipeline.commands.options import FOLDER, GPUS, Count, flag, option
+from pipeline.errors import CommandStopped, MachineUnfit, UsageError, system_errors_as
+from pipeline.utils.files import check_writable, replace_text
+from pipeline.utils.text import align, plural
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
     from pipeline.distributed.launch import LaunchInfo
     from pipeline.view.display import Display
+
 
 SHARES = ("compute", "communication", "data", "idle")
 """Parts of a step's time."""
@@ -35,29 +37,14 @@ def _entries(context: click.Context, parameter: click.Parameter, text: str | Non
 
 @click.command("bench")
 @options.recipe
-@option(
-    "--strategies",
-    "Strategies to compare, such as ddp,fsdp,zero2.",
-    metavar="A,B",
-    show_default="the recipe's",
-    callback=_entries,
-)
-@option(
-    "--procs",
-    "Numbers of processes to compare.",
-    metavar="1,2,4",
-    show_default="the recipe's",
-    callback=_entries,
-)
+@option("--strategies", "Strategies to compare, such as ddp,fsdp,zero2.", metavar="A,B",
+        show_default="the recipe's", callback=_entries)  # fmt: skip
+@option("--procs", "Numbers of processes to compare.", metavar="1,2,4", show_default="the recipe's",
+        callback=_entries)  # fmt: skip
 @option("--steps", "Steps to measure.", type=Count(min=1), default=6)
 @option("--warmup", "Steps before the measured ones.", type=Count(min=0), default=2)
-@option(
-    "--timeout",
-    "End a run that takes longer and start the next.",
-    type=Count(min=1),
-    default=30,
-    metavar="MINUTES",
-)
+@option("--timeout", "End a run that takes longer and start the next.", type=Count(min=1),
+        default=30, metavar="MINUTES")  # fmt: skip
 @flag("--weak", "Keep samples per process constant, not the global batch.")
 @option("--run-dir", "Folder of the benchmark.", type=FOLDER)
 @options.runs_folder("Folder in which to create the benchmark's folder bench-NAME-TIME.")
@@ -178,3 +165,42 @@ def profile(
             rows.append([str(record["step"]), f"{record['step_seconds']:.3f}", *cells])
     click.echo("\n".join(align(rows, left=0)))
     click.echo(f"traces: {folder / 'profile'}")
+
+
+@click.command("doctor")
+@option("--procs", "Number of processes.", type=GPUS, show_default="one per GPU; 2 without GPUs")
+@flag("--quick", "Measure fewer sizes, in less time.")
+@option("--folder", "Folder in which runs will be written.",
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        show_default="./runs, or the current folder")  # fmt: skip
+@options.out("JSON file to write too.")
+@options.as_json
+def doctor(
+    procs: int | None, as_json: bool, out: Path | None, quick: bool, folder: Path | None
+) -> None:
+    """Measure this machine and list what will fail or be slow.
+
+    Checks devices, topology, versions, limits and folders. Measures all-reduce and all-gather by
+    size, matrix products, copies and the disk; takes less than a minute on a small machine. Exit
+    code 5 if training will fail here.
+    """
+    from pipeline.distributed.signals import stoppable
+    from pipeline.doctor.examine import examine
+    from pipeline.doctor.rules import findings
+    from pipeline.doctor.show import lines
+
+    place = folder or (Path("runs") if Path("runs").is_dir() else Path())
+    with stoppable(), system_errors_as(UsageError):
+        if out is not None:
+            check_writable(out)
+        machine = examine(place, procs=procs, quick=quick)
+        found = findings(machine)
+        report = {**machine.model_dump(), "findings": [finding.model_dump() for finding in found]}
+        text = json.dumps(report, indent=1)
+        click.echo(text if as_json else "\n".join(lines(machine, found)))
+        if out is not None:
+            out.write_text(text + "\n", "utf-8")
+    errors = [finding.name for finding in found if finding.severity == "error"]
+    if errors:
+        names = ", ".join(dict.fromkeys(errors))
+        raise MachineUnfit(f"training will fail here: {plural(len(errors), 'error')} ({names})")
