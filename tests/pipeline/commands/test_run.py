@@ -3,7 +3,6 @@ packages of other people."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -12,11 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from click.testing import CliRunner, Result
 
-from tests.stages.data.fakes import byte_tokenizer
+from pipeline.cli import main
 from tests.support.pipe import Pipe
-from tests.support.runs import TINY
+from tests.support.tiny_project import tiny_project
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +60,22 @@ def test_from_one_slot_to_another(pipe: Pipe) -> None:
     assert pipe.events()[-1]["problem"] == "after slot `export`, as asked"
 
 
-def test_a_rehearsal(pipe: Pipe) -> None:
-    before = {path: path.stat().st_mtime_ns for path in pipe.run_dir.rglob("*")}
-    done = pipe("resume", str(pipe.run_dir), "--dry-run", "--until", "export")
-    assert (done.code, done.stderr) == (0, "")
+@pytest.fixture
+def here(pipe: Pipe, plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Pipe:
+    """Return `pipe`; the stages that misbehave are also installed for commands in this process,
+    which start no other."""
+    monkeypatch.syspath_prepend(plugin)
+    return pipe
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(main, words)
+
+
+def test_a_dry_run(here: Pipe) -> None:
+    before = {path: path.stat().st_mtime_ns for path in here.run_dir.rglob("*")}
+    done = call("resume", str(here.run_dir), "--dry-run", "--until", "export")
+    assert (done.exit_code, done.stderr) == (0, "")
     head, *rows, last = done.stdout.splitlines()
     assert head == "faulty: 1 process, cpu"
     assert [re.split("  +", row) for row in rows] == [
@@ -74,25 +85,25 @@ def test_a_rehearsal(pipe: Pipe) -> None:
         ["report", "fault.report", "is left out"],
     ]
     assert last == "nothing was started"
-    assert {path: path.stat().st_mtime_ns for path in pipe.run_dir.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in here.run_dir.rglob("*")} == before
 
 
-def test_a_rehearsal_of_a_new_run_makes_no_folder(pipe: Pipe) -> None:
-    recipe, folders = pipe.recipe(), set(pipe.folder.iterdir())
-    done = pipe("run", str(recipe), "-n", "--only", "declare")
-    assert done.code == 0
+def test_a_dry_run_of_a_new_run_makes_no_folder(here: Pipe) -> None:
+    recipe, folders = here.recipe(), set(here.folder.iterdir())
+    done = call("run", str(recipe), "-n", "--only", "declare")
+    assert done.exit_code == 0
     assert "declare  fault.declare  would run\ntrain    fault.train    is left out" in done.stdout
-    assert set(pipe.folder.iterdir()) == folders
+    assert set(here.folder.iterdir()) == folders
 
 
-def test_a_rehearsal_is_refused_what_the_run_would_be(pipe: Pipe) -> None:
-    recipe = str(pipe.recipe())
-    refused = pipe("run", recipe, "-n", "--fresh", "--run-dir", str(pipe.run_dir))
-    assert (refused.code, refused.stdout) == (2, "")
+def test_a_dry_run_is_refused_what_the_run_would_be(here: Pipe) -> None:
+    recipe = str(here.recipe())
+    refused = call("run", recipe, "-n", "--fresh", "--run-dir", str(here.run_dir))
+    assert (refused.exit_code, refused.stdout) == (2, "")
     assert "already holds a run" in refused.stderr
-    (pipe.run_dir / "recipe.yaml").unlink()
-    left = pipe("run", recipe, "-n", "--run-dir", str(pipe.run_dir))
-    assert left.code == 2
+    (here.run_dir / "recipe.yaml").unlink()
+    left = call("run", recipe, "-n", "--run-dir", str(here.run_dir))
+    assert left.exit_code == 2
     assert "of another run, and no recipe.yaml" in left.stderr
 
 
@@ -105,13 +116,13 @@ def test_a_rehearsal_is_refused_what_the_run_would_be(pipe: Pipe) -> None:
         (["--only", "train", "--until", "train"], "error: --only excludes --from and --until"),
     ],
 )  # fmt: skip
-def test_mistakes(options: list[str], message: str, pipe: Pipe) -> None:
-    before = pipe.events()
-    for command in (["run", str(pipe.recipe()), "--run-dir", str(pipe.run_dir)],
-                    ["resume", str(pipe.run_dir)]):  # fmt: skip
-        refused = pipe(*command, *options)
-        assert (refused.code, refused.stderr) == (2, f"{message}\n")
-    assert (stages(pipe), pipe.events()) == ([], before)
+def test_mistakes(options: list[str], message: str, here: Pipe) -> None:
+    before = here.events()
+    for command in (["run", str(here.recipe()), "--run-dir", str(here.run_dir)],
+                    ["resume", str(here.run_dir)]):  # fmt: skip
+        refused = call(*command, *options)
+        assert (refused.exit_code, refused.stderr) == (2, f"{message}\n")
+    assert (stages(here), here.events()) == ([], before)
 
 
 ROOT = Path(__file__).parents[3]
@@ -138,27 +149,10 @@ def called(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_recipe_is_checked_and_trained(folder: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer())
-    tokenizer.add_special_tokens({"eos_token": "<|end|>"})
-    tokenizer.save_pretrained(folder / "tokenizer")
-    (folder / "text.txt").write_text("A folder may have any packages. " * 40)
-    config = TINY | {"vocab_size": 260, "eos_token_id": 256}
-    stages = {
-        "model": {"use": "model.hf", "config": config, "tokenizer": "./tokenizer"},
-        "precision": {"use": "precision.policy", "compute": "fp32"},
-        "data": {
-            "use": "data.text", "files": "./text.txt", "sequence_length": 16, "cache": "./cache"
-        },
-        "optimizer": {"use": "optimizer.adamw"},
-        "wrap": {"use": "wrap.fsdp"},
-        "checkpoint": {"use": "checkpoint.sharded"},
-        "train": {"use": "train.causal_lm", "steps": 2, "global_batch_size": 4},
-    }  # fmt: skip
-    launch = {"procs": 2, "device": "cpu"}
-    recipe = {"name": "mine", "launch": launch, "stages": stages}
-    (folder / "recipe.yaml").write_text(json.dumps(recipe))
-    checked = called(folder, "check", "recipe.yaml")
+    tiny_project(folder)
+    checked = called(folder, "check", "tiny.yaml")
     assert checked.returncode == 0, checked.stderr
-    trained = called(folder, "run", "recipe.yaml", "--run-dir", "run")
+    less = ["--until", "train", "train.steps=2", "launch.procs=1", "wrap.use=wrap.fsdp"]
+    trained = called(folder, "run", "tiny.yaml", "--run-dir", "run", *less)
     assert trained.returncode == 0, trained.stderr
     assert (folder / "run/checkpoints/step-00000002/manifest.json").is_file()
