@@ -18,45 +18,40 @@ from pipeline.recipe.scalars import resolve
 from pipeline.recipe.shipped import by_use
 from pipeline.utils.text import closest
 
-COMMANDS = {
-    **dict.fromkeys(("train", "start", "fit", "sft", "finetune", "pretrain", "exec"), "run"),
-    **dict.fromkeys(("continue", "restart"), "resume"),
-    **dict.fromkeys(("validate", "lint"), "check"),
-    **dict.fromkeys(("estimate", "dry-run", "memory"), "plan"),
-    **dict.fromkeys(("list", "runs", "ps"), "ls"),
-    **dict.fromkeys(("merge", "save"), "export"),
-    **dict.fromkeys(("copy", "clone", "recipes"), "cp"),
-    **dict.fromkeys(("new", "create", "wizard"), "init"),
-    **dict.fromkeys(("tail", "log"), "logs"),
-    **dict.fromkeys(("watch", "top", "monitor"), "status"),
-    **dict.fromkeys(("diff",), "compare"),
-    **dict.fromkeys(("rm", "delete", "prune"), "clean"),
-    **dict.fromkeys(("env", "info", "diagnose"), "doctor"),
-    **dict.fromkeys(("infer", "inference", "predict", "complete"), "generate"),
+ALIASES = {
+    "run": "train start fit sft finetune pretrain exec",
+    "resume": "continue restart",
+    "check": "validate lint",
+    "plan": "estimate dry-run memory",
+    "ls": "list runs ps",
+    "export": "merge save",
+    "cp": "copy clone recipes",
+    "init": "new create wizard",
+    "logs": "tail log",
+    "status": "watch top monitor",
+    "compare": "diff",
+    "clean": "rm delete prune",
+    "doctor": "env info diagnose",
+    "generate": "infer inference predict complete",
 }
-"""What other programs call a command."""
-OPTIONS = {
-    **dict.fromkeys(("--config", "--recipe", "-c"), ("recipe",)),
-    **dict.fromkeys(("--resume", "--resume-from-checkpoint"), ("--fresh",)),
-    "--nnodes": ("--nodes",),
-    **dict.fromkeys(("--output-dir", "--output", "--to"), ("--out", "--run-dir")),
-}
-"""Options of other programs -> parameters that a command can have for them."""
-INSTEAD = {
-    "recipe": "the recipe needs no option: pipe {command} {value}",
-    "--fresh": "pipe resume RUN continues a run",
-    "--nodes": "use --nodes {value} --node-rank NUMBER --rdzv HOST:PORT",
-    "--out": "--out names what is written",
-    "--run-dir": "--run-dir names the folder of a run",
-}
-"""Parameter of a command -> what to write for another program's option."""
+"""Command -> what other programs call it."""
+INSTEAD = (
+    ("--config --recipe -c", "recipe", "the recipe needs no option: pipe {command} {value}"),
+    ("--resume --resume-from-checkpoint", "--fresh", "pipe resume RUN continues a run"),
+    ("--nnodes", "--nodes", "use --nodes {value} --node-rank NUMBER --rdzv HOST:PORT"),
+    ("--output-dir --output --to", "--out", "--out names what is written"),
+    ("--output-dir --output --to", "--run-dir", "--run-dir names the folder of a run"),
+)
+"""Options of other programs, the parameter that a command can have for them, and what to write."""
 
 
 def command_meant(name: str, known: Collection[str]) -> str:
     """Return the hint for a command that there is not."""
     if Path(name).suffix in (".yaml", ".yml"):
         return f"write: pipe run {name}"
-    alias, stage = COMMANDS.get(name.lower()), _stage_meant(name.lower())
+    word = name.lower()
+    alias = next((command for command, names in ALIASES.items() if word in names.split()), None)
+    stage = _stage_meant(word)
     if alias is None and stage and kind_of(stage) not in known:
         return f"it is a slot of a recipe: `pipe stages {stage}` explains it"
     found = alias or closest(name, known)
@@ -83,10 +78,10 @@ def option_meant(error: click.NoSuchOption, words: Sequence[str]) -> str:
     if spelled in takes:
         return f"write {spelled}"
     value = _value(option, words)
-    instead = next((one for one in OPTIONS.get(spelled, ()) if one in takes), None)
-    if instead is not None:
-        value = value or instead.removeprefix("--").upper()
-        return INSTEAD[instead].format(command=error.ctx.info_name, value=value)
+    for names, parameter, hint in INSTEAD:
+        if spelled in names.split() and parameter in takes:
+            value = value or parameter.removeprefix("--").upper()
+            return hint.format(command=error.ctx.info_name, value=value)
     if "overrides" not in takes:
         return ""
     path = option.lstrip("-")

@@ -31,20 +31,15 @@ talk_options = options.together(
     option("--step", "The checkpoint of this step, or the best.", metavar="N|best"),
     flag("--beside", "Let the model before training answer, too."),
     option("--max-tokens", "Most tokens of an answer.", type=Count(1), default=256),
-    option(
-        "--temperature",
-        "Divide the logits by this and draw; 0 takes the most probable token.",
-        type=click.FloatRange(0),
-        default=0.0,
-    ),
+    option("--temperature", "Divide the logits by this and draw; 0 takes the most probable token.",
+           type=click.FloatRange(0), default=0.0),
     option("--seed", "Seed of the draws.", type=int, default=0),
     option("--system", "System message before the conversation.", metavar="TEXT"),
     flag("--plain", "Continue texts without the chat template."),
-    option(
-        "--device", "Device: cpu, cuda or cuda:N; auto takes a GPU if there is one.", default="auto"
-    ),
+    option("--device", "Device: cpu, cuda or cuda:N; auto takes a GPU if there is one.",
+           default="auto"),
     options.trust_code,
-)
+)  # fmt: skip
 """Options that choose a model and say how it writes; `_talk` takes their values."""
 
 

@@ -21,25 +21,14 @@ if TYPE_CHECKING:
     from pipeline.view.display import Display
 
 start_options = options.together(
-    option(
-        "--nodes",
-        "Number of nodes; start the same command on each. With MIN:MAX the run continues "
-        "with the nodes that remain.",
-        metavar="N|MIN:MAX",
-    ),
+    option("--nodes", "Number of nodes; start the same command on each. With MIN:MAX the run "
+           "continues with the nodes that remain.", metavar="N|MIN:MAX"),
     option("--node-rank", "Rank of this node, from 0.", type=Count(0)),
     option("--rdzv", "Address of node 0, to which all nodes connect.", metavar="HOST:PORT"),
-    option(
-        "--hostfile",
-        "DeepSpeed hostfile: one line `HOST slots=N` per node, node 0 first.",
-        type=FILE,
-    ),
-    options.selection,
-    options.dry_run,
-    options.pinned,
-    options.display,
-    options.trust,
-)
+    option("--hostfile", "DeepSpeed hostfile: one line `HOST slots=N` per node, node 0 first.",
+           type=FILE),
+    options.selection, options.dry_run, options.pinned, options.display, options.trust,
+)  # fmt: skip
 """Options of both commands; `_start` takes their values."""
 
 

@@ -146,9 +146,7 @@ stages:
         "check r.yaml again.compute=bf16",
     ],
 )  # fmt: skip
-def test_commands_are_lean(
-    args: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_are_lean(args: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     Path("r.yaml").write_text(RECIPE, encoding="utf-8")
