@@ -195,10 +195,8 @@ def dag(recipe: Path, overrides: tuple[str, ...], mermaid: bool, as_json: bool) 
     else:
         rows = [("slot", "stage", "reads", "returns")]
         for one in plan.slots:
-            read = [
-                f"{name}: {slot}" if name in takes[one.slot] else slot
-                for name, slot in one.inputs.items()
-                if slot is not None
-            ]
-            rows.append((one.slot, one.use, ", ".join(read), returns[one.slot] or ""))
+            named = takes[one.slot]
+            wires = [(name, slot) for name, slot in one.inputs.items() if slot is not None]
+            reads = ", ".join(f"{name}: {slot}" if name in named else slot for name, slot in wires)
+            rows.append((one.slot, one.use, reads, returns[one.slot] or ""))
         click.echo("\n".join(align(rows, left=4)))

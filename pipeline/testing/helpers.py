@@ -60,7 +60,8 @@ def checked(made: Any, plan: PlanView | None = None) -> list[Problem]:
     view = plan or plan_view()
     if not view.slot(made):
         slots, given = list(view.slots.items()), gives(type(made)) or object
-        takes = [any(issubclass(given, n.type) for n in needs(type(one))) for _, one in slots]
+        kinds: list[type] = [type(each) for _, each in slots]
+        takes = [any(issubclass(given, need.type) for need in needs(kind)) for kind in kinds]
         at = takes.index(True) if any(takes) else len(slots)
         with_it = dict([*slots[:at], ("slot", made), *slots[at:]])
         view = dataclasses.replace(view, slots=with_it, wiring=_wiring(with_it))
