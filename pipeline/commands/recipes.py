@@ -191,7 +191,8 @@ def import_(
     found = [] if text is None else _problems(text, translation)
     if not as_json:
         checked = (f"pipe check: {problem}" for problem in found)
-        click.echo("\n".join([*translator.table(translation), *checked]), err=True)
+        for line in (*translator.table(translation), *checked):
+            click.echo(line, err=True)
     if text is not None and out is not None:
         out.write_text(text, "utf-8")
     if as_json:

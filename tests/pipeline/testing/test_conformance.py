@@ -162,16 +162,23 @@ FAULTS = [
 ]  # fmt: skip
 
 
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start no process that looks for imports."""
+    monkeypatch.setattr(conformance, "import_violations", lambda value, configs: [])
+
+
 @pytest.mark.parametrize(("old", "new", "expected"), FAULTS, ids=[fault[2] for fault in FAULTS])
 def test_a_fault_is_named(
-    old: str, new: str, expected: str, make: Make, monkeypatch: pytest.MonkeyPatch
+    old: str, new: str, expected: str, make: Make, request: pytest.FixtureRequest
 ) -> None:
-    if "imports" not in expected:  # no process that looks for imports
-        monkeypatch.setattr(conformance, "import_violations", lambda value, configs: [])
+    if "imports" not in expected:
+        request.getfixturevalue("no_process")
     found = check_stage(make(old, new), valid=VALID)
     assert any(expected in each for each in found), found
 
 
+@pytest.mark.usefixtures("no_process")
 def test_all_violations_are_told_at_once(make: Make) -> None:
     stage = make("size: Annotated[int, Field(ge=1)]", "size: int = 0.5")
     with pytest.raises(AssertionError) as caught:
@@ -190,6 +197,7 @@ def test_valid_fields_that_are_refused(make: Make) -> None:
     assert check_stage(make()) == ["valid fields are refused: size: is required"]
 
 
+@pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -206,6 +214,7 @@ def test_names(make: Make, name: str, expected: str) -> None:
     assert check_stage(make(names=[name]), valid=VALID) == [expected]
 
 
+@pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize("names", [["schedule.thing"], ["optimizer.one", "optimizer.two"]])
 def test_new_kinds_and_second_names_are_fine(make: Make, names: list[str]) -> None:
     assert check_stage(make(names=names), valid=VALID) == []
@@ -220,6 +229,7 @@ def test_a_stage_that_is_not_registered(make: Make, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("no_process")
 def test_a_name_that_another_package_has_too(make: Make) -> None:
     assert check_stage(make(names=["wrap.ddp"]), valid=VALID) == [
         "stage `wrap.ddp` is registered by acme 1.0 and pipetrain 0.1.0 (uninstall one of them)"
