@@ -111,41 +111,35 @@ def registry() -> Registry:
 
 
 PERMISSIONS = {
-    "--trust-pickle": (
-        TRUST_PICKLE,
-        "Read pickles (.bin, .pt, checkpoints of DeepSpeed and DCP) with a restricted reader.",
-    ),
-    "--trust-remote-code": (
-        TRUST_CODE,
-        "Run code of a model, of a folder of tasks or of a hub kernel, if the recipe asks for it.",
-    ),
-    "--pinned": (
-        PINNED,
-        f"Refuse a model or data set of the hub without a commit. [env var: {PINNED}=1]",
-    ),
-}
-"""Option -> the environment variable of the same meaning, which it sets, and its help."""
+    "--trust-pickle": TRUST_PICKLE, "--trust-remote-code": TRUST_CODE, "--pinned": PINNED
+}  # fmt: skip
+"""Option -> the environment variable of the same meaning, which it sets."""
 
 
-def _permission(name: str, text: str = "") -> Decorator:
-    variable, usual = PERMISSIONS[name]
-
+def _permission(name: str, text: str) -> Decorator:
     def set_if_given(context: click.Context, parameter: click.Parameter, given: bool) -> None:
         if given:
-            os.environ[variable] = "1"
+            os.environ[PERMISSIONS[name]] = "1"
 
-    return flag(name, text or usual, expose_value=False, callback=set_if_given)
+    return flag(name, text, expose_value=False, callback=set_if_given)
 
 
 trust_code = _permission("--trust-remote-code", "Run model code that came with the model.")
 """The one option of a command that reads a folder instead of a recipe."""
-pinned = _permission("--pinned")
-trust = together(_permission("--trust-pickle"), _permission("--trust-remote-code"))
+pinned = _permission(
+    "--pinned", f"Refuse a model or data set of the hub without a commit. [env var: {PINNED}=1]"
+)
+trust = together(
+    _permission("--trust-pickle", "Read pickles (.bin, .pt, checkpoints of DeepSpeed and DCP) with "
+                "a restricted reader."),
+    _permission("--trust-remote-code", "Run code of a model, of a folder of tasks or of a hub "
+                "kernel, if the recipe asks for it."),
+)  # fmt: skip
 
 
 def permissions() -> list[str]:
     """Return the options of PERMISSIONS that are in force."""
-    return [flag for flag, (variable, _) in PERMISSIONS.items() if trusted(variable)]
+    return [name for name, variable in PERMISSIONS.items() if trusted(variable)]
 
 
 def display(command: Command) -> Command:
