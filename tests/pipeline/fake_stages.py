@@ -45,8 +45,7 @@ class Model:
         if self.path is not None and not self.path.exists():
             yield Problem(message=f"no such file: {self.path}", key="path")
 
-    def run(self, ctx: Context) -> ModelSource:
-        raise AssertionError("never run")
+    def run(self, ctx: Context) -> ModelSource: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +61,7 @@ class TextFiles:
     split: Literal["none", "heldout"] = "none"
     """Part to keep back."""
 
-    def run(self, ctx: Context, model: ModelSource) -> Data:
-        raise AssertionError("never run")
+    def run(self, ctx: Context, model: ModelSource) -> Data: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +73,7 @@ class Adam:
     betas: tuple[float, float] = (0.9, 0.999)
     """Averaging factors."""
 
-    def run(self, ctx: Context, model: ModelSource) -> OptimizerPlan:
-        raise AssertionError("never run")
+    def run(self, ctx: Context, model: ModelSource) -> OptimizerPlan: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +103,7 @@ class Red:
     extra: dict[str, Any] | None = None
     """Raw settings."""
 
-    def run(self, ctx: Context, model: ModelSource, optimizer: OptimizerPlan) -> RedEngine:
-        raise AssertionError("never run")
+    def run(self, ctx: Context, model: ModelSource, optimizer: OptimizerPlan) -> RedEngine: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +113,7 @@ class Blue:
     bucket: Annotated[float, Field(gt=0)] = 25.0
     """Size in MB."""
 
-    def run(self, ctx: Context, model: ModelSource, optimizer: OptimizerPlan) -> BlueEngine:
-        raise AssertionError("never run")
+    def run(self, ctx: Context, model: ModelSource, optimizer: OptimizerPlan) -> BlueEngine: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +123,7 @@ class RedCheckpoint:
     every: Annotated[int, Field(ge=1)] = 10
     """Steps between."""
 
-    def run(self, ctx: Context, engine: RedEngine) -> Checkpoints:
-        raise AssertionError("never run")
+    def run(self, ctx: Context, engine: RedEngine) -> Checkpoints: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +133,7 @@ class BlueCheckpoint:
     every: Annotated[int, Field(ge=1)] = 10
     """Steps between."""
 
-    def run(self, ctx: Context, engine: BlueEngine) -> Checkpoints:
-        raise AssertionError("never run")
+    def run(self, ctx: Context, engine: BlueEngine) -> Checkpoints: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +147,7 @@ class Train:
 
     def run(
         self, ctx: Context, engine: Engine, data: Data, checkpoints: Checkpoints | None
-    ) -> TrainedRun:
-        raise AssertionError("never run")
+    ) -> TrainedRun: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +157,7 @@ class Faulty:
     def check(self, plan: PlanView) -> Iterator[Problem]:
         raise KeyError("oops")
 
-    def run(self, ctx: Context) -> None:
-        raise AssertionError("never run")
+    def run(self, ctx: Context) -> None: ...
 
 
 @dataclass(kw_only=True)
