@@ -172,22 +172,16 @@ def test_every_kind_is_walked() -> None:
 
 def test_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, package, modules, note in (
+    for name, package, halves, note in (
         ("wrap.my_own", "pipetrain-wrap-my-own", ["", "_engine"], ""),
         ("report.x", "pipetrain-report-x", [""], AFTER),
     ):
         module = package.replace("-", "_")
         written = new_stage(name)
         assert written.exit_code == 0, written.stderr
-        assert written.stdout.splitlines() == [
-            f"{package}/{file}"
-            for file in (
-                "pyproject.toml",
-                "README.md",
-                *(f"{module}{half}.py" for half in modules),
-                f"tests/test_{module}.py",
-            )
-        ]
+        modules = [f"{module}{half}.py" for half in halves]
+        files = ["pyproject.toml", "README.md", *modules, f"tests/test_{module}.py"]
+        assert written.stdout.splitlines() == [f"{package}/{file}" for file in files]
         then = f"next: pip install -e '{package}[dev]' && pytest {package}\n"
         assert written.stderr == note + then
 
