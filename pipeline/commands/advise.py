@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pipeline.chain.registry import Registry
     from pipeline.planning.hardware import HardwareOptions, Margins
 
-
 COUNT = Count(min=1)
 
 

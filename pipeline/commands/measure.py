@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pipeline.distributed.launch import LaunchInfo
     from pipeline.view.display import Display
 
-
 SHARES = ("compute", "communication", "data", "idle")
 """Parts of a step's time."""
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from pipeline.execution.clean import CleanResult
     from pipeline.view.run import Run
 
-
 DEFAULT = "runs"
 
 

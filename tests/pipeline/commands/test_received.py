@@ -93,17 +93,16 @@ SECRET = "the content of a file that was not sent"
 def received(tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder of runs: one to be damaged, and a whole one."""
     (tmp_path / "secret.txt").write_text(SECRET)
-    for name in ("sent", "whole"):
-        shutil.copytree(tiny_run.folder, tmp_path / "runs" / name)
-        recipe = tmp_path / "runs" / name / "recipe.yaml"
-        tracked = str(tiny_run.pipe.folder / "runs.sqlite")  # which other tests look at
-        recipe.write_text(recipe.read_text().replace(tracked, str(tmp_path / "runs.sqlite")))
-    for name, content in (("activity.json", "{}"), ("plan.json", "{}"), ("memory.json", "{}")):
-        file = tmp_path / "runs" / "sent" / name
-        if not file.exists():
-            file.write_text(content)
+    sent = Path(shutil.copytree(tiny_run.folder, tmp_path / "runs/sent"))
+    recipe = (sent / "recipe.yaml").read_text()
+    tracked = str(tiny_run.pipe.folder / "runs.sqlite")  # which other tests look at
+    (sent / "recipe.yaml").write_text(recipe.replace(tracked, str(tmp_path / "runs.sqlite")))
+    shutil.copytree(sent, tmp_path / "runs/whole", copy_function=os.link)
+    for name in ("activity.json", "plan.json", "memory.json"):
+        if not (sent / name).exists():
+            (sent / name).write_text("{}")
     monkeypatch.chdir(tmp_path)
-    return tmp_path / "runs" / "sent"
+    return sent
 
 
 def damage(file: Path, kind: str) -> None:
