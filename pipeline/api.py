@@ -194,6 +194,12 @@ def _call(arguments: Sequence[str], folder: Path, on_event: Listener | None) -> 
     """Call `pipe` with events as JSON. Raises UsageError, and RunFailed and RunStopped with the
     run's folder."""
     said: deque[str] = deque(maxlen=LAST_LINES)
+
+    def collect(stderr: IO[str]) -> None:
+        for line in stderr:
+            said.append(line.rstrip())
+            LOG.info("%s", line.rstrip())
+
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "pipetrain", *arguments, "--json"],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -202,7 +208,7 @@ def _call(arguments: Sequence[str], folder: Path, on_event: Listener | None) -> 
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stderr is not None
-        listener = threading.Thread(target=_collect, args=(process.stderr, said), daemon=True)
+        listener = threading.Thread(target=collect, args=(process.stderr,), daemon=True)
         listener.start()
         try:
             for line in process.stdout:
@@ -222,9 +228,3 @@ def _call(arguments: Sequence[str], folder: Path, on_event: Listener | None) -> 
         error = kind("\n".join(said))
         error.folder = folder.resolve()
         raise error
-
-
-def _collect(stderr: IO[str], said: deque[str]) -> None:
-    for line in stderr:
-        said.append(line.rstrip())
-        LOG.info("%s", line.rstrip())

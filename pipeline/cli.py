@@ -177,7 +177,3 @@ def _leave(last_words: str, code: int) -> NoReturn:
 def main() -> None:
     """Train a transformer from one recipe, with any parallelism strategy."""
     quiet_loggers()
-
-
-if __name__ == "__main__":
-    main()
