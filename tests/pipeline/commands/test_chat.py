@@ -62,8 +62,8 @@ def write_recipe(file: Path, **slots: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with four runs: `whole`, `bare` without an export, and two of adapters: `merged`,
-    and `adapter` on a model in a folder."""
+    """A folder with four runs: `whole`, `bare` without an export, and two of an adapter on a model
+    in a folder: `adapter`, which exports it, and `merged`, which exports the whole model."""
     folder = tmp_path_factory.mktemp("talk")
     FakeSource(PLAIN, eos="<|e|>").fast.save_pretrained(folder / "tokenizer")
     rows = [
@@ -79,15 +79,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert done.code == 0, done.stdout + done.stderr
         return folder / "runs" / name
 
+    def copied(source: Path, name: str, exports: dict[str, Any]) -> None:
+        """Copy a run without its export, and change how it exports."""
+        made = Path(shutil.copytree(source, folder / "runs" / name, symlinks=True))
+        shutil.rmtree(made / "export")
+        recipe = yaml.safe_load((made / "recipe.yaml").read_text())
+        trained = {n: slot for n, slot in recipe["stages"].items() if n not in EXPORTS}
+        recipe["stages"] = trained | exports
+        (made / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+
     whole = run("whole")
-    bare = Path(shutil.copytree(whole, folder / "runs/bare", symlinks=True))
-    shutil.rmtree(bare / "export")
-    recipe = yaml.safe_load((bare / "recipe.yaml").read_text())
-    recipe["stages"] = {n: slot for n, slot in recipe["stages"].items() if n not in EXPORTS}
-    (bare / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-    run("merged", adapter=LORA)
+    copied(whole, "bare", {})
     base = {"use": "model.hf", "path": "./runs/whole/export"}
-    run("adapter", adapter=LORA, model=base, export={"use": "export.adapter"})
+    adapter = run("adapter", adapter=LORA, model=base, export={"use": "export.adapter"})
+    copied(adapter, "merged", EXPORTS)
+    done = pipe("export", "runs/merged", "--procs", "1")
+    assert done.code == 0, done.stderr
     return folder
 
 
