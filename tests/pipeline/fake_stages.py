@@ -45,7 +45,8 @@ class Model:
         if self.path is not None and not self.path.exists():
             yield Problem(message=f"no such file: {self.path}", key="path")
 
-    def run(self, ctx: Context) -> ModelSource: ...
+    def run(self, ctx: Context) -> ModelSource:
+        raise AssertionError("never run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,8 @@ class TextFiles:
     split: Literal["none", "heldout"] = "none"
     """Part to keep back."""
 
-    def run(self, ctx: Context, model: ModelSource) -> Data: ...
+    def run(self, ctx: Context, model: ModelSource) -> Data:
+        raise AssertionError("never run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,8 @@ class Adam:
     betas: tuple[float, float] = (0.9, 0.999)
     """Averaging factors."""
 
-    def run(self, ctx: Context, model: ModelSource) -> OptimizerPlan: ...
+    def run(self, ctx: Context, model: ModelSource) -> OptimizerPlan:
+        raise AssertionError("never run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,8 @@ class Red:
     extra: dict[str, Any] | None = None
     """Raw settings."""
 
-    def run(self, ctx: Context, model: ModelSource, optimizer: OptimizerPlan) -> RedEngine: ...
+    def run(self, ctx: Context, model: ModelSource, optimizer: OptimizerPlan) -> RedEngine:
+        raise AssertionError("never run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +117,8 @@ class Blue:
     bucket: Annotated[float, Field(gt=0)] = 25.0
     """Size in MB."""
 
-    def run(self, ctx: Context, model: ModelSource, optimizer: OptimizerPlan) -> BlueEngine: ...
+    def run(self, ctx: Context, model: ModelSource, optimizer: OptimizerPlan) -> BlueEngine:
+        raise AssertionError("never run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +128,8 @@ class RedCheckpoint:
     every: Annotated[int, Field(ge=1)] = 10
     """Steps between."""
 
-    def run(self, ctx: Context, engine: RedEngine) -> Checkpoints: ...
+    def run(self, ctx: Context, engine: RedEngine) -> Checkpoints:
+        raise AssertionError("never run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +139,8 @@ class BlueCheckpoint:
     every: Annotated[int, Field(ge=1)] = 10
     """Steps between."""
 
-    def run(self, ctx: Context, engine: BlueEngine) -> Checkpoints: ...
+    def run(self, ctx: Context, engine: BlueEngine) -> Checkpoints:
+        raise AssertionError("never run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +154,8 @@ class Train:
 
     def run(
         self, ctx: Context, engine: Engine, data: Data, checkpoints: Checkpoints | None
-    ) -> TrainedRun: ...
+    ) -> TrainedRun:
+        raise AssertionError("never run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +165,8 @@ class Faulty:
     def check(self, plan: PlanView) -> Iterator[Problem]:
         raise KeyError("oops")
 
-    def run(self, ctx: Context) -> None: ...
+    def run(self, ctx: Context) -> None:
+        raise AssertionError("never run")
 
 
 @dataclass(kw_only=True)
