@@ -67,8 +67,8 @@ class RunOutcome:
         """The exported model's folder, if there is one."""
         from pipeline.contracts.export import ExportedModel
 
-        found, steps = self.results(), self._plan().slots
-        exports = [one.slot for one in steps if issubclass(one.gives or object, ExportedModel)]
+        found, slots = self.results(), self._plan().slots
+        exports = [one.slot for one in slots if issubclass(one.gives or object, ExportedModel)]
         return next((found[slot] for slot in exports if slot in found), None)
 
     def results(self) -> dict[str, Path]:
@@ -131,12 +131,12 @@ def resume(
     from pipeline.importing.unknown_keys import plan_recipe
 
     folder = rundir.existing(Path(run_dir))
-    accepted = [word for name in accept for word in ("--accept", name)]
-    with contextlib.ExitStack() as stack:
-        file = None if recipe is None else stack.enter_context(_file_of(recipe))
-        plan_recipe(file or folder / rundir.RECIPE, overrides, for_this_machine=True)
-        other = [] if file is None else ["--recipe", str(file)]
-        _call(["resume", str(folder), *overrides, *other, *accepted], folder, on_event)
+    own = folder / rundir.RECIPE
+    options = [f"--accept={name}" for name in accept]
+    with _file_of(own if recipe is None else recipe) as file:
+        plan_recipe(file, overrides, for_this_machine=True)
+        options += [] if recipe is None else [f"--recipe={file}"]
+        _call(["resume", str(folder), *overrides, *options], folder, on_event)
     return RunOutcome(folder.resolve())
 
 
@@ -186,28 +186,29 @@ def _file_of(recipe: RecipeLike) -> Iterator[Path]:
 
 def _absolute(value: Any) -> Any:
     """Return a value of a recipe, a relative path made absolute."""
-    is_path = isinstance(value, Path) or (
-        isinstance(value, str) and value.startswith(("./", "../"))
-    )
-    return str(Path(value).absolute()) if is_path else value
+    relative = isinstance(value, str) and value.startswith(("./", "../"))
+    return str(Path(value).absolute()) if relative or isinstance(value, Path) else value
 
 
 def _call(arguments: Sequence[str], folder: Path, on_event: Listener | None) -> None:
     """Call `pipe` with events as JSON. Raises UsageError, and RunFailed and RunStopped with the
     run's folder."""
     said: deque[str] = deque(maxlen=LAST_LINES)
+
+    def collect(stderr: IO[str]) -> None:
+        for line in stderr:
+            said.append(line.rstrip())
+            LOG.info("%s", line.rstrip())
+
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "pipetrain", *arguments, "--json"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        encoding="utf-8", errors="replace",
         start_new_session=True,  # Ctrl-C is passed on once, not by the terminal too
-    ) as process:
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stderr is not None
-        listener = threading.Thread(target=_collect, args=(process.stderr, said), daemon=True)
+        listener = threading.Thread(target=collect, args=(process.stderr,), daemon=True)
         listener.start()
         try:
             for line in process.stdout:
@@ -227,9 +228,3 @@ def _call(arguments: Sequence[str], folder: Path, on_event: Listener | None) -> 
         error = kind("\n".join(said))
         error.folder = folder.resolve()
         raise error
-
-
-def _collect(stderr: IO[str], said: deque[str]) -> None:
-    for line in stderr:
-        said.append(line.rstrip())
-        LOG.info("%s", line.rstrip())

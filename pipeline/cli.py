@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import traceback
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import click
 
@@ -27,56 +27,51 @@ from pipeline.view.terminal_activity import CommandActivities
 
 HEADINGS = {
     "Start": {
-        "init": ("init:init", "Write a recipe for a model and data."),
-        "cp": ("cp:cp", "Copy a shipped recipe."),
+        "init": ("advise:init", "Write a recipe for a model and data."),
+        "cp": ("recipes:cp", "Copy a shipped recipe."),
         "check": ("check:check", "Check a recipe for mistakes, without running it."),
-        "plan": ("plan:plan", "Predict memory, time and disk of a recipe."),
+        "plan": ("check:plan", "Predict memory, time and disk of a recipe."),
         "advise": ("advise:advise", "Find a strategy for a model on given GPUs."),
-        "doctor": ("doctor:doctor", "Measure this machine and list what will fail or be slow."),
-        "import": ("import_:import_", "Translate other tools' configuration files into a recipe."),
-        "pin": ("pin:pin", "Write the commits of hub models and data sets into a recipe."),
+        "doctor": ("measure:doctor", "Measure this machine and list what will fail or be slow."),
+        "import": ("recipes:import_", "Translate other tools' configuration files into a recipe."),
+        "pin": ("recipes:pin", "Write the commits of hub models and data sets into a recipe."),
     },
     "Run": {
         "run": ("run:run", "Run all stages of a recipe."),
         "resume": ("run:resume", "Continue a run where it stopped."),
         "launch": ("launch:launch", "Print or submit the job script for a scheduler."),
-        "profile": ("profile:profile", "Record a few steps and show where their time goes."),
-        "bench": ("bench:bench", "Compare a recipe's speed under several strategies."),
+        "profile": ("measure:profile", "Record a few steps and show where their time goes."),
+        "bench": ("measure:bench", "Compare a recipe's speed under several strategies."),
     },
     "Look": {
-        "ls": ("ls:ls", "List runs."),
-        "status": ("status:status", "Show the progress of a run."),
-        "logs": ("status:logs", "Print or follow the log of a rank."),
+        "ls": ("runs:ls", "List runs."),
+        "status": ("runs:status", "Show the progress of a run."),
+        "logs": ("runs:logs", "Print or follow the log of a rank."),
         "report": ("report:report", "Write the report of a run, one HTML file."),
         "compare": ("report:compare", "Compare the results, recipes and environments of runs."),
-        "track": ("track:track", "Send a run's remaining measurements to its trackers."),
-        "inspect": ("inspect:inspect", "Show or verify the contents of a checkpoint."),
+        "track": ("report:track", "Send a run's remaining measurements to its trackers."),
+        "inspect": ("checkpoints:inspect", "Show or verify the contents of a checkpoint."),
         "show": ("show:show", "Show a recipe with all values, or samples of its data."),
-        "dag": ("dag:dag", "Show which slots read each slot's result."),
-        "clean": ("clean:clean", "List or remove files that are no longer needed."),
+        "dag": ("show:dag", "Show which slots read each slot's result."),
+        "clean": ("runs:clean", "List or remove files that are no longer needed."),
     },
     "Use the model": {
         "chat": ("chat:chat", "Chat with the model of a run."),
         "generate": ("chat:generate", "Answer one prompt with the model of a run."),
         "export": ("export:export", "Export the model of a run or of a checkpoint."),
-        "verify": ("verify:verify", "Verify that an export is undamaged and works."),
-        "convert": ("convert:convert", "Convert a training state to another format."),
+        "verify": ("export:verify", "Verify that an export is undamaged and works."),
+        "convert": ("checkpoints:convert", "Convert a training state to another format."),
     },
     "Extend": {
         "stages": ("stages:stages", "List the installed stages, or explain one."),
-        "new-stage": ("new_stage:new_stage", "Write a plugin package with a working stage."),
+        "new-stage": ("stages:new_stage", "Write a plugin package with a working stage."),
         "schema": ("stages:schema", "Print the JSON Schema of recipes, for editors."),
-        "completion": (
-            "completion:completion",
-            "Print the shell code that completes commands.",
-        ),
+        "completion": ("completion:completion", "Print the shell code that completes commands."),
     },
 }
 """Heading in `pipe --help` -> name -> module and function in `pipeline.commands`, and the line in
 `pipe --help`."""
 COMMANDS = {name: one for commands in HEADINGS.values() for name, one in commands.items()}
-
-
 WORDS = "pipe.words"
 """Key of the command line's words after `pipe` in click's context."""
 
@@ -96,17 +91,14 @@ class Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(
-            importlib.import_module(f"pipeline.commands.{module}"), attribute
-        )
-        return command
+        found = getattr(importlib.import_module(f"pipeline.commands.{module}"), attribute)
+        return cast(click.Command, found)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))
         for heading, commands in HEADINGS.items():
-            rows = [(f"{name:<{width}}", line) for name, (_, line) in commands.items()]
             with formatter.section(heading):
-                formatter.write_dl(rows)
+                formatter.write_dl([(f"{n:<{width}}", line) for n, (_, line) in commands.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[WORDS] = [*args]
@@ -148,15 +140,12 @@ class Commands(click.Group):
         except Exception as error:
             if isinstance(error, PermissionError) and error.filename:
                 _leave(f"error: {in_words(error)}", UsageError.exit_code)
-            if not is_user_error(error):
-                _give_up(error)
-            click.echo(f"error: {in_words(error)}", err=True)
-            sys.exit(1)
+            _leave(f"error: {in_words(error) if is_user_error(error) else _bug(error)}", 1)
 
 
-def _give_up(error: Exception) -> NoReturn:
-    """Report a bug, of ours or of an installed plugin: one line and a file, or the traceback with
-    PIPE_DEBUG=1."""
+def _bug(error: Exception) -> str:
+    """Keep the traceback of a bug, of ours or of an installed plugin, in a file, and return a line
+    that names it; raise the error with PIPE_DEBUG=1."""
     from pipeline.chain.entry_points import culprit, line_in
 
     if os.environ.get("PIPE_DEBUG") == "1":
@@ -167,11 +156,11 @@ def _give_up(error: Exception) -> NoReturn:
         file.writelines(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".splitlines()[0]
     stage = culprit(error)
-    if stage is not None:
-        what = f"a bug in the stage {stage.name} of {stage}: {summary}"
-        line = line_in(error, stage.value)
-        _leave(f"error: {what}, at {line} (report it to its authors with {file.name})", 1)
-    _leave(f"error: a bug in pipe: {summary} (please report it with {file.name})", 1)
+    if stage is None:
+        return f"a bug in pipe: {summary} (please report it with {file.name})"
+    line = line_in(error, stage.value)
+    bug = f"a bug in the stage {stage.name} of {stage}: {summary}, at {line}"
+    return f"{bug} (report it to its authors with {file.name})"
 
 
 def _leave(last_words: str, code: int) -> NoReturn:
@@ -188,7 +177,3 @@ def _leave(last_words: str, code: int) -> NoReturn:
 def main() -> None:
     """Train a transformer from one recipe, with any parallelism strategy."""
     quiet_loggers()
-
-
-if __name__ == "__main__":
-    main()

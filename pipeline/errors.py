@@ -20,8 +20,7 @@ COMMAND_LINE = "command line, "
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Location:
-    """A place in a file a person wrote. `line` and `column` count from 1; 0 means the whole
-    file."""
+    """A place in a file a person wrote. `line` and `column` count from 1; 0: the whole file."""
 
     file: str
     line: int = 0
@@ -132,8 +131,7 @@ class DataError(StageError):
         self, message: str, *, file: str | Path, row: int | None = None, hint: str = ""
     ) -> None:
         self.message, self.file, self.row, self.hint = message, str(file), row, hint
-        place = f"{file}:{row}" if row is not None else str(file)
-        super().__init__(f"{place}: {message}", hint=hint)
+        super().__init__(f"{file if row is None else f'{file}:{row}'}: {message}", hint=hint)
 
 
 class BadRows(StageError):
@@ -168,6 +166,11 @@ class ExportError(StageError):
     """An export does not load as the model that was trained."""
 
 
+Failure = Literal["raised", "stalled", "died"]
+Memory = Literal["", "host", "device"]
+"""Kind of memory that ran out."""
+
+
 class RunFailed(PipeError):
     """A worker process failed; carries the first failing rank's error as its message."""
 
@@ -178,14 +181,13 @@ class RunFailed(PipeError):
         self,
         message: str,
         *,
-        kind: Literal["raised", "stalled", "died"] = "raised",
+        kind: Failure = "raised",
         restart: Restart = "never",
-        memory: Literal["", "host", "device"] = "",
+        memory: Memory = "",
     ) -> None:
-        self.kind: Literal["raised", "stalled", "died"] = kind
+        self.kind: Failure = kind
         self.restart = restart
-        self.memory: Literal["", "host", "device"] = memory
-        """Kind of memory that ran out."""
+        self.memory: Memory = memory
         self.stopping = False
         """Whether the run had been asked to stop, so that it is not started again."""
         super().__init__(message)
@@ -225,16 +227,13 @@ class JournalDamaged(UsageError):
     """A run's journal is damaged."""
 
 
-_OF_THE_MACHINE = {
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ELOOP,
-    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EISDIR, errno.ENOTDIR,
-    errno.ENXIO, errno.ENOLCK, errno.EOPNOTSUPP,
-}  # fmt: skip
-
-
 _LATER_IT_MAY_GO = {
     errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
     errno.ETIMEDOUT,
+}  # fmt: skip
+_OF_THE_MACHINE = _LATER_IT_MAY_GO | {
+    errno.EFBIG, errno.EROFS, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENOLCK,
+    errno.EOPNOTSUPP,
 }  # fmt: skip
 
 

@@ -10,52 +10,48 @@ import click
 from pipeline.chain.elsewhere import explained
 from pipeline.chain.entry_points import kind_of
 from pipeline.chain.registry import Registry
-from pipeline.errors import COMMAND_LINE, Location, Problem
+from pipeline.errors import COMMAND_LINE, Location
 from pipeline.importing.unknown_keys import of_other_tools
 from pipeline.recipe import read_recipe
 from pipeline.recipe.includes import by_use
 from pipeline.recipe.nodes import UnknownKey
+from pipeline.recipe.parse import scalar
 from pipeline.utils.text import closest
 
-COMMANDS = {
-    **dict.fromkeys(("train", "start", "fit", "sft", "finetune", "pretrain", "exec"), "run"),
-    **dict.fromkeys(("continue", "restart"), "resume"),
-    **dict.fromkeys(("validate", "lint"), "check"),
-    **dict.fromkeys(("estimate", "dry-run", "memory"), "plan"),
-    **dict.fromkeys(("list", "runs", "ps"), "ls"),
-    **dict.fromkeys(("merge", "save"), "export"),
-    **dict.fromkeys(("copy", "clone", "recipes"), "cp"),
-    **dict.fromkeys(("new", "create", "wizard"), "init"),
-    **dict.fromkeys(("tail", "log"), "logs"),
-    **dict.fromkeys(("watch", "top", "monitor"), "status"),
-    **dict.fromkeys(("diff",), "compare"),
-    **dict.fromkeys(("rm", "delete", "prune"), "clean"),
-    **dict.fromkeys(("env", "info", "diagnose"), "doctor"),
-    **dict.fromkeys(("infer", "inference", "predict", "complete"), "generate"),
+ALIASES = {
+    "run": "train start fit sft finetune pretrain exec",
+    "resume": "continue restart",
+    "check": "validate lint",
+    "plan": "estimate dry-run memory",
+    "ls": "list runs ps",
+    "export": "merge save",
+    "cp": "copy clone recipes",
+    "init": "new create wizard",
+    "logs": "tail log",
+    "status": "watch top monitor",
+    "compare": "diff",
+    "clean": "rm delete prune",
+    "doctor": "env info diagnose",
+    "generate": "infer inference predict complete",
 }
-"""What other programs call a command."""
-OPTIONS = {
-    **dict.fromkeys(("--config", "--recipe", "-c"), ("recipe",)),
-    **dict.fromkeys(("--resume", "--resume-from-checkpoint"), ("--fresh",)),
-    "--nnodes": ("--nodes",),
-    **dict.fromkeys(("--output-dir", "--output", "--to"), ("--out", "--run-dir")),
-}
-"""Options of other programs -> parameters that a command can have for them."""
-INSTEAD = {
-    "recipe": "the recipe needs no option: pipe {command} {value}",
-    "--fresh": "pipe resume RUN continues a run",
-    "--nodes": "use --nodes {value} --node-rank NUMBER --rdzv HOST:PORT",
-    "--out": "--out names what is written",
-    "--run-dir": "--run-dir names the folder of a run",
-}
-"""Parameter of a command -> what to write for another program's option."""
+"""Command -> what other programs call it."""
+INSTEAD = (
+    ("--config --recipe -c", "recipe", "the recipe needs no option: pipe {command} {value}"),
+    ("--resume --resume-from-checkpoint", "--fresh", "pipe resume RUN continues a run"),
+    ("--nnodes", "--nodes", "use --nodes {value} --node-rank NUMBER --rdzv HOST:PORT"),
+    ("--output-dir --output --to", "--out", "--out names what is written"),
+    ("--output-dir --output --to", "--run-dir", "--run-dir names the folder of a run"),
+)
+"""Options of other programs, the parameter that a command can have for them, and what to write."""
 
 
 def command_meant(name: str, known: Collection[str]) -> str:
     """Return the hint for a command that there is not."""
     if Path(name).suffix in (".yaml", ".yml"):
         return f"write: pipe run {name}"
-    alias, stage = COMMANDS.get(name.lower()), _stage_meant(name.lower())
+    word = name.lower()
+    alias = next((command for command, names in ALIASES.items() if word in names.split()), None)
+    stage = _stage_meant(word)
     if alias is None and stage and kind_of(stage) not in known:
         return f"it is a slot of a recipe: `pipe stages {stage}` explains it"
     found = alias or closest(name, known)
@@ -74,20 +70,19 @@ def _stage_meant(word: str) -> str:
 def option_meant(error: click.NoSuchOption, words: Sequence[str]) -> str:
     """Return the hint for an option that a command does not have, in the command line's words after
     `pipe`; empty if click's own is better."""
-    context = error.ctx
-    option = error.option_name
-    if context is None or not words:
+    if error.ctx is None or not words:
         return ""
-    value = _value(option, words)
-    takes = {name for one in context.command.params for name in one.opts}
+    command, option = error.ctx.command, error.option_name
+    takes = {name for one in command.params for name in one.opts}
     spelled = option.replace("_", "-")
     if spelled in takes:
         return f"write {spelled}"
-    instead = next((one for one in OPTIONS.get(spelled, ()) if one in takes), None)
-    if instead is not None:
-        value = value or instead.removeprefix("--").upper()
-        return INSTEAD[instead].format(command=context.info_name, value=value)
-    if not any(one.name == "overrides" for one in context.command.params):
+    value = _value(option, words)
+    for names, parameter, hint in INSTEAD:
+        if spelled in names.split() and parameter in takes:
+            value = value or parameter.removeprefix("--").upper()
+            return hint.format(command=error.ctx.info_name, value=value)
+    if "overrides" not in takes:
         return ""
     path = option.lstrip("-")
     if "." in path:
@@ -111,12 +106,7 @@ def _setting(name: str, value: str, words: Sequence[str]) -> str:
     recipe = read_recipe(file)[0] if file is not None else None
     if recipe is None:
         return ""
-    from pipeline.recipe.parse import scalar
-
-    place = Location(file=f"{COMMAND_LINE}option")
-    unknown: Problem = UnknownKey(
-        message="", location=place, path=(name.replace("-", "_"),), value=scalar(value or "VALUE")
-    )
-    return "".join(
-        one.hint for one in explained([unknown], recipe, Registry.installed(), of_other_tools)
-    )
+    place, path = Location(file=f"{COMMAND_LINE}option"), (name.replace("-", "_"),)
+    key = UnknownKey(message="", location=place, path=path, value=scalar(value or "VALUE"))
+    found = explained([key], recipe, Registry.installed(), of_other_tools)
+    return "".join(one.hint for one in found)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,52 +15,40 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.completion import RUN
-from pipeline.commands.options import Count, code_option, json_option, newest_run, run_argument
+from pipeline.commands import completion, options
+from pipeline.commands.options import Count, flag, option
 from pipeline.contracts.export import Message, TextModel, Writing, Written
 from pipeline.errors import StageError
 from pipeline.utils.terminal import bare, shown
 
 if TYPE_CHECKING:
-    from pipeline.execution.talk import Opener, Subject
+    from pipeline.execution.talk import Subject
 
-Load = Callable[[], TextModel]
 TRAINED, BASE = "trained", "base"
 """The two models, as headings and as keys of --json."""
 
-
-def talk_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that choose a model and say how it writes."""
-    options = (
-        click.option("--step", metavar="N|best", help="The checkpoint of this step, or the best."),
-        click.option("--beside", is_flag=True, help="Let the model before training answer, too."),
-        click.option(
-            "--max-tokens", type=Count(1), default=256, show_default=True,
-            help="Most tokens of an answer.",
-        ),
-        click.option(
-            "--temperature", type=click.FloatRange(0), default=0.0, show_default=True,
-            help="Divide the logits by this and draw; 0 takes the most probable token.",
-        ),
-        click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws."),
-        click.option("--system", metavar="TEXT", help="System message before the conversation."),
-        click.option("--plain", is_flag=True, help="Continue texts without the chat template."),
-        click.option(
-            "--device", default="auto", show_default=True,
-            help="Device: cpu, cuda or cuda:N; auto takes a GPU if there is one.",
-        ),
-        code_option,
-    )  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
+talk_options = options.together(
+    option("--step", "The checkpoint of this step, or the best.", metavar="N|best"),
+    flag("--beside", "Let the model before training answer, too."),
+    option("--max-tokens", "Most tokens of an answer.", type=Count(1), default=256),
+    option("--temperature", "Divide the logits by this and draw; 0 takes the most probable token.",
+           type=click.FloatRange(0), default=0.0),
+    option("--seed", "Seed of the draws.", type=int, default=0),
+    option("--system", "System message before the conversation.", metavar="TEXT"),
+    flag("--plain", "Continue texts without the chat template."),
+    option("--device", "Device: cpu, cuda or cuda:N; auto takes a GPU if there is one.",
+           default="auto"),
+    options.trust_code,
+)  # fmt: skip
+"""Options that choose a model and say how it writes; `_talk` takes their values."""
 
 
 @click.command("generate")
-@click.argument("words", metavar="[RUN] PROMPT", nargs=-1, required=True, shell_complete=RUN)
+@click.argument("words", metavar="[RUN] PROMPT", nargs=-1, required=True,
+                shell_complete=completion.runs)  # fmt: skip
 @talk_options
-@json_option
-def generate(words: tuple[str, ...], as_json: bool, **options: Any) -> None:
+@options.as_json
+def generate(words: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Answer PROMPT with the model of RUN, by default the newest run in ./runs.
 
     RUN is a run, an export or a checkpoint; of a run it is the newest export, or if there is none
@@ -71,10 +61,19 @@ def generate(words: tuple[str, ...], as_json: bool, **options: Any) -> None:
     if run is None and Path(prompt).is_dir():
         raise click.UsageError(f"the prompt is missing: {prompt} is a folder")
     prompt = sys.stdin.read() if prompt == "-" else prompt
-    with _opener(run or str(newest_run()), options) as (opener, subject):
-        facts = {name: _generated(name, load, subject, prompt, options, as_json=as_json)
-                 for name, load in _loads(opener, options).items()}  # fmt: skip
+    facts = dict[str, Any]()
+    with _talk(run or str(options.newest_run()), **given) as talk:
+        for name in talk.loads:
+            talk.introduce(name)
+            model = talk.model(name)
+            if as_json:
+                written = talk.say(name, prompt, lambda piece: None)
+            else:
+                written = talk.show(name, prompt, heading=given["beside"])
+            facts[name] = {**vars(written), "dtype": model.dtype, "device": model.device}
+            talk.close()
     if as_json:
+        subject = talk.subject
         about = {
             "schema_version": 1, "run": subject.run, "step": subject.step,
             "export": subject.folder, "checkpoint": subject.checkpoint, "prompt": prompt,
@@ -82,138 +81,130 @@ def generate(words: tuple[str, ...], as_json: bool, **options: Any) -> None:
         click.echo(json.dumps({**about, **facts}, indent=1, default=str))
 
 
-def _generated(
-    name: str,
-    load: Load,
-    subject: Subject,
-    prompt: str,
-    options: Mapping[str, Any],
-    *,
-    as_json: bool,
-) -> dict[str, Any]:
-    """Have one model answer, and print it; the facts for programs."""
-    with contextlib.closing(load()) as model:
-        conversation = _conversation(options)
-        _say_loaded(name, model, subject, conversation)
-        if options["beside"] and not as_json:
-            click.echo(f"{name}:")
-        written = conversation.say(model, prompt, (lambda piece: None) if as_json else _show)
-        if not as_json:
-            _end_answer(written)
-        return {**vars(written), "dtype": model.dtype, "device": model.device}
-
-
 @click.command("chat")
-@run_argument(address=True)
+@options.run(address=True)
 @talk_options
-def chat(run: str, **options: Any) -> None:
+def chat(run: str, **given: Any) -> None:
     """Talk to the model of RUN, by default the newest run in ./runs.
 
     RUN is a run, an export or a checkpoint; of a run it is the newest export, or if there is none
     the newest checkpoint. /reset drops what was said, Ctrl-C ends an answer, /exit or Ctrl-D ends
     the chat. Where standard input is not a terminal, each of its lines is a message.
     """
-    with _opener(run, options) as (opener, subject), contextlib.ExitStack() as stack:
-        models = Models(_loads(opener, options))
-        stack.callback(models.close)
-        conversations = {name: _conversation(options) for name in models.names}
-        for name, conversation in conversations.items():
-            _say_loaded(name, models.model(name), subject, conversation)
-        _say("/reset drops what was said, /exit or Ctrl-D ends the chat")
+    with _talk(run, **given) as talk:
+        for name in talk.loads:
+            talk.introduce(name)
+        _note("/reset drops what was said, /exit or Ctrl-D ends the chat")
         for line in _lines():
             if line == "/exit":
                 break
             if line == "/reset":
-                for conversation in conversations.values():
-                    conversation.reset()
-                _say("the conversation begins again")
+                talk.said.clear()
+                _note("the conversation begins again")
             elif line.startswith("/") and line[1:].isalpha():
-                _say(f"there is no {line}, only /reset and /exit")
+                _note(f"there is no {line}, only /reset and /exit")
             elif line:
-                _answer(line, models, conversations)
+                for name in talk.loads:
+                    talk.model(name)
+                    try:
+                        talk.show(name, line, heading=given["beside"])
+                    except StageError as error:
+                        _note(str(error))
+                    except KeyboardInterrupt:
+                        click.echo()
+                        _note("stopped: this message and its answer are dropped")
 
 
-class Models:
-    """The trained model, and the one before training if it is asked for: both in memory if they
-    fit, else loaded in turn."""
+@dataclass(kw_only=True)
+class Talk:
+    """A conversation with the trained model, and one with the model before training if it is asked
+    for: both models are in memory if they fit, else they are loaded in turn."""
 
-    def __init__(self, loads: Mapping[str, Load]) -> None:
-        self._loads = loads
-        self._open: dict[str, TextModel] = {}
-        self._in_turn = False
-
-    @property
-    def names(self) -> list[str]:
-        """TRAINED, and BASE if it is asked for."""
-        return list(self._loads)
+    subject: Subject
+    loads: Mapping[str, Callable[[], TextModel]]
+    writing: Writing
+    system: str | None
+    """Message that comes before the conversation."""
+    plain: bool
+    """Whether texts are continued as they are, separately, also where there is a template."""
+    said: dict[str, list[Message]] = field(default_factory=lambda: defaultdict(list))
+    """Messages of users and answers of each model, in turn."""
+    open: dict[str, TextModel] = field(default_factory=dict)
+    in_turn: bool = False
 
     def model(self, name: str) -> TextModel:
         """Return a model, which is loaded if it is not in memory."""
-        if name not in self._open:
-            if not self._in_turn and not all(other.has_room() for other in self._open.values()):
-                _say("memory has no room for both models: they are loaded in turn")
-                self._in_turn = True
-            if self._in_turn:
+        if name not in self.open:
+            if not self.in_turn and not all(other.has_room() for other in self.open.values()):
+                _note("memory has no room for both models: they are loaded in turn")
+                self.in_turn = True
+            if self.in_turn:
                 self.close()
-            self._open[name] = self._loads[name]()
-        return self._open[name]
+            self.open[name] = self.loads[name]()
+        return self.open[name]
 
     def close(self) -> None:
         """Release all memory."""
-        while self._open:
-            self._open.popitem()[1].close()
+        while self.open:
+            self.open.popitem()[1].close()
 
+    def introduce(self, name: str) -> None:
+        """Say which model was loaded, and how it reads messages if not by its template."""
+        model = self.model(name)
+        what = str(self.subject) if name == TRAINED else "the model before training"
+        _note(f"{name}: {what}, {model.dtype}, {model.device}")
+        if self.plain or not model.has_template:
+            why = "--plain" if model.has_template else "no chat template"
+            left = "; --system is left out" if self.system else ""
+            _note(f"{name}: {why}, so each text is continued separately{left}")
 
-def _answer(line: str, models: Models, conversations: Mapping[str, Conversation]) -> None:
-    """Have each model answer, each with its own answers so far; Ctrl-C ends an answer."""
-    for name, conversation in conversations.items():
-        model = models.model(name)
-        if len(conversations) > 1:
+    def say(self, name: str, text: str, show: Callable[[str], object]) -> Written:
+        """Have a model answer a message, and keep both; or, without a template, have it continue
+        the text. `show` takes the pieces of the answer. Raises StageError, and keeps nothing
+        then."""
+        model, said = self.model(name), self.said[name]
+        # equal messages may have different answers: each turn has its own seed
+        how = replace(self.writing, seed=self.writing.seed + len(said))
+        if self.plain or not model.has_template:
+            return model.continue_text(text, how, show)
+        before = [{"role": "system", "content": self.system}] if self.system else []
+        asked = {"role": "user", "content": text}
+        written = model.answer([*before, *said, asked], how, show)
+        said += [asked, {"role": "assistant", "content": written.text}]
+        return written
+
+    def show(self, name: str, text: str, *, heading: bool) -> Written:
+        """Print the answer as it comes; say if it is empty or was cut."""
+        if heading:
             click.echo(f"{name}:")
-        try:
-            _end_answer(conversation.say(model, line, _show))
-        except StageError as error:
-            _say(str(error))
-        except KeyboardInterrupt:
-            click.echo()
-            _say("stopped: this message and its answer are dropped")
+        written = self.say(name, text, _show)
+        click.echo()
+        if not written.text:
+            _note("(no text)")
+        if not written.ended:
+            _note(f"cut after {written.tokens} tokens; --max-tokens allows more")
+        return written
 
 
 @contextlib.contextmanager
-def _opener(run: str, options: Mapping[str, Any]) -> Iterator[tuple[Opener, Subject]]:
-    """Yield what opens the models of a run, and what that is."""
+def _talk(
+    run: str, *, step: str | None, beside: bool, device: str, system: str | None, plain: bool,
+    **writing: Any,
+) -> Iterator[Talk]:  # fmt: skip
     from pipeline.execution.talk import found, opener
 
-    subject = found(run, options["step"])
+    subject = found(run, step)
     if subject.newer is not None:
-        _say(f"a newer checkpoint is there: --step {subject.newer}")
+        _note(f"a newer checkpoint is there: --step {subject.newer}")
     log = logging.Logger("pipe.chat", logging.WARNING)
     log.addHandler(logging.StreamHandler(sys.stderr))
-    with opener(subject, log, options["device"]) as opened:
-        yield opened, subject
-
-
-def _loads(opener: Opener, options: Mapping[str, Any]) -> dict[str, Load]:
-    return {TRAINED: opener.trained, **({BASE: opener.base} if options["beside"] else {})}
-
-
-def _conversation(options: Mapping[str, Any]) -> Conversation:
-    writing = Writing(
-        max_tokens=options["max_tokens"],
-        temperature=options["temperature"],
-        seed=options["seed"],
-    )
-    return Conversation(writing=writing, system=options["system"], plain=options["plain"])
-
-
-def _say_loaded(name: str, model: TextModel, subject: Subject, conversation: Conversation) -> None:
-    """Say which model was loaded, and how it reads messages if that is not by its template."""
-    what = str(subject) if name == TRAINED else "the model before training"
-    _say(f"{name}: {what}, {model.dtype}, {model.device}")
-    if not conversation.lays_out(model):
-        why = "--plain" if model.has_template else "no chat template"
-        left = "; --system is left out" if conversation.system else ""
-        _say(f"{name}: {why}, so each text is continued separately{left}")
+    with opener(subject, log, device) as models:
+        loads = {TRAINED: models.trained} | ({BASE: models.base} if beside else {})
+        talk = Talk(
+            subject=subject, loads=loads, writing=Writing(**writing), system=system, plain=plain
+        )
+        with contextlib.closing(talk):
+            yield talk
 
 
 def _lines() -> Iterator[str]:
@@ -236,49 +227,4 @@ def _show(text: str) -> None:
     click.echo(shown(text), nl=False, file=bare(sys.stdout))
 
 
-def _end_answer(written: Written) -> None:
-    """End the line of an answer; say if it is empty or was cut."""
-    click.echo()
-    if not written.text:
-        _say("(no text)")
-    if not written.ended:
-        _say(f"cut after {written.tokens} tokens; --max-tokens allows more")
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)
-
-
-@dataclass(kw_only=True)
-class Conversation:
-    """The messages of a conversation with one model, and the settings of its answers."""
-
-    writing: Writing
-    system: str | None = None
-    """Message that comes before the conversation."""
-    plain: bool = False
-    """Whether texts are continued as they are, separately, also where there is a template."""
-    said: list[Message] = field(default_factory=list)
-    """Messages of users and their answers, in turn."""
-
-    def reset(self) -> None:
-        """Drop what was said."""
-        self.said = []
-
-    def lays_out(self, model: TextModel) -> bool:
-        """Whether messages take the model's chat template."""
-        return model.has_template and not self.plain
-
-    def say(self, model: TextModel, text: str, show: Callable[[str], object]) -> Written:
-        """Have the model answer a message, and keep both; or, without a template, have it continue
-        the text. `show` takes the pieces of the answer. Raises StageError, and keeps nothing
-        then."""
-        # equal messages may have different answers: each turn has its own seed
-        how = replace(self.writing, seed=self.writing.seed + len(self.said))
-        if not self.lays_out(model):
-            return model.continue_text(text, how, show)
-        before = [{"role": "system", "content": self.system}] if self.system else []
-        asked = {"role": "user", "content": text}
-        written = model.answer([*before, *self.said, asked], how, show)
-        self.said += [asked, {"role": "assistant", "content": written.text}]
-        return written
+_note = functools.partial(click.echo, err=True)

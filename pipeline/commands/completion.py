@@ -8,14 +8,13 @@ import contextlib
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 MOST_RUNS = 50
-SHELLS = ("bash", "zsh", "fish")
 NO_SPACE = (
     "    return 0\n",
     "    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=/] ]] && compopt -o nospace\n"
@@ -25,7 +24,7 @@ NO_SPACE = (
 
 
 @click.command("completion")
-@click.argument("shell", type=click.Choice(SHELLS))
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
 def completion(shell: str) -> None:
     """Print the shell code that completes `pipe` commands.
 
@@ -34,8 +33,7 @@ def completion(shell: str) -> None:
     """
     kind = get_completion_class(shell)
     assert kind is not None
-    from pipeline.cli import main
-
+    main = click.get_current_context().find_root().command
     source = kind(main, {}, "pipe", "_PIPE_COMPLETE").source()
     click.echo(source.replace(*NO_SPACE) if shell == "bash" else source)
 
@@ -54,19 +52,10 @@ def _quietly(found: Callable[[click.Context, str], Iterator[str]]) -> Complete:
     return complete
 
 
-def _runs(context: click.Context, typed: str) -> Iterator[str]:
-    head, folder = _folder_in(typed if "/" in typed else "runs/")
-    found = sorted(folder.glob("*/recipe.yaml"), key=lambda file: -file.stat().st_mtime)
-    yield from (f"{head}{file.parent.name}" for file in found[:MOST_RUNS])
-    runs = {f"{head}{file.parent.name}/" for file in found}
-    yield from (folder for folder in _folders(typed) if folder not in runs)
-
-
-def _recipes(context: click.Context, typed: str) -> Iterator[str]:
-    head, folder = _folder_in(typed)
-    files = sorted(one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml"))
-    yield from (f"{head}{name}" for name in files)
-    yield from _folders(typed)
+def _folder_in(typed: str) -> tuple[str, Path]:
+    """Return the part of a path up to its last slash, as it was typed, and the folder it names."""
+    head = typed[: typed.rfind("/") + 1]
+    return head, Path(head).expanduser()
 
 
 def _folders(typed: str) -> Iterator[str]:
@@ -75,25 +64,39 @@ def _folders(typed: str) -> Iterator[str]:
     yield from (f"{head}{name}/" for name in names)
 
 
-def _folder_in(typed: str) -> tuple[str, Path]:
-    """Return the part of a path up to its last slash, as it was typed, and the folder it names."""
-    head = typed[: typed.rfind("/") + 1]
-    return head, Path(head).expanduser()
+@_quietly
+def runs(context: click.Context, typed: str) -> Iterator[str]:
+    head, folder = _folder_in(typed if "/" in typed else "runs/")
+    files = sorted(folder.glob("*/recipe.yaml"), key=lambda file: -file.stat().st_mtime)
+    found = [f"{head}{file.parent.name}" for file in files]
+    yield from found[:MOST_RUNS]
+    yield from (folder for folder in _folders(typed) if folder[:-1] not in found)
 
 
-def _stages(context: click.Context, typed: str) -> Iterator[str]:
+@_quietly
+def recipes(context: click.Context, typed: str) -> Iterator[str]:
+    head, folder = _folder_in(typed)
+    files = sorted(one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml"))
+    yield from (f"{head}{name}" for name in files)
+    yield from _folders(typed)
+
+
+@_quietly
+def stages(context: click.Context, typed: str) -> Iterator[str]:
     from pipeline.chain.registry import Registry
 
     yield from (entry.name for entry in Registry.installed().entries())
 
 
-def _shipped(context: click.Context, typed: str) -> Iterator[str]:
-    from pipeline.recipe.includes import shipped
+@_quietly
+def shipped(context: click.Context, typed: str) -> Iterator[str]:
+    from pipeline.recipe import includes
 
-    yield from shipped()
+    yield from includes.shipped()
 
 
-def _overrides(context: click.Context, typed: str) -> Iterator[str]:
+@_quietly
+def overrides(context: click.Context, typed: str) -> Iterator[str]:
     """Yield `slot.field=` for every field of the recipe's stages, and the values of a field whose
     values are known."""
     from pipeline.chain.registry import Registry
@@ -110,9 +113,9 @@ def _overrides(context: click.Context, typed: str) -> Iterator[str]:
     registry, earlier = Registry.installed(), list[str]()
     kinds = dict(_fields("launch", Launch))
     for slot, spec in recipe.stages.items():
-        kinds |= _fields(slot, registry.load(spec.use))
-        taken = (need.parameter for need in needs(registry.load(spec.use)))
-        kinds |= {f"{slot}.takes.{parameter}": Literal[tuple(earlier)] for parameter in taken}
+        stage = registry.load(spec.use)
+        kinds |= _fields(slot, stage)
+        kinds |= {f"{slot}.takes.{one.parameter}": Literal[tuple(earlier)] for one in needs(stage)}
         earlier.append(slot)
         alike = f"{spec.use.partition('.')[0]}."
         names = [one.name for one in registry.entries() if one.name.startswith(alike)]
@@ -134,18 +137,13 @@ def _key_in(typed: str, earlier: Sequence[str]) -> tuple[str | None, str]:
     before, last = ("", "", *earlier)[-2:]
     if last == "=":
         return before, ""
-    if last and "=" not in last and before != "=":
-        return last, ""
-    return None, ""
+    return (last, "") if last and "=" not in last and before != "=" else (None, "")
 
 
 def _fields(slot: str, owner: type) -> Iterator[tuple[str, Any]]:
     """Yield `slot.field` and its type for the fields of a dataclass."""
-    from typing import get_type_hints
-
     kinds = get_type_hints(owner)
-    for name in getattr(owner, "__dataclass_fields__", ()):
-        yield f"{slot}.{name}", kinds[name]
+    yield from ((f"{slot}.{n}", kinds[n]) for n in getattr(owner, "__dataclass_fields__", ()))
 
 
 def _values(kind: Any) -> Iterator[str]:
@@ -159,7 +157,3 @@ def _values(kind: Any) -> Iterator[str]:
     elif get_origin(kind) in (Union, types.UnionType):
         for inner in get_args(kind):
             yield from _values(inner)
-
-
-RUN, RECIPE, STAGE = _quietly(_runs), _quietly(_recipes), _quietly(_stages)
-SHIPPED, OVERRIDE = _quietly(_shipped), _quietly(_overrides)

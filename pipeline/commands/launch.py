@@ -14,14 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import (
-    Count,
-    overrides_argument,
-    permissions,
-    pinned_option,
-    recipe_argument,
-    trust_options,
-)
+from pipeline.commands import options
+from pipeline.commands.options import PATH, Count, flag, option
 from pipeline.errors import UsageError
 from pipeline.utils.terminal import hidden_in, shown
 
@@ -30,72 +24,43 @@ if TYPE_CHECKING:
     from pipeline.launch.targets import Job, Target
 
 TARGETS = ("slurm", "kubeflow", "skypilot", "dstack", "docker")
-OPTIONS = {
+FLAGS = {
     "kind": "--gpu-kind", "image": "--image", "setup": "--setup", "mounts": "--mount",
     "time_limit": "--time-limit", "grace": "--grace", "tasks": "--tasks", "extra": "--extra",
 }  # fmt: skip
+"""Field of a job -> its option; not every target has a use for it."""
 DEFAULTS: dict[str, Any] = {"grace": 300, "tasks": "node"}
 
 
 @click.command("launch")
-@recipe_argument
-@overrides_argument
-@click.option("--target", type=click.Choice(TARGETS), required=True,
-              help="Scheduler or platform that runs the job.")  # fmt: skip
-@click.option("--print", "shows", is_flag=True, help="Print the script on standard output.")
-@click.option("--submit", is_flag=True, help="Submit the script with the target's client.")
-@click.option(
-    "--run-dir",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Folder of the run, on a file system that all nodes share. A restarted job continues it.",
-)
-@click.option("--nodes", metavar="N|MIN:MAX", show_default="launch.nodes", help="Number of nodes.")
-@click.option("--gpus", type=Count(0), show_default="launch.procs", help="GPUs per node.")
-@click.option("--gpu-kind", "kind", help="Kind of GPU in the target's words, such as H100.")
-@click.option("--image", help="Container image that holds this program (on Slurm: through pyxis).")
-@click.option(
-    "--setup",
-    help="Command that installs this program, or activates it on Slurm.",
-)
-@click.option(
-    "--mount",
-    "mounts",
-    multiple=True,
-    metavar="SOURCE:TARGET",
-    help="Mount a folder (Kubeflow: volume claim, SkyPilot: bucket). May be repeated.",
-)
-@click.option("--time-limit", help="Time limit in Slurm's format, such as 24:00:00.")
-@click.option(
-    "--grace",
-    type=Count(1),
-    show_default=str(DEFAULTS["grace"]),
-    help="Seconds before the end at which to save and stop.",
-)
-@click.option(
-    "--tasks",
-    type=click.Choice(["node", "gpu"]),
-    show_default=DEFAULTS["tasks"],
-    help="Start one task per node, which starts its ranks, or one per GPU.",
-)
-@click.option(
-    "--extra",
-    multiple=True,
-    help="Option for the target, such as --partition=a. May be repeated.",
-)
-@pinned_option
-@trust_options
+@options.recipe
+@option("--target", "Scheduler or platform that runs the job.", type=click.Choice(TARGETS),
+        required=True)  # fmt: skip
+@flag("--print", "shows", "Print the script on standard output.")
+@flag("--submit", "Submit the script with the target's client.")
+@option("--run-dir",
+        "Folder of the run, on a file system that all nodes share. A restarted job continues it.",
+        type=PATH, required=True)  # fmt: skip
+@option("--nodes", "Number of nodes.", metavar="N|MIN:MAX", show_default="launch.nodes")
+@option("--gpus", "GPUs per node.", type=Count(0), show_default="launch.procs")
+@option("--gpu-kind", "kind", "Kind of GPU in the target's words, such as H100.")
+@option("--image", "Container image that holds this program (on Slurm: through pyxis).")
+@option("--setup", "Command that installs this program, or activates it on Slurm.")
+@option("--mount", "mounts",
+        "Mount a folder (Kubeflow: volume claim, SkyPilot: bucket). May be repeated.",
+        multiple=True, metavar="SOURCE:TARGET")  # fmt: skip
+@option("--time-limit", "Time limit in Slurm's format, such as 24:00:00.")
+@option("--grace", "Seconds before the end at which to save and stop.", type=Count(1),
+        show_default=str(DEFAULTS["grace"]))  # fmt: skip
+@option("--tasks", "Start one task per node, which starts its ranks, or one per GPU.",
+        type=click.Choice(["node", "gpu"]), show_default=DEFAULTS["tasks"])  # fmt: skip
+@option("--extra", "Option for the target, such as --partition=a. May be repeated.", multiple=True)
+@options.pinned
+@options.trust
 def launch(
-    recipe: Path,
-    overrides: tuple[str, ...],
-    target: str,
-    shows: bool,
-    submit: bool,
-    run_dir: Path,
-    nodes: str | None,
-    gpus: int | None,
-    **given: Any,
-) -> None:
+    recipe: Path, overrides: tuple[str, ...], target: str, shows: bool, submit: bool,
+    run_dir: Path, nodes: str | None, gpus: int | None, **given: Any,
+) -> None:  # fmt: skip
     """Print or submit the job script that runs RECIPE on a scheduler.
 
     OVERRIDES change the recipe first, such as train.steps=50. The recipe is checked. Environment
@@ -112,30 +77,33 @@ def launch(
     for problem in path_problems("", str(run_dir)):
         raise UsageError(f"--run-dir: {problem.message}", hint=problem.hint)
     kind = KNOWN[target]
-    _require_options(target, kind, given)
-    _require_forms(kind, given)
-    if kind.forgets:
-        _require_kept(target, kind, run_dir, given["mounts"])
+    mounted = _mounted(target, kind, given)
+    if kind.forgets and (".." in run_dir.parts or not any(map(run_dir.is_relative_to, mounted))):
+        raise UsageError(
+            f"--run-dir {run_dir} is in none of the mounted folders, so the run would be gone with "
+            f"{target}'s container",
+            hint="--mount SOURCE:TARGET, and a --run-dir in TARGET",
+        )
     if nodes is not None:
         few, most = bounds(nodes, "--nodes")
         own = str(most) if few == most else f"{{min: {few}, max: {most}}}"
         overrides = (*overrides, f"launch.nodes={own}")
     plan = plan_recipe(recipe, overrides, forecast=True)
-    elsewhere = bool(given["image"]) or kind.forgets or kind.fresh
     if not kind.takes_folder:  # the current folder may be another one there
         overrides = tuple(map(with_absolute_paths, overrides))
         run_dir = run_dir.absolute() if kind.brings else run_dir
-    around = _surroundings(target, kind, plan, run_dir, given["mounts"], elsewhere=elsewhere)
     # the recipe is at the same absolute place there, or in the folder that goes along
-    place, here = recipe.absolute(), Path.cwd()
-    if kind.takes_folder and place.is_relative_to(here):
-        place = place.relative_to(here)
-    arguments = ["run", str(place), *overrides, "--run-dir", str(run_dir)]
-    arguments += permissions()
-    job = _job(plan, arguments, gpus, {**given, **around})
+    place = recipe.absolute()
+    if kind.takes_folder and place.is_relative_to(Path.cwd()):
+        place = place.relative_to(Path.cwd())
+    elsewhere = bool(given["image"]) or kind.forgets or kind.fresh
+    job = _job(
+        plan, gpus, given | _surroundings(target, kind, plan, run_dir, mounted, elsewhere),
+        ["run", str(place), *overrides, "--run-dir", str(run_dir), *options.permissions()],
+    )  # fmt: skip
     lacking = next((n for n in kind.needs_with_gpus if job.gpus and not getattr(job, n)), None)
     if lacking is not None:
-        raise UsageError(f"{target} needs {OPTIONS[lacking]} for a job on GPUs")
+        raise UsageError(f"{target} needs {FLAGS[lacking]} for a job on GPUs")
     if target == "docker" and job.most_nodes > 1:
         raise UsageError(f"docker runs on one machine, and this is for {job.most_nodes} nodes")
     text = kind.write(job)
@@ -143,67 +111,46 @@ def launch(
     click.echo(text, nl=False) if shows else _submit(target, kind, text, job)
 
 
-def _require_options(target: str, kind: Target, given: dict[str, Any]) -> None:
-    for name, flag in OPTIONS.items():
-        if given[name] and name not in kind.uses:
-            raise UsageError(f"{flag} has no effect on {target}", hint="leave it out")
-        if not given[name] and name in kind.needs:
-            raise UsageError(f"{target} needs {flag}")
-    if kind.fresh and not (given["image"] or given["setup"]):
-        raise UsageError(
-            f"{target} needs --image, or --setup",
-            hint="which say how to install this program on its machines",
-        )
-
-
-def _require_forms(kind: Target, given: dict[str, Any]) -> None:
-    """Raise UsageError for values that would end up in the script as something else."""
+def _mounted(target: str, kind: Target, given: dict[str, Any]) -> list[str]:
+    """Return the folders in the container that mounts bring. Raises UsageError for options that the
+    target has no use for or lacks, and for values that would end up in the script as something
+    else."""
     from pipeline.launch.targets import LINE
 
-    own = {"mounts": kind.mount, **kind.forms}
+    for name, words in FLAGS.items():
+        if given[name] and name not in kind.uses:
+            raise UsageError(f"{words} has no effect on {target}", hint="leave it out")
+        if not given[name] and name in kind.needs:
+            raise UsageError(f"{target} needs {words}")
+    if kind.fresh and not (given["image"] or given["setup"]):
+        hint = "which say how to install this program on its machines"
+        raise UsageError(f"{target} needs --image, or --setup", hint=hint)
+    forms = {"mounts": kind.mount, **kind.forms}
     for name in ("kind", "image", "mounts", "time_limit", "extra"):
         values = given[name] if isinstance(given[name], tuple) else (given[name],)
         for value in filter(None, values):
-            for pattern, words in (LINE, own.get(name, LINE)):
+            for pattern, words in (LINE, forms.get(name, LINE)):
                 if not pattern.fullmatch(value):
-                    raise UsageError(f"{OPTIONS[name]} {value!r} is not {words}")
-
-
-def _require_kept(target: str, kind: Target, run_dir: Path, mounts: Sequence[str]) -> None:
-    """Raise UsageError where the run would be gone with its container."""
-    found = (kind.mount[0].fullmatch(mount) for mount in mounts)
-    inside = any(match and run_dir.is_relative_to(match["target"]) for match in found)
-    if not inside or ".." in run_dir.parts:
-        raise UsageError(
-            f"--run-dir {run_dir} is in none of the mounted folders, so the run would be gone with "
-            f"{target}'s container",
-            hint="--mount SOURCE:TARGET, and a --run-dir in TARGET",
-        )
+                    raise UsageError(f"{FLAGS[name]} {value!r} is not {words}")
+    found = (kind.mount[0].fullmatch(mount) for mount in given["mounts"])
+    return [match["target"] for match in found if match]
 
 
 def _surroundings(
-    target: str,
-    kind: Target,
-    plan: Plan,
-    run_dir: Path,
-    mounts: Sequence[str],
-    *,
-    elsewhere: bool,
+    target: str, kind: Target, plan: Plan, run_dir: Path, mounted: Sequence[str], elsewhere: bool
 ) -> dict[str, Any]:
     """Return the fields of a job about what is here, and say what the script does not bring.
     `elsewhere` is whether it runs in a container, or on a machine of another kind."""
     from pipeline.launch.targets import activation, at_home, named_paths, within
 
-    matches = (kind.mount[0].fullmatch(mount) for mount in mounts)
-    targets = [match["target"] for match in matches if match]
+    here = str(Path.cwd())
     paths, missing = named_paths(plan.recipe)
     if kind.takes_folder:
         written = "".join(path.read_text("utf-8") for path in plan.recipe.source_files)
-        inside = [path for path in paths if within(path, [str(Path.cwd())])]
-        paths = [path for path in paths if path not in inside or (path in written)]
-    paths = [path for path in paths if not within(path, targets)]
+        paths = [path for path in paths if not within(path, [here]) or path in written]
+    paths = [path for path in paths if not within(path, mounted)]
     ours = {str(path.absolute()) for path in plan.recipe.source_files}
-    left = [path for path in missing if not within(path, targets)]
+    left = [path for path in missing if not within(path, mounted)]
     if not kind.brings:
         left += [path for path in paths if path not in ours or not kind.takes_recipe]
     left += at_home(plan.recipe) if elsewhere else []
@@ -212,43 +159,39 @@ def _surroundings(
     return {
         "paths": paths,
         "files": [path for path in paths if path in ours],
-        "folder": str(Path.cwd()),
-        "run_dir": "" if within(str(run_dir), targets) else str(run_dir),
+        "folder": here,
+        "run_dir": "" if within(str(run_dir), mounted) else str(run_dir),
         "activation": activation(),
     }
 
 
-def _job(plan: Plan, arguments: Sequence[str], gpus: int | None, given: dict[str, Any]) -> Job:
+def _job(plan: Plan, gpus: int | None, given: dict[str, Any], arguments: Sequence[str]) -> Job:
     from pipeline.launch.targets import Job
 
     launch = plan.recipe.launch
     few, most = launch.fewest_nodes or 1, launch.most_nodes or 1
-    on_cpu = launch.device == "cpu"
-    if on_cpu and gpus:
-        raise UsageError(f"--gpus {gpus}, but the recipe computes on CPUs (launch.device: cpu)")
-    if gpus is None and not on_cpu:
-        gpus = launch.procs
-    if gpus is None and not on_cpu:
-        raise UsageError("the number of GPUs of a node is not known", hint="give --gpus")
+    if launch.device == "cpu":
+        if gpus:
+            raise UsageError(f"--gpus {gpus}, but the recipe computes on CPUs (launch.device: cpu)")
+    else:
+        gpus = launch.procs if gpus is None else gpus
+        if gpus is None:
+            raise UsageError("the number of GPUs of a node is not known", hint="give --gpus")
     if launch.procs is not None and gpus and gpus != launch.procs:
         raise UsageError(
             f"--gpus {gpus}, but launch.procs is {launch.procs}: each GPU has one process",
             hint=f"add launch.procs={gpus}",
         )
-    fields: dict[str, Any] = {n: value or DEFAULTS.get(n, value) for n, value in given.items()}
-    fields |= {name: fields[name] or "" for name in ("kind", "image", "setup", "time_limit")}
     if given["tasks"] == "gpu" and few != most:
         raise UsageError("an elastic run needs one task a node", hint="leave out --tasks gpu")
+    texts = dict.fromkeys(("kind", "image", "setup", "time_limit"), "")
+    fields = {
+        name: value or {**texts, **DEFAULTS}.get(name, value) for name, value in given.items()
+    }
     return Job(
-        name=plan.recipe.name,
-        arguments=arguments,
-        fewest_nodes=few,
-        most_nodes=most,
-        procs=launch.procs,
-        gpus=gpus or 0,
-        env=plan.recipe.env,
-        **fields,
-    )
+        name=plan.recipe.name, arguments=arguments, fewest_nodes=few, most_nodes=most,
+        procs=launch.procs, gpus=gpus or 0, env=plan.recipe.env, **fields,
+    )  # fmt: skip
 
 
 def _require_shown(text: str) -> None:

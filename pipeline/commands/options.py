@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.completion import OVERRIDE, RECIPE, RUN
+from pipeline.commands import completion
 from pipeline.utils.foreign import TRUST_CODE, TRUST_PICKLE, trusted
 from pipeline.utils.hub import PINNED
 
-F = TypeVar("F", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from pipeline.chain.registry import Registry
+    from pipeline.planning.hardware import HardwareOptions, Margins
+
+Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
+PATH = click.Path(path_type=Path)
+FILE = click.Path(path_type=Path, dir_okay=False)
+EXISTING = click.Path(path_type=Path, dir_okay=False, exists=True)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+JSON_HELP = "Print JSON on standard output."
 
 
 class Count(click.IntRange):
@@ -23,41 +35,49 @@ class Count(click.IntRange):
     name = "number"
 
 
-JSON_HELP = "Print JSON on standard output."
-FILE = click.Path(path_type=Path, dir_okay=False)
-FOLDER = click.Path(path_type=Path, file_okay=False)
+def together(*decorators: Decorator) -> Decorator:
+    """Return one decorator for several options, in the order in which `--help` shows them."""
 
-json_option = click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
-overrides_argument = click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
-recipe_argument = click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
-dry_run_option = click.option(
-    "-n", "--dry-run", is_flag=True, help="Print what would run, and run nothing."
-)
+    def add(command: Command) -> Command:
+        return functools.reduce(lambda made, one: one(made), reversed(decorators), command)
+
+    return add
 
 
-def out_option(
-    text: str, *, kind: click.Path = FILE, default: str | None = None
-) -> Callable[[F], F]:
+def option(*names_and_help: str, **more: Any) -> Decorator:
+    """Return click's option; the last text is its help, and a default is shown there."""
+    *names, text = names_and_help
+    more.setdefault("show_default", "default" in more)
+    return click.option(*names, help=text, **more)
+
+
+flag = functools.partial(option, is_flag=True)
+as_json = flag("--json", "as_json", JSON_HELP)
+overrides = click.argument("overrides", nargs=-1, shell_complete=completion.overrides)
+recipe = together(click.argument("recipe", type=PATH, shell_complete=completion.recipes), overrides)
+dry_run = flag("-n", "--dry-run", "Print what would run, and run nothing.")
+revision = option("--revision", "Commit, branch or tag of a hub model.", show_default="main")
+
+
+def out(text: str, *, kind: click.Path = FILE, default: str | None = None) -> Decorator:
     """Return the option for the file or folder that a command writes, by default `default`."""
-    return click.option("-o", "--out", type=kind, show_default=default, help=text)
+    return option("-o", "--out", text, type=kind, show_default=default)
 
 
-def runs_option(text: str) -> Callable[[F], F]:
+def runs_folder(text: str) -> Decorator:
     """Return the option for the folder in which a command makes its own."""
-    return click.option(
-        "--runs", type=FOLDER, default="runs", show_default=True, metavar="FOLDER", help=text
-    )
+    return option("--runs", text, type=FOLDER, default="runs", metavar="FOLDER")
 
 
-def run_argument(
-    name: str = "run", *, metavar: str = "RUN", address: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def run(name: str = "run", *, metavar: str = "RUN", address: bool = False) -> Decorator:
     """Add an argument for one run, by default the newest one in ./runs, which is then named on
     standard error. It comes as a path, or as text if it may be an `address`. An override in its
     place is an override of the newest run."""
 
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        @click.argument(name, metavar=f"[{metavar}]", required=False, shell_complete=RUN)
+    def add(command: Command) -> Command:
+        @click.argument(
+            name, metavar=f"[{metavar}]", required=False, shell_complete=completion.runs
+        )
         @functools.wraps(command)
         def with_run(*args: Any, **given: Any) -> Any:
             named: str | None = given.pop(name)
@@ -82,56 +102,52 @@ def newest_run() -> Path:
     return folder
 
 
+def registry() -> Registry:
+    """Return the stages that the caller of the command has given, or the installed ones."""
+    from pipeline.chain.registry import Registry
+
+    given: Registry | None = click.get_current_context().obj
+    return given or Registry.installed()
+
+
 PERMISSIONS = {
-    "--trust-pickle": (
-        TRUST_PICKLE,
-        "Read pickles (.bin, .pt, checkpoints of DeepSpeed and DCP) with a restricted reader.",
-    ),
-    "--trust-remote-code": (
-        TRUST_CODE,
-        "Run code of a model, of a folder of tasks or of a hub kernel, if the recipe asks for it.",
-    ),
-    "--pinned": (
-        PINNED,
-        f"Refuse a model or data set of the hub without a commit. [env var: {PINNED}=1]",
-    ),
-}
-"""Option -> the environment variable of the same meaning, which it sets, and its help."""
+    "--trust-pickle": TRUST_PICKLE, "--trust-remote-code": TRUST_CODE, "--pinned": PINNED
+}  # fmt: skip
+"""Option -> the environment variable of the same meaning, which it sets."""
 
 
-def _permission(flag: str, text: str = "") -> Callable[[F], F]:
-    variable, usual = PERMISSIONS[flag]
-
+def _permission(name: str, text: str) -> Decorator:
     def set_if_given(context: click.Context, parameter: click.Parameter, given: bool) -> None:
         if given:
-            os.environ[variable] = "1"
+            os.environ[PERMISSIONS[name]] = "1"
 
-    return click.option(
-        flag, is_flag=True, expose_value=False, callback=set_if_given, help=text or usual
-    )
+    return flag(name, text, expose_value=False, callback=set_if_given)
 
 
-code_option = _permission("--trust-remote-code", "Run model code that came with the model.")
+trust_code = _permission("--trust-remote-code", "Run model code that came with the model.")
 """The one option of a command that reads a folder instead of a recipe."""
-pinned_option = _permission("--pinned")
-
-
-def trust_options(command: F) -> F:
-    """Add the options to read pickles, and to run code that is not an installed stage."""
-    return _permission("--trust-pickle")(_permission("--trust-remote-code")(command))
+pinned = _permission(
+    "--pinned", f"Refuse a model or data set of the hub without a commit. [env var: {PINNED}=1]"
+)
+trust = together(
+    _permission("--trust-pickle", "Read pickles (.bin, .pt, checkpoints of DeepSpeed and DCP) with "
+                "a restricted reader."),
+    _permission("--trust-remote-code", "Run code of a model, of a folder of tasks or of a hub "
+                "kernel, if the recipe asks for it."),
+)  # fmt: skip
 
 
 def permissions() -> list[str]:
     """Return the options of PERMISSIONS that are in force."""
-    return [flag for flag, (variable, _) in PERMISSIONS.items() if trusted(variable)]
+    return [name for name, variable in PERMISSIONS.items() if trusted(variable)]
 
 
-def display_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def display(command: Command) -> Command:
     """Add --quiet, --verbose and --json; the command is called with a `display` in their place."""
 
-    @click.option("-q", "--quiet", is_flag=True, help="Show warnings and errors only.")
-    @click.option("-v", "--verbose", is_flag=True, help="Show debug messages too.")
-    @click.option("--json", is_flag=True, help=JSON_HELP)
+    @flag("-q", "--quiet", "Show warnings and errors only.")
+    @flag("-v", "--verbose", "Show debug messages too.")
+    @flag("--json", JSON_HELP)
     @functools.wraps(command)
     def with_display(*args: Any, quiet: bool, verbose: bool, json: bool, **rest: Any) -> Any:
         from pipeline.view.display import Display
@@ -143,18 +159,99 @@ def display_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_display
 
 
-def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def selection(command: Command) -> Command:
     """Add --from, --until and --only; the command is called with a `selection` in their place."""
 
-    @click.option("--from", "first", metavar="SLOT", help="Run SLOT and all later slots again.")
-    @click.option("--until", "last", metavar="SLOT", help="Stop after SLOT.")
-    @click.option("--only", metavar="SLOT", help="Run SLOT only, even if it has finished.")
+    @option("--from", "first", "Run SLOT and all later slots again.", metavar="SLOT")
+    @option("--until", "last", "Stop after SLOT.", metavar="SLOT")
+    @option("--only", "Run SLOT only, even if it has finished.", metavar="SLOT")
     @functools.wraps(command)
-    def with_selection(
-        *args: Any, first: str | None, last: str | None, only: str | None, **rest: Any
-    ) -> Any:
+    def with_selection(*args: Any, first: Any, last: Any, only: Any, **rest: Any) -> Any:
         from pipeline.execution.resume import Selection
 
         return command(*args, selection=Selection(first=first, last=last, only=only), **rest)
 
     return with_selection
+
+
+class GpuCount(Count):
+    """A number of GPUs."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and not value.lstrip("-").isdecimal():
+            self.fail(f"{value} is not a number of GPUs; --gpu {value} is their kind.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+GPUS = GpuCount(min=1, max=256)
+"""GPUs of a node."""
+MOST = 10**6
+"""GiB, or GB/s, of anything in a machine."""
+
+
+def amount(given: str, least: float = 1e-3) -> float:
+    """GiB or GB/s; not nan, which no comparison keeps out of a range."""
+    number = float(click.FloatRange(min=least, max=MOST).convert(given, None, None))  # type: ignore[arg-type]
+    if math.isnan(number):
+        raise click.BadParameter(f"{given!r} is not a number.")
+    return number
+
+
+def spare(given: str) -> float:
+    """GiB, possibly none."""
+    return amount(given, 0)
+
+
+def link(given: str) -> float:
+    """GB/s of a link by its name, of several as in `8x400g`, or as a number."""
+    from pipeline.hardware.gpus import GB, NETWORKS
+
+    cards = re.fullmatch(r"(?:([1-9][0-9]?)x)?([0-9]+g(?:be)?)", given.lower())
+    if cards is not None and cards[2] in NETWORKS:
+        return int(cards[1] or 1) * NETWORKS[cards[2]] / GB
+    try:
+        float(given)
+    except ValueError:
+        names = f"nor one of {', '.join(NETWORKS)}, nor several of them as in 8x400g"
+        raise click.BadParameter(f"{given!r} is neither a number of GB/s {names}.") from None
+    return amount(given)
+
+
+MACHINE = {
+    "--gpus": (GPUS, "GPUs in a node."),
+    "--nodes": (Count(min=1, max=100_000), "Nodes, of 8 GPUs each without --gpus."),
+    "--gpu": (str, "Kind of GPU, such as H100 or 'A100 40GB'."),
+    "--memory": (amount, "Memory of a GPU in GiB, if not as usual for its kind."),
+    "--host-memory": (amount, "Host memory of a node in GiB."),
+    "--interconnect": (link, "Network of a node: 100gbe, 8x400g, ..., or GB/s."),
+    "--nvme": (amount, "GB/s of the disk for offloaded state."),
+    "--overhead": (spare, "GiB of a GPU in use outside torch, if not the measured value."),
+    "--measured": (click.Path(path_type=Path, exists=True), "Run that measured memory outside "
+                   "tensors on this kind of GPU, if not the newest one in ./runs."),
+    "--price": (amount, "Price of a GPU hour, to predict the cost."),
+    "--machine": (EXISTING, "Report of `pipe doctor --out` on such a machine."),
+}  # fmt: skip
+"""Option -> its type, and help."""
+machine = together(*(option(name, text, type=kind) for name, (kind, text) in MACHINE.items()))
+"""Options that say what machines a recipe is meant for; `machines` takes their values."""
+
+
+def machines(
+    *,
+    nvme: float | None = None,
+    overhead: float | None = None,
+    measured: Path | None = None,
+    machine: Path | None = None,
+    **given: Any,
+) -> tuple[HardwareOptions, Margins]:
+    """The machines, and the margins of their GPUs. Raises UsageError for a file that describes no
+    machine, or no run's memory."""
+    from pipeline.planning.hardware import HardwareOptions, margins_for
+
+    report = None
+    if machine is not None:
+        from pipeline.doctor.report import read_machine
+
+        report = read_machine(machine)
+    found = HardwareOptions(disk=nvme, machine=report, **given)
+    return found, margins_for(found.kind, record=measured, overhead=overhead)

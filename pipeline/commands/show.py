@@ -1,4 +1,4 @@
-"""`pipe show`."""
+"""`pipe show` and `pipe dag`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import click
 
 from pipeline.chain.elsewhere import explained
 from pipeline.chain.plan import Plan, in_order, load_slots
-from pipeline.chain.registry import Registry
-from pipeline.commands.options import Count, json_option, overrides_argument, recipe_argument
+from pipeline.commands import options
+from pipeline.commands.options import Count, flag, option
 from pipeline.errors import RecipeError
 from pipeline.execution.data_preview import Preview, Token, documents, previews
 from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
@@ -26,28 +26,17 @@ from pipeline.recipe.load import HEADER_KEYS, reserved
 from pipeline.recipe.nodes import leaves
 from pipeline.utils import terminal
 from pipeline.utils.terminal import bare
-from pipeline.utils.text import plural
+from pipeline.utils.text import align, plural
 
 
 @click.command()
-@recipe_argument
-@overrides_argument
-@click.option("--origin", is_flag=True, help="Show the file and line that each value comes from.")
-@click.option(
-    "--data",
-    "count",
-    type=Count(min=1),
-    help="Show this many training samples instead, with trained tokens marked.",
-)
-@json_option
-@click.pass_obj
+@options.recipe
+@flag("--origin", "Show the file and line that each value comes from.")
+@option("--data", "count", "Show this many training samples instead, with trained tokens marked.",
+        type=Count(min=1))  # fmt: skip
+@options.as_json
 def show(
-    registry: Registry | None,
-    recipe: Path,
-    overrides: tuple[str, ...],
-    origin: bool,
-    count: int | None,
-    as_json: bool,
+    recipe: Path, overrides: tuple[str, ...], origin: bool, count: int | None, as_json: bool
 ) -> None:
     """Show RECIPE with all its values filled in, or samples of its data.
 
@@ -56,22 +45,20 @@ def show(
     """
     file = recipe / "recipe.yaml" if recipe.is_dir() else recipe
     if count is not None:
-        plan = plan_recipe(file, overrides, registry=registry)
+        plan = plan_recipe(file, overrides, registry=options.registry())
         _show_data(plan, count=count, as_json=as_json)
         return
-    loaded, values = _resolved(file, overrides, registry or Registry.installed())
+    loaded, values = _resolved(file, overrides)
     if as_json:
         origins = {".".join(map(str, path)): loaded.origin(path) for path, _ in leaves(values)}
-        click.echo(
-            json.dumps({"recipe": values, "origins": origins} if origin else values, indent=2)
-        )
+        shown = {"recipe": values, "origins": origins} if origin else values
+        click.echo(json.dumps(shown, indent=2))
     else:
         click.echo(render(values, loaded.origin if origin else None), nl=False)
 
 
-def _resolved(
-    file: Path, overrides: tuple[str, ...], registry: Registry
-) -> tuple[Recipe, dict[str, Any]]:
+def _resolved(file: Path, overrides: tuple[str, ...]) -> tuple[Recipe, dict[str, Any]]:
+    registry = options.registry()
     recipe, problems = read_recipe(file, overrides, registry.common_fields)
     if recipe is None:
         raise RecipeError(in_order(problems))
@@ -93,10 +80,7 @@ def _filled(values: Any, written: Any) -> Any:
     """Return `values`, which hold every default, with the recipe's own values as it writes them."""
     if not isinstance(values, dict) or not isinstance(written, dict):
         return written
-    return {
-        key: _filled(value, written[key]) if key in written else value
-        for key, value in values.items()
-    }
+    return {k: _filled(value, written[k]) if k in written else value for k, value in values.items()}
 
 
 FIRST = 8
@@ -118,31 +102,28 @@ def _show_data(plan: Plan, *, count: int, as_json: bool) -> None:
             return
         for slot, shown in found.items():
             click.echo(f"{slot}: {shown.summary()}" if len(found) > 1 else shown.summary())
-            colour = sys.stdout.isatty()
             for place, index in enumerate(shown.indices(count)):
                 # a stream's own index is not shown: it has no meaning for users
                 number = place if shown.size is None else index
-                text = _described(shown, index, number, colour=colour)
+                text = "\n".join(_described(shown, index, number))
                 click.echo(f"\n{text}", file=bare(sys.stdout))
 
 
-def _described(shown: Preview, index: int, number: int, *, colour: bool) -> str:
+def _described(shown: Preview, index: int, number: int) -> Iterator[str]:
     sample = shown.data.train[index]
     parts = list(documents(sample))
-    targets = shown.data.train.targets(index)
-    tokens = plural(len(sample.input_ids), "token")
-    head = f"sample {number}: {tokens}, {targets} to predict"
     values = zip(*sample.rows.values(), strict=True)
-    rows = [dict(zip(sample.rows, row, strict=True)) for row in values]
-    texts = [
-        "\n".join([_marked(shown, part, colour=colour), *_columns(row)])
-        for part, row in zip(parts, rows or [{}] * len(parts), strict=True)
-    ]
-    whole = [*_columns(sample.tokens), *_columns(sample.free)]
-    if sample.positions is None:
-        return "\n".join([head, texts[0], *whole])
-    lines = [f"--- document {i} of {len(parts)}\n{text}" for i, text in enumerate(texts, 1)]
-    return "\n".join([f"{head}, {plural(len(parts), 'document')}", *lines, *whole])
+    rows = [dict(zip(sample.rows, row, strict=True)) for row in values] or [{}] * len(parts)
+    tokens, targets = plural(len(sample.input_ids), "token"), shown.data.train.targets(index)
+    head = f"sample {number}: {tokens}, {targets} to predict"
+    packed = sample.positions is not None
+    yield f"{head}, {plural(len(parts), 'document')}" if packed else head
+    for place, (part, row) in enumerate(zip(parts, rows, strict=True), 1):
+        if packed:
+            yield f"--- document {place} of {len(parts)}"
+        yield _marked(shown, part)
+        yield from _columns(row)
+    yield from _columns({**sample.tokens, **sample.free})
 
 
 def _columns(columns: Mapping[str, Any]) -> Iterator[str]:
@@ -154,9 +135,9 @@ def _columns(columns: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name}: {shown}{shape}"
 
 
-def _marked(shown: Preview, tokens: Sequence[Token], *, colour: bool) -> str:
+def _marked(shown: Preview, tokens: Sequence[Token]) -> str:
     """Return the text, with runs of tokens that are trained on coloured or marked."""
-    texts = []
+    texts, colour = [], sys.stdout.isatty()
     for trained, run in groupby(tokens, key=lambda token: token.trained):
         text = terminal.shown(shown.tokenizer.decode([token.id for token in run]))
         if trained:
@@ -180,3 +161,42 @@ def _as_json(shown: Preview, indices: Sequence[int]) -> dict[str, object]:
         }
         samples.append(facts)
     return {**shown.facts(), "shown": samples}
+
+
+@click.command("dag")
+@options.recipe
+@flag("--mermaid", "Print a Mermaid diagram, for GitHub or mkdocs.")
+@options.as_json
+def dag(recipe: Path, overrides: tuple[str, ...], mermaid: bool, as_json: bool) -> None:
+    """Show which slots of RECIPE read each slot's result.
+
+    RECIPE is a file, or the folder of a run.
+    """
+    plan = plan_recipe(recipe / "recipe.yaml" if recipe.is_dir() else recipe, overrides)
+    if mermaid and as_json:
+        raise click.UsageError("--mermaid excludes --json")
+    returns = {one.slot: one.gives.__name__ if one.gives else None for one in plan.slots}
+    takes = {one.slot: dict(plan.recipe.stages[one.slot].takes) for one in plan.slots}
+    if as_json:
+        slots = [
+            {"slot": one.slot, "use": one.use, "inputs": dict(one.inputs), "takes": takes[one.slot],
+             "returns": returns[one.slot]}
+            for one in plan.slots
+        ]  # fmt: skip
+        name = plan.recipe.name
+        click.echo(json.dumps({"schema_version": 1, "name": name, "slots": slots}, indent=1))
+    elif mermaid:
+        click.echo("flowchart LR")
+        for one in plan.slots:  # not all names are good for nodes: `end` is a keyword
+            click.echo(f'  slot_{one.slot}["{one.slot}<br><small>{one.use}</small>"]')
+        for one in plan.slots:
+            for read in dict.fromkeys(filter(None, one.inputs.values())):
+                click.echo(f"  slot_{read} -- {returns[read]} --> slot_{one.slot}")
+    else:
+        rows = [("slot", "stage", "reads", "returns")]
+        for one in plan.slots:
+            named = takes[one.slot]
+            wires = [(name, slot) for name, slot in one.inputs.items() if slot is not None]
+            reads = ", ".join(f"{name}: {slot}" if name in named else slot for name, slot in wires)
+            rows.append((one.slot, one.use, reads, returns[one.slot] or ""))
+        click.echo("\n".join(align(rows, left=4)))

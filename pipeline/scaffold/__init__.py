@@ -1,1 +1,104 @@
-"""New plugin packages: files to begin with, which work as they are."""
+"""Write a plugin package with one stage, its entry point and its test, which works as it is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.chain.registry import Registry
+from pipeline.errors import UsageError
+
+PLANNER = "planner"
+TEMPLATES = Path(__file__).parent / "templates"
+SECOND: dict[str, tuple[str, ...]] = {
+    "adapter": ("source",),
+    "data": (PLANNER,),
+    "optimizer": ("rule", PLANNER),
+    "wrap": ("engine",),
+}
+"""Kind of stage -> its further modules: a half that imports torch, and its planner."""
+KINDS = {path.name.removesuffix(".py.j2") for path in TEMPLATES.glob("[!_]*.py.j2")}
+OTHER = "after_export"
+"""Template of kinds that have none: a stage that runs after an export."""
+REFUSED = ("average", "precision", "train")
+"""Kinds that have no template, and whose stages do not run after an export."""
+_WORD = "[a-z](?:[a-z0-9_]*[a-z0-9])?"  # a distribution's name ends in a letter or digit
+_NAME = re.compile(rf"{_WORD}\.{_WORD}")
+
+
+@dataclass(frozen=True)
+class NewStage:
+    """A stage that does not exist yet, by its name: `optimizer.sgd`. Templates read its fields."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a name that no stage can have, or that an installed one has, and for
+        a kind that is not written."""
+        if not _NAME.fullmatch(self.name):
+            hint = "a kind, a dot and a word, as in optimizer.sgd"
+            raise UsageError(f"`{self.name}` is not a stage name", hint=hint)
+        if self.kind in REFUSED:
+            message = f"there is no example of the kind `{self.kind}`"
+            raise UsageError(message, hint="see docs/writing-a-stage.md")
+        if self.name in Registry.installed():
+            raise UsageError(f"a stage called {self.name} is installed already")
+
+    @property
+    def kind(self) -> str:
+        """The part before the dot."""
+        return self.name.partition(".")[0]
+
+    @property
+    def template(self) -> str:
+        """Name of the template of its kind."""
+        return self.kind if self.kind in KINDS else OTHER
+
+    @property
+    def package(self) -> str:
+        """Name of the distribution: `pipetrain-optimizer-sgd`."""
+        return f"pipetrain-{self.name.replace('.', '-').replace('_', '-')}"
+
+    @property
+    def module(self) -> str:
+        """Name of the module: `pipetrain_optimizer_sgd`."""
+        return self.package.replace("-", "_")
+
+    @property
+    def stage(self) -> str:
+        """Name of the class: `OptimizerSgd`."""
+        return "".join(word.capitalize() for word in re.split(r"[._]", self.name))
+
+    @property
+    def planner(self) -> str:
+        """Entry point of its planner; empty if its kind has none."""
+        has = PLANNER in SECOND.get(self.template, ())
+        return f"{self.module}_{PLANNER}:{self.stage}Planner" if has else ""
+
+
+def write_package(new: NewStage, folder: Path | None = None) -> list[Path]:
+    """Write the package of a new stage into a folder that is not there yet, by default one with the
+    package's name; return its files. Raises UsageError."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    target = folder or Path(new.package)
+    if target.exists():
+        raise UsageError(f"{target} is there already", hint="name another folder with --out")
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    halves = SECOND.get(new.template, ())
+    written = []
+    for file, template in (
+        ("pyproject.toml", "pyproject.toml"),
+        ("README.md", "README.md"),
+        (f"{new.module}.py", f"{new.template}.py"),
+        *((f"{new.module}_{half}.py", f"_{new.kind}_{half}.py") for half in halves),
+        (f"tests/test_{new.module}.py", f"_test_{new.template}.py"),
+    ):
+        path = target / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(environment.get_template(f"{template}.j2").render(new=new), "utf-8")
+        written.append(path)
+    return written

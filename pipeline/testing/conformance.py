@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint
 from typing import Any
 
-from pipeline.chain.entry_points import GROUP, Entry
+from pipeline.chain.artifacts import wrong_artifact
+from pipeline.chain.entry_points import GROUP, Entry, line_in
 from pipeline.chain.registry import Registry
-from pipeline.contracts.signature import name_of
-from pipeline.errors import PluginError
-from pipeline.testing import violations
-from pipeline.testing.helpers import problems
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.signature import (
+    dataclasses_in,
+    default_of,
+    field_types,
+    gives,
+    init_fields,
+    name_of,
+    needs,
+)
+from pipeline.contracts.stage import Context
+from pipeline.errors import PluginError, Problem
+from pipeline.planning.planner import Planners
+from pipeline.planning.presets import presets
+from pipeline.recipe.fields import adapter, field_docs, plain_value
+from pipeline.testing.helpers import checked, make, problems
 
 Fields = Mapping[str, Any]
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate"}
@@ -51,9 +68,23 @@ def check_stage(
     pairs = list(invalid)
     entries = [entry for entry in Registry.installed().entries() if _leads_to(entry, stage)]
     found = [] if entries else [NO_ENTRY]
-    for entry in entries or [_unregistered(stage)]:
+    unregistered = Entry(
+        name=stage.__qualname__, value=f"{stage.__module__}:{stage.__qualname__}",
+        distribution=stage.__module__.partition(".")[0], version="(not installed)",
+    )  # fmt: skip
+    for entry in entries or [unregistered]:
         found += _violations(stage, entry, valid or {}, pairs)
     return list(dict.fromkeys(found))
+
+
+def _leads_to(entry: Entry, stage: type) -> bool:
+    """Whether the entry is the class; it is imported only if it has the class's name."""
+    if entry.value.partition(":")[2] != stage.__qualname__:
+        return False
+    try:
+        return EntryPoint(entry.name, entry.value, GROUP).load() is stage
+    except Exception:
+        return False
 
 
 def _violations(
@@ -63,42 +94,151 @@ def _violations(
     try:
         (registry if entry.name in registry else Registry([entry])).load(entry.name)
         if entry.name in registry:
-            yield from violations.in_name(stage, entry.name)
-        yield from violations.in_run(stage)
-        yield from violations.in_fields(stage)
-        yield from violations.with_valid(stage, valid)
-        yield from violations.in_presets(stage, entry.name)
+            yield from _in_name(stage, entry.name)
+        yield from _in_run(stage)
+        yield from _in_fields(stage)
+        yield from _with_valid(stage, valid)
+        yield from _in_presets(stage, entry.name)
         for key, fields in invalid:
-            yield from violations.with_invalid(stage, key, fields)
+            yield from _with_invalid(stage, key, fields)
     except PluginError as error:
         yield str(error)
     yield from import_violations(entry.value, [valid, *(fields for _, fields in invalid)])
 
 
-def _leads_to(entry: Entry, stage: type) -> bool:
-    """Whether the entry is the class; it is imported only if it has the class's name."""
-    from importlib.metadata import EntryPoint
+def _in_name(stage: type, name: str) -> Iterator[str]:
+    """A name is `kind.name`, and stages of a known kind give the kind's artifact."""
+    kind, _, rest = name.partition(".")
+    if not all(part.isidentifier() and part.islower() for part in (kind, rest)):
+        yield f"its name `{name}` is not kind.name in lower-case letters, digits and underscores"
+    if wrong := wrong_artifact(stage, name):
+        yield wrong
 
-    if entry.value.partition(":")[2] != stage.__qualname__:
-        return False
+
+def _in_run(stage: Any) -> Iterator[str]:
+    """`run(self, ctx: Context, ...)` takes artifacts by name and declares what it returns."""
+    hints = typing.get_type_hints(stage.run)
+    parameters = list(inspect.signature(stage.run).parameters.values())
+    if len(parameters) < 2 or hints.get(parameters[1].name) is not Context:
+        yield "run: the first parameter after `self` is not annotated with Context"
+    for parameter in parameters[2:]:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            yield f"run: `{parameter.name}` cannot be given by name"
+    taken = [(f"`{need.parameter}`", need.type) for need in needs(stage)]
+    for what, kind in [*taken, ("its result", gives(stage))]:
+        if kind is not None and kind.__module__ in ("builtins", "typing"):
+            yield f"run: {what} is of the type {kind.__name__}, which says nothing of its role"
+
+
+def _in_fields(stage: type) -> Iterator[str]:
+    """Every field, at any depth, is documented and understood, and accepts its own default."""
+    unfit: list[str] = []
+    for prefix, kind in _nested(stage):
+        docs = field_docs(kind)
+        for name in (field.name for field in init_fields(kind) if field.name not in docs):
+            unfit.append(f"field `{prefix}{name}` has no string under it that says what it is")
+        for name, default in _defaults(kind).items():
+            try:
+                json.dumps(default)
+            except TypeError as error:
+                key = f"{prefix}{name}"
+                unfit.append(f"the default of field `{key}` cannot be written in a recipe: {error}")
     try:
-        return EntryPoint(entry.name, entry.value, GROUP).load() is stage
-    except Exception:
-        return False
+        adapter(stage).json_schema()
+    except PluginError as error:
+        unfit.append(str(error))
+    except Exception as error:
+        unfit.append(f"there is no JSON Schema of its fields: {error}")
+    yield from unfit
+    # Python does not hold a default to its field's bounds; a recipe with the default would be
+    for prefix, kind in () if unfit else _nested(stage):
+        defaults = _defaults(kind)
+        for problem in make(kind, defaults)[1]:
+            if problem.key.partition(".")[0] in defaults:
+                key = f"{prefix}{problem.key}"
+                yield f"the default of field `{key}` is refused: {problem.message}"
 
 
-def _unregistered(stage: type) -> Entry:
-    value = f"{stage.__module__}:{stage.__qualname__}"
-    name, package = stage.__qualname__, stage.__module__.partition(".")[0]
-    return Entry(name=name, value=value, distribution=package, version="(not installed)")
+def _nested(stage: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """The class and the dataclasses in its fields, each with the prefix of its fields' keys."""
+    yield prefix, stage
+    for name, annotation in field_types(stage).items():
+        for below in dataclasses_in(annotation):
+            yield from _nested(below, f"{prefix}{name}.")
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    """Defaults as in a recipe, of the fields that have one."""
+    found = {field.name: default_of(field) for field in init_fields(kind)}
+    return {n: plain_value(v) for n, v in found.items() if v is not dataclasses.MISSING}
+
+
+def _with_valid(stage: type, valid: Fields) -> Iterator[str]:
+    """Valid fields are accepted, and values written out mean the same."""
+    made, found = make(stage, valid)
+    if made is None:
+        yield f"valid fields are refused: {_listed(found)}"
+        return
+    if found := (yield from _checked(made)):
+        yield f"check refuses valid fields: {_listed(found)}"
+    try:  # the journal recognizes a finished stage by this
+        json.dumps(dataclasses.asdict(made), sort_keys=True, default=os.fspath)
+    except Exception as error:
+        fit = "use numbers, text, paths, tuples and mappings of them"
+        yield f"its values have no stable JSON form: {error} ({fit})"
+        return
+    again, found = make(stage, plain_value(made))  # as `pipe show` prints them
+    if again is None:
+        yield f"its values are refused when written out in full: {_listed(found)}"
+    elif again != made:
+        yield "is not equal to a stage of the same values"
+
+
+def _with_invalid(stage: type, key: str, invalid: Fields) -> Iterator[str]:
+    """Fields with a mistake at `key` are refused there."""
+    made, found = make(stage, invalid)
+    if made is not None:
+        found = yield from _checked(made)
+    if not found:
+        yield f"invalid fields are accepted: {dict(invalid)!r}"
+    elif all(problem.key != key for problem in found):
+        yield f"{dict(invalid)!r} has no problem at `{key}`, but: {_listed(found)}"
+
+
+def _in_presets(stage: Any, use: str) -> Iterator[str]:
+    """Each strategy that the stage's planner offers is a slot without mistakes."""
+    offered, given = presets(Planners.installed(), use), gives(stage)
+    if offered and (given is None or not issubclass(given, Engine)):
+        yield "has presets, which are for stages that give an Engine"
+    for name, preset in offered.items():
+        if found := make(stage, preset.fields)[1]:
+            yield f"its preset `{name}` is refused: {_listed(found)}"
+
+
+def _checked(made: Any) -> Generator[str, None, list[Problem]]:
+    """Yield the violations of `check`; return the problems that it finds."""
+    try:
+        found: list[Any] = list(checked(made))
+    except Exception as error:
+        line = line_in(error, type(made).__module__)
+        at = f", at {line}" if line else ""
+        yield f"check raised {type(error).__name__} instead of yielding a Problem: {error}{at}"
+        return []
+    for each in found:
+        if not isinstance(each, Problem):
+            yield f"check yields {type(each).__name__} instead of Problem"
+    return [each for each in found if isinstance(each, Problem)]
+
+
+def _listed(found: list[Problem]) -> str:
+    return "; ".join(str(dataclasses.replace(each, location=None)) for each in found)
 
 
 def import_violations(value: str, configs: Sequence[Fields]) -> Iterator[str]:
     """Heavy packages that are imported with the stage at `value` (`module:Class`), or while slots
     with the fields in `configs` are checked."""
-    program = "from pipeline.testing.conformance import observe; observe()"
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", "from pipeline.testing.conformance import observe; observe()"],
         input=json.dumps({"value": value, "configs": list(configs)}),
         capture_output=True,
         text=True,

@@ -23,9 +23,9 @@ def plan_view(
     slots: Mapping[str, Any] | None = None, *, procs: int = 1, device: str = "cpu"
 ) -> PlanView:
     """The argument of a stage's `check`: stages by slot, and how they will be launched."""
-    stages = slots or {}
+    given = slots or {}
     return PlanView(
-        name="test", seed=0, procs=procs, device=device, slots=stages, wiring=_wiring(stages)
+        name="test", seed=0, procs=procs, device=device, slots=given, wiring=_wiring(given)
     )
 
 
@@ -59,17 +59,13 @@ def checked(made: Any, plan: PlanView | None = None) -> list[Problem]:
         return []
     view = plan or plan_view()
     if not view.slot(made):
-        slots = list(view.slots.items())
-        given = gives(type(made)) or object
-        takers = (at for at, (_, each) in enumerate(slots) if _takes(type(each), given))
-        at = next(takers, len(slots))
+        slots, given = list(view.slots.items()), gives(type(made)) or object
+        kinds: list[type] = [type(each) for _, each in slots]
+        takes = [any(issubclass(given, need.type) for need in needs(kind)) for kind in kinds]
+        at = takes.index(True) if any(takes) else len(slots)
         with_it = dict([*slots[:at], ("slot", made), *slots[at:]])
         view = dataclasses.replace(view, slots=with_it, wiring=_wiring(with_it))
     return list(made.check(view))
-
-
-def _takes(stage: type, given: type) -> bool:
-    return any(issubclass(given, need.type) for need in needs(stage))
 
 
 def context(run_dir: str | Path, *, seed: int = 0, dist: DistContext | None = None) -> Context:
@@ -80,13 +76,8 @@ def context(run_dir: str | Path, *, seed: int = 0, dist: DistContext | None = No
     """
     import torch
 
-    place = dist or DistContext(device=torch.device("cpu"))
-    folder = Path(run_dir)
+    place, folder = dist or DistContext(device=torch.device("cpu")), Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    return Context(
-        run_dir=folder,
-        seed=seed,
-        dist=place,
-        log=logging.getLogger("pipe.testing"),
-        metrics=Metrics(folder / "metrics.jsonl" if place.is_main else None),
-    )
+    metrics = Metrics(folder / "metrics.jsonl" if place.is_main else None)
+    log = logging.getLogger("pipe.testing")
+    return Context(run_dir=folder, seed=seed, dist=place, log=log, metrics=metrics)

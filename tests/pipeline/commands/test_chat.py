@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,20 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from pipeline import Written, cli
 from pipeline.commands import chat
 from pipeline.testing import context
 from stages.export import text_model
+from stages.export.text_model import LoadedModel
 from stages.template_limits import Limited
 from tests.stages.data.fakes import PLAIN, FakeSource
 from tests.support.pipe import Pipe
 from tests.support.runs import TINY
 
 TOKENS = 12
+SHORT = ("--max-tokens", str(TOKENS))
 PROMPT = "Which?"
 ROWS = [("Which?", "This one."), ("Who?", "Nobody at all."), ("Where?", "Here.")]
 EXPORTS = {
@@ -32,19 +36,10 @@ EXPORTS = {
     "export": {"use": "export.safetensors", "dtype": "fp32"},
 }
 LORA = {"use": "adapter.lora", "rank": 4, "alpha": 8, "targets": "all-linear"}
+STEP_8 = "checkpoints/step-00000008"
 
 
-def project(folder: Path) -> None:
-    """Write a tokenizer with a chat template, and rows."""
-    FakeSource(PLAIN, eos="<|e|>").fast.save_pretrained(folder / "tokenizer")
-    rows = [
-        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
-        for a, b in ROWS
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_recipe(file: Path, *, exports: bool = True, **slots: Any) -> Path:
+def write_recipe(file: Path, **slots: Any) -> Path:
     """Write a recipe; `slots` replace the usual ones, and `adapter` comes after the model."""
     config = {**TINY, "vocab_size": 259, "max_position_embeddings": 256}
     chain: dict[str, Any] = {
@@ -56,33 +51,50 @@ def write_recipe(file: Path, *, exports: bool = True, **slots: Any) -> Path:
         "wrap": {"use": "wrap.ddp"},
         "checkpoint": {"use": "checkpoint.sharded", "every": 4, "keep": 9},
         "train": {"use": "train.causal_lm", "steps": 8, "global_batch_size": 3},
-        **(EXPORTS if exports else {}),
+        **EXPORTS,
         **slots,
     }
     stages = {name: slot for name, slot in chain.items() if slot is not None}
-    launch = {"procs": 1, "device": "cpu"}
+    launch = {"procs": 1, "device": "cpu", "threads": 1}
     file.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
     return file
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with four runs: `whole`, `bare` without an export, and two of adapters: `merged`,
-    and `adapter` on a model in a folder."""
+    """A folder with four runs: `whole`, `bare` without an export, and two of an adapter on a model
+    in a folder: `adapter`, which exports it, and `merged`, which exports the whole model."""
     folder = tmp_path_factory.mktemp("talk")
-    project(folder)
+    FakeSource(PLAIN, eos="<|e|>").fast.save_pretrained(folder / "tokenizer")
+    rows = [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+        for a, b in ROWS
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pipe = Pipe(folder / "no plugin", folder)
 
-    def run(name: str, **slots: Any) -> None:
+    def run(name: str, **slots: Any) -> Path:
         recipe = write_recipe(folder / f"{name}.yaml", **slots)
         done = pipe("run", str(recipe), "--run-dir", f"runs/{name}")
         assert done.code == 0, done.stdout + done.stderr
+        return folder / "runs" / name
 
-    run("whole")
-    run("bare", exports=False)
-    run("merged", adapter=LORA)
+    def copied(source: Path, name: str, exports: dict[str, Any]) -> None:
+        """Copy a run without its export, and change how it exports."""
+        made = Path(shutil.copytree(source, folder / "runs" / name, symlinks=True))
+        shutil.rmtree(made / "export")
+        recipe = yaml.safe_load((made / "recipe.yaml").read_text())
+        trained = {n: slot for n, slot in recipe["stages"].items() if n not in EXPORTS}
+        recipe["stages"] = trained | exports
+        (made / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+
+    whole = run("whole")
+    copied(whole, "bare", {})
     base = {"use": "model.hf", "path": "./runs/whole/export"}
-    run("adapter", adapter=LORA, model=base, export={"use": "export.adapter"})
+    adapter = run("adapter", adapter=LORA, model=base, export={"use": "export.adapter"})
+    copied(adapter, "merged", EXPORTS)
+    done = pipe("export", "runs/merged", "--procs", "1")
+    assert done.code == 0, done.stderr
     return folder
 
 
@@ -95,74 +107,80 @@ def call(*words: str, typed: str = "") -> Result:
     return CliRunner().invoke(cli.main, words, input=typed, catch_exceptions=False)
 
 
-def said(*words: str) -> dict[str, Any]:
+def said_now(*words: str) -> dict[str, Any]:
     """Return what `pipe generate --json` prints."""
-    done = call("generate", *words, "--json", "--max-tokens", str(TOKENS))
+    done = call("generate", *words, "--json", *SHORT)
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def greedy(folder: Path, messages: list[tuple[str, str]]) -> list[int]:
-    """Return the tokens that transformers writes, most probable ones."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    asked = tokenizer.apply_chat_template(
-        [{"role": role, "content": text} for role, text in messages],
-        add_generation_prompt=True, return_dict=True, return_tensors="pt",
-    )  # fmt: skip
-    output = model.generate(**asked, do_sample=False, max_new_tokens=TOKENS)
-    ids: list[int] = output[0, asked["input_ids"].shape[1] :].tolist()
-    return ids
+said = functools.cache(said_now)
+"""The same of runs that do not change."""
+tokenizer_of = functools.cache(AutoTokenizer.from_pretrained)
 
 
-def text_of(folder: Path, ids: list[int]) -> str:
-    return str(AutoTokenizer.from_pretrained(folder).decode(ids, skip_special_tokens=True))
+def written_by(
+    folder: Path, text: str | list[tuple[str, str]], model: Any = None, **more: Any
+) -> tuple[str, int]:
+    """Return the text that transformers writes after a text or after messages, the most probable
+    tokens, and their number."""
+    model = model or AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    if isinstance(text, str):
+        asked = tokenizer_of(folder)(text, return_tensors="pt")
+    else:
+        asked = tokenizer_of(folder).apply_chat_template(
+            [{"role": role, "content": content} for role, content in text],
+            add_generation_prompt=True, return_dict=True, return_tensors="pt",
+        )  # fmt: skip
+    output = model.generate(**asked, do_sample=False, max_new_tokens=TOKENS, **more)
+    ids = output[0, asked["input_ids"].shape[1] :].tolist()
+    return str(tokenizer_of(folder).decode(ids, skip_special_tokens=True)), len(ids)
+
+
+def answer_of(folder: Path, *messages: tuple[str, str]) -> str:
+    return written_by(folder, [*messages])[0]
 
 
 def test_an_answer_is_that_of_transformers_on_the_export(place: Path) -> None:
     export = place / "runs/whole/export"
-    ids = greedy(export, [("user", PROMPT)])
     found = said("runs/whole", PROMPT)
     trained = found["trained"]
-    assert (trained["text"], trained["tokens"]) == (text_of(export, ids), len(ids))
+    assert (trained["text"], trained["tokens"]) == written_by(export, [("user", PROMPT)])
     assert (trained["dtype"], trained["device"]) == ("fp32", "cpu")
     assert (found["step"], found["checkpoint"]) == (8, None)
     assert (found["run"], found["export"]) == (str(place / "runs/whole"), str(export))
     assert said("runs/whole/export", PROMPT)["trained"] == trained
-    system = [("system", "Short."), ("user", PROMPT)]
-    assert said("runs/whole", PROMPT, "--system", "Short.")["trained"]["text"] == text_of(
-        export, greedy(export, system)
-    )
+    short = said("runs/whole", PROMPT, "--system", "Short.")["trained"]["text"]
+    assert short == answer_of(export, ("system", "Short."), ("user", PROMPT))
 
 
 @pytest.mark.parametrize("run", ["whole", "merged"])
 def test_a_checkpoint_answers_as_its_export(place: Path, run: str) -> None:
     from_export = said(f"runs/{run}", PROMPT)["trained"]
-    newest = said(f"runs/{run}/checkpoints/step-00000008", PROMPT)
+    newest = said(f"runs/{run}/{STEP_8}", PROMPT)
     assert newest["trained"] == from_export
     assert newest["step"] == said(f"runs/{run}", PROMPT, "--step", "8")["step"] == 8
     earlier = said(f"runs/{run}", PROMPT, "--step", "4")
     assert earlier["step"] == 4
-    done = Pipe(place, place)("export", f"runs/{run}", "--step", "4")
+    done = Pipe(place, place)("export", f"runs/{run}", "--step", "4", "--procs", "1")
     assert done.code == 0, done.stderr
     exported = place / f"runs/{run}/export-step-4"
     try:
-        ids = greedy(exported, [("user", PROMPT)])
+        assert earlier["trained"]["text"] == answer_of(exported, ("user", PROMPT))
     finally:
         shutil.rmtree(exported)
-    assert earlier["trained"]["text"] == text_of(place / f"runs/{run}/export", ids)
 
 
 def test_a_checkpoint_that_nobody_exports_is_read(place: Path) -> None:
-    found = said("runs/bare", PROMPT)
-    assert found["checkpoint"] == str(place / "runs/bare/checkpoints/step-00000008")
+    found = said_now("runs/bare", PROMPT)
+    assert found["checkpoint"] == str(place / "runs/bare" / STEP_8)
     assert not list((place / "runs/bare").glob("export*"))
-    done = Pipe(place, place)("export", "runs/bare")
+    done = Pipe(place, place)("export", "runs/bare", "--procs", "1")
     assert done.code == 0, done.stderr
     exported = place / "runs/bare/export"
-    expected = text_of(exported, greedy(exported, [("user", PROMPT)]))
-    assert said("runs/bare", PROMPT)["export"] == str(exported)
+    expected = answer_of(exported, ("user", PROMPT))
+    assert said_now("runs/bare", PROMPT)["export"] == str(exported)
     shutil.rmtree(exported)
     assert (found["trained"]["text"], found["trained"]["dtype"]) == (expected, "bf16")
 
@@ -172,19 +190,11 @@ def test_an_adapter_answers_on_its_base(place: Path) -> None:
 
     folder = place / "runs/adapter/export"
     model = AutoPeftModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    message = [{"role": "user", "content": PROMPT}]
-    asked = tokenizer.apply_chat_template(
-        message, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
-    output = model.generate(**asked, do_sample=False, max_new_tokens=TOKENS)
-    ids = output[0, asked["input_ids"].shape[1] :].tolist()
     found = said("runs/adapter", PROMPT, "--beside")
-    assert found["trained"]["text"] == text_of(folder, ids)
+    assert found["trained"]["text"] == written_by(folder, [("user", PROMPT)], model)[0]
     base = said("runs/whole", PROMPT)["trained"]["text"]
     assert found["base"]["text"] == base != found["trained"]["text"]
-    moved = place / "moved"
-    shutil.copytree(folder, moved)
+    shutil.copytree(folder, place / "moved")
     assert said("moved", PROMPT)["trained"]["text"] == found["trained"]["text"]
     refused = call("generate", "moved", PROMPT, "--beside")
     assert refused.exit_code == 2
@@ -205,23 +215,18 @@ def test_an_adapter_outside_its_run_speaks_as_it_was_trained(place: Path, tmp_pa
     shutil.copytree(place / "runs/adapter/export", folder)
     (folder / "export.json").unlink()
     (folder / "chat_template.jinja").write_text(OTHER)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    end = tokenizer.convert_tokens_to_ids("<|s|>")
+    end = tokenizer_of(folder).convert_tokens_to_ids("<|s|>")
     model = AutoPeftModelForCausalLM.from_pretrained(folder)
-    ids = tokenizer(f"[{PROMPT}]<|s|>:", return_tensors="pt")
     before = model.generation_config.eos_token_id
     ends = [*(before if isinstance(before, list) else [before]), end]
-    output = model.generate(**ids, do_sample=False, max_new_tokens=TOKENS, eos_token_id=ends)
-    written = output[0, ids["input_ids"].shape[1] :].tolist()
     found = said(str(folder), PROMPT)["trained"]
-    assert (found["text"], found["tokens"]) == (text_of(folder, written), len(written))
-    opened = text_model.open_folder(folder, context(tmp_path), None, trust_remote_code=False)
-    assert opened._ends >= {end, *ends}
-    opened.close()
-    base = place / "runs/whole/export"
-    with_base = text_model.open_folder(base, context(tmp_path), None, trust_remote_code=False)
-    assert end not in with_base._ends
-    with_base.close()
+    expected = written_by(folder, f"[{PROMPT}]<|s|>:", model, eos_token_id=ends)
+    assert (found["text"], found["tokens"]) == expected
+    for opened, has in ((folder, True), (place / "runs/whole/export", False)):
+        loaded = text_model.open_folder(opened, context(tmp_path), None, trust_remote_code=False)
+        assert (end in loaded._ends) == has
+        assert loaded._ends >= set(ends) or not has
+        loaded.close()
 
 
 def test_an_adapter_on_an_adapter_is_refused(place: Path, tmp_path: Path) -> None:
@@ -237,9 +242,7 @@ def test_an_adapter_on_an_adapter_is_refused(place: Path, tmp_path: Path) -> Non
         assert f"{folder} is an adapter, and its base ({base}) is one too" in done.stderr
 
 
-def test_texts_of_a_model_command_no_terminal(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stages.export.text_model import LoadedModel
-
+def test_texts_of_a_model_command_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(self: Any, messages: Any, how: Any, show: Callable[[str], object]) -> Written:
         text = "\x1b]0;owned\x07\rone\ttwo\n\x1b[2Jthree"
         for piece in text.splitlines(keepends=True):
@@ -291,25 +294,25 @@ def test_each_tensor_is_put_where_it_belongs_without_a_search(
         load(self, *args)
 
     monkeypatch.setattr(torch.nn.Module, "_load_from_state_dict", visit)
-    said("runs/whole", PROMPT, "--step", "8")
+    said_now("runs/whole", PROMPT, "--step", "8")
     assert len(visited) == len(load_file(place / "runs/whole/export/model.safetensors"))
 
 
-@pytest.mark.parametrize("command", ["chat", "generate"])
+@pytest.mark.parametrize("words", [["chat", "runs/whole"], ["generate", "runs/whole", PROMPT]])
 def test_a_model_that_a_gpu_has_no_room_for(
-    place: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     def full(*args: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
-    done = call(command, "runs/whole", *([PROMPT] if command == "generate" else []))
+    done = call(*words)
     assert done.exit_code == 2
     assert "the model does not fit on cpu" in done.stderr
 
 
-def test_the_base_answers_next_to_it(place: Path) -> None:
-    done = call("generate", "runs/whole", PROMPT, "--beside", "--max-tokens", str(TOKENS))
+def test_the_base_answers_next_to_it() -> None:
+    done = call("generate", "runs/whole", PROMPT, "--beside", *SHORT)
     found = said("runs/whole", PROMPT, "--beside")
     trained, base = found["trained"]["text"], found["base"]["text"]
     assert trained != base
@@ -320,8 +323,6 @@ def test_the_base_answers_next_to_it(place: Path) -> None:
 
 
 def test_a_chat_keeps_what_was_said(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stages.export.text_model import LoadedModel
-
     asked: list[list[tuple[str, str]]] = []
     answer = LoadedModel.answer
 
@@ -331,12 +332,11 @@ def test_a_chat_keeps_what_was_said(place: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(LoadedModel, "answer", listen)
     export = place / "runs/whole/export"
-    first = text_of(export, greedy(export, [("user", "Which?")]))
+    first = answer_of(export, ("user", "Which?"))
     turns = [("user", "Which?"), ("assistant", first), ("user", "Who?")]
-    second = text_of(export, greedy(export, turns))
-    again = text_of(export, greedy(export, [("user", "Who?")]))
+    second, again = answer_of(export, *turns), answer_of(export, ("user", "Who?"))
     typed = "Which?\nWho?\n/nothing\n/reset\nWho?\n/exit\nnever read\n"
-    done = call("chat", "runs/whole", "--max-tokens", str(TOKENS), typed=typed)
+    done = call("chat", "runs/whole", *SHORT, typed=typed)
     assert done.exit_code == 0, done.output
     lines = ["> Which?", first, "> Who?", second, "> /nothing", "> /reset", "> Who?", again]
     assert done.stdout.splitlines() == "\n".join([*lines, "> /exit"]).splitlines()
@@ -345,9 +345,7 @@ def test_a_chat_keeps_what_was_said(place: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_a_chat_with_both(place: Path, monkeypatch: pytest.MonkeyPatch, *, room: bool) -> None:
-    from stages.export.text_model import LoadedModel
-
+def test_a_chat_with_both(monkeypatch: pytest.MonkeyPatch, *, room: bool) -> None:
     opened: list[int] = []
     loaded, close = LoadedModel.__init__, LoadedModel.close
 
@@ -359,41 +357,37 @@ def test_a_chat_with_both(place: Path, monkeypatch: pytest.MonkeyPatch, *, room:
         opened.append(-1)
         close(self)
 
+    found = said("runs/whole", PROMPT, "--beside")
     monkeypatch.setattr(LoadedModel, "__init__", count)
     monkeypatch.setattr(LoadedModel, "close", uncount)
     monkeypatch.setattr(LoadedModel, "has_room", lambda _: room)
     typed = f"{PROMPT}\n/reset\n{PROMPT}\n"
-    done = call("chat", "runs/whole", "--beside", "--max-tokens", str(TOKENS), typed=typed)
+    done = call("chat", "runs/whole", "--beside", *SHORT, typed=typed)
     assert done.exit_code == 0, done.output
-    found = said("runs/whole", PROMPT, "--beside")
-    trained, base = found["trained"]["text"], found["base"]["text"]
-    both = f"trained:\n{trained}\nbase:\n{base}\n"
+    both = f"trained:\n{found['trained']['text']}\nbase:\n{found['base']['text']}\n"
     assert done.stdout == f"> {PROMPT}\n{both}> /reset\n> {PROMPT}\n{both}"
     assert done.stderr.count("loaded in turn") == (0 if room else 1)
     counts = [sum(opened[: n + 1]) for n in range(len(opened))]
     assert max(counts[: 8 if not room else 2]) == (2 if room else 1)
 
 
-def test_texts_are_drawn_by_the_seed(place: Path) -> None:
-    drawn = [said("runs/whole", PROMPT, "--temperature", "3", "--seed", seed)["trained"]["text"]
+def test_texts_are_drawn_by_the_seed() -> None:
+    drawn = [said_now("runs/whole", PROMPT, "--temperature", "3", "--seed", seed)["trained"]
              for seed in ("1", "1", "2")]  # fmt: skip
-    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0]["text"] == drawn[1]["text"] != drawn[2]["text"]
 
 
 def test_a_text_is_continued_without_a_template(place: Path, tmp_path: Path) -> None:
     export = place / "runs/whole/export"
-    model = AutoModelForCausalLM.from_pretrained(export)
-    ids = AutoTokenizer.from_pretrained(export)(PROMPT, return_tensors="pt")
-    output = model.generate(**ids, do_sample=False, max_new_tokens=TOKENS)[0, len(PROMPT) :]
-    expected = text_of(export, output.tolist())
-    done = call("generate", "runs/whole", PROMPT, "--plain", "--max-tokens", str(TOKENS))
+    expected, _ = written_by(export, PROMPT)
+    done = call("generate", "runs/whole", PROMPT, "--plain", *SHORT)
     assert done.stdout == f"{expected}\n"
     assert "--plain, so each text is continued separately" in done.stderr
     bare = tmp_path / "base"
     shutil.copytree(export, bare)
     for name in ("chat_template.jinja", "export.json"):
         (bare / name).unlink()
-    done = call("generate", str(bare), "-", "--max-tokens", str(TOKENS), typed=PROMPT)
+    done = call("generate", str(bare), "-", *SHORT, typed=PROMPT)
     assert done.stdout == f"{expected}\n"
     assert "no chat template, so each text is continued separately" in done.stderr
 
@@ -403,22 +397,50 @@ def test_the_newest_run_is_taken_and_said(place: Path) -> None:
     done = call("generate", PROMPT, "--max-tokens", "3")
     assert done.exit_code == 0, done.output
     assert "run: runs/bare\n" in done.stderr
-    assert "trained: step 8, runs/bare/checkpoints/step-00000008, bf16, cpu\n" in done.stderr
+    assert f"trained: step 8, runs/bare/{STEP_8}, bf16, cpu\n" in done.stderr
     assert "cut after 3 tokens; --max-tokens allows more" in done.stderr
 
 
 def test_a_text_ends_with_the_table_of_positions(place: Path, tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     config = GPT2Config(vocab_size=259, n_positions=24, n_embd=8, n_layer=1, n_head=2)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    for file in (place / "tokenizer").iterdir():
-        shutil.copyfile(file, tmp_path / "gpt2" / file.name)
+    shutil.copytree(place / "tokenizer", tmp_path / "gpt2", dirs_exist_ok=True)
     found = said(str(tmp_path / "gpt2"), "x" * 20, "--plain")
     assert found["trained"]["tokens"] == 4
     done = call("generate", str(tmp_path / "gpt2"), "x" * 30, "--plain")
     assert done.exit_code == 1
     assert "the text has 30 tokens, and the model has 24 positions" in done.stderr
+
+
+MISTAKES = [
+    ("chat nowhere", "nowhere is not there"),
+    ("generate runs/whole A --step 5", "has no checkpoint of step 5; it has 4, 8"),
+    ("chat runs/whole --step best", "no checkpoint of runs/whole has a loss"),
+    ("chat runs/whole/export --step 4", "--step is for a run, and runs/whole/export is not a run"),
+    ("chat tokenizer", "tokenizer is not a run, an export or a checkpoint"),
+    ("chat runs/whole --device cuda:9", "--device: there is no cuda:9"),
+    ("chat runs/whole --device tpu", "--device: tpu"),
+    ("generate runs/whole", "the prompt is missing: runs/whole is a folder"),
+    ("generate runs/whole --json", "the prompt is missing: runs/whole is a folder"),
+    ("generate runs/whole one two", "at most a run and one prompt"),
+]
+
+
+def test_mistakes_are_named(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def require(words: str, message: str) -> None:
+        done = call(*words.split())
+        assert done.exit_code == 2, done.output
+        assert message in done.stderr.replace(f"{place}/", "")
+
+    for words, message in MISTAKES:
+        require(words, message)
+    empty = tmp_path / "runs/started"
+    empty.mkdir(parents=True)
+    shutil.copyfile(place / "runs/whole/recipe.yaml", empty / "recipe.yaml")
+    monkeypatch.chdir(tmp_path)
+    require("chat", "runs/started has nothing to talk to: no export, no checkpoint")
+    monkeypatch.chdir(empty)
+    require(f"generate {PROMPT}", "there is no run in runs")
 
 
 @contextlib.contextmanager
@@ -434,48 +456,14 @@ def changed(file: Path, content: bytes | None) -> Iterator[None]:
         file.write_bytes(before)
 
 
-def test_mistakes_are_named(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*words: str) -> str:
-        done = call(*words)
-        assert done.exit_code == 2, done.output
-        return done.stderr
-
-    assert "nowhere is not there" in refused("chat", "nowhere")
-    assert "has no checkpoint of step 5; it has 4, 8" in refused(
-        "generate", "runs/whole", PROMPT, "--step", "5"
-    )
-    assert "no checkpoint of runs/whole has a loss" in refused(
-        "chat", "runs/whole", "--step", "best"
-    ).replace(f"{place}/", "")
-    assert "--step is for a run, and runs/whole/export is not a run" in refused(
-        "chat", "runs/whole/export", "--step", "4"
-    )
-    assert "tokenizer is not a run, an export or a checkpoint" in refused("chat", "tokenizer")
-    assert "--device: there is no cuda:9" in refused("chat", "runs/whole", "--device", "cuda:9")
-    assert "--device: tpu" in refused("chat", "runs/whole", "--device", "tpu")
-    for words in (["runs/whole"], ["runs/whole", "--json"]):
-        assert "the prompt is missing: runs/whole is a folder" in refused("generate", *words)
-    assert "at most a run and one prompt" in refused("generate", "runs/whole", "one", "two")
-    empty = tmp_path / "runs/started"
-    empty.mkdir(parents=True)
-    shutil.copyfile(place / "runs/whole/recipe.yaml", empty / "recipe.yaml")
-    monkeypatch.chdir(tmp_path)
-    assert "runs/started has nothing to talk to: no export, no checkpoint" in refused("chat")
-    monkeypatch.chdir(empty)
-    assert "there is no run in runs" in refused("generate", PROMPT)
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_damaged_exports_are_refused(place: Path, name: str) -> None:
     file = place / "runs/whole/export" / name
-    with changed(file, None):
-        done = call("generate", "runs/whole", PROMPT)
-    assert done.exit_code == 2
-    assert f"runs/whole/export is damaged: {name} is missing" in done.stderr
-    with changed(file, file.read_bytes()[:-9]):
-        done = call("generate", "runs/whole", PROMPT)
-    assert done.exit_code == 2
-    assert f"runs/whole/export is damaged: {name} " in done.stderr
+    for content, message in ((None, "is missing"), (file.read_bytes()[:-9], "")):
+        with changed(file, content):
+            done = call("generate", "runs/whole", PROMPT)
+        assert done.exit_code == 2
+        assert f"runs/whole/export is damaged: {name} {message}" in done.stderr
 
 
 def test_an_export_that_was_edited_is_read(place: Path) -> None:
@@ -483,7 +471,7 @@ def test_an_export_that_was_edited_is_read(place: Path) -> None:
     edited = json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 100.0})
     before = said("runs/whole", PROMPT)["trained"]["text"]
     with changed(file, edited.encode()):
-        done = call("generate", "runs/whole", PROMPT, "--max-tokens", str(TOKENS))
+        done = call("generate", "runs/whole", PROMPT, *SHORT)
     assert done.exit_code == 0
     assert "changed after it was written: generation_config.json" in done.stderr
     assert done.stdout.strip() != before
@@ -517,7 +505,7 @@ def test_pickles_are_not_read(
     assert (again.exit_code, again.stderr) == (2, done.stderr)
 
 
-def test_ctrl_c_ends_an_answer(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
 
     def interrupt(piece: str) -> None:

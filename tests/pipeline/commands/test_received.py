@@ -21,40 +21,24 @@ from tests.pipeline.conftest import TinyRun
 from tests.support.pipe import Pipe
 from tests.support.tier import spread
 
-SPARSE = 3 << 30
-"""Bytes of a file that takes no room on the disk."""
+SPARSE = 3 << 29
+"""Bytes of a file that takes no room on the disk: more than `bounded` lets a command have."""
 
 
-def fifo(file: Path) -> None:
-    os.mkfifo(file)
-
-
-def device(file: Path) -> None:
-    file.symlink_to("/dev/zero")
-
-
-def folder(file: Path) -> None:
-    file.mkdir()
-
-
-def dangling(file: Path) -> None:
-    file.symlink_to("/nowhere/at/all")
-
-
-def outside(file: Path) -> None:
-    file.symlink_to(file.parents[2] / "secret.txt")
-
-
-def sparse(file: Path) -> None:
+def sparse(file: Path, before: str) -> None:
     file.touch()
     os.truncate(file, SPARSE)
 
 
-def text(content: str) -> Callable[[Path], None]:
-    return lambda file: file.write_text(content) and None  # type: ignore[func-returns-value]
+def link(target: str) -> Callable[[Path, str], object]:
+    return lambda file, before: file.symlink_to(target)
 
 
-def retyped(value: Any) -> Callable[[Path, str], None]:
+def text(content: str) -> Callable[[Path, str], object]:
+    return lambda file, before: file.write_text(content)
+
+
+def retyped(value: Any) -> Callable[[Path, str], object]:
     """Return what puts `value` in place of every value of the JSON objects in a file."""
 
     def change(file: Path, before: str) -> None:
@@ -64,22 +48,25 @@ def retyped(value: Any) -> Callable[[Path, str], None]:
                 found = json.loads(line)
             except ValueError:
                 found = {}
-            kept = ("event", "step") if isinstance(found, dict) else ()
             known = found if isinstance(found, dict) else {}
-            changed.append(json.dumps({key: known[key] if key in kept else value for key in known}))
+            kept = {key: known[key] if key in ("event", "step") else value for key in known}
+            changed.append(json.dumps(kept))
         file.write_text("\n".join(changed) + "\n")
 
     return change
 
 
-KINDS: dict[str, Any] = {
-    "fifo": fifo, "device": device, "folder": folder, "dangling": dangling, "outside": outside,
+KINDS: dict[str, Callable[[Path, str], object]] = {
+    "fifo": lambda file, before: os.mkfifo(file), "device": link("/dev/zero"),
+    "folder": lambda file, before: file.mkdir(), "dangling": link("/nowhere/at/all"),
+    "outside": lambda file, before: file.symlink_to(file.parents[2] / "secret.txt"),
     "sparse": sparse, "deep": text("[" * 200_000), "empty": text(""), "list": text("[1]\n"),
-    "binary": lambda file: file.write_bytes(bytes(range(256)) * 9),
+    "binary": lambda file, before: file.write_bytes(bytes(range(256)) * 9),
     "texts": retyped("x"), "lists": retyped([[]]), "objects": retyped({"a": {"b": 1}}),
     "large": retyped(10**400), "negative": retyped(-1), "true": retyped(True),
     "null": retyped(None),
 }  # fmt: skip
+"""Kind of damage -> what puts it in place of a file, whose content was `before`."""
 FILES = (
     "recipe.yaml", "journal.jsonl", "metrics.jsonl", "environment.json", "engine.json",
     "origins.json", "activity.json", "plan.json", "hardware.jsonl", "memory.json", "lock",
@@ -106,17 +93,16 @@ SECRET = "the content of a file that was not sent"
 def received(tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder of runs: one to be damaged, and a whole one."""
     (tmp_path / "secret.txt").write_text(SECRET)
-    for name in ("sent", "whole"):
-        shutil.copytree(tiny_run.folder, tmp_path / "runs" / name)
-        recipe = tmp_path / "runs" / name / "recipe.yaml"
-        tracked = str(tiny_run.pipe.folder / "runs.sqlite")  # which other tests look at
-        recipe.write_text(recipe.read_text().replace(tracked, str(tmp_path / "runs.sqlite")))
-    for name, content in (("activity.json", "{}"), ("plan.json", "{}"), ("memory.json", "{}")):
-        file = tmp_path / "runs" / "sent" / name
-        if not file.exists():
-            file.write_text(content)
+    sent = Path(shutil.copytree(tiny_run.folder, tmp_path / "runs/sent"))
+    recipe = (sent / "recipe.yaml").read_text()
+    tracked = str(tiny_run.pipe.folder / "runs.sqlite")  # which other tests look at
+    (sent / "recipe.yaml").write_text(recipe.replace(tracked, str(tmp_path / "runs.sqlite")))
+    shutil.copytree(sent, tmp_path / "runs/whole", copy_function=os.link)
+    for name in ("activity.json", "plan.json", "memory.json"):
+        if not (sent / name).exists():
+            (sent / name).write_text("{}")
     monkeypatch.chdir(tmp_path)
-    return tmp_path / "runs" / "sent"
+    return sent
 
 
 def damage(file: Path, kind: str) -> None:
@@ -127,11 +113,7 @@ def damage(file: Path, kind: str) -> None:
     else:
         file.unlink(missing_ok=True)
     file.parent.mkdir(exist_ok=True)
-    change = KINDS[kind]
-    if change.__name__ == "change":
-        change(file, before)
-    else:
-        change(file)
+    KINDS[kind](file, before)
 
 
 def ends_with_a_sentence(received: Path, command: str) -> str:

@@ -70,15 +70,8 @@ def test_a_dry_run_before_each_training_is_of_what_follows_from_it(
     ]
     tried = [line.split(": ")[1] for line in lines if line.count(": ") == 2]
     before = lines.index("train: train.causal_lm"), lines.index("train2: train.causal_lm")
-    assert tried == [
-        "checkpoint",
-        "merged",
-        "early",
-        "trained",
-        "checkpoint2",
-        "consolidate",
-        "export",
-    ]
+    chain = "checkpoint", "merged", "early", "trained", "checkpoint2", "consolidate", "export"
+    assert tried == [*chain]
     ends = [number for number, line in enumerate(lines) if line.startswith("dry run: passed")]
     assert ends[0] < before[0] < ends[1] < before[1]
     assert not list(made[0].run_dir.glob("*.dry-run"))

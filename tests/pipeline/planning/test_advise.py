@@ -14,7 +14,7 @@ from memories.cases import LLAMA_8B, LLAMA_70B
 
 from pipeline.chain.registry import Registry
 from pipeline.cli import main
-from pipeline.commands.advise import Draft
+from pipeline.commands.advise import write_recipe
 from pipeline.planning.hardware import HardwareOptions, Margins
 
 LLAMA = {
@@ -53,13 +53,13 @@ def test_low_rank_updates_replace_all_weights_that_nobody_has_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA), "utf-8")
-    draft = Draft(
+    written = write_recipe(
         model=str(tmp_path / "config.json"), revision=None, data=None, lora=False,
         reason="its parameters are few", sequence=128, micro_batch=4, out=tmp_path / "x.yaml",
         machines=HardwareOptions(gpus=1, memory=0.1, host_memory=8), margins=Margins(overhead=0),
         registry=Registry.installed(),
     )  # fmt: skip
-    recipe = yaml.safe_load(draft.write().read_text("utf-8"))
+    recipe = yaml.safe_load(written.read_text("utf-8"))
     assert recipe["name"] == "x"  # that of the file that was asked for
     assert "adapter" in recipe["stages"]
     stages = recipe["stages"]

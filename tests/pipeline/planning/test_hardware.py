@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
-from pipeline.commands.hardware_options import link
+from pipeline.commands.options import link
 from pipeline.distributed.process_group import DistContext
 from pipeline.doctor.report import MachineReport
 from pipeline.errors import UsageError

@@ -1,4 +1,5 @@
-"""`pipe init`: answers as options and typed at prompts; what it writes is checked and planned."""
+"""`pipe init`: answers as options and typed at prompts; what it writes is checked and planned.
+`pipe advise` is tested in tests/pipeline/planning."""
 
 from __future__ import annotations
 
@@ -38,6 +39,10 @@ def pipe(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments)
 
 
+def init(data: str, *options: str) -> Result:
+    return pipe("init", "--model", "Tiny", "--data", data, *options)
+
+
 def assert_good(recipe: str) -> dict[str, Any]:
     """Return a recipe that passes `pipe check` and fits by `pipe plan`."""
     assert pipe("check", recipe).exit_code == 0
@@ -49,7 +54,7 @@ def assert_good(recipe: str) -> dict[str, Any]:
 
 
 def test_options(project: Path) -> None:
-    made = pipe("init", "--model", "Tiny", "--data", "data.jsonl", *ON_CPUS)
+    made = init("data.jsonl", *ON_CPUS)
     assert made.exit_code == 0, made.stderr
     assert made.stdout.endswith("it passes pipe check; next:\n  pipe run tiny.yaml\n")
     recipe = assert_good("tiny.yaml")
@@ -61,7 +66,7 @@ def test_options(project: Path) -> None:
         "sequence_length": 16, "bad_rows": "error",
     }  # fmt: skip
     assert "adapter" not in stages
-    again = pipe("init", "--model", "Tiny", "--data", "data.jsonl", *ON_CPUS)
+    again = init("data.jsonl", *ON_CPUS)
     assert again.exit_code == 2
     assert again.stderr == "error: tiny.yaml exists (name another file with --out)\n"
 
@@ -103,8 +108,7 @@ def test_answers_are_typed_and_bad_ones_are_asked_again(project: Path) -> None:
 
 
 def test_gpus_that_are_elsewhere(project: Path) -> None:
-    options = ["--full", "--seq", "16", "--gpus", "2", "--gpu", "H100", "--yes"]
-    made = pipe("init", "--model", "Tiny", "--data", "data.jsonl", *options)
+    made = init("data.jsonl", "--full", "--seq", "16", "--gpus", "2", "--gpu", "H100", "--yes")
     assert made.exit_code == 0, made.stderr
     found = yaml.safe_load(Path("tiny.yaml").read_text())
     assert found["launch"] == {"procs": 2, "device": "cuda"}
@@ -149,31 +153,16 @@ def test_mistakes(options: list[str], message: str, project: Path) -> None:
 
 
 def test_an_unknown_gpu(project: Path) -> None:
-    options = ["--full", "--seq", "16", "--gpus", "1", "--gpu", "Q5", "--yes"]
-    refused = pipe("init", "--model", "Tiny", "--data", "data.jsonl", *options)
+    refused = init("data.jsonl", "--full", "--seq", "16", "--gpus", "1", "--gpu", "Q5", "--yes")
     assert refused.exit_code == 2
     assert refused.stderr.startswith("error: --gpu Q5: no GPU of this name is known (known: A10, ")
     assert list(project.glob("*.yaml")) == []
 
 
 WORDS = [
-    "the",
-    "model",
-    "reads",
-    "a",
-    "row",
-    "of",
-    "text",
-    "and",
-    "learns",
-    "to",
-    "say",
-    "the",
-    "next",
-    "word",
-    "of",
-    "it",
-]
+    "the", "model", "reads", "a", "row", "of", "text", "and", "learns", "to", "say", "the", "next",
+    "word", "of", "it",
+]  # fmt: skip
 
 
 def conversations(count: int, broken: Sequence[int]) -> str:
@@ -201,7 +190,7 @@ def conversations(count: int, broken: Sequence[int]) -> str:
 )
 def test_little_data(name: str, content: str, trained: str, held: int, project: Path) -> None:
     Path(name).write_text(content)
-    made = pipe("init", "--model", "Tiny", "--data", name, "--full", "--gpus", "0", "-y")
+    made = init(name, "--full", "--gpus", "0", "-y")
     assert made.exit_code == 0, made.stderr
     if not held:
         assert "heldout_fraction 0.0: the only sample is trained on" in made.stdout
@@ -218,7 +207,7 @@ def test_a_question_that_a_recipe_would_misread(project: Path) -> None:
         for said in ("???", "./run.sh fails", "${HOME}?", "Why?")
     ]
     Path("x.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows * 3))
-    made = pipe("init", "--model", "Tiny", "--data", "x.jsonl", "--full", "--gpus", "0", "-y")
+    made = init("x.jsonl", "--full", "--gpus", "0", "-y")
     assert made.exit_code == 0, made.stderr
     train = yaml.safe_load(Path("tiny.yaml").read_text())["stages"]["train"]
     assert train.get("generate", {"prompts": ["Why?"]})["prompts"] == ["Why?"]

@@ -1,8 +1,9 @@
-"""`pipe track`: what was not sent yet, of runs that have ended."""
+"""`pipe report`, `pipe compare` and `pipe track`, of runs that have ended."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,78 @@ from click.testing import CliRunner, Result
 from pipeline import api, cli
 from pipeline.execution import clean, rundir
 from pipeline.utils.files import replace_text
+from tests.pipeline.conftest import TinyRun
 from tests.pipeline.view.folders import add, made, step
 from tests.support.tiny_project import tiny_project
 
 
+def called(*arguments: Any) -> Result:
+    return CliRunner().invoke(cli.main, [*map(str, arguments)])
+
+
+def test_reports(finished: TinyRun, tmp_path: Path) -> None:
+    written = called("report", "runs/tiny", "--out", tmp_path / "report.html")
+    assert (written.exit_code, written.stdout) == (0, f"{tmp_path / 'report.html'}\n")
+    page, own = ((folder / "report.html").read_text() for folder in (tmp_path, Path("runs/tiny")))
+    assert page[: page.index("Written by")] == own[: own.index("Written by")]
+    blocked = called("report", "runs/tiny", "--out", tmp_path / "nowhere/report.html")
+    assert (blocked.exit_code, blocked.stdout) == (2, "")
+    assert blocked.stderr.startswith("error: No such file or directory")
+
+
+def test_a_report_of_the_newest_run_and_of_all(finished: TinyRun, tmp_path: Path) -> None:
+    assert called("report").stdout == "runs/tiny/report.html\n"
+    written = called("report", "runs", "-o", tmp_path / "all.html")
+    assert (written.exit_code, written.stdout) == (0, f"{tmp_path / 'all.html'}\n")
+    assert ">tiny</a>" in (tmp_path / "all.html").read_text()
+    assert not Path("runs/report.html").exists()
+
+
+@pytest.mark.parametrize("display", ["", ":0"])
+def test_a_report_is_opened(
+    display: str, finished: TinyRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where there is no display, or no browser, the address is printed."""
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: bool(opened.append(address)))
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    if display:
+        monkeypatch.setenv("DISPLAY", display)
+    page = tmp_path / "a page.html"
+    shown = called("report", "runs/tiny", "--open", "--out", page)
+    assert (shown.exit_code, shown.stdout) == (0, f"{page}\n")
+    assert shown.stderr == f"no browser can be opened from here: open {page.as_uri()}\n"
+    assert opened == ([page.as_uri()] if display else [])
+
+
+def test_runs_are_compared(finished: TinyRun, failed: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree("runs/tiny", other)
+    recipe = (other / "recipe.yaml").read_text()
+    (other / "recipe.yaml").write_text(recipe.replace("lr: 0.01", "lr: 0.02"))
+    shown = called("compare", "runs/tiny", other, "--out", tmp_path / "both.html")
+    assert shown.exit_code == 0, shown.stderr
+    rows = [line.split() for line in shown.stdout.splitlines()]
+    (equal,) = [line for line in shown.stdout.splitlines() if line.startswith("the same in all")]
+    assert "state finished" in equal
+    assert "steps 8" in equal
+    at = rows.index(["recipes", "differ", "in", "tiny", "other"])
+    assert rows[at + 1 : at + 3] == [["stages.optimizer.lr", "0.01", "0.02"], []]
+    assert "environments are the same\n" in shown.stdout
+    assert "results are the same\n" in shown.stdout
+    assert rows[-1] == ["wrote", str(tmp_path / "both.html")]
+    assert "stages.optimizer.lr" in (tmp_path / "both.html").read_text()
+    found = json.loads(called("compare", "runs/tiny", failed, "--json").stdout)
+    assert (found["schema_version"], found["runs"]) == (1, ["tiny", "the run"])
+    states = {row["name"]: row["values"] for row in found["results"]}
+    assert states["state"] == ["finished", "failed"]
+    assert states["steps"] == ["8", "-"]
+    assert {row["name"]: row["better"] for row in found["results"]}["steps"] == []
+
+
 def tracked(*arguments: Any) -> Result:
-    return CliRunner().invoke(cli.main, ["track", *map(str, arguments)])
+    return called("track", *arguments)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""`pipe new-stage`: the packages that it writes are built, installed, tested, checked, and run on
-two processes as they are."""
+"""`pipe stages`, and `pipe new-stage`: the packages that it writes are built, installed, tested,
+checked, and run on two processes as they are. `pipe schema` is tested in tests/pipeline/chain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner, Result
+from hatchling.builders.wheel import WheelBuilder
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -24,12 +25,69 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from pipeline.cli import main
 from pipeline.contracts.metrics import records
 from pipeline.errors import UsageError
-from pipeline.scaffold.package import KINDS, OTHER, REFUSED, NewStage
+from pipeline.scaffold import KINDS, OTHER, REFUSED, NewStage
 from tests.stages.data.fakes import byte_tokenizer
 from tests.support.pipe import Pipe
 from tests.support.tier import spread
 
 ROOT = Path(__file__).parents[3]
+
+
+def test_stages_are_listed(pipe: Callable[..., Result]) -> None:
+    lines = pipe("stages").stdout.splitlines()
+    assert "model.fake       pipetrain 1.0      Declare a model." in lines
+    (broken,) = [line for line in lines if line.startswith("broken.missing")]
+    assert "faulty-plugin 1.0  cannot be used: stage `broken.missing`" in broken
+    listed = {each["name"]: each for each in json.loads(pipe("stages", "--json").stdout)}
+    assert listed["wrap.red"] == {
+        "name": "wrap.red", "distribution": "pipetrain", "version": "1.0",
+        "summary": "Wrap in red.", "error": "",
+    }  # fmt: skip
+
+
+EXPLAINED = """\
+wrap.red (pipetrain 1.0)
+
+Wrap in red.
+
+needs: model (ModelSource), optimizer (OptimizerPlan)
+returns: RedEngine
+
+fields:
+  stage: 1 | 2 | 3 (default 2)
+      How much.
+  offload: none | mapping | null (default none)
+      Where to.
+  offload.device: cpu | nvme (required)
+      Which memory.
+  offload.path: path | null (default null)
+      The disk.
+  offload.pin: bool (default true)
+      Use page-locked memory.
+  extra: mapping of anything | null (default null)
+      Raw settings.
+"""
+
+
+def test_one_stage_is_explained(pipe: Callable[..., Result]) -> None:
+    assert pipe("stages", "wrap.red").stdout == EXPLAINED
+    fields = json.loads(pipe("stages", "model.fake", "--json").stdout)["fields"]
+    assert fields[1] == {
+        "name": "layers", "type": "int", "default": "2", "range": ">= 1, <= 100", "doc": "How many."
+    }  # fmt: skip
+    optional = json.loads(pipe("stages", "train.lm", "--json").stdout)["needs"]
+    assert optional[-1] == {"parameter": "checkpoints", "type": "Checkpoints", "optional": True}
+
+
+def test_an_unknown_stage(pipe: Callable[..., Result]) -> None:
+    result = pipe("stages", "wrap.rad")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: there is no stage `wrap.rad` (did you mean `wrap.red`? "
+        "wrap stages: wrap.blue, wrap.red; or install its package into this environment)\n"
+    )
+
+
 SLOTS: dict[str, dict[str, Any]] = {
     "track": {"file": "./lines.jsonl"},
     "model": {"tokenizer": "./tokenizer", "vocab_size": 260, "width": 32},
@@ -65,18 +123,23 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+def wheel_of(package: Path, folder: Path) -> str:
+    """Build a package, as pip has it built, in this process."""
+    return str(next(WheelBuilder(str(package)).build(directory=str(folder), versions=["standard"])))
+
+
 @pytest.fixture(scope="module")
 def installed(packages: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of packages in which all are installed."""
-    folder = tmp_path_factory.mktemp("installed")
-    install = ["install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "--target"]
-    command = [sys.executable, "-m", "pip", *install, str(folder), *map(str, packages.values())]
-    subprocess.run(command, check=True, capture_output=True)
+    """Return a folder of packages in which all are installed from their wheels."""
+    folder, wheels = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("wheels")
+    for package in packages.values():
+        with zipfile.ZipFile(wheel_of(package, wheels)) as files:
+            files.extractall(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def pipe(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipe:
+def project(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipe:
     """Return `pipe` in a project, with all packages."""
     folder = tmp_path_factory.mktemp("project")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer())
@@ -95,12 +158,12 @@ def pipe(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipe:
 
 
 @pytest.fixture(scope="module")
-def run(pipe: Pipe) -> Path:
+def run(project: Pipe) -> Path:
     """Return the folder of a finished run."""
-    done = pipe.run(pipe.folder / "own.yaml")
+    done = project.run(project.folder / "own.yaml")
     assert done.code == 0, done.stderr
     assert f"training ends early, at step 4 of 9: {REASON}" in done.stdout + done.stderr
-    return pipe.run_dir
+    return project.run_dir
 
 
 def test_every_kind_is_walked() -> None:
@@ -109,22 +172,16 @@ def test_every_kind_is_walked() -> None:
 
 def test_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, package, modules, note in (
+    for name, package, halves, note in (
         ("wrap.my_own", "pipetrain-wrap-my-own", ["", "_engine"], ""),
         ("report.x", "pipetrain-report-x", [""], AFTER),
     ):
         module = package.replace("-", "_")
         written = new_stage(name)
         assert written.exit_code == 0, written.stderr
-        assert written.stdout.splitlines() == [
-            f"{package}/{file}"
-            for file in (
-                "pyproject.toml",
-                "README.md",
-                *(f"{module}{half}.py" for half in modules),
-                f"tests/test_{module}.py",
-            )
-        ]
+        modules = [f"{module}{half}.py" for half in halves]
+        files = ["pyproject.toml", "README.md", *modules, f"tests/test_{module}.py"]
+        assert written.stdout.splitlines() == [f"{package}/{file}" for file in files]
         then = f"next: pip install -e '{package}[dev]' && pytest {package}\n"
         assert written.stderr == note + then
 
@@ -149,11 +206,7 @@ def test_a_further_module_is_in_the_wheel(packages: dict[str, Path], tmp_path: P
     shutil.copytree(packages["optimizer"], package)
     (package / "pipetrain_optimizer_my_own_extra.py").touch()
     (package / "setup_notes.py").touch()
-    command = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
-    built = _run([sys.executable, *command, str(package)])
-    assert built.returncode == 0, built.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as files:
+    with zipfile.ZipFile(wheel_of(package, tmp_path)) as files:
         modules = [name for name in files.namelist() if "dist-info" not in name]
     module = "pipetrain_optimizer_my_own"
     assert sorted(modules) == [f"{module}{half}.py" for half in ("", "_extra", "_planner", "_rule")]
@@ -179,30 +232,30 @@ def test_their_own_tests_pass(packages: dict[str, Path], installed: Path) -> Non
     assert " passed" in own.stdout
 
 
-def test_each_is_explained_and_checked(pipe: Pipe) -> None:
-    listed = {one["name"]: one for one in json.loads(pipe("stages", "--json").stdout)}
+def test_each_is_explained_and_checked(project: Pipe) -> None:
+    listed = {one["name"]: one for one in json.loads(project("stages", "--json").stdout)}
     for kind in OWN:
         found = listed[f"{kind}.my_own"]
         assert (found["distribution"], found["version"]) == (f"pipetrain-{kind}-my-own", "0.1.0")
-    shown = pipe("stages", "callback.my_own")
+    shown = project("stages", "callback.my_own")
     assert shown.stdout.startswith("callback.my_own (pipetrain-callback-my-own 0.1.0)\n")
-    checked = pipe("check", "own.yaml")
+    checked = project("check", "own.yaml")
     assert (checked.code, checked.stderr) == (0, "")
     for kind in OWN:
         assert f"{kind}.my_own" in checked.stdout
-    wrong = pipe("check", "own.yaml", "optimizer.momentum=2", "data.file=nowhere.csv")
+    wrong = project("check", "own.yaml", "optimizer.momentum=2", "data.file=nowhere.csv")
     assert wrong.code == 2
     assert "optimizer.momentum: " in wrong.stderr
     assert "data.file: no such file: nowhere.csv" in wrong.stderr
 
 
-def test_they_stand_in_a_shipped_recipe(pipe: Pipe) -> None:
-    own = yaml.safe_load((pipe.folder / "own.yaml").read_text())["stages"]
+def test_they_stand_in_a_shipped_recipe(project: Pipe) -> None:
+    own = yaml.safe_load((project.folder / "own.yaml").read_text())["stages"]
     own["train"] = {}
     shipped = ROOT / "recipes" / "quickstart.yaml"
     recipe = {"extends": str(shipped), "name": "extended", "stages": own}
-    (pipe.folder / "extended.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-    checked = pipe("check", "extended.yaml")
+    (project.folder / "extended.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    checked = project("check", "extended.yaml")
     assert checked.code == 0, checked.stderr
     for kind in OWN:
         assert f"{kind}.my_own" in checked.stdout
@@ -248,31 +301,31 @@ def test_the_export_is_half_of_what_was_trained(run: Path) -> None:
     state.close()
 
 
-def test_the_run_can_be_talked_to(pipe: Pipe, run: Path) -> None:
+def test_the_run_can_be_talked_to(project: Pipe, run: Path) -> None:
     """Its export takes no TrainedRun, by which a checkpoint is opened."""
     answers = []
     for options in ([], ["--step", "4"]):
-        done = pipe("generate", str(run), "1 + 1 =", "--max-tokens", "4", "--json", *options)
+        done = project("generate", str(run), "1 + 1 =", "--max-tokens", "4", "--json", *options)
         assert done.code == 0, done.stderr
         answers.append(json.loads(done.stdout))
     assert [one["export"] is not None for one in answers] == [True, False]
     assert answers[0]["trained"]["text"] == answers[1]["trained"]["text"]
 
 
-def test_its_export_is_verified(pipe: Pipe, run: Path, tmp_path: Path) -> None:
-    done = pipe("verify", str(run))
+def test_its_export_is_verified(project: Pipe, run: Path, tmp_path: Path) -> None:
+    done = project("verify", str(run))
     assert (done.code, done.stdout.splitlines()[-1]) == (0, "verified"), done.stderr
-    later = pipe("export", str(run), "--out", str(tmp_path / "later"))
+    later = project("export", str(run), "--out", str(tmp_path / "later"))
     assert later.code == 0, later.stderr
     (tmp_path / "later" / "config.json").write_text("{}")
-    done = pipe("verify", str(tmp_path / "later"))
+    done = project("verify", str(tmp_path / "later"))
     assert (done.code, done.stderr) == (1, f"error: {tmp_path}/later/config.json has changed\n")
 
 
-def test_a_resumed_run_does_not_train_on(pipe: Pipe, run: Path) -> None:
+def test_a_resumed_run_does_not_train_on(project: Pipe, run: Path) -> None:
     """Another setting of the train slot makes it run again."""
     before = losses(run)
-    done = pipe("resume", str(run), "train.log_every=2")
+    done = project("resume", str(run), "train.log_every=2")
     assert done.code == 0, done.stderr
     assert f"training ends early, at step 4 of 9: {REASON}" in done.stdout + done.stderr
     assert losses(run) == before
@@ -288,9 +341,9 @@ OTHERS: list[list[str]] = [
 
 @pytest.mark.parametrize("overrides", spread(OTHERS, 1))
 def test_they_do_the_same_under_every_strategy(
-    overrides: list[str], pipe: Pipe, run: Path, tmp_path: Path
+    overrides: list[str], project: Pipe, run: Path, tmp_path: Path
 ) -> None:
-    done = pipe(
+    done = project(
         "run", "own.yaml", *overrides, "--run-dir", str(tmp_path / "run"), "track.file=/dev/null"
     )
     assert done.code == 0, done.stderr

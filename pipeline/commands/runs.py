@@ -1,0 +1,299 @@
+"""`pipe ls`, `pipe status`, `pipe logs` and `pipe clean`."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import json
+import shlex
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from pipeline.commands import completion, options
+from pipeline.commands.options import PATH, Count, flag, option
+from pipeline.errors import (
+    JournalDamaged,
+    PipeError,
+    RecipeError,
+    RunLocked,
+    UsageError,
+    in_words,
+    system_errors_as,
+)
+from pipeline.utils.foreign import lines_of, open_regular
+from pipeline.utils.terminal import bare, shown
+from pipeline.utils.text import align, did_you_mean, human, plural
+
+if TYPE_CHECKING:
+    from pipeline.execution.clean import CleanResult
+    from pipeline.view.run import Run
+
+DEFAULT = "runs"
+
+
+@click.command("ls")
+@click.argument("runs", type=PATH, default=DEFAULT)
+@options.as_json
+def ls(runs: Path, as_json: bool) -> None:
+    """List the runs in the folder RUNS, by default ./runs; the newest is last."""
+    from pipeline.execution import rundir
+
+    if (runs / rundir.RECIPE).is_file() and (runs / rundir.JOURNAL).exists():
+        raise UsageError(f"{runs} is a run", hint=f"pipe status {shlex.quote(str(runs))}")
+    if not runs.is_dir() and runs != Path(DEFAULT):
+        raise UsageError(f"{runs}: no such folder")
+    closed: list[Path] = []
+    found = sorted(_runs_in(runs, closed), key=lambda run: run["started"])
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    for run in found:
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started"]))
+        loss = "" if run["loss"] is None else f"loss {run['loss']:.4f}"
+        slot = "" if run["slot"] is None or run["state"] == "finished" else f"in {run['slot']}"
+        of = f"{run['training']} " if run["training"] else ""
+        step = "" if run["step"] is None else f"{of}step {run['step']}"
+        best = run["best"]
+        best = best and f"held out {best['eval_loss']:.4f} at step {best['step']} (best)"
+        early = run["ended_early"] and f"ended early: {run['ended_early']}"
+        fields = (started, f"{run['state']:<9}", run["folder"], step, loss, best, slot, early)
+        click.echo("  ".join(field for field in fields if field))
+        if run["damage"]:
+            click.echo(f"  {run['damage']}", err=True)
+    if closed:
+        click.echo(f"{plural(len(closed), 'folder')} of others cannot be read", err=True)
+    elif not found:
+        click.echo(f"no runs in {runs}", err=True)
+
+
+def _runs_in(root: Path, closed: list[Path]) -> Iterator[dict[str, Any]]:
+    """Yield descriptions of runs; add the folders to `closed` that others have not opened. A run
+    that cannot be read is not a reason to list no other."""
+    from pipeline.execution import rundir
+
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        try:
+            if (folder / rundir.RECIPE).is_file():
+                yield _described(folder)
+        except PermissionError:
+            closed.append(folder)
+        except Exception as error:
+            nothing = dict.fromkeys(("slot", "training", "step", "loss", "best", "ended_early"))
+            started = folder.stat().st_mtime
+            said = {"state": "damaged", "damage": in_words(error), "started": started}
+            yield {"folder": str(folder), **said, **nothing}
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    from pipeline.contracts.metrics import is_record
+    from pipeline.execution import rundir
+    from pipeline.execution.journal import Journal
+    from pipeline.execution.run_state import RunState, Training
+    from pipeline.utils.jsonl import read_tail
+    from pipeline.view.run import ended
+
+    state, damage = RunState(), None
+    try:
+        state = Journal(folder / rundir.JOURNAL).state()
+    except JournalDamaged as error:
+        damage = str(error)
+    newest = RunState.of(one for one in read_tail(folder / rundir.METRICS) if is_record(one))
+    training = next(reversed(newest.trainings.values()), Training())
+    now = "running" if rundir.is_locked(folder) else ended(folder, state)
+    slots = [event["slot"] for event in state.events if event["event"] == "slot started"]
+    return {
+        "folder": str(folder),
+        "state": "damaged" if damage else now,
+        "damage": damage,
+        "started": state.events[0]["time"] if state.events else folder.stat().st_mtime,
+        "slot": slots[-1] if slots else None,
+        "step": training.step.get("step"),
+        "loss": training.step.get("loss"),
+        "training": training.slot or None,
+        "best": training.best,
+        "ended_early": shown(training.ended_early) or None,
+    }
+
+
+@click.command("status")
+@options.run()
+@flag("-f", "--follow", "Keep the display up to date until RUN ends.")
+@options.as_json
+def status(run: Path, follow: bool, as_json: bool) -> None:
+    """Show the progress of RUN, by default the newest run in ./runs.
+
+    Works from any terminal that sees the run's folder, and does not slow training down.
+    """
+    from pipeline.execution import rundir
+    from pipeline.recipe import read_recipe
+    from pipeline.view.run import Run
+
+    if follow and as_json:
+        raise click.UsageError("--follow excludes --json")
+    folder = rundir.existing(run)
+    recipe, problems = read_recipe(folder / rundir.RECIPE)  # its variables may not be set here
+    if recipe is None:
+        raise RecipeError(problems)
+    found = Run(folder, {slot: spec.use for slot, spec in recipe.stages.items()})
+    found.look()
+    if as_json:
+        click.echo(json.dumps(_facts(found), indent=1, allow_nan=False))
+        return
+    _draw(found, follow=follow)
+
+
+def _facts(run: Run) -> dict[str, object]:
+    training = run.training
+    return {
+        "schema_version": 1,
+        "folder": str(run.folder),
+        "state": run.state,
+        "slot": run.running,
+        "activity": run.activity() or None,
+        "training": training.slot or None,
+        "step": training.step or None,
+        "evaluation": training.newest.get("evaluation"),
+        "checkpoint": training.newest.get("checkpoint"),
+        "measurements": {
+            name: {"step": values[-1][0], "value": values[-1][1]}
+            for name, values in training.measured.items()
+        },
+        "mean_tokens_per_second": training.speed.mean("tokens_per_second"),
+        "seconds_left": run.seconds_left,
+        "ended_early": training.ended_early or None,
+    }
+
+
+def _draw(run: Run, *, follow: bool) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from pipeline.view.ending import next_lines
+    from pipeline.view.live import ASCII, LABEL_WIDTH, UNICODE, Header, drawing
+
+    console = Console(file=bare(sys.stdout), highlight=False)
+    marks = ASCII if console.options.ascii_only else UNICODE
+
+    def picture() -> Any:
+        header = Header(name=run.folder.resolve().name, where=run.state)
+        return drawing(header, run, [], width=console.width, marks=marks)
+
+    if not follow or not console.is_terminal:
+        console.print(picture())
+    else:
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                run.look()
+                live.update(picture(), refresh=True)
+                if run.state != "running":
+                    break
+                time.sleep(0.5)
+    lines = next_lines(run.folder, run.state)
+    width = max([LABEL_WIDTH, *(len(label) for label, _ in lines)])
+    for label, text in lines:
+        click.echo(shown(f"{label:<{width}}  {text}"))  # whole, so that it can be copied
+
+
+LONGEST = 1 << 20
+"""Most bytes of a line of a log that is printed."""
+
+
+@click.command("logs")
+@options.run()
+@option("--rank", "Rank to print.", type=Count(min=0), default=0)
+@flag("-f", "--follow", "Print new lines until RUN ends.")
+@option("-n", "--lines", "Print the last N lines only.", type=Count(min=0))
+def logs(run: Path, rank: int, follow: bool, lines: int | None) -> None:
+    """Print the log of one rank of RUN, by default the newest run in ./runs."""
+    from pipeline.execution import rundir
+
+    folder = rundir.existing(run)
+    file = folder / "logs" / f"rank-{rank:05d}.log"
+    if not file.is_file():
+        ranks = sorted(str(int(one.stem[5:])) for one in (folder / "logs").glob("rank-*.log"))
+        raise UsageError(f"{folder} has no log of rank {rank}", hint=did_you_mean("", ranks))
+    with system_errors_as(UsageError):
+        log = open_regular(file, within=folder)
+    with log:
+        if lines is not None:
+            ends = deque((log.tell() for _ in lines_of(log, LONGEST)), maxlen=lines + 1)
+            log.seek(0 if len(ends) <= lines else ends[0])
+        _print(log)
+        while follow and rundir.is_locked(folder):
+            _print(log)
+            time.sleep(0.2)
+        _print(log)
+
+
+def _print(log: BinaryIO) -> None:
+    """Print a log from its position to its end, without lines that are too long, which it names."""
+    decode, place = codecs.getincrementaldecoder("utf-8")("replace").decode, log.tell()
+    for line in itertools.chain(lines_of(log, LONGEST), [b""]):
+        left_out = log.tell() - len(line) - place
+        if left_out:
+            click.echo(f"warning: a line of {human(left_out)} is left out", err=True)
+        click.echo(decode(line), nl=False)
+        place = log.tell()
+
+
+@click.command("clean")
+@click.argument("runs", metavar="[RUN]...", nargs=-1, type=PATH, shell_complete=completion.runs)
+@flag("--yes", "Remove what is listed.")
+@flag("--all-checkpoints", "Remove every checkpoint of runs whose model is exported.")
+def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
+    """List files of each RUN that are no longer needed; remove them with --yes.
+
+    Without RUN, looks at all runs in ./runs. Removes files of dead processes, and checkpoints of
+    finished runs except the newest, the exported one, and what keep_every and keep_best keep. Keeps
+    exports, reports, logs and measurements, and everything of a run in progress. Exit code 1 if
+    something could not be read or removed.
+    """
+    from pipeline.execution import rundir
+
+    folders = [rundir.existing(run) for run in runs] or sorted(
+        file.parent for file in Path("runs").glob(f"*/{rundir.RECIPE}")
+    )
+    if not folders:
+        raise UsageError("there is no run in runs", hint="name the folder of a run")
+    sizes, failures = list[int](), 0
+    for folder in {folder.resolve(): folder for folder in folders}.values():
+        found = _look(folder, yes, all_checkpoints)
+        notes = (*found.notes, *found.failures)
+        if found.waste or notes:
+            click.echo(f"{folder}:")
+        rows = [
+            (f"  {human(one.size)}", str(one.path.relative_to(folder)), one.why)
+            for one in found.waste
+        ]
+        for line in (*align(rows, left=3), *(f"  {note}" for note in notes)):
+            click.echo(line)
+        sizes += [one.size for one in found.waste]
+        failures += len(found.failures)
+    ending = "" if yes or not sizes else "; --yes removes them"
+    total = f"{plural(len(sizes), 'item')}, {human(sum(sizes))}"
+    click.echo(f"{'removed ' if yes else ''}{total}{ending}")
+    if failures:
+        raise PipeError(f"{plural(failures, 'failure')}: see above")
+
+
+def _look(folder: Path, yes: bool, all_checkpoints: bool) -> CleanResult:
+    """Return what was found, or removed. A run that is in use is noted, any other
+    error is a failure."""
+    from pipeline.execution import clean, rundir
+
+    try:
+        if yes:
+            return clean.clean(folder, all_checkpoints=all_checkpoints)
+        if rundir.is_locked(folder):
+            return clean.CleanResult(notes=("is under way: all of it stays",))
+        return clean.find(folder, all_checkpoints=all_checkpoints)
+    except RunLocked as error:
+        return clean.CleanResult(notes=(in_words(error),))
+    except (PipeError, OSError) as error:
+        return clean.CleanResult(failures=(in_words(error),))
