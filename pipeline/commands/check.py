@@ -89,7 +89,7 @@ def check(
 
 def _look(plan: Plan, log: _DataLog) -> dict[str, tuple[dict[str, Any], str]]:
     """Facts of each data slot, for programs and for people, once it has given a sample."""
-    from pipeline.execution.data_preview import previews
+    from pipeline.execution.in_process import previews
 
     with previews(plan, log.logger) as shown:
         for one in shown.values():

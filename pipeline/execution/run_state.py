@@ -4,7 +4,6 @@ Events are lines of the journal (`event`, `time`), records are lines of `metrics
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field
@@ -175,8 +174,8 @@ class RunState:
         self.commits: dict[tuple[str, str, str], str] = {}
         """`HubName.asked` -> the commit that it stood for when the run was started."""
         self._kept, self._last_sign = kept, 0.0
-        self._before: tuple[Any, ...] = ()
-        """The state before the newest command."""
+        self._command = 0
+        """Number of events before the newest command."""
 
     @classmethod
     def of(cls, events: Iterable[dict[str, Any]]) -> RunState:
@@ -218,20 +217,21 @@ class RunState:
         if kind in ("slot set aside", "run started"):
             self.end_silently()
             follows = bool(self.events) and self.events[-1]["event"] == "slot set aside"
-            if not follows and not event.get("restart"):  # a new command
-                kept = self.slots, self.started, self.ended, self.commits
-                self._before = len(self.events), *copy.deepcopy(kept)
+            if not follows and not event.get("restart"):
+                self._command = len(self.events)
+        if kind in ENDS:
+            self._end(event)
+            if event.get("undone"):
+                del self.events[self._command :]
+                before = RunState.of(self.events)
+                self.slots, self.commits = before.slots, before.commits
+                self.started, self.ended = before.started, before.ended
+            return
         if kind == "run started":
             self.started, self.ended, self.slot = event["time"], 0.0, None
             self.commits |= recorded(event.get("hub"))
             for one in self.slots.values():
                 one.state = "waiting" if one.state in ("failed", "stopped") else one.state
-        elif kind in ENDS:
-            self._end(event)
-            if event.get("undone"):
-                count, self.slots, self.started, self.ended, self.commits = self._before
-                del self.events[count:]
-            return
         elif kind.startswith("slot "):
             slot = self.slots.setdefault(event["slot"], SlotState())
             if kind == "slot set aside":
@@ -240,10 +240,8 @@ class RunState:
                 slot.state, slot.began = "running", event["time"]
                 self.slot = event["slot"]
             else:
-                slot.state, slot.finished = (
-                    "finished",
-                    Finished(digest=event["digest"], record=event["record"]),
-                )
+                slot.state = "finished"
+                slot.finished = Finished(digest=event["digest"], record=event["record"])
                 slot.seconds += event.get("seconds", event["time"] - slot.began)
         self.events.append(event)
 

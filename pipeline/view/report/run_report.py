@@ -16,7 +16,6 @@ from typing import Any
 from pipeline.contracts.metrics import training_of
 from pipeline.execution import rundir
 from pipeline.execution.gpu_records import hardware_records
-from pipeline.execution.origins import origins
 from pipeline.execution.run_state import Training, measured
 from pipeline.hardware.gpus import GIB
 from pipeline.recipe.nodes import leaves
@@ -138,7 +137,7 @@ def _slots(history: History) -> Iterator[dict[str, Any]]:
 
 
 def _recipe_rows(history: History) -> Iterator[dict[str, str]]:
-    written = origins(history.folder)
+    written = rundir.origins(history.folder)
     for path, value in leaves(history.recipe.public()):
         dotted = ".".join(map(str, path))
         yield {

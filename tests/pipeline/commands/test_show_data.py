@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from pipeline import cli
 from pipeline.contracts.data import NO_TARGET, Sample
-from pipeline.execution.data_preview import documents
+from pipeline.execution.in_process import documents
 from stages.data.samples import MaskedSamples
 from tests.stages.data.fakes import PLAIN, FakeSource, ids
 from tests.support.runs import TINY

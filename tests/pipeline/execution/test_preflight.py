@@ -13,7 +13,7 @@ from pipeline.contracts.plan_view import Wiring
 from pipeline.contracts.resources import ResourceNeed
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Checkpoints, TrainedRun
-from pipeline.execution.preflight import look_ahead, run_dry
+from pipeline.execution.runner import look_ahead, run_dry
 from pipeline.testing import context
 
 CALLS: list[tuple[str, object, object]] = []

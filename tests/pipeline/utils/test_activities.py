@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.execution.activity_record import FILE, ActivityRecord, clear
+from pipeline.execution.rank_logging import ACTIVITY_FILE, ActivityRecord
 from pipeline.utils import activities
 from pipeline.utils.activities import BYTES, Activity, activity, show_in
 from pipeline.view.terminal_activity import CommandActivities
@@ -107,7 +107,7 @@ def test_in_a_runs_folder_and_its_log(
 ) -> None:
     caplog.set_level(logging.INFO)
     place = ActivityRecord(logging.getLogger("test"), tmp_path)
-    file = tmp_path / FILE
+    file = tmp_path / ACTIVITY_FILE
     with show_in(place), activity("outer", 10, "files"):
         assert json.loads(file.read_text())["name"] == "outer"
         with activity("inner", unit="rows") as inner:
@@ -123,15 +123,11 @@ def test_in_a_runs_folder_and_its_log(
 
 
 def test_a_new_start_forgets_what_a_killed_rank_was_doing(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text("{}")
+    (tmp_path / ACTIVITY_FILE).write_text("{}")
     ActivityRecord(logging.getLogger("rank 1"), None)
-    assert (tmp_path / FILE).exists()
+    assert (tmp_path / ACTIVITY_FILE).exists()
     ActivityRecord(logging.getLogger("rank 0"), tmp_path)
-    assert not (tmp_path / FILE).exists()
-    (tmp_path / FILE).write_text("{}")
-    clear(tmp_path)
-    clear(tmp_path)
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / ACTIVITY_FILE).exists()
 
 
 def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path) -> None:

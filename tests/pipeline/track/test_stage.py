@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pipeline.distributed.signals import Interrupted
 from pipeline.execution.run_spec import RunSpec
 from pipeline.testing import context
 from pipeline.track.feeder import Feeder
-from pipeline.track.start import RunningFeeder, start_feeder
+from pipeline.track.stage import RunningFeeder, Tracker, TrackerStage
 from pipeline.utils.files import private_folder
 from pipeline.utils.processes import kill_sessions
 from tests.pipeline.track.test_feeder import Noted
@@ -34,6 +35,19 @@ LONG = 60.0
 Start = Callable[[Mapping[str, Any], float], RunningFeeder]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Named(TrackerStage):
+    """The stage that a start reads: its tracker is made in the process, from the recipe."""
+
+    own: str = ""
+
+    def tracker(self) -> Tracker:
+        raise AssertionError
+
+    def unsent(self, folder: Path) -> str:
+        return self.own and f"{self.own} {folder.name}"
+
+
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Return a start of the feeder of a tracker, with seconds for its end, in a run of a step."""
@@ -42,7 +56,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     points = {"track.failing": "TrackFailing"}
     install(tmp_path / "plugin", "failing-trackers", "failing_trackers", source, points)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "plugin"), prepend=os.pathsep)
-    monkeypatch.setattr("pipeline.track.start._running", [])
+    monkeypatch.setattr("pipeline.track.stage._running", [])
     begun: list[RunningFeeder] = []
 
     def begin(tracker: Mapping[str, Any], timeout: float) -> RunningFeeder:
@@ -53,7 +67,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         ctx = context(folder)
         ctx.slot = "track"
         ctx.on_exit = lambda end: begun.append(end.__self__)
-        start_feeder(ctx, timeout, lambda folder: "")
+        Named(timeout=timeout).run(ctx)
         return begun[-1]
 
     yield begin
@@ -155,7 +169,7 @@ def test_what_the_tracker_keeps_has_a_command(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     feeder = start(HANGING, 0.5)
-    feeder.unsent = lambda folder: f"theirs sync {folder.name}"
+    feeder.stage = Named(timeout=0.5, own="theirs sync")
     assert is_open(feeder)
     feeder.end()
     rest = f"`pipe track {feeder.ctx.run_dir}` and `theirs sync run`"
