@@ -8,27 +8,31 @@ from pipeline.hardware.gpus import GIB, accelerators, find_accelerator
 
 NAMES = {
     "A100 40GB": ["NVIDIA A100-SXM4-40GB", "A100 40GB", "a100 40 GB", "A100 40GiB", "A100 40 GiB",
-    "A100 40G"], "A100 40GB PCIe": ["NVIDIA A100-PCIE-40GB"], "A100": ["NVIDIA A100-SXM4-80GB",
-    "A100", "A100 80G", "A100 80GiB"], "A100 PCIe": ["NVIDIA A100 80GB PCIe"], "A800":
-    ["NVIDIA A800-SXM4-80GB"], "V100": ["V100 32G", "Tesla V100-SXM2-32GB", "V100 32GB"],
-    "V100 16GB": ["V100 16 g", "Tesla V100-SXM2-16GB"], "A10G": ["A10G 24G", "A10G PCIe",
-    "NVIDIA A10G"], "A800 PCIe": ["NVIDIA A800 80GB PCIe"], "H800 PCIe": ["NVIDIA H800 PCIe"],
-    "H800": ["NVIDIA H800"], "L40S": ["L40S PCIe", "NVIDIA L40S"], "L4": ["NVIDIA L4 PCIe 24GB",
-    "NVIDIA L4", "l4 24gb"], "RTX 4090": ["RTX 4090 PCIe", "NVIDIA GeForce RTX 4090", "RTX4090",
-    "4090"], "H100": ["NVIDIA H100 80GB HBM3", "H100 SXM", "H100SXM", "H100-SXM5"], "H100 PCIe":
-    ["NVIDIA H100 PCIe"], "H100 NVL": ["NVIDIA H100 NVL", "H100NVL"], "H200": ["NVIDIA H200",
-    "H200 141GB", "h200"], "B200": ["NVIDIA B200"], "RTX 3090": ["NVIDIA GeForce RTX 3090"],
-    "V100 PCIe": ["Tesla V100-PCIE-32GB"], "RTX A6000": ["NVIDIA RTX A6000", "RTXA6000", "A6000"],
-    "RTX 6000 Ada": ["NVIDIA RTX 6000 Ada Generation"], "V100 16GB PCIe": ["Tesla V100-PCIE-16GB"],
-    "L40": ["NVIDIA L40"], "A10": ["NVIDIA A10"], "MI300X": ["AMD Instinct MI300X", "MI300X 192GB"],
-    "RTX 3060": ["3060 12GB"], "RTX 3090 Ti": ["RTX 3090 Ti"], "RTX 4060 Ti":
-    ["NVIDIA GeForce RTX 4060 Ti"], "RTX 4060 Ti 16GB": ["RTX 4060 Ti 16GB"], "RTX 3080": ["3080"],
-    "RTX 3080 12GB": ["3080 12GB"], "RTX 5090": ["NVIDIA GeForce RTX 5090"],
-    "RTX PRO 6000 Blackwell": ["NVIDIA RTX PRO 6000 Blackwell Workstation Edition"], "T4":
-    ["Tesla T4", "T4 16GB"], "A30": ["NVIDIA A30"], "A40": ["NVIDIA A40"], "P100 PCIe":
-    ["Tesla P100-PCIE-16GB"], "H20": ["NVIDIA H20"], "B300": ["NVIDIA B300 SXM6 AC"], "GB200":
-    ["NVIDIA GB200"], "GH200 480GB": ["NVIDIA GH200 480GB"], "GH200": ["GH200 96GB"], "MI325X":
-    ["AMD Instinct MI325X"], "MI355X": ["MI355X"], "MI210": ["MI210"],
+       "A100 40G"],
+    "A100": ["NVIDIA A100-SXM4-80GB", "A100", "A100 80G", "A100 80GiB"],
+    "V100": ["V100 32G", "Tesla V100-SXM2-32GB", "V100 32GB"],
+    "V100 16GB": ["V100 16 g", "Tesla V100-SXM2-16GB"],
+    "A10G": ["A10G 24G", "A10G PCIe", "NVIDIA A10G"], "L40S": ["L40S PCIe", "NVIDIA L40S"],
+    "L4": ["NVIDIA L4 PCIe 24GB", "NVIDIA L4", "l4 24gb"],
+    "RTX 4090": ["RTX 4090 PCIe", "NVIDIA GeForce RTX 4090", "RTX4090", "4090"],
+    "H100": ["NVIDIA H100 80GB HBM3", "H100 SXM", "H100SXM", "H100-SXM5"],
+    "H100 NVL": ["NVIDIA H100 NVL", "H100NVL"], "H200": ["NVIDIA H200", "H200 141GB", "h200"],
+    "RTX A6000": ["NVIDIA RTX A6000", "RTXA6000", "A6000"],
+    "MI300X": ["AMD Instinct MI300X", "MI300X 192GB"], "T4": ["Tesla T4", "T4 16GB"],
+    "A100 40GB PCIe": ["NVIDIA A100-PCIE-40GB"], "A100 PCIe": ["NVIDIA A100 80GB PCIe"],
+    "A800": ["NVIDIA A800-SXM4-80GB"], "A800 PCIe": ["NVIDIA A800 80GB PCIe"],
+    "H800 PCIe": ["NVIDIA H800 PCIe"], "H800": ["NVIDIA H800"], "H100 PCIe": ["NVIDIA H100 PCIe"],
+    "B200": ["NVIDIA B200"], "RTX 3090": ["NVIDIA GeForce RTX 3090"],
+    "V100 PCIe": ["Tesla V100-PCIE-32GB"], "RTX 6000 Ada": ["NVIDIA RTX 6000 Ada Generation"],
+    "V100 16GB PCIe": ["Tesla V100-PCIE-16GB"], "L40": ["NVIDIA L40"], "A10": ["NVIDIA A10"],
+    "RTX 3060": ["3060 12GB"], "RTX 3090 Ti": ["RTX 3090 Ti"],
+    "RTX 4060 Ti": ["NVIDIA GeForce RTX 4060 Ti"], "RTX 4060 Ti 16GB": ["RTX 4060 Ti 16GB"],
+    "RTX 3080": ["3080"], "RTX 3080 12GB": ["3080 12GB"], "RTX 5090": ["NVIDIA GeForce RTX 5090"],
+    "RTX PRO 6000 Blackwell": ["NVIDIA RTX PRO 6000 Blackwell Workstation Edition"],
+    "A30": ["NVIDIA A30"], "A40": ["NVIDIA A40"], "P100 PCIe": ["Tesla P100-PCIE-16GB"],
+    "H20": ["NVIDIA H20"], "B300": ["NVIDIA B300 SXM6 AC"], "GB200": ["NVIDIA GB200"],
+    "GH200 480GB": ["NVIDIA GH200 480GB"], "GH200": ["GH200 96GB"],
+    "MI325X": ["AMD Instinct MI325X"], "MI355X": ["MI355X"], "MI210": ["MI210"],
 }  # fmt: skip
 """Device -> names that people and drivers have for it."""
 
