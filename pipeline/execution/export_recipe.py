@@ -151,20 +151,16 @@ def _kept(
     earlier training as it ended."""
     assert choice.run is not None
     links = _links(content)
-    trains = _giving(links, TrainedRun)
+    wiring, trains = wired(links), _giving(links, TrainedRun)
     if not trains:
         raise UsageError(f"recipe `{recipe}` has no slot that trains")
-    found = _training_at(choice.run, choice.checkpoint)
-    training = found if choice.training is None else choice.training
-    wiring = wired(links)
+    saved_by = _training_at(choice.run, choice.checkpoint)
+    training = saved_by if choice.training is None else choice.training
     target = training or next(iter(training_slots(wiring)), trains[0])
-    ends = [
-        slot
-        for slot in _giving(links, ExportedModel)
-        if _trained_in(wiring, slot) in (target, None)
-    ]
+    exports = _giving(links, ExportedModel)
+    own = [slot for slot in exports if _trained_in(wiring, slot) in (target, None)]
     model = wiring.producer(target, ModelSource)
-    kept = {*ends[-1:]} or {target, *([model] if model else _giving(links, ModelSource))}
+    kept = {*own[-1:]} or {target, *([model] if model else _giving(links, ModelSource))}
     slots: Slots = {}
     for slot in reversed([link.slot for link in links]):
         if slot == target:

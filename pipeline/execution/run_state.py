@@ -60,12 +60,9 @@ class MeanSpeed:
     def add(self, record: Mapping[str, Any]) -> None:
         """Include a step's record; one without a time changes nothing."""
         seconds = record.get("step_seconds")
-        if seconds is None:
-            return
-        self.steps += 1
-        self.seconds += seconds
-        for name in WEIGHTED:
-            if record.get(name) is not None:
+        if seconds is not None:
+            self.steps, self.seconds = self.steps + 1, self.seconds + seconds
+            for name in (name for name in WEIGHTED if record.get(name) is not None):
                 total, time = self._sums.get(name, (0.0, 0.0))
                 self._sums[name] = total + record[name] * seconds, time + seconds
 

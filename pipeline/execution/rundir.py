@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
-import itertools
 import json
 import os
 import platform
@@ -65,14 +64,15 @@ LOCK_SECONDS = 1.0
 def create(root: Path, name: str) -> Path:
     """A new folder `root/NAME-TIME`, readable by its owner only; UsageError if it cannot be."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    for attempt in itertools.count(1):
-        folder = root / (f"{name}-{stamp}-{attempt}" if attempt > 1 else f"{name}-{stamp}")
+    folder, attempt = root / f"{name}-{stamp}", 1
+    while True:
         try:
             return _made(folder, exist_ok=False)
         except UsageError:
             if not folder.exists():
                 raise
-    raise AssertionError
+        attempt += 1
+        folder = root / f"{name}-{stamp}-{attempt}"
 
 
 def claim(folder: Path, *, fresh: bool = False) -> Path:
@@ -85,16 +85,13 @@ def claim(folder: Path, *, fresh: bool = False) -> Path:
 def require_free(folder: Path, *, fresh: bool = False) -> None:
     """Raise UsageError if `folder` holds a run and another is `fresh`, and if it holds what another
     run has left, from which a new one would continue."""
-    if (folder / RECIPE).exists():
-        if fresh:
-            raise UsageError(
-                f"{folder} already holds a run", hint="without --fresh that run continues"
-            )
-        return
-    left = next((name for name in LEFT if (folder / name).exists()), None)
-    if left is not None:
+    holds_run = (folder / RECIPE).exists()
+    if holds_run and fresh:
+        raise UsageError(f"{folder} already holds a run", hint="without --fresh that run continues")
+    left = [] if holds_run else [name for name in LEFT if (folder / name).exists()]
+    if left:
         raise UsageError(
-            f"{folder} holds {left} of another run, and no {RECIPE}",
+            f"{folder} holds {left[0]} of another run, and no {RECIPE}",
             hint="name a new folder; to start from a checkpoint in this one, name that as the "
             "checkpoint slot's start_from",
         )
