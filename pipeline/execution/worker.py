@@ -75,7 +75,8 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
 
     `store` is where the ranks have met, if they have.
     """
-    rank, run_dir, ctx = environment.worker_rank(), Path(spec.run_dir), None
+    rank, run_dir = environment.worker_rank(), Path(spec.run_dir)
+    ctx: Context | None = None
     set_current(spec)
     keep_compiled()
     collect_rarely()

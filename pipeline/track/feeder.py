@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import shlex
 import signal
 import sys
@@ -187,26 +186,23 @@ def main(spec: RunSpec, slot: str, seconds: float) -> int:
     os.dup2(2, 1)
     redact_output()
     hide_environment()
-    folder, ending = Path(spec.run_dir), queue.SimpleQueue[Outcome]()
+    folder, ended, words = Path(spec.run_dir), threading.Event(), list[bytes]()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def listen() -> None:
-        word = os.read(0, 64).strip()  # sys.stdin could not be left alone at the end
+        words.append(os.read(0, 64).strip())  # sys.stdin could not be left as it is at the end
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        ending.put(OUTCOMES.get(word, "failed"))
+        ended.set()
 
     threading.Thread(target=listen, name="pipe-ending", daemon=True).start()
     try:
         plan = spec.plan(started())
-        feeder, outcome = feeders(folder, plan)[slot], None
+        feeder = feeders(folder, plan)[slot]
         with feeder.alone():
             feeder.open(facts_of(folder, plan.recipe))
-            while outcome is None:
-                try:
-                    outcome = ending.get(timeout=LOOK_SECONDS)
-                except queue.Empty:
-                    feeder.feed()
-            feeder.close(outcome)
+            while not ended.wait(LOOK_SECONDS):
+                feeder.feed()
+            feeder.close(OUTCOMES.get(words[0], "failed"))
     except Exception as error:
         with contextlib.suppress(OSError):  # rank 0 may be gone
             rest = f"`pipe track {shlex.quote(str(folder))}` sends the rest"
