@@ -115,16 +115,16 @@ def previews(plan: Plan, log: logging.Logger) -> Iterator[dict[str, Preview]]:
         given = (slots[name] for name in names if name is not None)
         return [one for one in given if issubclass(one.gives or object, kind)]
 
-    with_data = giving(Data, slots)
-    if not with_data:
+    if not giving(Data, slots):
         raise UsageError("no slot of this recipe provides data")
     with scratch_context(log, seed=plan.recipe.seed) as ctx:
         for planned in giving(ModelSource, slots):
-            if giving(TrainedRun, planned.inputs.values()):
-                (model,) = giving(ModelSource, planned.inputs.values())
+            inputs = planned.inputs.values()
+            if giving(TrainedRun, inputs):
+                (model,) = giving(ModelSource, inputs)
                 made[planned.slot] = artifact(plan, model, ctx, made)
         found = {}
-        for planned in with_data:
+        for planned in giving(Data, slots):
             data = artifact(plan, planned, ctx, made)
             models = giving(ModelSource, planned.inputs.values())
             if not models:

@@ -151,26 +151,26 @@ def require_same_recipe(plan: Plan, ctx: Context) -> None:
     paths: dict[str, list[str]] = {}
     for planned in plan.slots:
         facts[f"{planned.slot}.use"] = planned.use
-        for path, value in leaves(dataclasses.asdict(planned.stage)):
-            name = ".".join(map(str, (planned.slot, *path)))
-            paths[name] = [text for text in texts_in(value) if text.startswith(("/", "~"))]
-            same = mapped(value, lambda one, own=paths[name]: A_PATH if one in own else one)
-            given = lookup(written, (planned.slot, *path))
-            if "${" in json.dumps(given, default=str) and same != A_PATH:
-                text = json.dumps(same, sort_keys=True, default=str)
-                same = f"{given} ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
-            facts[name] = same
+        for path, value in leaves(dataclasses.asdict(planned.stage), (planned.slot,)):
+            name, given = ".".join(map(str, path)), lookup(written, path)
+            paths[name] = [*filter(_is_path, texts_in(value))]
+            facts[name] = mapped(value, lambda one: A_PATH if _is_path(one) else one)
+            if "${" in json.dumps(given, default=str) and facts[name] != A_PATH:
+                text = json.dumps(facts[name], sort_keys=True, default=str)
+                facts[name] = f"{given} ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
     facts |= {f"version of {package}": version for package, version in versions().items()}
     ctx.dist.require_same("recipe and packages", facts)
-    apart = differences(
-        ctx.dist, {key: own[0] if len(own) == 1 else own for key, own in paths.items() if own}
-    )
-    if apart:
+    one_or_more = {key: own[0] if len(own) == 1 else own for key, own in paths.items() if own}
+    if apart := differences(ctx.dist, one_or_more):
         ctx.log.warning(
             "ranks have files in different places; the model, adapters, data and the "
             "tokenizer are compared: %s",
             in_one(apart),
         )
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(("/", "~"))
 
 
 def require_same_artifact(artifact: Any, ctx: Context) -> None:

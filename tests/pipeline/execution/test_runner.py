@@ -62,8 +62,6 @@ class File(Durable):
 
 @dataclass(frozen=True, kw_only=True)
 class MakeLive:
-    """Give a live artifact."""
-
     size: int = 1
 
     def run(self, ctx: Context) -> Live:
@@ -73,8 +71,6 @@ class MakeLive:
 
 @dataclass(frozen=True, kw_only=True)
 class MakeFile:
-    """Give a file."""
-
     fail: bool = False
 
     def run(self, ctx: Context, live: Live | None) -> File:
@@ -88,8 +84,6 @@ class MakeFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Both:
-    """Give a file, of two live artifacts."""
-
     def run(self, ctx: Context, one: Live, two: Live) -> File:
         CALLS.append(ctx.slot)
         path = ctx.run_dir / ctx.slot
@@ -99,8 +93,6 @@ class Both:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """Make a file from a file."""
-
     def run(self, ctx: Context, file: File) -> File:
         CALLS.append(f"{ctx.slot} of {file.path.name}")
         path = ctx.run_dir / ctx.slot
@@ -114,16 +106,12 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Take a live artifact, give nothing."""
-
     def run(self, ctx: Context, live: Live | None, file: File | None) -> None:
         CALLS.append(ctx.slot)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Give the purpose of a run."""
-
     def run(self, ctx: Context) -> ExportedModel:
         CALLS.append(ctx.slot)
         (ctx.run_dir / "model").mkdir(exist_ok=True)
@@ -133,8 +121,6 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """Read an export."""
-
     def run(self, ctx: Context, model: ExportedModel) -> File:
         CALLS.append(ctx.slot)
         return File(path=ctx.run_dir)
@@ -142,8 +128,6 @@ class Judge:
 
 @dataclass(frozen=True, kw_only=True)
 class Liar:
-    """Give an artifact of another type."""
-
     def run(self, ctx: Context) -> File:
         return "text"  # type: ignore[return-value]
 
@@ -351,8 +335,6 @@ def test_a_digest_covers_settings_use_seed_and_sources() -> None:
 
 
 class Saving(Checkpoints):
-    """Save nothing, under a name."""
-
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -370,8 +352,6 @@ class Saving(Checkpoints):
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """Look at what it is given."""
-
     def run(self, ctx: Context, number: int, text: str | None) -> None:
         raise AssertionError("never run")
 
@@ -385,8 +365,6 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """Save in a dry run."""
-
     name: str
 
     def run(self, ctx: Context) -> Checkpoints:
