@@ -12,9 +12,9 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeline.chain.artifacts import training_of
+from pipeline.chain.plan import Plan, make_plan
 from pipeline.checkpoint import Retention, location
 from pipeline.checkpoint.retention import unneeded
 from pipeline.checkpoint.store import LocalStore, is_leftover
@@ -24,10 +24,8 @@ from pipeline.errors import PipeError, in_words
 from pipeline.execution import rundir
 from pipeline.execution.export_recipe import EXPORTS
 from pipeline.execution.journal import Journal
-
-if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan
-    from pipeline.execution.run_state import Finished
+from pipeline.execution.run_state import Finished
+from pipeline.recipe import load_recipe
 
 SUPERSEDED, LEFT_OVER, LAST = "superseded", "left over", "exported"
 TEMPORARY = ("*.tmp", ".offload-*", "*.partial")
@@ -70,9 +68,6 @@ class CleanResult:
 def find(folder: Path, *, all_checkpoints: bool = False) -> CleanResult:
     """Look at a run that no one works on. With `all_checkpoints`, the last one goes too, if the
     run's model is exported. Raises JournalDamaged."""
-    from pipeline.chain.plan import make_plan
-    from pipeline.recipe import load_recipe
-
     if _is_exported_from(folder):
         return CleanResult(notes=("is being exported: all of it stays",))
     state = Journal(folder / rundir.JOURNAL).state()

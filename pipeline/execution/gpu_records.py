@@ -14,19 +14,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
+from pipeline.contracts.stage import Context
 from pipeline.errors import UsageError, first_validation_error, in_words
 from pipeline.execution import rundir
 from pipeline.hardware.telemetry import Telemetry
 from pipeline.utils.files import replace_text
 from pipeline.utils.foreign import is_number, is_text, read_whole
 from pipeline.utils.jsonl import append_line, read_lines, read_tail
-
-if TYPE_CHECKING:
-    from pipeline.contracts.stage import Context
 
 READINGS, MEMORY = "hardware.jsonl", "memory.json"
 SECONDS = 15.0

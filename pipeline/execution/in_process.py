@@ -10,8 +10,9 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.data import NO_TARGET, Data, Sample
 from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.model import ModelSource
@@ -20,9 +21,6 @@ from pipeline.contracts.stage import Context
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.utils.text import plural
-
-if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan, PlannedSlot
 
 
 @contextlib.contextmanager

@@ -12,9 +12,10 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.chain.commits import resolved
+from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.stage import Durable, VerifiesResult
 from pipeline.errors import PipeError, UsageError, in_words
@@ -22,9 +23,6 @@ from pipeline.execution import rundir
 from pipeline.execution.journal import Journal
 from pipeline.execution.run_state import Finished
 from pipeline.utils.text import align, did_you_mean, plural
-
-if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan, PlannedSlot
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,15 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.chain.artifacts import training_of
 from pipeline.chain.binding import Results
+from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.data import Data
 from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.resources import require_resources
+from pipeline.contracts.resources import ResourceNeed, require_resources
 from pipeline.contracts.signature import needs
 from pipeline.contracts.stage import Context, Durable, NeedsResources, RunsDry
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
@@ -32,10 +33,6 @@ from pipeline.recipe.nodes import leaves, lookup, mapped, texts_in
 from pipeline.utils.files import remove_folder
 from pipeline.utils.garbage import collect_as_usual
 from pipeline.utils.packages import versions
-
-if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan, PlannedSlot
-    from pipeline.contracts.resources import ResourceNeed
 
 Artifacts = Mapping[str, Any]
 """Artifacts by slot."""
