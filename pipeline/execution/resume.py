@@ -69,7 +69,10 @@ def plan_resume(
             record = None if done is None else done.record
             if done is None or (wanted and record is None):
                 run.add(slot)
-            elif record is not None and (wanted or not readers[slot] or _is_kept(planned, record)):
+                continue
+            # what a run is for is checked, unless it was removed on purpose
+            exported = issubclass(planned.gives or object, ExportedModel) and _place(record or {})
+            if record is not None and (wanted or not readers[slot] or exported):
                 if lost(slot):
                     run.add(slot)
                 elif wanted:
@@ -97,11 +100,6 @@ def _needs_live_state(
         if not known and made_again and not later.isdisjoint(run):
             return planned.slot
     return None
-
-
-def _is_kept(planned: PlannedSlot, record: Mapping[str, Any]) -> bool:
-    """Whether the result is what the run is for, and has not been removed on purpose."""
-    return issubclass(planned.gives or object, ExportedModel) and _place(record) is not None
 
 
 def _problem(planned: PlannedSlot, record: Mapping[str, Any], *, thorough: bool) -> str:

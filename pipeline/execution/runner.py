@@ -207,7 +207,9 @@ def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: Iterable[s
             if slot in artifacts or not issubclass(ModelSource, kinds[name])
         }
         if not known.missing(stage, "resource_needs", inputs):
-            found += known.call(stage, "resource_needs", _own(plan, planned, ctx), inputs)
+            training = training_of(plan.view.wiring, planned.slot)
+            own = dataclasses.replace(ctx, slot=planned.slot, training=training)
+            found += known.call(stage, "resource_needs", own, inputs)
     require_resources(found)
 
 
@@ -262,7 +264,8 @@ def _run_stages(
             if known.missing(planned.stage, "run_dry", planned.inputs):
                 continue
             ctx.log.info("dry run: %s: %s", planned.slot, planned.use)
-            made = known.call(planned.stage, "run_dry", _own(plan, planned, ctx), planned.inputs)
+            own = dataclasses.replace(ctx, slot=planned.slot)
+            made = known.call(planned.stage, "run_dry", own, planned.inputs)
             artifacts[planned.slot] = made
             checkpoints = made if isinstance(made, Checkpoints) else checkpoints
             stack.callback(getattr(made, "close", lambda: None))
@@ -271,8 +274,3 @@ def _run_stages(
 def _in_order(plan: Plan, artifacts: Artifacts) -> Results:
     """Artifacts in the order of slots: restored ones may have come first."""
     return Results({one.slot: artifacts[one.slot] for one in plan.slots if one.slot in artifacts})
-
-
-def _own(plan: Plan, planned: PlannedSlot, ctx: Context) -> Context:
-    training = training_of(plan.view.wiring, planned.slot)
-    return dataclasses.replace(ctx, slot=planned.slot, training=training)
