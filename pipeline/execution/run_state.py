@@ -41,8 +41,6 @@ class SlotState:
     """Time of its newest start, in seconds since 1970; 0 before the first."""
     seconds: float = 0.0
     """Seconds of all its passes, as far as they came."""
-    finished: Finished | None = None
-    """Its newest finish, unless it was set aside since."""
 
 
 @dataclass
@@ -157,6 +155,8 @@ class RunState:
     def __init__(self, kept: int | None = None) -> None:
         """Keep all records of a training, or the newest `kept`."""
         self.slots: dict[str, SlotState] = {}
+        self.finished: dict[str, Finished] = {}
+        """The newest finish of each slot that was not set aside since."""
         self.events: list[dict[str, Any]] = []
         """Events that count: without undone commands, which failed before they did anything and
         left the run as it was. A start that was killed gets an end: SILENT."""
@@ -200,11 +200,6 @@ class RunState:
             self._end({"event": "run stopped", "time": self._last_sign, "problem": SILENT})
 
     @property
-    def finished(self) -> dict[str, Finished]:
-        """The slots that have finished and were not set aside since."""
-        return {slot: one.finished for slot, one in self.slots.items() if one.finished}
-
-    @property
     def ended_well(self) -> bool:
         """Whether the newest event is the end of a run in which every stage finished."""
         return bool(self.events) and self.events[-1]["event"] == "run finished"
@@ -221,7 +216,8 @@ class RunState:
             if event.get("undone"):
                 del self.events[self._command :]
                 before = RunState.of(self.events)
-                self.slots, self.commits = before.slots, before.commits
+                self.slots, self.finished = before.slots, before.finished
+                self.commits = before.commits
                 self.started, self.ended = before.started, before.ended
             return
         if kind == "run started":
@@ -232,13 +228,15 @@ class RunState:
         elif kind.startswith("slot "):
             slot = self.slots.setdefault(event["slot"], SlotState())
             if kind == "slot set aside":
-                slot.state, slot.finished = "waiting", None
+                slot.state = "waiting"
+                self.finished.pop(event["slot"], None)
             elif kind == "slot started":
                 slot.state, slot.began = "running", event["time"]
                 self.slot = event["slot"]
             else:
                 slot.state = "finished"
-                slot.finished = Finished(digest=event["digest"], record=event["record"])
+                done = Finished(digest=event["digest"], record=event["record"])
+                self.finished[event["slot"]] = done
                 slot.seconds += event.get("seconds", event["time"] - slot.began)
         self.events.append(event)
 
