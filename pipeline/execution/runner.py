@@ -150,8 +150,8 @@ def require_same_recipe(plan: Plan, ctx: Context) -> None:
         facts[f"{planned.slot}.use"] = planned.use
         for path, value in leaves(dataclasses.asdict(planned.stage), (planned.slot,)):
             name, given = ".".join(map(str, path)), lookup(written, path)
-            paths[name] = own = [one for one in texts_in(value) if one.startswith(("/", "~"))]
-            facts[name] = mapped(value, lambda one, own=own: A_PATH if one in own else one)
+            paths[name] = [*filter(_is_path, texts_in(value))]
+            facts[name] = mapped(value, lambda one: A_PATH if _is_path(one) else one)
             if "${" in json.dumps(given, default=str) and facts[name] != A_PATH:
                 text = json.dumps(facts[name], sort_keys=True, default=str)
                 facts[name] = f"{given} ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
@@ -164,6 +164,10 @@ def require_same_recipe(plan: Plan, ctx: Context) -> None:
             "tokenizer are compared: %s",
             in_one(apart),
         )
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(("/", "~"))
 
 
 def require_same_artifact(artifact: Any, ctx: Context) -> None:
