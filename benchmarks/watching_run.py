@@ -25,7 +25,7 @@ from pipeline.contracts.metrics import records
 
 WARM = 5
 """Steps at the start of a run that are not counted."""
-FEEDER = "pipeline.track.process"
+FEEDER = "pipeline.track.feeder"
 LOOK_SECONDS = 0.5
 KEPT = 3000
 """Bytes of a drawn run's output that are shown if it fails."""

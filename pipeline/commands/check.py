@@ -87,7 +87,7 @@ def _fail(report: dict[str, object]) -> NoReturn:
 def _read_data(plan: Plan, log: _DataLog) -> tuple[dict[str, Any], list[str]]:
     """Return facts of the data for programs, and a line for people for each slot of data, once it
     has given a sample."""
-    from pipeline.execution.data_preview import previews
+    from pipeline.execution.in_process import previews
 
     with previews(plan, log.logger) as shown:
         for one in shown.values():

@@ -6,38 +6,31 @@ had no memory left, rank-N.memory.json.gz and rank-N.memory.txt say what was all
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
+from pydantic import BaseModel, ConfigDict
+
+from pipeline import errors
 from pipeline.distributed.environment import shared
-from pipeline.errors import (
-    BadRows,
-    DataError,
-    EngineMismatch,
-    PipeError,
-    RecipeError,
-    Restart,
-    ResumeRefused,
-    RunFailed,
-    UsageError,
-    in_words,
-    is_user_error,
-)
+from pipeline.errors import PipeError, Restart, RunFailed, in_words, is_user_error
 from pipeline.utils.files import private_folder, read_all, remove_folder, replace_text
-from pipeline.utils.foreign import parse_json, read_whole
+from pipeline.utils.foreign import read_whole
 from pipeline.utils.terminal import shown
 
 FOLDER = "failures"
 UNDONE = "undone"
 """File in it: the command that failed has left the run as it was."""
-MISTAKES = (BadRows, DataError, EngineMismatch, RecipeError, ResumeRefused, UsageError)
+MISTAKES = (
+    errors.BadRows, errors.DataError, errors.EngineMismatch, errors.RecipeError,
+    errors.ResumeRefused, errors.UsageError,
+)  # fmt: skip
 """Errors that come again unless a person changes the recipe or the data."""
 MOST_LINES = 12
 """Lines of an error's message that are kept; libraries append whole native stacks to theirs."""
@@ -48,6 +41,30 @@ class Exit(NamedTuple):
 
     rank: int
     code: int
+
+
+class Report(BaseModel):
+    """A rank's error."""
+
+    model_config = ConfigDict(strict=True)
+
+    time: float
+    rank: int
+    slot: str
+    message: str
+    expected: bool
+    """Whether a person can act on it, so that it needs no traceback."""
+    refused: bool
+    """Whether the rank refused to continue under the recipe that it was given."""
+    mistake: bool = False
+    """Whether it is one of MISTAKES."""
+    memory: Literal["", "host", "device"]
+    """Kind of memory that the error is about; empty if it is about something else."""
+    snapshot: str | None = None
+    """File that says what held the GPU's memory."""
+    restart: Restart
+    place: str
+    """The line that raised."""
 
 
 def clear(run_dir: Path) -> None:
@@ -75,49 +92,41 @@ def in_force(run_dir: Path) -> bool:
 def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
     """Write this rank's error, with the time, for the launching process to read. If the run's disk
     is full, the report goes to the launcher's file and the traceback to standard error."""
-    facts = json.dumps(
-        {
-            "time": time.time(),
-            "rank": rank,
-            "slot": slot,
-            "message": shown(describe(error)),
-            "expected": is_user_error(error),
-            "refused": isinstance(error, ResumeRefused),
-            "mistake": isinstance(error, MISTAKES),
-            "memory": _memory(error),
-            "snapshot": _snapshot(run_dir, rank) if _memory(error) == "device" else None,
-            "restart": _restart(error),
-            "place": _place(error),
-        }
-    )
+    from pipeline.chain.entry_points import line_in_plugin
+
+    expected = is_user_error(error)
+    memory: Literal["", "host", "device"] = "host" if isinstance(error, MemoryError) else ""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
+        memory = "device"
+    # a failure that asks nothing of a person may have been an accident
+    restart: Restart = "never" if expected else "after progress"
+    *_, frame = None, *traceback.extract_tb(error.__traceback__)
+    line = f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
+    report = Report(
+        time=time.time(),
+        rank=rank,
+        slot=slot,
+        message=shown(describe(error)),
+        expected=expected,
+        refused=isinstance(error, errors.ResumeRefused),
+        mistake=isinstance(error, MISTAKES),
+        memory=memory,
+        snapshot=_snapshot(run_dir, rank) if memory == "device" else None,
+        restart=error.restart if isinstance(error, PipeError) else restart,
+        place=shown(line_in_plugin(error) or line),
+    ).model_dump_json()
     trace = shown("".join(traceback.format_exception(error)))
-    folder = run_dir / FOLDER
     try:
-        private_folder(folder)
-        replace_text(folder / f"rank-{rank:05d}.json", facts + "\n")
-        replace_text(_traceback_file(run_dir, rank), trace)
+        folder = private_folder(run_dir / FOLDER)
+        replace_text(folder / f"rank-{rank:05d}.json", f"{report}\n")
+        replace_text(folder / f"rank-{rank:05d}.txt", trace)
     except OSError:
         own = shared()
         if own is not None:
-            with Path(f"/proc/self/fd/{own.failures}").open("a", encoding="utf-8") as memory:
-                memory.write(facts + "\n")
-        if own is None or not is_user_error(error):
-            print(describe(error) if is_user_error(error) else trace, file=sys.stderr)
-
-
-def _restart(error: BaseException) -> Restart:
-    """Return when another start may succeed. A failure that asks nothing of a person may have been
-    an accident."""
-    if isinstance(error, PipeError):
-        return error.restart
-    return "never" if is_user_error(error) else "after progress"
-
-
-def _memory(error: BaseException) -> str:
-    """Kind of memory that the error is about; empty if it is about something else."""
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
-        return "device"
-    return "host" if isinstance(error, MemoryError) else ""
+            with Path(f"/proc/self/fd/{own.failures}").open("a", encoding="utf-8") as memory_file:
+                memory_file.write(f"{report}\n")
+        if own is None or not expected:
+            print(describe(error) if expected else trace, file=sys.stderr)
 
 
 def _snapshot(run_dir: Path, rank: int) -> str | None:
@@ -139,21 +148,10 @@ def describe(error: BaseException) -> str:
     """The error in one paragraph; a PipeError's message stands for itself."""
     if is_user_error(error):
         return in_words(error)
-    name = type(error).__name__
-    lines = str(error).strip().splitlines()
+    name, lines = type(error).__name__, str(error).strip().splitlines()
     if len(lines) > MOST_LINES:
         lines = [*lines[:MOST_LINES], "..."]
     return f"{name}: " + "\n".join(lines) if lines else name
-
-
-def _place(error: BaseException) -> str:
-    from pipeline.chain.entry_points import line_in_plugin
-
-    line = line_in_plugin(error)
-    if line:
-        return line
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
 
 def first(
@@ -171,62 +169,48 @@ def first(
     process here for lack of memory, `unwritten` has reports that the run's disk did not take. A
     rank that died without a word comes before ranks that raised, because a lost peer makes others
     raise, or has a library abort them."""
-    reports = _reports(run_dir, unwritten)
-    reported = {report["rank"] for report in reports}
+    found = reports(run_dir, unwritten)
+    reported = {report.rank for report in found}
     silent = [end for end in exits if end.rank not in reported]
-    causes = [end for end in silent if end.code != -signal.SIGABRT]
-    if causes:
-        return _died(run_dir, causes[0], slot, oom)
-    if reports:
-        return _raised(run_dir, reports[0])
-    if silent:
-        return _died(run_dir, silent[0], slot, oom)
+    causes = [end for end in silent if end.code != -signal.SIGABRT] or ([] if found else silent)
+    for end in causes[:1]:
+        where = f"in slot `{slot}`" if slot else "before the first slot"
+        killed = oom and -end.code == signal.SIGKILL
+        how = "was killed by the system, which was out of memory," if killed else manner(end.code)
+        text = f"rank {end.rank} {how} {where}\n  log: {run_dir}/logs/rank-{end.rank:05d}.log"
+        text += f"\n{continuation(run_dir)}"
+        return RunFailed(text, kind="died", restart="always", memory="host" if killed else "")
+    for one in found[:1]:
+        where = f"in slot `{one.slot}`" if one.slot else "before the first slot"
+        lines = [f"rank {one.rank} failed {where}: {one.message}"]
+        if not one.expected:
+            lines.append(f"  at {one.place}")
+            lines.append(f"  traceback: {run_dir / FOLDER}/rank-{one.rank:05d}.txt")
+        if one.snapshot:
+            lines.append(f"  what held the memory: {one.snapshot}")
+        lines.append(continuation(run_dir, mistake=one.mistake))
+        return RunFailed("\n".join(lines), restart=one.restart, memory=one.memory)
     return RunFailed(f"the run failed without saying why\n{continuation(run_dir)}")
 
 
 def first_rank(run_dir: Path) -> int | None:
     """The rank that raised first, as far as this machine sees the folder."""
-    return next((report["rank"] for report in _reports(run_dir)), None)
+    return next((report.rank for report in reports(run_dir)), None)
 
 
-def refused(run_dir: Path) -> bool:
-    """Whether a rank refused to continue under the recipe that it was given."""
-    return any(report["refused"] for report in _reports(run_dir))
-
-
-def _reports(run_dir: Path, unwritten: Sequence[bytes] = ()) -> list[dict[str, Any]]:
+def reports(run_dir: Path, unwritten: Sequence[bytes] = ()) -> list[Report]:
     """Reports of ranks, earliest first, without incomplete ones."""
-    texts: list[str | bytes] = []
+    texts: list[bytes] = []
     for path in (run_dir / FOLDER).glob("rank-*.json"):
         with contextlib.suppress(OSError):
             texts.append(read_whole(path, within=run_dir))
     own = shared()
     texts += unwritten if own is None else read_all(own.failures).splitlines()
-    reports = []
+    found = []
     for text in texts:
-        with contextlib.suppress(ValueError):
-            report = parse_json(text)
-            # a folder that came from elsewhere can hold anything
-            kinds: Mapping[str, Any] = {
-                "time": (int, float), "rank": int, "slot": str, "message": str, "expected": bool,
-                "refused": bool, "restart": str, "memory": str, "place": str,
-            }  # fmt: skip
-            if isinstance(report, dict) and all(
-                isinstance(report.get(key), kind) for key, kind in kinds.items()
-            ):
-                reports.append(report)
-    return sorted(reports, key=lambda report: (report["time"], report["rank"]))
-
-
-def _died(run_dir: Path, end: Exit, slot: str | None, oom: bool) -> RunFailed:
-    where = f"in slot `{slot}`" if slot else "before the first slot"
-    killed = oom and -end.code == signal.SIGKILL
-    how = "was killed by the system, which was out of memory," if killed else manner(end.code)
-    text = (
-        f"rank {end.rank} {how} {where}\n"
-        f"  log: {run_dir}/logs/rank-{end.rank:05d}.log\n{continuation(run_dir)}"
-    )
-    return RunFailed(text, kind="died", restart="always", memory="host" if killed else "")
+        with contextlib.suppress(ValueError):  # a folder that came from elsewhere holds anything
+            found.append(Report.model_validate_json(text))
+    return sorted(found, key=lambda report: (report.time, report.rank))
 
 
 def manner(code: int) -> str:
@@ -240,22 +224,6 @@ def manner(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
-
-
-def _raised(run_dir: Path, report: Mapping[str, Any]) -> RunFailed:
-    where = f"in slot `{report['slot']}`" if report["slot"] else "before the first slot"
-    lines = [f"rank {report['rank']} failed {where}: {report['message']}"]
-    if not report["expected"]:
-        lines.append(f"  at {report['place']}")
-        lines.append(f"  traceback: {_traceback_file(run_dir, report['rank'])}")
-    if report.get("snapshot"):
-        lines.append(f"  what held the memory: {report['snapshot']}")
-    lines.append(continuation(run_dir, mistake=bool(report.get("mistake"))))
-    return RunFailed("\n".join(lines), restart=report["restart"], memory=report["memory"])
-
-
-def _traceback_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / FOLDER / f"rank-{rank:05d}.txt"
 
 
 ON_EVERY_NODE = "  to continue, start the same command again on every node"

@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
+from pipeline.contracts.stage import Context
 from pipeline.errors import UsageError, first_validation_error, in_words
 from pipeline.execution import rundir
 from pipeline.hardware.telemetry import Telemetry
@@ -25,11 +26,7 @@ from pipeline.utils.files import replace_text
 from pipeline.utils.foreign import is_number, is_text, read_whole
 from pipeline.utils.jsonl import append_line, read_lines, read_tail
 
-if TYPE_CHECKING:
-    from pipeline.contracts.stage import Context
-
-
-READINGS = "hardware.jsonl"
+READINGS, MEMORY = "hardware.jsonl", "memory.json"
 SECONDS = 15.0
 """Seconds between two records, at first."""
 MOST = 2000
@@ -55,36 +52,28 @@ class HardwareRecord:
         now = time.monotonic()
         if now < self._next:
             return
-        gpus = self._telemetry.read()
         self._next = math.inf
         with contextlib.suppress(OSError):
-            if gpus:
+            if gpus := self._telemetry.read():
                 steps = (one for one in reversed(read_tail(self._metrics)) if "step" in one)
                 newest = next(steps, {"step": 0})
-                record = {
-                    "time": time.time(),
-                    "seconds": self._seconds,
-                    **{key: newest[key] for key in ("step", "slot") if key in newest},
-                    "gpus": [asdict(gpu) for gpu in gpus],
-                }
-                append_line(self._file, record)
+                record = {"time": time.time(), "seconds": self._seconds}
+                record |= {key: newest[key] for key in ("step", "slot") if key in newest}
+                append_line(self._file, {**record, "gpus": [asdict(gpu) for gpu in gpus]})
                 self._count += 1
                 if self._count > MOST:
-                    self._thin()
+                    self._seconds *= 2
+                    kept = [{**one, "seconds": self._seconds} for one in read_lines(self._file)]
+                    replace_text(self._file, "".join(f"{json.dumps(one)}\n" for one in kept[::2]))
+                    self._count = len(kept[::2])
                 self._next = now + self._seconds
-
-    def _thin(self) -> None:
-        self._seconds *= 2
-        kept = [{**one, "seconds": self._seconds} for one in read_lines(self._file)][::2]
-        replace_text(self._file, "".join(f"{json.dumps(one)}\n" for one in kept))
-        self._count = len(kept)
 
 
 def hardware_records(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of the run in `folder`; none of a run without GPUs."""
     for record in read_lines(folder / READINGS):
-        gpus, step = record.get("gpus"), record.get("step")
-        known = is_number(step) and is_text(record.get("slot", ""))
+        gpus = record.get("gpus")
+        known = is_number(record.get("step")) and is_text(record.get("slot", ""))
         if known and isinstance(gpus, list) and all(map(_is_reading, gpus)):
             yield record
 
@@ -94,14 +83,8 @@ def _is_reading(gpu: Any) -> bool:
         return False
     others = (value for key, value in gpu.items() if key not in ("index", "throttled"))
     reasons = gpu.get("throttled")
-    return (
-        isinstance(reasons, list)
-        and all(map(is_text, reasons))
-        and all(value is None or is_text(value) or is_number(value) for value in others)
-    )
-
-
-MEMORY = "memory.json"
+    known = isinstance(reasons, list) and all(map(is_text, reasons))
+    return known and all(one is None or is_text(one) or is_number(one) for one in others)
 
 
 class MemoryRecord(BaseModel):
@@ -121,11 +104,26 @@ class MemoryRecord(BaseModel):
 
 
 def record_memory(ctx: Context) -> None:
-    """Write `memory.json` after a training on GPUs (collective). A failure to write is a warning:
-    the training has succeeded."""
+    """Write `memory.json` after a training on GPUs (collective). A GPU that does not report its
+    memory and a failure to write are warnings: the training has succeeded."""
     if ctx.dist.device.type == "cpu":
         return
-    found = [record for record in ctx.dist.gather(_of_this_gpu(ctx)) if record]
+    import torch
+
+    device, own = ctx.dist.device, None
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+        own = {
+            "device": torch.cuda.get_device_name(device),
+            "device_bytes": total,
+            "allocated_bytes": torch.cuda.max_memory_allocated(device),
+            "reserved_bytes": torch.cuda.max_memory_reserved(device),
+            "beside_bytes": max(total - free - torch.cuda.memory_reserved(device), 0),
+            "torch": torch.__version__,
+        }
+    except RuntimeError as error:
+        ctx.log.warning("the GPU does not report its memory: %s", error)
+    found = [record for record in ctx.dist.gather(own) if record]
     if ctx.dist.is_main and found:
         fullest = max(found, key=lambda record: record["reserved_bytes"])
         try:
@@ -168,24 +166,3 @@ def newest_record(
             if suits(record):
                 return file.parent.name, record
     return None
-
-
-def _of_this_gpu(ctx: Context) -> dict[str, Any] | None:
-    """Record of this rank's GPU, as JSON; None, with a warning, where its driver does not report
-    memory."""
-    import torch
-
-    device = ctx.dist.device
-    try:
-        free, total = torch.cuda.mem_get_info(device)
-        return {
-            "device": torch.cuda.get_device_name(device),
-            "device_bytes": total,
-            "allocated_bytes": torch.cuda.max_memory_allocated(device),
-            "reserved_bytes": torch.cuda.max_memory_reserved(device),
-            "beside_bytes": max(total - free - torch.cuda.memory_reserved(device), 0),
-            "torch": torch.__version__,
-        }
-    except RuntimeError as error:
-        ctx.log.warning("the GPU does not report its memory: %s", error)
-        return None

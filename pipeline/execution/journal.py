@@ -33,6 +33,13 @@ MOST = 1 << 28
 """Most bytes of a journal, which has a few lines a start."""
 IN_RUN = "in run"
 """Key of an object that stands for a path inside the run's folder, and has no other key."""
+SLOT = {"slot": str}
+REQUIRED: Mapping[str, Mapping[str, Any]] = {
+    "slot started": SLOT,
+    "slot finished": {**SLOT, "digest": str, "record": (dict, type(None))},
+    "slot set aside": SLOT,
+}
+"""Event -> keys that it has in addition to `time` and `event`, and their kinds."""
 OPTIONAL: Mapping[str, Any] = {
     "slot": str, "seconds": (int, float), "procs": int, "device": str, "problem": str,
     "environment": dict, "hub": list, "changed": bool, "undone": bool,
@@ -40,6 +47,11 @@ OPTIONAL: Mapping[str, Any] = {
 """Keys that not every event has -> their kind."""
 _SUM = re.compile(rb', "xxh3": "([0-9a-f]{16})"\}')
 _SUM_BYTES = len(b', "xxh3": "0123456789abcdef"}')
+MOST_WARNINGS = 100
+"""Warnings of one start that are journalled, each text once; the log has all. How many more there
+were is journalled at the end."""
+LONGEST_WARNING = 4000
+"""Characters of a warning that are journalled."""
 
 
 class Journal:
@@ -48,14 +60,12 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._folder = path.parent.absolute()
-        self._lock = threading.Lock()
-        """Warnings come from any thread."""
+        self._lock = threading.Lock()  # warnings come from any thread
 
     def write(self, event: str, **facts: Any) -> None:
         """Append an event and force it to disk. A line that a crash cut short is removed first.
         Raises OSError, which names the file."""
-        facts = {"time": time.time(), "event": event, **facts}
-        record = mapped(facts, lambda value: _relative(value, str(self._folder)))
+        record = mapped({"time": time.time(), "event": event, **facts}, self._relative)
         body = json.dumps(record, allow_nan=False).encode().removesuffix(b"}")
         with self._lock, naming(self.path), opened(self.path, "ab+") as file:
             file.seek(0)
@@ -69,11 +79,37 @@ class Journal:
 
     def events(self) -> list[dict[str, Any]]:
         """Events in order, without a last line that a crash cut short. Raises JournalDamaged."""
-        return list(self._read())
+        try:
+            there = self.path.exists()
+            content = read_whole(self.path, most=MOST, within=self._folder) if there else b""
+        except PermissionError:
+            raise
+        except OSError as error:
+            hint = "bring the journal that the run has written"
+            raise JournalDamaged(in_words(error), hint=hint) from error
+        lines = _whole_lines(content).split(b"\n")[:-1]
+        digest, good, events = xxh3_64(), 0, list[dict[str, Any]]()
+        for number, line in enumerate(lines, start=1):
+            found = _SUM.fullmatch(line, max(0, len(line) - _SUM_BYTES))
+            body = line[: found.start()] if found else line
+            digest.update(body)
+            if found and digest.hexdigest().encode() != found[1]:
+                raise self._damaged(good + 1, number)
+            if good and not found:
+                raise self._damaged(number, number)
+            digest.update(line[len(body) :] + b"\n")
+            good = number if found else 0
+            event = _parsed(line, self._folder)
+            if event is None and number < len(lines):
+                continue  # earlier versions left what a crash had cut short, and wrote on after it
+            if event is None or not is_event(event):
+                raise self._damaged(number, number)
+            events.append(event)
+        return events
 
     def state(self) -> RunState:
         """What the events come to. Raises JournalDamaged."""
-        return RunState.of(self._read())
+        return RunState.of(self.events())
 
     def newest_command(self) -> list[dict[str, Any]]:
         """Events of the newest `pipe run` or `pipe resume`, its restarts too, whether or not it was
@@ -81,39 +117,14 @@ class Journal:
         events = self.events()
         return events[command_begins(events) :]
 
-    def _read(self) -> Iterator[dict[str, Any]]:
-        content = self._content()
-        lines = _whole_lines(content).split(b"\n")[:-1]
-        digest, good, summed = xxh3_64(), 0, False
-        for number, line in enumerate(lines, start=1):
-            found = _SUM.fullmatch(line, max(0, len(line) - _SUM_BYTES))
-            if found:
-                digest.update(line[: found.start()])
-                if digest.hexdigest().encode() != found[1]:
-                    raise self._damaged(good + 1, number)
-                digest.update(line[found.start() :] + b"\n")
-                good, summed = number, True
-            elif summed:
-                raise self._damaged(number, number)
-            else:
-                digest.update(line + b"\n")
-            event = _parsed(line, self._folder)
-            if event is None and number < len(lines):
-                continue  # earlier versions left what a crash had cut short, and went on behind it
-            if event is None or not is_event(event):
-                raise self._damaged(number, number)
-            yield event
-
-    def _content(self) -> bytes:
-        try:
-            if not self.path.exists():
-                return b""
-            return read_whole(self.path, most=MOST, within=self._folder)
-        except PermissionError:
-            raise
-        except OSError as error:
-            hint = "bring the journal that the run has written"
-            raise JournalDamaged(in_words(error), hint=hint) from error
+    def _relative(self, value: Any) -> Any:
+        """A value of JSON, a path inside the folder written relative to it. A text that begins like
+        one is a path if something is there: a sentence may begin with a path, too."""
+        folder = str(self._folder)
+        if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
+            with contextlib.suppress(ValueError):  # a null character
+                return {IN_RUN: value[len(folder) + 1 :]} if os.path.lexists(value) else value
+        return value
 
     def _damaged(self, first: int, last: int) -> JournalDamaged:
         where = f"line {first}" if first == last else f"one of lines {first} to {last}"
@@ -127,18 +138,14 @@ class Journal:
 
 
 def command_begins(events: Sequence[Mapping[str, Any]]) -> int:
-    """Return the index at which the newest command begins: with the slots that it set aside, or
-    with its first start. 0 without one."""
-    begin = max(
-        (
-            at for at, event in enumerate(events)
-            if event["event"] == "run started" and not event.get("restart")
-        ),
-        default=0,
-    )  # fmt: skip
-    while begin and events[begin - 1]["event"] == "slot set aside":
+    """Index at which the newest command begins: with the slots that it set aside, or with its first
+    start. 0 without one."""
+    begin = len(events) - 1
+    while begin > 0 and (events[begin]["event"] != "run started" or events[begin].get("restart")):
         begin -= 1
-    return begin
+    while begin > 0 and events[begin - 1]["event"] == "slot set aside":
+        begin -= 1
+    return max(begin, 0)
 
 
 def _whole_lines(content: bytes) -> bytes:
@@ -164,30 +171,11 @@ def _parsed(line: bytes, folder: Path) -> dict[str, Any] | None:
 
 def is_event(record: Mapping[str, Any]) -> bool:
     """Whether it has the keys that its readers use, and those are of the right kind."""
-    kinds: dict[str, Any] = {"time": (int, float), "event": str}
-    kinds |= {key: kind for key, kind in OPTIONAL.items() if record.get(key) is not None}
-    if record.get("event") in ("slot started", "slot finished", "slot set aside"):
-        kinds["slot"] = str
-    if record.get("event") == "slot finished":
-        kinds |= {"digest": str, "record": (dict, type(None))}
+    kinds = {key: kind for key, kind in OPTIONAL.items() if record.get(key) is not None}
+    name = record.get("event")
+    kinds |= {"time": (int, float), "event": str, **REQUIRED.get(str(name), {})}
     fit = all(key in record and isinstance(record[key], kind) for key, kind in kinds.items())
     return fit and is_number(record["time"]) and is_number(record.get("seconds") or 0)
-
-
-def _relative(value: Any, folder: str) -> Any:
-    """A value of JSON, a path inside the folder written relative to it. A text that begins like one
-    is a path if something is there: a sentence may begin with a path, too."""
-    if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
-        with contextlib.suppress(ValueError):  # a null character
-            return {IN_RUN: value[len(folder) + 1 :]} if os.path.lexists(value) else value
-    return value
-
-
-MOST_WARNINGS = 100
-"""Warnings of one start that are journalled, each text once; the log has all. How many more there
-were is journalled at the end."""
-LONGEST_WARNING = 4000
-"""Characters of a warning that are journalled."""
 
 
 @contextlib.contextmanager
@@ -207,22 +195,20 @@ def warnings_in(journal: Journal, log: logging.Logger) -> Iterator[None]:
 class _Warnings(logging.Handler):
     def __init__(self, journal: Journal) -> None:
         super().__init__(logging.WARNING)
-        self._journal = journal
-        self._told = set[str]()
+        self._journal, self._texts = journal, set[str]()
         self.left_out = 0
-        """Warnings that came after as many as are journalled."""
+        """Warnings after MOST_WARNINGS."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = shown(record.getMessage())[:LONGEST_WARNING]
-        if record.levelno != logging.WARNING or text in self._told:
+        if record.levelno != logging.WARNING or text in self._texts:
             return
-        if len(self._told) == MOST_WARNINGS:
+        if len(self._texts) == MOST_WARNINGS:
             self.left_out += 1
             return
-        self._told.add(text)
+        self._texts.add(text)
         self.record(text)
 
     def record(self, text: str) -> None:
-        """Journal a text."""
         with contextlib.suppress(OSError):  # the log has it too
             self._journal.write("warning", text=text)

@@ -1,30 +1,48 @@
-"""Logs of a run: rank 0 writes to the screen, and every rank to its own file."""
+"""Logs of a run: rank 0 writes to the screen, and every rank to its own file; rank 0's long work is
+in `activity.json` of the run's folder, too."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import click
 
 from pipeline.errors import StageError, system_errors_as
-from pipeline.utils.files import opened, private_folder
+from pipeline.utils.activities import Activity
+from pipeline.utils.files import opened, private_folder, replace_text
 from pipeline.utils.terminal import ShownFormatter, bare, display, quiet, shown
 
 IN_DISPLAY = {"in_display": True}
 """`extra` of a log message whose facts a live display shows by itself."""
+LIBRARIES = ("py.warnings", "torchao", "torch.utils._pytree")
+"""Loggers on which libraries warn each other, and report kernels that were not built. They do not
+write to the screen."""
+COMPILERS = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
+"""Loggers of torch's compiler, each with its own handler, which writes to the screen."""
 
 
 def say(text: str) -> None:
     """Print a line of the launching process, unless only warnings and errors are wanted."""
     if not quiet():
         click.echo(text)
+
+
+def quiet_loggers() -> None:
+    """Keep the loggers of LIBRARIES off the screen of a command without a log. With a handler of
+    their own, logging does not fall back to printing them."""
+    for library in map(logging.getLogger, LIBRARIES):
+        if not library.handlers:
+            library.addHandler(logging.NullHandler())
 
 
 def open_log(run_dir: Path, rank: int) -> IO[str]:
@@ -39,21 +57,27 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
     that ranks above 0 print goes to their file too."""
     log = logging.getLogger("pipe")
     with contextlib.ExitStack() as stack:
-        stack.callback(log.setLevel, log.level)
-        stack.callback(setattr, log, "propagate", log.propagate)
-        log.setLevel(logging.DEBUG)
-        log.propagate = False
+
+        def attach(logger: logging.Logger, handler: logging.Handler) -> None:
+            stack.callback(logger.setLevel, logger.level)
+            stack.callback(setattr, logger, "propagate", logger.propagate)
+            stack.callback(logger.removeHandler, handler)
+            logger.addHandler(handler)
+            logger.propagate = False
+
+        def close() -> None:
+            with contextlib.suppress(OSError):  # a full disk has been reported
+                file.close()
+
         file = open_log(run_dir, rank)
-        stack.callback(_close, file)
+        stack.callback(close)
         screen = os.dup(2)  # what is printed elsewhere may go to the same file
         stack.callback(os.close, screen)
         to_file = _LineHandler(file, file.name, screen)
         to_file.setFormatter(ShownFormatter("%(asctime)s %(levelname)s %(message)s"))
-        stack.enter_context(_attached(log, to_file))
-        for aside in map(logging.getLogger, ASIDES):
-            stack.callback(setattr, aside, "propagate", aside.propagate)
-            aside.propagate = False
-            stack.enter_context(_attached(aside, to_file))
+        for logger in (log, *map(logging.getLogger, LIBRARIES)):
+            attach(logger, to_file)
+        log.setLevel(logging.DEBUG)
         stack.callback(logging.captureWarnings, False)
         logging.captureWarnings(True)
         if rank == 0:
@@ -62,31 +86,25 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
                 stdout.reconfigure(line_buffering=True)  # where a display shows it, it is a pipe
             handler = _LineHandler(sys.stdout, "standard output", screen)
             words = display().split()
-            quiet = logging.WARNING if "quiet" in words else logging.INFO
-            handler.setLevel(logging.DEBUG if "verbose" in words else quiet)
+            level = logging.WARNING if "quiet" in words else logging.INFO
+            handler.setLevel(logging.DEBUG if "verbose" in words else level)
             if "live" in words:
                 handler.addFilter(lambda record: not getattr(record, "in_display", False))
-            stack.enter_context(_attached(log, handler))
+            attach(log, handler)
         else:
-            stack.enter_context(_output_to(to_file.stream))
+            for descriptor in (1, 2):  # also what native libraries print
+                saved = os.dup(descriptor)
+                stack.callback(os.close, saved)
+                stack.callback(_point_at, saved, descriptor)
+                _point_at(file.fileno(), descriptor)
         yield log
 
 
-COMPILERS = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
-"""Loggers of torch's compiler, each with its own handler, which writes to the screen."""
-
-
-@contextlib.contextmanager
-def compilers_aside(log: logging.Logger) -> Iterator[None]:
-    """Have torch's compiler write to the rank's file only, unless TORCH_LOGS asks for more on the
-    screen. For after the first import of torch, which installs the handlers."""
-    to_file = log.handlers[0]
-    with contextlib.ExitStack() as stack:
-        for name in () if os.environ.get("TORCH_LOGS") else COMPILERS:
-            compiler = logging.getLogger(name)
-            stack.callback(setattr, compiler, "handlers", compiler.handlers)
-            compiler.handlers = [to_file]
-        yield
+def _point_at(target: int, descriptor: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk
+            stream.flush()
+    os.dup2(target, descriptor)
 
 
 class _LineHandler(logging.StreamHandler[Any]):
@@ -96,65 +114,82 @@ class _LineHandler(logging.StreamHandler[Any]):
     def __init__(self, stream: Any, name: str, screen: int) -> None:
         """`name` is the stream's; `screen` the descriptor where its failure is reported."""
         super().__init__(stream)
-        self._stream_name, self._screen, self._told = name, screen, False
+        self._stream_name, self._screen, self._reported = name, screen, False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Say why a record cannot be written, if the system is the reason."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._told:
-            self._told = True
+        elif not self._reported:
+            self._reported = True
             text = shown(f"{self._stream_name} lacks lines from here on: {error.strerror or error}")
             with contextlib.suppress(OSError):
                 os.write(self._screen, f"{text}\n".encode())
 
 
-def _close(file: IO[str]) -> None:
-    """Close a log. A disk that took no more has been reported, and does not fail the run."""
-    with contextlib.suppress(OSError):
-        file.close()
-
-
-ASIDES = ("py.warnings", "torchao", "torch.utils._pytree")
-"""Loggers on which libraries warn each other, and report kernels that were not built. They do not
-write to the screen."""
-
-
-def quiet_loggers() -> None:
-    """Keep the loggers of ASIDES off the screen of a command without a log. With a handler of their
-    own, logging does not fall back to printing them."""
-    for aside in map(logging.getLogger, ASIDES):
-        if not aside.handlers:
-            aside.addHandler(logging.NullHandler())
-
-
 @contextlib.contextmanager
-def _attached(log: logging.Logger, handler: logging.Handler) -> Iterator[None]:
-    log.addHandler(handler)
-    try:
+def compilers_aside(log: logging.Logger) -> Iterator[None]:
+    """Have torch's compiler write to the rank's file only, unless TORCH_LOGS asks for more on the
+    screen. For after the first import of torch, which installs the handlers."""
+    with contextlib.ExitStack() as stack:
+        for name in () if os.environ.get("TORCH_LOGS") else COMPILERS:
+            compiler = logging.getLogger(name)
+            stack.callback(setattr, compiler, "handlers", compiler.handlers)
+            compiler.handlers = log.handlers[:1]
         yield
-    finally:
-        log.removeHandler(handler)
-        handler.close()
 
 
-@contextlib.contextmanager
-def _output_to(file: IO[str]) -> Iterator[None]:
-    """Standard output and error of this process, native libraries' included, end up in `file`."""
-    saved = [os.dup(descriptor) for descriptor in (1, 2)]
-    _point_output_at(file.fileno(), file.fileno())
-    try:
-        yield
-    finally:
-        _point_output_at(*saved)
-        for descriptor in saved:
-            os.close(descriptor)
+ACTIVITY_FILE = "activity.json"
+WRITE_SECONDS = 1.0
+"""Seconds between two writes of the file."""
+LOG_SECONDS = 10.0
+"""Seconds between two lines in the log, and before the first."""
 
 
-def _point_output_at(stdout: int, stderr: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a full disk
-            stream.flush()
-    os.dup2(stdout, 1)
-    os.dup2(stderr, 2)
+@dataclass(eq=False)
+class ActivityRecord:
+    """Shows a rank's newest activity: in its log, and in the run's folder if it is given one."""
+
+    log: logging.Logger
+    folder: Path | None
+    _under_way: list[Activity] = field(default_factory=list, init=False)
+    _written: float = field(default=0.0, init=False)
+    _logged: dict[Activity, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._write()  # a launcher may start ranks again after one was killed at work
+
+    def changed(self, activity: Activity) -> None:
+        now = time.monotonic()
+        if activity not in self._under_way:
+            self._under_way.append(activity)
+        if activity is not self._under_way[-1]:
+            return
+        if now - self._logged.setdefault(activity, activity.began) >= LOG_SECONDS:
+            self._logged[activity] = now
+            self.log.info("%s", activity.describe(), extra=IN_DISPLAY)
+        if now - self._written >= WRITE_SECONDS:
+            self._written = now
+            self._write()
+
+    def ended(self, activity: Activity) -> None:
+        if activity in self._under_way:
+            self._under_way.remove(activity)
+        self._logged.pop(activity, None)
+        self._written = 0.0
+        self._write()
+
+    def _write(self) -> None:
+        """Write the newest activity; remove the file if there is none. It is only for people, so a
+        disk that is full or gone ends nothing."""
+        if self.folder is None:
+            return
+        with contextlib.suppress(OSError):
+            if self._under_way:
+                newest = self._under_way[-1]
+                facts = {name: getattr(newest, name) for name in ("name", "done", "total", "unit")}
+                text = json.dumps({**facts, "seconds": round(newest.seconds, 3)})
+                replace_text(self.folder / ACTIVITY_FILE, text)
+            else:
+                (self.folder / ACTIVITY_FILE).unlink(missing_ok=True)

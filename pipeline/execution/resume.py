@@ -9,12 +9,12 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline.chain.plan import resolved
+from pipeline.chain.plan import Plan, PlannedSlot, resolved
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.stage import Durable, VerifiesResult
 from pipeline.errors import PipeError, UsageError, in_words
@@ -23,9 +23,6 @@ from pipeline.execution.journal import Journal
 from pipeline.execution.run_state import Finished
 from pipeline.utils.text import align, did_you_mean, plural
 
-if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan, PlannedSlot
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePlan:
@@ -33,16 +30,6 @@ class ResumePlan:
 
     run: frozenset[str]
     restore: Mapping[str, Mapping[str, Any]]
-
-    def dump(self) -> str:
-        """JSON text for the other ranks."""
-        return json.dumps({"run": sorted(self.run), "restore": self.restore})
-
-    @classmethod
-    def load(cls, text: str) -> ResumePlan:
-        """The reverse of `dump`."""
-        facts = json.loads(text)
-        return cls(run=frozenset(facts["run"]), restore=facts["restore"])
 
 
 def plan_resume(
@@ -59,79 +46,72 @@ def plan_resume(
     finished."""
     found = finished_in(plan, journal)
     finished = {slot: done for slot, done in found.items() if slot not in again}
-    slots = {planned.slot: planned for planned in plan.slots}
-    records = {slot: done.record or {} for slot, done in finished.items()}
+    readers = {
+        one.slot: {other.slot for other in plan.slots if one.slot in other.inputs.values()}
+        for one in plan.slots
+    }
+
+    slots = {one.slot: one for one in plan.slots}
 
     @functools.cache
     def lost(slot: str) -> bool:
-        problem = _problem(slots[slot], records[slot], thorough=thorough)
+        problem = _problem(slots[slot], found[slot].record or {}, thorough=thorough)
         if problem and log is not None:
             log.warning("slot `%s` runs again: %s", slot, problem)
         return bool(problem)
 
     while True:
-        todo = _needed(plan, finished, lost)
-        slot = _live_again(plan, todo)
-        if slot is None:
-            return todo
-        del finished[slot]
+        run: set[str] = set()
+        restore: dict[str, Mapping[str, Any]] = {}
+        for slot, planned in reversed(slots.items()):
+            done, wanted = finished.get(slot), not run.isdisjoint(readers[slot])
+            record = None if done is None else done.record
+            if done is None or (wanted and record is None):
+                run.add(slot)
+                continue
+            # what a run is for is checked, unless it was removed on purpose
+            exported = issubclass(planned.gives or object, ExportedModel) and _place(record or {})
+            if record is not None and (wanted or not readers[slot] or exported):
+                if lost(slot):
+                    run.add(slot)
+                elif wanted:
+                    restore[slot] = record
+        needed = _needs_live_state(plan, run, readers)
+        if needed is None:
+            return ResumePlan(run=frozenset(run), restore=restore)
+        del finished[needed]
 
 
-def _needed(
-    plan: Plan, finished: Mapping[str, Finished], lost: Callable[[str], bool]
-) -> ResumePlan:
-    """Slots that have not finished, and the slots that they read."""
-    run: set[str] = set()
-    restore: dict[str, Mapping[str, Any]] = {}
-    for planned in reversed(plan.slots):
-        done = finished.get(planned.slot)
-        readers = _readers(plan, planned)
-        wanted = not run.isdisjoint(readers)
-        if done is None or (wanted and done.record is None):
-            run.add(planned.slot)
-        elif done.record is not None and (wanted or not readers or _is_kept(planned, done.record)):
-            if lost(planned.slot):
-                run.add(planned.slot)
-            elif wanted:
-                restore[planned.slot] = done.record
-    return ResumePlan(run=frozenset(run), restore=restore)
-
-
-def _live_again(plan: Plan, todo: ResumePlan) -> str | None:
-    """Return a finished slot whose work was only in memory and which later slots that now run may
-    need: no slot reads its result, and nothing of it is on disk. A slot that would be the only one
-    to need a model does not count."""
-    durable = {
-        planned.slot
-        for planned in plan.slots
-        if planned.gives and issubclass(planned.gives, Durable)
-    }
-    for number, planned in enumerate(plan.slots):
+def _needs_live_state(
+    plan: Plan, run: Collection[str], readers: Mapping[str, Collection[str]]
+) -> str | None:
+    """A finished slot whose work was only in memory and which later slots that now run may need: no
+    slot reads its result, and nothing of it is on disk. A slot that would be the only one to need a
+    model does not count."""
+    durable = {one.slot for one in plan.slots if issubclass(one.gives or object, Durable)}
+    later = {one.slot for one in plan.slots}
+    for planned in plan.slots:
+        later.discard(planned.slot)
         taken = {slot for slot in planned.inputs.values() if slot is not None}
         live = taken - durable
-        made_again = live <= todo.run if live or not taken else not taken.isdisjoint(todo.run)
-        behind = {other.slot for other in plan.slots[number + 1 :]}
-        if (
-            planned.slot not in todo.run | durable
-            and not _readers(plan, planned)
-            and made_again
-            and not behind.isdisjoint(todo.run)
-        ):
+        made_again = live.issubset(run) if live or not taken else not taken.isdisjoint(run)
+        known = planned.slot in durable or planned.slot in run or readers[planned.slot]
+        if not known and made_again and not later.isdisjoint(run):
             return planned.slot
     return None
 
 
-def _readers(plan: Plan, planned: PlannedSlot) -> list[str]:
-    return [other.slot for other in plan.slots if planned.slot in other.inputs.values()]
-
-
-def _is_kept(planned: PlannedSlot, record: Mapping[str, Any]) -> bool:
-    """Whether the result is what the run is for, and has not been removed on purpose."""
-    return (
-        planned.gives is not None
-        and issubclass(planned.gives, ExportedModel)
-        and bool(_place(record))
-    )
+def _problem(planned: PlannedSlot, record: Mapping[str, Any], *, thorough: bool) -> str:
+    """Why the recorded result is missing or has changed; empty if it is unchanged."""
+    try:
+        result = restored(planned, record)
+        if thorough and isinstance(planned.stage, VerifiesResult):
+            planned.stage.verify_result(result)
+    except (PipeError, OSError) as error:
+        return in_words(error)
+    except (KeyError, TypeError, ValueError) as error:
+        return f"its record is of another version: {in_words(error)}"
+    return ""
 
 
 def restored(planned: PlannedSlot, record: Mapping[str, Any]) -> Durable:
@@ -153,7 +133,7 @@ def results(plan: Plan, journal: Journal) -> Iterator[tuple[str, Path]]:
 
 def _place(record: Mapping[str, Any]) -> Path | None:
     """Place of the recorded result on this machine; None elsewhere."""
-    paths = [Path(value) for value in record.values() if isinstance(value, str)]
+    paths = (Path(value) for value in record.values() if isinstance(value, str))
     return next((path for path in paths if path.is_absolute() and path.exists()), None)
 
 
@@ -161,14 +141,11 @@ def digests(plan: Plan) -> dict[str, str]:
     """Slot -> digest over its settings, the seed, and the slots it depends on."""
     found: dict[str, str] = {}
     for planned in plan.slots:
-        sources = {
-            parameter: found[slot] for parameter, slot in planned.inputs.items() if slot is not None
-        }
-        facts: Mapping[str, Any] = {
+        facts = {
             "use": planned.use,
             "settings": dataclasses.asdict(planned.stage),
             "seed": plan.recipe.seed,
-            "inputs": sources,
+            "inputs": {name: found[slot] for name, slot in planned.inputs.items() if slot},
         }
         text = json.dumps(facts, sort_keys=True, default=str)
         found[planned.slot] = hashlib.sha256(text.encode()).hexdigest()
@@ -177,25 +154,8 @@ def digests(plan: Plan) -> dict[str, str]:
 
 def finished_in(plan: Plan, journal: Journal) -> dict[str, Finished]:
     """Finished slots that have not changed, and neither have the slots that they depend on."""
-    now = digests(plan)
-    return {
-        slot: finish
-        for slot, finish in journal.state().finished.items()
-        if finish.digest == now.get(slot)
-    }
-
-
-def _problem(planned: PlannedSlot, record: Mapping[str, Any], *, thorough: bool) -> str:
-    """Return why the recorded result is missing or has changed; empty if it is unchanged."""
-    try:
-        result = restored(planned, record)
-        if thorough and isinstance(planned.stage, VerifiesResult):
-            planned.stage.verify_result(result)
-    except (PipeError, OSError) as error:
-        return in_words(error)
-    except (KeyError, TypeError, ValueError) as error:
-        return f"its record is of another version: {in_words(error)}"
-    return ""
+    now, finished = digests(plan), journal.state().finished
+    return {slot: one for slot, one in finished.items() if one.digest == now.get(slot)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,21 +175,20 @@ class Selection:
             raise UsageError("--only excludes --from and --until")
 
     def again(self, plan: Plan) -> list[str]:
-        """Return the slots that are to run even if they have finished. Raises UsageError for a slot
-        that the plan does not have, and for a range that has none."""
+        """The slots that are to run even if they have finished. Raises UsageError for a slot that
+        the plan does not have, and for a range that has none."""
         order = [planned.slot for planned in plan.slots]
         for slot in filter(None, (self.first, self.last, self.only)):
-            _require(slot, order)
-        if self.only is not None:
-            return [self.only]
-        if self.first is None:
-            return []
+            if slot not in order:
+                raise UsageError(f"the recipe has no slot `{slot}`", hint=did_you_mean(slot, order))
+        if self.only is not None or self.first is None:
+            return [self.only] if self.only is not None else []
         if self.last and order.index(self.first) > order.index(self.last):
             raise UsageError(f"--from {self.first} comes after --until {self.last}")
         return order[order.index(self.first) :]
 
     def of(self, plan: Plan) -> Plan:
-        """Return the part of the plan that is done."""
+        """The part of the plan that is done."""
         return plan.until(self.only or self.last)
 
     def set_aside(self, plan: Plan, journal: Journal) -> None:
@@ -241,13 +200,8 @@ class Selection:
                 journal.write("slot set aside", slot=slot)
 
 
-def _require(slot: str, order: list[str]) -> None:
-    if slot not in order:
-        raise UsageError(f"the recipe has no slot `{slot}`", hint=did_you_mean(slot, order))
-
-
 def ends_early(plan: Plan) -> str | None:
-    """Return the slot after which a start under a plan ends, if others follow in the recipe."""
+    """The slot after which a start under a plan ends, if others follow in the recipe."""
     last = plan.slots[-1].slot
     return None if last == list(plan.recipe.stages)[-1] else last
 
@@ -259,16 +213,11 @@ def preview_lines(plan: Plan, folder: Path | None, selection: Selection) -> Iter
     plan = resolved(plan, journal.state().commits, ask=False)
     chosen = selection.of(plan)
     todo = plan_resume(chosen, journal, thorough=False, again=selection.again(plan))
-    view = plan.view
-    yield f"{plan.recipe.name}: {plural(view.procs, 'process')}, {view.device}"
+    yield f"{plan.recipe.name}: {plural(plan.view.procs, 'process')}, {plan.view.device}"
     rows = []
     for planned in plan.slots:
-        if planned.slot in todo.run:
-            what = "would run"
-        elif planned not in chosen.slots:
-            what = "is left out"
-        else:
-            what = "has finished"
+        left_out = "has finished" if planned in chosen.slots else "is left out"
+        what = "would run" if planned.slot in todo.run else left_out
         rows.append((planned.slot, planned.use, what))
     yield from align(rows, left=3)
     yield "nothing was started"

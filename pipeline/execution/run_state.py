@@ -4,7 +4,6 @@ Events are lines of the journal (`event`, `time`), records are lines of `metrics
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field
@@ -42,8 +41,6 @@ class SlotState:
     """Time of its newest start, in seconds since 1970; 0 before the first."""
     seconds: float = 0.0
     """Seconds of all its passes, as far as they came."""
-    finished: Finished | None = None
-    """Its newest finish, unless it was set aside since."""
 
 
 @dataclass
@@ -61,12 +58,9 @@ class MeanSpeed:
     def add(self, record: Mapping[str, Any]) -> None:
         """Include a step's record; one without a time changes nothing."""
         seconds = record.get("step_seconds")
-        if seconds is None:
-            return
-        self.steps += 1
-        self.seconds += seconds
-        for name in WEIGHTED:
-            if record.get(name) is not None:
+        if seconds is not None:
+            self.steps, self.seconds = self.steps + 1, self.seconds + seconds
+            for name in (name for name in WEIGHTED if record.get(name) is not None):
                 total, time = self._sums.get(name, (0.0, 0.0))
                 self._sums[name] = total + record[name] * seconds, time + seconds
 
@@ -161,6 +155,8 @@ class RunState:
     def __init__(self, kept: int | None = None) -> None:
         """Keep all records of a training, or the newest `kept`."""
         self.slots: dict[str, SlotState] = {}
+        self.finished: dict[str, Finished] = {}
+        """The newest finish of each slot that was not set aside since."""
         self.events: list[dict[str, Any]] = []
         """Events that count: without undone commands, which failed before they did anything and
         left the run as it was. A start that was killed gets an end: SILENT."""
@@ -175,8 +171,8 @@ class RunState:
         self.commits: dict[tuple[str, str, str], str] = {}
         """`HubName.asked` -> the commit that it stood for when the run was started."""
         self._kept, self._last_sign = kept, 0.0
-        self._before: tuple[Any, ...] = ()
-        """The state before the newest command."""
+        self._command = 0
+        """Number of events before the newest command."""
 
     @classmethod
     def of(cls, events: Iterable[dict[str, Any]]) -> RunState:
@@ -204,11 +200,6 @@ class RunState:
             self._end({"event": "run stopped", "time": self._last_sign, "problem": SILENT})
 
     @property
-    def finished(self) -> dict[str, Finished]:
-        """The slots that have finished and were not set aside since."""
-        return {slot: one.finished for slot, one in self.slots.items() if one.finished}
-
-    @property
     def ended_well(self) -> bool:
         """Whether the newest event is the end of a run in which every stage finished."""
         return bool(self.events) and self.events[-1]["event"] == "run finished"
@@ -218,32 +209,34 @@ class RunState:
         if kind in ("slot set aside", "run started"):
             self.end_silently()
             follows = bool(self.events) and self.events[-1]["event"] == "slot set aside"
-            if not follows and not event.get("restart"):  # a new command
-                kept = self.slots, self.started, self.ended, self.commits
-                self._before = len(self.events), *copy.deepcopy(kept)
+            if not follows and not event.get("restart"):
+                self._command = len(self.events)
+        if kind in ENDS:
+            self._end(event)
+            if event.get("undone"):
+                del self.events[self._command :]
+                before = RunState.of(self.events)
+                self.slots, self.finished = before.slots, before.finished
+                self.commits = before.commits
+                self.started, self.ended = before.started, before.ended
+            return
         if kind == "run started":
             self.started, self.ended, self.slot = event["time"], 0.0, None
             self.commits |= recorded(event.get("hub"))
             for one in self.slots.values():
                 one.state = "waiting" if one.state in ("failed", "stopped") else one.state
-        elif kind in ENDS:
-            self._end(event)
-            if event.get("undone"):
-                count, self.slots, self.started, self.ended, self.commits = self._before
-                del self.events[count:]
-            return
         elif kind.startswith("slot "):
             slot = self.slots.setdefault(event["slot"], SlotState())
             if kind == "slot set aside":
-                slot.state, slot.finished = "waiting", None
+                slot.state = "waiting"
+                self.finished.pop(event["slot"], None)
             elif kind == "slot started":
                 slot.state, slot.began = "running", event["time"]
                 self.slot = event["slot"]
             else:
-                slot.state, slot.finished = (
-                    "finished",
-                    Finished(digest=event["digest"], record=event["record"]),
-                )
+                slot.state = "finished"
+                done = Finished(digest=event["digest"], record=event["record"])
+                self.finished[event["slot"]] = done
                 slot.seconds += event.get("seconds", event["time"] - slot.began)
         self.events.append(event)
 

@@ -1,12 +1,20 @@
-"""The run's folder: its names, its creation, and the lock that keeps a second process out.
+"""The run's folder: its names, its creation, the lock that keeps a second process out, and what a
+start leaves of its surroundings.
 
-recipe.yaml the merged recipe; `pipe resume` reads it environment.json versions and command of the
-newest start; the journal has every start's engine.json what really ran; engine-SLOT.json of each
-further training journal.jsonl stages started, finished, failed metrics.jsonl one record a step
-hardware.jsonl readings of the GPUs of the first node memory.json what training took of a GPU's
-memory logs/ rank-N.log failures/ rank-N.json and rank-N.txt (the traceback) of the newest failure
-checkpoints/ step-NNNNNNNN; checkpoints-SLOT/ of each further training, by the slot that trains
-checkpoints.at where they are export/ the exported model"""
+recipe.yaml       the merged recipe; `pipe resume` reads it
+origins.json      where each of its values comes from: it no longer says which file or override
+environment.json  versions and command of the newest start; the journal has every start's
+engine.json       what really ran; engine-SLOT.json of each further training
+journal.jsonl     stages started, finished, failed
+metrics.jsonl     one record a step
+hardware.jsonl    readings of the GPUs of the first node
+memory.json       what training took of a GPU's memory
+logs/             rank-N.log
+failures/         rank-N.json and rank-N.txt (the traceback) of the newest failure
+checkpoints/      step-NNNNNNNN; checkpoints-SLOT/ of each further training, by the slot that trains
+checkpoints.at    where they are
+export/           the exported model
+"""
 
 from __future__ import annotations
 
@@ -23,12 +31,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from pipeline.checkpoint import location
 from pipeline.contracts.metrics import is_record, training_of
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import RunFailed, RunLocked, UsageError, in_words, kind_of, system_errors_as
+from pipeline.recipe.nodes import walk
 from pipeline.utils.addresses import path_problems
 from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
 from pipeline.utils.foreign import json_object, open_regular, require_within
@@ -37,10 +46,14 @@ from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import near_path
 
+if TYPE_CHECKING:
+    from pipeline.recipe import Recipe
+
 RECIPE = location.RECIPE
 JOURNAL = "journal.jsonl"
 PLAN = "plan.json"
 """The plan of a run: `needed_bytes` of a GPU, `lines` for people."""
+ORIGINS = "origins.json"
 METRICS = "metrics.jsonl"
 LEFT = ("checkpoints", "checkpoints.at", JOURNAL, METRICS)
 """Files of a run that a new run in the same folder would take for its own."""
@@ -73,16 +86,13 @@ def claim(folder: Path, *, fresh: bool = False) -> Path:
 def require_free(folder: Path, *, fresh: bool = False) -> None:
     """Raise UsageError if `folder` holds a run and another is `fresh`, and if it holds what another
     run has left, from which a new one would continue."""
-    if (folder / RECIPE).exists():
-        if fresh:
-            raise UsageError(
-                f"{folder} already holds a run", hint="without --fresh that run continues"
-            )
-        return
-    left = next((name for name in LEFT if (folder / name).exists()), None)
-    if left is not None:
+    holds_run = (folder / RECIPE).exists()
+    if holds_run and fresh:
+        raise UsageError(f"{folder} already holds a run", hint="without --fresh that run continues")
+    left = [] if holds_run else [name for name in LEFT if (folder / name).exists()]
+    if left:
         raise UsageError(
-            f"{folder} holds {left} of another run, and no {RECIPE}",
+            f"{folder} holds {left[0]} of another run, and no {RECIPE}",
             hint="name a new folder; to start from a checkpoint in this one, name that as the "
             "checkpoint slot's start_from",
         )
@@ -108,19 +118,19 @@ def existing(folder: Path) -> Path:
 
 
 def run_meant(folder: Path) -> str:
-    """Return what to do about a path that is not the folder of a run."""
+    """What to do about a path that is not the folder of a run."""
     if folder.is_file() and folder.suffix in (".yaml", ".yml"):
         return f"it is a recipe: pipe run {folder}"
-    recipe = folder.with_name(f"{folder.name}.yaml")
-    if recipe.is_file() and not (Path("runs") / folder / RECIPE).is_file():
+    recipe, in_runs = folder.with_name(f"{folder.name}.yaml"), Path("runs") / folder
+    named = (in_runs / RECIPE).is_file()
+    if recipe.is_file() and not named:
         return f"{recipe} is a recipe: pipe run {recipe} starts a run, pipe ls lists runs"
-    above = next((one for one in folder.parents if (one / RECIPE).is_file()), None)
-    if above is not None:
-        return f"did you mean {above}, the run that it is part of?"
-    if not folder.is_absolute() and (Path("runs") / folder / RECIPE).is_file():
-        return f"did you mean {Path('runs') / folder}?"
-    near = "" if folder.exists() else near_path(folder) or near_path(Path("runs") / folder.name)
-    if near:
+    for above in folder.parents:
+        if (above / RECIPE).is_file():
+            return f"did you mean {above}, the run that it is part of?"
+    if named and not folder.is_absolute():
+        return f"did you mean {in_runs}?"
+    if not folder.exists() and (near := near_path(folder) or near_path(Path("runs", folder.name))):
         return near
     for root in (folder, Path("runs")):
         with contextlib.suppress(UsageError):
@@ -138,17 +148,15 @@ def require_kept(folder: Path) -> None:
 
 
 def newest(root: Path) -> Path:
-    """Return the run in the folder `root` that was worked on last. Raises UsageError if there is
-    none."""
+    """The run in the folder `root` that was worked on last. Raises UsageError if there is none."""
     found = [file.parent for file in root.glob(f"*/{RECIPE}")]
     if not found:
         raise UsageError(f"there is no run in {root}", hint="name the folder of a run")
-
-    def worked_on(folder: Path) -> float:
-        files = (folder / name for name in (RECIPE, JOURNAL))
-        return max(file.stat().st_mtime for file in files if file.exists())
-
-    return max(found, key=worked_on)
+    worked_on = (
+        max((run / name).stat().st_mtime for name in (RECIPE, JOURNAL) if (run / name).exists())
+        for run in found
+    )
+    return max(zip(worked_on, found, strict=True))[1]
 
 
 def open_to(folder: Path, group: str) -> None:
@@ -185,10 +193,14 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise kind_of(error)(f"cannot write in {folder}: {in_words(error)}") from error
     with file:
-        if not _acquired(file):
-            file.seek(0)
-            owner = file.read().strip() or "another process"
-            raise RunLocked(f"{folder} is in use by {owner}")
+        # a dying owner, and `pipe ls` looking, hold the lock for a moment
+        deadline = time.monotonic() + LOCK_SECONDS
+        while not _acquired(file):
+            if time.monotonic() > deadline:
+                file.seek(0)
+                owner = file.read().strip() or "another process"
+                raise RunLocked(f"{folder} is in use by {owner}")
+            time.sleep(0.05)
         with system_errors_as(UsageError), naming(folder / LOCK):
             file.truncate(0)
             os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
@@ -196,24 +208,18 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _acquired(file: IO[str]) -> bool:
-    # A dying owner, and `pipe ls` looking, hold the lock for a moment.
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
-        except OSError as error:
-            raise UsageError(
-                f"{file.name} cannot be locked ({error.strerror}), so that two processes could "
-                "write into one run",
-                hint="mount the file system with locks (Lustre: -o flock), or keep runs elsewhere "
-                "(--runs); their checkpoints can stay (`folder` in the checkpoint slot)",
-            ) from error
-        else:
-            return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise UsageError(
+            f"{file.name} cannot be locked ({error.strerror}), so that two processes could write "
+            "into one run",
+            hint="mount the file system with locks (Lustre: -o flock), or keep runs elsewhere "
+            "(--runs); their checkpoints can stay (`folder` in the checkpoint slot)",
+        ) from error
+    return True
 
 
 def is_locked(folder: Path) -> bool:
@@ -249,9 +255,8 @@ def write_environment(folder: Path, facts: Mapping[str, Any]) -> list[str]:
     """Record what this start runs on. Returns the versions that have changed since the previous
     start, as in `torch 2.12.0 -> 2.13.0`."""
     file = folder / ENVIRONMENT_FILE
-    before = json_object(file, within=folder)
+    then, now = _versions_in(json_object(file, within=folder)), _versions_in(facts)
     replace_text(file, json.dumps(facts, indent=1) + "\n")
-    then, now = _versions_in(before), _versions_in(facts)
     return [
         f"{name} {then.get(name, 'not there')} -> {now.get(name, 'not there')}"
         for name in sorted(then.keys() | now.keys())
@@ -262,25 +267,38 @@ def write_environment(folder: Path, facts: Mapping[str, Any]) -> list[str]:
 def _versions_in(facts: Mapping[str, Any]) -> dict[str, str]:
     """Package -> version; empty where the record is missing or malformed."""
     packages = facts.get("packages")
-    if not isinstance(packages, dict):
-        return {}
-    found = {"python": facts.get("python"), **packages}
+    found = {"python": facts.get("python"), **packages} if isinstance(packages, dict) else {}
     return {name: version for name, version in found.items() if isinstance(version, str)}
 
 
+def write_origins(folder: Path, recipe: Recipe) -> None:
+    """Record the origin of every value of the recipe that the run is started under. A value that is
+    read from the run's own recipe keeps the origin that it had."""
+    before, own, found = origins(folder), f"{folder / RECIPE}:", {}
+    for path, node in walk(recipe.tree):
+        name, text = ".".join(map(str, path)), str(node.at)
+        found[name] = (text.startswith(own) and before.get(name)) or text
+    replace_text(folder / ORIGINS, json.dumps(found, indent=1) + "\n")
+
+
+def origins(folder: Path) -> dict[str, str]:
+    """Dotted path -> `file:line:column` or the override that has set the value; empty for a run of
+    an earlier version."""
+    found = json_object(folder / ORIGINS, within=folder)
+    return {path: str(origin) for path, origin in found.items()}
+
+
 def saved_step(file: Path, training: str | None = None) -> int | None:
-    """Return the step of the newest checkpoint of a training of the run whose `metrics.jsonl` it
-    is, by default of the one that has written last: of those on this machine or, where there are
-    none, that the last 64 KiB of the file tell; None if there is none."""
+    """Step of the newest checkpoint of a training of the run whose `metrics.jsonl` it is, by
+    default of the one that has written last: of those on this machine or, where there are none,
+    as the last 64 KiB of the file say; None if there is none."""
     newest = [record for record in read_tail(file) if is_record(record)]
     if training is None:
         training = training_of(newest[-1]) if newest else ""
     found = location.newest_step(file.parent, training)
-    if found is not None:
-        return found
     saved = (
-        record for record in reversed(newest)
-        if "checkpoint_seconds" in record and training_of(record) == training
-    )  # fmt: skip
-    told = next(saved, None)
-    return told and told["step"]
+        int(one["step"])
+        for one in reversed(newest)
+        if "checkpoint_seconds" in one and training_of(one) == training
+    )
+    return next(saved, None) if found is None else found

@@ -1,29 +1,39 @@
 """Run a plan on this rank: each stage in order, journalled, its artifacts dropped after their last
-reader."""
+reader; and the checks before: that ranks agree, that resources suffice, and the dry run."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import hashlib
+import json
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from pipeline.chain.artifacts import training_of
-from pipeline.contracts.stage import Context, Durable
-from pipeline.contracts.training import TrainedRun
+from pipeline.chain.artifacts import Results, training_of
+from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.contracts.data import Data
+from pipeline.contracts.metrics import Metrics
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.resources import ResourceNeed, require_resources
+from pipeline.contracts.signature import needs
+from pipeline.contracts.stage import Context, Durable, NeedsResources, RunsDry
+from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
+from pipeline.distributed.agreement import differences, in_one
 from pipeline.distributed.heartbeat import Phase
 from pipeline.errors import StageError
-from pipeline.execution.agreement import require_same_artifact
 from pipeline.execution.gpu_records import record_memory, release_memory
 from pipeline.execution.journal import Journal
-from pipeline.execution.preflight import look_ahead, run_dry
 from pipeline.execution.rank_logging import IN_DISPLAY
-from pipeline.execution.resume import ResumePlan, digests, plan_resume, restored
-from pipeline.utils.packages import collect_as_usual
+from pipeline.execution.resume import digests, plan_resume, restored
+from pipeline.recipe.nodes import leaves, mapped, node_of, texts_in
+from pipeline.utils.files import remove_folder
+from pipeline.utils.packages import collect_as_usual, versions
 
-if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan, PlannedSlot
+Artifacts = Mapping[str, Any]
+"""Artifacts by slot."""
 
 
 class Runner:
@@ -34,67 +44,58 @@ class Runner:
         self.ctx = ctx
         self.journal = journal
         self.artifacts: dict[str, Any] = {}
+        self._digests = digests(plan) if ctx.dist.is_main else {}
         self._imports = True
         """Whether only declarations have run: what they make is libraries, for the most part."""
-        self.digests = digests(plan)
 
     def run(self) -> None:
         """Run the slots that are left. Raises whatever a stage raises; `ctx.slot` names the stage's
         slot. After a failure live artifacts stay until `close`, so that it can be reported
         first."""
-        # only rank 0 may read a journal that is being written
-        text = None
-        if self.ctx.dist.is_main:
-            text = plan_resume(self.plan, self.journal, self.ctx.log).dump()
-        todo = ResumePlan.load(self.ctx.dist.broadcast_str(text))
-        for planned in self.plan.slots:
-            if planned.slot in todo.restore:
-                self.artifacts[planned.slot] = restored(planned, todo.restore[planned.slot])
-        for number, planned in enumerate(self.plan.slots):
-            training = training_of(self.plan.view.wiring, planned.slot)
-            self.ctx.slot, self.ctx.training = planned.slot, training
-            self.ctx.metrics.training = training  # also of what was made for another slot
-            trains = planned.gives is not None and issubclass(planned.gives, TrainedRun)
-            if planned.slot in todo.run:
+        plan, ctx, text = self.plan, self.ctx, None
+        if ctx.dist.is_main:  # only rank 0 may read a journal that is being written
+            found = plan_resume(plan, self.journal, ctx.log)
+            text = json.dumps([sorted(found.run), found.restore])
+        todo, restore = json.loads(ctx.dist.broadcast_str(text))
+        self.artifacts |= {
+            planned.slot: restored(planned, restore[planned.slot])
+            for planned in plan.slots
+            if planned.slot in restore
+        }
+        for number, planned in enumerate(plan.slots):
+            ctx.slot, ctx.training = planned.slot, training_of(plan.view.wiring, planned.slot)
+            ctx.metrics.training = ctx.training  # also of what was made for another slot
+            trains = issubclass(planned.gives or object, TrainedRun)
+            if planned.slot in todo:
                 if trains:
-                    left = {later.slot for later in self.plan.slots[number:]}
-                    look_ahead(self.plan, self.ctx, self.artifacts, todo.run & left)
-                    if self.plan.recipe.dry_run:
-                        run_dry(self.plan, self.ctx, self.artifacts)
+                    left = {later.slot for later in plan.slots[number:]}
+                    look_ahead(plan, ctx, self.artifacts, left.intersection(todo))
+                    if plan.recipe.dry_run:
+                        run_dry(plan, ctx, self.artifacts)
                 self._run_slot(planned)
                 if trains:
-                    record_memory(self.ctx)
-            self._drop_read(planned.slot)
+                    record_memory(ctx)
+            readers = (planned.slot, None)
+            self._drop([held for held in self.artifacts if plan.last_reader(held) in readers])
             if trains:
-                release_memory(self.ctx)
+                release_memory(ctx)
 
     def close(self) -> None:
         """Release the artifacts that are left, the newest first."""
         self._drop(reversed(list(self.artifacts)))
 
     def _run_slot(self, planned: PlannedSlot) -> None:
-        self.ctx.dist.heartbeat.beat(Phase.LOAD, step=0)
-        self._note("slot started", planned)
+        """Run the stage, keep what it returns, and journal it."""
+        dist, facts = self.ctx.dist, {"slot": planned.slot, "use": planned.use}
+        dist.heartbeat.beat(Phase.LOAD, step=0)
+        if dist.is_main:
+            self.journal.write("slot started", **facts)
         self.ctx.log.info("%s: %s", planned.slot, planned.use, extra=IN_DISPLAY)
         if self._imports and any(planned.inputs.values()):
             collect_as_usual(but_now=True)
             self._imports = False
         began = time.perf_counter()
-        record = self._give(planned)
-        self.ctx.dist.barrier()
-        self._note(
-            "slot finished", planned, digest=self.digests[planned.slot], record=record,
-            seconds=round(time.perf_counter() - began, 3),
-        )  # fmt: skip
-        if record is not None and self.ctx.dist.is_main:  # which has written that it is there
-            self.ctx.dist.heartbeat.landmark()
-
-    def _give(self, planned: PlannedSlot) -> dict[str, Any] | None:
-        """Run the stage and keep what it returns; the record of a durable artifact."""
-        inputs = {
-            parameter: None if slot is None else self.artifacts[slot]
-            for parameter, slot in planned.inputs.items()
-        }
+        inputs = {name: slot and self.artifacts[slot] for name, slot in planned.inputs.items()}
         artifact = planned.stage.run(dataclasses.replace(self.ctx), **inputs)
         if planned.gives is not None and not isinstance(artifact, planned.gives):
             raise StageError(
@@ -103,14 +104,15 @@ class Runner:
         require_same_artifact(artifact, self.ctx)
         if planned.gives is not None:
             self.artifacts[planned.slot] = artifact
-        return artifact.record() if isinstance(artifact, Durable) else None
-
-    def _note(self, event: str, planned: PlannedSlot, **facts: Any) -> None:
-        if self.ctx.dist.is_main:
-            self.journal.write(event, slot=planned.slot, use=planned.use, **facts)
-
-    def _drop_read(self, slot: str) -> None:
-        self._drop([held for held in self.artifacts if self.plan.last_reader(held) in (slot, None)])
+        record = artifact.record() if isinstance(artifact, Durable) else None
+        dist.barrier()
+        if not dist.is_main:
+            return
+        seconds = round(time.perf_counter() - began, 3)
+        facts |= {"digest": self._digests[planned.slot]}
+        self.journal.write("slot finished", **facts, record=record, seconds=seconds)
+        if record is not None:  # its files are known to be there
+            dist.heartbeat.landmark()
 
     def _drop(self, slots: Iterable[str]) -> None:
         """Drop artifacts. Models are full of reference cycles; a durable artifact is an address."""
@@ -124,3 +126,150 @@ class Runner:
             del artifact, close
         if live:
             gc.collect()
+
+
+A_PATH = "a path"
+
+
+def require_same_recipe(plan: Plan, ctx: Context) -> None:
+    """Raise StageError if the ranks have other recipes, defaults of stages or versions of packages
+    (collective).
+
+    Absolute paths may differ, which is logged: machines may keep files in different places, and
+    what lies there is compared when it is opened. So may `launch`: how a machine starts. Values
+    that depend on an environment variable, and may be secret, are compared by digest."""
+    recipe = plan.recipe
+    public = node_of(recipe.public()["stages"], recipe.tree.at)
+    facts: dict[str, Any] = {
+        "order of slots": ", ".join(planned.slot for planned in plan.slots), "name": recipe.name,
+        "seed": recipe.seed, "dry_run": recipe.dry_run,
+    }  # fmt: skip
+    paths: dict[str, list[str]] = {}
+    for planned in plan.slots:
+        facts[f"{planned.slot}.use"] = planned.use
+        for path, value in leaves(dataclasses.asdict(planned.stage), (planned.slot,)):
+            name, given = ".".join(map(str, path)), public.written(path)
+            paths[name] = [*filter(_is_path, texts_in(value))]
+            facts[name] = mapped(value, lambda one: A_PATH if _is_path(one) else one)
+            if "${" in json.dumps(given, default=str) and facts[name] != A_PATH:
+                text = json.dumps(facts[name], sort_keys=True, default=str)
+                facts[name] = f"{given} ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+    facts |= {f"version of {package}": version for package, version in versions().items()}
+    ctx.dist.require_same("recipe and packages", facts)
+    one_or_more = {key: own[0] if len(own) == 1 else own for key, own in paths.items() if own}
+    if apart := differences(ctx.dist, one_or_more):
+        ctx.log.warning(
+            "ranks have files in different places; the model, adapters, data and the "
+            "tokenizer are compared: %s",
+            in_one(apart),
+        )
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(("/", "~"))
+
+
+def require_same_artifact(artifact: Any, ctx: Context) -> None:
+    """Raise StageError if a model or data differ between ranks (collective)."""
+    if isinstance(artifact, ModelSource):
+        sampled = artifact.sampled_contents
+        facts = {"its architecture and files": artifact.fingerprint}
+        ctx.dist.require_same("model", facts if sampled is None else {**facts, "weights": sampled})
+        what = "size, header and a piece of every tensor" if sampled else "settings and seed"
+        compared = f"the model's config, and of its weights {what}"
+    elif isinstance(artifact, Data):
+        ctx.dist.require_same("data", artifact.identity)
+        compared = "the data"
+    else:
+        return
+    if ctx.dist.world_size > 1:
+        ctx.log.debug("all %d ranks have the same: %s", ctx.dist.world_size, compared)
+
+
+def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: Iterable[str]) -> None:
+    """Ask the stages of `slots` for the resources that they will need; raise StageError if some are
+    missing. Only rank 0 asks: its machine also writes the exports."""
+    if not ctx.dist.is_main:
+        return
+    found: list[ResourceNeed] = []
+    known = _in_order(plan, artifacts)
+    for planned in plan.slots:
+        stage = planned.stage
+        if planned.slot not in slots or not isinstance(stage, NeedsResources):
+            continue
+        # without a model that a training before it is still to make: it will need the same as the
+        # latest one
+        kinds = {need.parameter: need.type for need in needs(type(stage))}
+        inputs = {
+            name: slot
+            for name, slot in planned.inputs.items()
+            if slot in artifacts or not issubclass(ModelSource, kinds[name])
+        }
+        if not known.missing(stage, "resource_needs", inputs):
+            training = training_of(plan.view.wiring, planned.slot)
+            own = dataclasses.replace(ctx, slot=planned.slot, training=training)
+            found += known.call(stage, "resource_needs", own, inputs)
+    require_resources(found)
+
+
+def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
+    """Save the engine's state and have every stage with `run_dry`, up to the next training, work on
+    that checkpoint (collective). Everything written is removed again, unless it fails; random
+    states stay unchanged."""
+    from pipeline.checkpoint import rng_state
+
+    folder, device = ctx.run_dir / f"{ctx.run_dir.name}.dry-run", ctx.dist.device
+    ctx.log.info("dry run: saving, consolidating and exporting the untrained model")
+    began = time.monotonic()
+    removals: list[Callable[[], object]] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(rng_state.apply, rng_state.capture(device), device)
+        if ctx.dist.is_main:
+            remove_folder(folder)
+            folder.mkdir()
+            removals.append(lambda: remove_folder(folder))
+        ctx.dist.barrier()
+        stage_ctx = dataclasses.replace(
+            ctx, run_dir=folder, metrics=Metrics(None), on_exit=removals.append
+        )
+        _run_stages(plan, stage_ctx, dict(artifacts), stack)
+    # After a failure everything stays, to be looked at, until the next dry run.
+    ctx.dist.barrier()
+    for remove in reversed(removals):
+        remove()
+    ctx.dist.barrier()
+    ctx.log.info("dry run: passed in %.1f s; all of it is removed", time.monotonic() - began)
+
+
+def _run_stages(
+    plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib.ExitStack
+) -> None:
+    checkpoints: Checkpoints | None = None
+    saved = False
+    for planned in plan.slots:
+        of_another = training_of(plan.view.wiring, planned.slot) != ctx.training
+        if issubclass(planned.gives or object, TrainedRun):
+            if of_another and not saved:
+                continue
+            if of_another or checkpoints is None:
+                return
+            checkpoints.save(Progress())
+            saved = True
+            artifacts[planned.slot] = TrainedRun(
+                checkpoint=checkpoints.finish(), progress=Progress()
+            )
+        elif isinstance(planned.stage, RunsDry) and not of_another:
+            known = _in_order(plan, artifacts)
+            if known.missing(planned.stage, "run_dry", planned.inputs):
+                continue
+            ctx.log.info("dry run: %s: %s", planned.slot, planned.use)
+            own = dataclasses.replace(ctx, slot=planned.slot)
+            made = known.call(planned.stage, "run_dry", own, planned.inputs)
+            artifacts[planned.slot] = made
+            checkpoints = made if isinstance(made, Checkpoints) else checkpoints
+            stack.callback(getattr(made, "close", lambda: None))
+
+
+def _in_order(plan: Plan, artifacts: Artifacts) -> Results:
+    """Artifacts in the order of slots: restored ones may have come first."""
+    return Results({one.slot: artifacts[one.slot] for one in plan.slots if one.slot in artifacts})

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.chain.plan import Plan
 from pipeline.errors import PlanDrift, UsageError, first_validation_error, in_words
 from pipeline.recipe.fields import plain_value
 from pipeline.recipe.load import reserved
@@ -57,14 +57,13 @@ def identity(plan: Plan, per_node: int | None) -> Identity:
 
     written = plan.recipe.public().get("stages") or {}
     folders = [str(file.parent) for file in plan.recipe.source_files]
-
-    def fields(planned: PlannedSlot) -> dict[str, Any]:
-        plain = mapped(plain_value(planned.stage), lambda value: _portable(value, folders))
-        shown: dict[str, Any] = _public(plain, written[planned.slot])
-        return {**reserved(written[planned.slot]), **shown}
-
+    stages = {}
+    for planned in plan.slots:
+        own = written[planned.slot]
+        fields = mapped(plain_value(planned.stage), lambda value: _portable(value, folders))
+        stages[planned.slot] = {**reserved(own), **_public(fields, own)}
     return Identity(
-        stages={planned.slot: fields(planned) for planned in plan.slots},
+        stages=stages,
         folder=folders[0],
         seed=plan.recipe.seed,
         device="cpu" if plan.view.device == "cpu" else "cuda",
@@ -72,6 +71,27 @@ def identity(plan: Plan, per_node: int | None) -> Identity:
         processes_per_node=per_node,
         versions={package: found.partition("+")[0] for package, found in versions().items()},
     )
+
+
+def _portable(value: Any, folders: Sequence[str]) -> Any:
+    """A plain value as JSON knows it. A file next to one of the recipe's is named from the first
+    folder, the recipe's own: another machine has them elsewhere."""
+    if value is None or isinstance(value, int) or (isinstance(value, float) and isfinite(value)):
+        return value
+    text = str(value)
+    if not any(text == folder or text.startswith(f"{folder}/") for folder in folders):
+        return text
+    name = os.path.relpath(text, folders[0])
+    return f"{name}/" if name in (".", "..") else name if name[:3] == "../" else f"./{name}"
+
+
+def _public(value: Any, written: Any) -> Any:
+    """The value; if it depends on an environment variable, as written, since it may be secret."""
+    if "${" not in json.dumps(written, default=str):
+        return value
+    if isinstance(value, Mapping) and isinstance(written, Mapping):
+        return {key: _public(each, written.get(key)) for key, each in value.items()}
+    return written
 
 
 def require_planned(plan: Plan, per_node: int | None, file: Path) -> None:
@@ -88,19 +108,19 @@ def require_planned(plan: Plan, per_node: int | None, file: Path) -> None:
         ) from error
     if per_node is None:
         planned = planned.model_copy(update={"processes_per_node": None})
-    found = list(differences(planned, identity(plan, per_node)))
+    found = list(_differences(planned, identity(plan, per_node)))
     if found:
         raise PlanDrift(f"not what was planned in {file}: {'; '.join(found)}")
 
 
-def differences(planned: Identity, now: Identity) -> Iterator[str]:
+def _differences(planned: Identity, now: Identity) -> Iterator[str]:
     """Each difference in words, with both values."""
     for slot in sorted({*planned.stages, *now.stages}):
         before, after = planned.stages.get(slot), now.stages.get(slot)
         if before is None or after is None:
             yield f"slot `{slot}` is {'new' if before is None else 'gone'}"
         elif before.get("use") != after["use"]:
-            yield _in_words(f"{slot}.use", before.get("use"), after["use"])
+            yield from _between(f"{slot}.use", before.get("use"), after["use"])
         else:
             yield from _between(slot, before, after)
     rest = {"stages", "versions", "folder"}
@@ -116,31 +136,4 @@ def _between(place: str, before: Any, after: Any) -> Iterator[str]:
             inner = f"{place}.{key}" if place else key
             yield from _between(inner, before.get(key), after.get(key))
     elif before != after:
-        yield _in_words(place, before, after)
-
-
-def _in_words(place: str, before: Any, after: Any) -> str:
-    return f"{place} is {json.dumps(after)} instead of {json.dumps(before)}"
-
-
-def _portable(value: Any, folders: Sequence[str]) -> Any:
-    """A plain value as JSON knows it. A file next to one of the recipe's is named from the first
-    folder, the recipe's own: another machine has them elsewhere."""
-    if value is None or isinstance(value, int) or (isinstance(value, float) and isfinite(value)):
-        return value
-    text = str(value)
-    if not any(text == folder or text.startswith(f"{folder}/") for folder in folders):
-        return text
-    name = os.path.relpath(text, folders[0])
-    if name in (".", ".."):
-        return f"{name}/"
-    return name if name.startswith("../") else f"./{name}"
-
-
-def _public(value: Any, written: Any) -> Any:
-    """The value; if it depends on an environment variable, as written, since it may be secret."""
-    if "${" not in json.dumps(written, default=str):
-        return value
-    if isinstance(value, Mapping) and isinstance(written, Mapping):
-        return {key: _public(each, written.get(key)) for key, each in value.items()}
-    return written
+        yield f"{place} is {json.dumps(after)} instead of {json.dumps(before)}"

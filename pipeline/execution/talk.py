@@ -65,25 +65,20 @@ class Subject:
 
 
 def can_talk(run: Path) -> bool:
-    """Whether there is a model of this run to talk to; one that has no tokenizer does not talk."""
+    """Whether there is a model of this run to talk to: one that has a tokenizer, as far as that is
+    known; of a training that has not finished, it is assumed."""
     try:
-        exports = _exports(run)
-        if exports:
-            newest = _newest(exports)  # an adapter speaks with the tokenizer of its base
+        for newest in _exports(run)[:1]:  # an adapter speaks with the tokenizer of its base
             return any(newest.glob("tokenizer*")) or (newest / CONFIGS[1]).is_file()
-        return location.known(run) is not None and _has_tokenizer(run)
+        if location.known(run) is None:
+            return False
+        for done in Journal(run / rundir.JOURNAL).state().finished.values():
+            progress = (done.record or {}).get("progress")
+            lineage = progress.get("lineage") if isinstance(progress, dict) else None
+            if isinstance(lineage, dict) and "tokenizer" in lineage:
+                return lineage["tokenizer"] is not None
     except (PipeError, OSError):
         return False
-
-
-def _has_tokenizer(run: Path) -> bool:
-    """Whether a run has trained on the tokens of a tokenizer; of a training that has not finished,
-    that is not known, and assumed."""
-    for done in Journal(run / rundir.JOURNAL).state().finished.values():
-        progress = (done.record or {}).get("progress")
-        lineage = progress.get("lineage") if isinstance(progress, dict) else None
-        if isinstance(lineage, dict) and "tokenizer" in lineage:
-            return lineage["tokenizer"] is not None
     return True
 
 
@@ -102,7 +97,7 @@ def found(source: str, step: str | None) -> Subject:
         run = parent if (parent / rundir.RECIPE).is_file() else None
         return Subject(run=run, folder=folder.absolute(), step=_exported_step(folder))
     if (folder / EXPORT_MANIFEST).is_file():
-        if _opens(folder):
+        if _writer(folder):
             raise UsageError(f"{source} is damaged: config.json is missing", hint="export it again")
         raise UsageError(
             f"{source} is not in Hugging Face layout, and the stage {_manifest(folder)['writer']}, "
@@ -121,11 +116,8 @@ def found(source: str, step: str | None) -> Subject:
 
 def _in_run(run: Path, step: str | None) -> Subject:
     rundir.existing(run)
-    exports = _exports(run) if step is None else []
-    if exports:
-        newest = _newest(exports)
-        at = _exported_step(newest)
-        folder = newest.absolute()
+    for newest in _exports(run)[:1] if step is None else ():
+        folder, at = newest.absolute(), _exported_step(newest)
         return Subject(run=run.absolute(), folder=folder, step=at, newer=_newer(run, newest, at))
     if location.known(run) is None:
         running = rundir.is_locked(run)
@@ -139,38 +131,25 @@ def _in_run(run: Path, step: str | None) -> Subject:
 
 
 def _exports(run: Path) -> list[Path]:
-    """The exports of a run that can be opened, by its slots and by `pipe export`."""
+    """The exports of a run that can be opened, by its slots and by `pipe export`; the newest
+    first."""
     slots: list[Path] = []
     with contextlib.suppress(UsageError):  # its recipe exports nothing
         slots = exports_of(run)
     later = [one for one in run.glob(f"{EXPORT}*") if not one.name.endswith(PARTIAL)]
     there = [one for one in [*slots, *later] if (one / EXPORT_MANIFEST).is_file()]
-    return [one for one in there if any((one / name).is_file() for name in CONFIGS) or _opens(one)]
-
-
-def _newest(exports: list[Path]) -> Path:
-    return max(exports, key=lambda one: (one / EXPORT_MANIFEST).stat().st_mtime)
-
-
-def _opens(folder: Path) -> bool:
-    """Whether the stage that wrote an export opens it; one that is not known may be built in."""
-    name, registry = _manifest(folder).get("writer"), Registry.installed()
-    if not isinstance(name, str):
-        return True
-    with contextlib.suppress(PluginError):
-        return name in registry and issubclass(registry.load(name), OpensText)
-    return False
+    found = [one for one in there if any((one / c).is_file() for c in CONFIGS) or _writer(one)]
+    return sorted(found, key=lambda one: (one / EXPORT_MANIFEST).stat().st_mtime, reverse=True)
 
 
 def _newer(run: Path, export: Path, step: int | None) -> int | None:
     """The step of the run's newest checkpoint, if that is of a later step than the export, and of
     the same training."""
     with contextlib.suppress(PipeError):
-        if trained_in(run, export) not in (None, next(reversed(location.places(run)), "")):
-            return None
-        store, _ = location.find(str(run.resolve()))
-        newest = step_number(store.names()[-1])
-        return newest if step is not None and newest is not None and newest > step else None
+        if trained_in(run, export) in (None, next(reversed(location.places(run)), "")):
+            store, _ = location.find(str(run.resolve()))
+            newest = step_number(store.names()[-1])
+            return newest if step is not None and newest is not None and newest > step else None
     return None
 
 
@@ -184,6 +163,25 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return json_object(folder / EXPORT_MANIFEST, most=MOST)
 
 
+def _writer(folder: Path) -> type[OpensText] | None:
+    """The stage that opens an export: the one that wrote it, and the built-in one if none is named;
+    None if that does not open any, or is not installed."""
+    name, registry = _manifest(folder).get("writer"), Registry.installed()
+    if not isinstance(name, str):
+        return _default()
+    with contextlib.suppress(PluginError):
+        stage = registry.load(name) if name in registry else object
+        return stage if issubclass(stage, OpensText) else None
+    return None
+
+
+def _default() -> type[OpensText]:
+    registry = Registry.installed()
+    stage = registry.load(registry.giving(ExportedModel, Weights, ModelSource))
+    assert issubclass(stage, OpensText)
+    return stage
+
+
 class Opener:
     """Opens a subject's models. Slots of its run's recipe run once, when one of them is needed."""
 
@@ -193,18 +191,14 @@ class Opener:
 
     def trained(self) -> TextModel:
         """Load the trained model. Raises UsageError, StageError."""
-        subject = self._subject
-        if subject.folder is not None:
-            adapter = (subject.folder / CONFIGS[1]).is_file() and subject.run is not None
-            return _writer(subject.folder).open_folder(
-                subject.folder,
-                self._ctx,
-                self._given(ModelSource) if adapter else None,
-                trust_remote_code=trusted(TRUST_CODE),
-            )
-        weights, model = self._given(Weights), self._given(ModelSource)
-        trained = self._given(TrainedRun)
-        return self._exporter.open_trained(self._ctx, weights, model, trained)
+        folder = self._subject.folder
+        if folder is not None:
+            adapter = (folder / CONFIGS[1]).is_file() and self._subject.run is not None
+            base = self._given(ModelSource) if adapter else None
+            writer, code = _writer(folder) or _default(), trusted(TRUST_CODE)
+            return writer.open_folder(folder, self._ctx, base, trust_remote_code=code)
+        given = self._given(Weights), self._given(ModelSource), self._given(TrainedRun)
+        return self._exporter.open_trained(self._ctx, *given)
 
     def base(self) -> TextModel:
         """Load the model that the training started from. Raises UsageError, StageError."""
@@ -235,57 +229,34 @@ class Opener:
         return stage if isinstance(stage, OpensText) else _default()()
 
     def _given(self, kind: type) -> Any:
-        """The artifact of a kind: that which the export takes, or the latest one. Raises UsageError
+        """The artifact of a kind: the one that the export takes, or the latest. Raises UsageError
         if no slot returns one."""
         plan = self._plan
         taken = plan.slots[-1].inputs.values()
-        steps = sorted(plan.slots, key=lambda each: each.slot in taken)  # stable
-        found = [each for each in steps if each.gives and issubclass(each.gives, kind)]
+        found = [each for each in plan.slots if issubclass(each.gives or object, kind)]
         if not found:
             raise UsageError(f"no slot of the run's recipe returns {kind.__name__}")
-        return artifact(plan, found[-1], self._ctx, self._artifacts)
+        latest = sorted(found, key=lambda each: each.slot in taken)[-1]  # stable
+        return artifact(plan, latest, self._ctx, self._artifacts)
 
 
 @contextlib.contextmanager
 def opener(subject: Subject, log: logging.Logger, device: str) -> Iterator[Opener]:
     """Yield an opener of the subject's models onto a device (`cpu`, `cuda`, `cuda:1`); `auto` is a
     GPU if there is one. Raises UsageError for a device that is not there."""
-    with scratch_context(log, device=_device(device)) as ctx:
-        yield Opener(subject, ctx)
-
-
-def _device(asked: str) -> str:
     import torch
 
-    if asked == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+    gpus, hint = torch.cuda.device_count(), "cpu, cuda, cuda:1"
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        kind = torch.device(asked)
+        asked = torch.device(device)
     except RuntimeError:
-        raise UsageError(f"--device: {asked} is not a device", hint="cpu, cuda, cuda:1") from None
-    if kind.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device: {asked} is not supported", hint="cpu, cuda, cuda:1")
-    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"--device: there is no {asked}",
-            hint=f"this machine has {plural(torch.cuda.device_count(), 'GPU')} that torch can use",
-        )
-    return asked
-
-
-def _writer(folder: Path) -> type[OpensText]:
-    """The stage that opens a folder: the one that wrote it, or the built-in one."""
-    name = _manifest(folder).get("writer")
-    registry = Registry.installed()
-    if isinstance(name, str) and name in registry:
-        stage = registry.load(name)
-        if issubclass(stage, OpensText):
-            return stage
-    return _default()
-
-
-def _default() -> type[OpensText]:
-    registry = Registry.installed()
-    stage = registry.load(registry.giving(ExportedModel, Weights, ModelSource))
-    assert issubclass(stage, OpensText)
-    return stage
+        raise UsageError(f"--device: {device} is not a device", hint=hint) from None
+    if asked.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device: {device} is not supported", hint=hint)
+    if asked.type == "cuda" and (asked.index or 0) >= gpus:
+        here = f"this machine has {plural(gpus, 'GPU')} that torch can use"
+        raise UsageError(f"--device: there is no {device}", hint=here)
+    with scratch_context(log, device=device) as ctx:
+        yield Opener(subject, ctx)

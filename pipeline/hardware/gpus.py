@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 def gpu_count(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:
@@ -20,13 +20,9 @@ def gpu_count(root: Path = Path("/"), environment: Mapping[str, str] = os.enviro
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
-    chosen = 0
-    for device in visible.split(","):
-        # CUDA ignores everything from the first entry that names no device
-        if not device.strip() or device.strip().startswith("-"):
-            break
-        chosen += 1
-    return min(present, chosen)
+    # CUDA ignores everything from the first entry that names no device
+    named = (bool(name.strip()) and name.strip()[0] != "-" for name in visible.split(","))
+    return min(present, len([*itertools.takewhile(bool, named)]))
 
 
 GIB = 1 << 30
@@ -82,14 +78,12 @@ def accelerators() -> tuple[Accelerator, ...]:
     bf16 reached in the table "Maximum Achievable Matmul FLOPS" of S. Bekman, Machine Learning
     Engineering (github.com/stas00/ml-engineering, 2025): 80 % on an H100, which is assumed of the
     others."""
-    known = json.loads(Path(__file__).with_suffix(".json").read_bytes())
-    return tuple(_device(name, fields) for name, fields in known.items())
-
-
-def _device(name: str, fields: Mapping[str, Any]) -> Accelerator:
-    scaled = {key: value * UNITS[key] for key, value in fields.items() if key in UNITS}
-    sizes = {**fields, **scaled, "memory": round(scaled["memory"])}
-    return Accelerator(name=name, flops_fp32=sizes.pop("fp32"), **sizes)
+    found = []
+    for name, fields in json.loads(Path(__file__).with_suffix(".json").read_bytes()).items():
+        values = {key: value * UNITS.get(key, 1) for key, value in fields.items()}
+        values |= {"memory": round(values["memory"]), "flops_fp32": values.pop("fp32")}
+        found.append(Accelerator(name=name, **values))
+    return tuple(found)
 
 
 COMMON = {
@@ -106,12 +100,11 @@ def find_accelerator(name: str) -> Accelerator | None:
     """The first device whose words are all in `name`, if the rest of `name` does not contradict it.
     None for an unknown device, such as a laptop's, a part of a GPU, or another memory size."""
     words = _words(name)
-    return next((device for device in accelerators() if _is(device, words)), None)
-
-
-def _is(device: Accelerator, words: set[str]) -> bool:
-    own = _words(device.name)
-    return own <= words and all(_suits(device, word) for word in words - own)
+    for device in accelerators():
+        own = _words(device.name)
+        if own <= words and all(_suits(device, word) for word in words - own):
+            return device
+    return None
 
 
 def _suits(device: Accelerator, word: str) -> bool:
@@ -131,11 +124,7 @@ def _words(name: str) -> set[str]:
 
 
 NETWORKS: Mapping[str, float] = {
-    "10gbe": 1.25 * GB,
-    "25gbe": 3.125 * GB,
-    "100gbe": 12.5 * GB,
-    "200g": 25 * GB,
-    "400g": 50 * GB,
-    "800g": 100 * GB,
-}
+    "10gbe": 1.25 * GB, "25gbe": 3.125 * GB, "100gbe": 12.5 * GB,
+    "200g": 25 * GB, "400g": 50 * GB, "800g": 100 * GB,
+}  # fmt: skip
 """Name of a link -> bytes per second in one direction."""

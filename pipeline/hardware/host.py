@@ -10,6 +10,8 @@ from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
+_STATUS = Path("/proc/self/status")
+_before: list[int] = []
 
 
 def free_memory() -> int:
@@ -99,19 +101,16 @@ def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _figures(file: Path) -> dict[str, int]:
+    """Name -> number, of the lines of a file that have one."""
     lines = (line.replace(":", " ").split() for line in file.read_text("ascii").splitlines())
-    return {line[0]: int(line[1]) for line in lines}
-
-
-_STATUS = Path("/proc/self/status")
-_before: list[int] = []
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 
 
 def model_begins() -> None:
     """Note the resident memory (interpreter, libraries, data) before the model's parameters are
     allocated. A strategy calls it then; the first call in a process counts."""
     if not _before and _STATUS.exists():
-        figures = _status()
+        figures = _figures(_STATUS)
         _before.append(figures["VmRSS"] - figures["RssShmem"])
 
 
@@ -120,11 +119,5 @@ def peak_beyond() -> int | None:
     checkpoints' snapshots. None without a baseline."""
     if not _before:
         return None
-    figures = _status()
-    return max(figures["VmHWM"] - figures["RssShmem"] - _before[0], 0)
-
-
-def _status() -> dict[str, int]:
-    """Name -> bytes."""
-    lines = (line.split() for line in _STATUS.read_text("ascii").splitlines())
-    return {line[0].rstrip(":"): int(line[1]) << 10 for line in lines if line[-1] == "kB"}
+    figures = _figures(_STATUS)
+    return max(figures["VmHWM"] - figures["RssShmem"] - _before[0], 0) << 10

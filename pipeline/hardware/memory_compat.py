@@ -26,12 +26,8 @@ def write_snapshot(path: Path) -> None:
     content = json.dumps(torch.cuda.memory._snapshot())
     with opened(path, "wb") as file, gzip.GzipFile(fileobj=file, mode="wb") as packed:
         packed.write(content.encode())
-    replace_text(summary_of(path), torch.cuda.memory_summary())
-
-
-def summary_of(path: Path) -> Path:
-    """Return the path of the text next to a snapshot."""
-    return path.with_name(f"{path.name.removesuffix('.json.gz')}.txt")
+    name = f"{path.name.removesuffix('.json.gz')}.txt"
+    replace_text(path.with_name(name), torch.cuda.memory_summary())
 
 
 @contextlib.contextmanager

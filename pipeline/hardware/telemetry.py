@@ -15,17 +15,13 @@ from pathlib import Path
 from typing import Any
 
 THROTTLING = {
-    "power cap": ("nvmlClocksThrottleReasonSwPowerCap",),
-    "power brake": ("nvmlClocksThrottleReasonHwPowerBrakeSlowdown",),
-    "heat": (
-        "nvmlClocksThrottleReasonHwThermalSlowdown",
-        "nvmlClocksThrottleReasonSwThermalSlowdown",
-    ),
-    "hardware": ("nvmlClocksThrottleReasonHwSlowdown",),
+    "power cap": ("SwPowerCap",),
+    "power brake": ("HwPowerBrakeSlowdown",),
+    "heat": ("HwThermalSlowdown", "SwThermalSlowdown"),
+    "hardware": ("HwSlowdown",),
 }
-"""Why a GPU runs slower than it could -> names of the bits in NVML's reasons."""
-
-
+"""Why a GPU runs slower than it could -> names of the bits in NVML's reasons, after REASON."""
+REASON = "nvmlClocksThrottleReason"
 ANCESTORS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """NVML's level of two GPUs' nearest common ancestor on PCIe -> nvidia-smi's name of the path."""
 DEVICES = Path("/sys/bus/pci/devices")
@@ -95,31 +91,30 @@ class Telemetry:
         """Number of each GPU -> its NUMA node, where the system says."""
         found: dict[int, int] = {}
         for number, handle in enumerate(self._all):
+            address = self._bus("nvmlDeviceGetPciInfo", handle)[-12:]  # as the kernel writes it
             with contextlib.suppress(OSError, ValueError):
-                node = int((DEVICES / self._address(handle) / "numa_node").read_text("ascii"))
+                node = int((DEVICES / address / "numa_node").read_text("ascii"))
                 found |= {number: node} if node >= 0 else {}
         return found
 
     def _path(self, one: Any, other: Any) -> str:
-        nvml, enabled = self._nvml, []
+        nvml, remotes = self._nvml, []
         for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 0)):
             if self._asked("nvmlDeviceGetNvLinkState", one, link) == nvml.NVML_FEATURE_ENABLED:
-                remote = self._asked("nvmlDeviceGetNvLinkRemotePciInfo", one, link)
-                enabled.append(remote and _text(remote.busId).lower())
-        address = self._asked("nvmlDeviceGetPciInfo", other)
-        direct = enabled.count(address and _text(address.busId).lower())
+                remotes.append(self._bus("nvmlDeviceGetNvLinkRemotePciInfo", one, link))
+        direct = remotes.count(self._bus("nvmlDeviceGetPciInfo", other))
         if direct:
             return f"NV{direct}"
         question = getattr(nvml, "NVML_P2P_CAPS_INDEX_NVLINK", None)
-        if enabled and self._asked("nvmlDeviceGetP2PStatus", one, other, question) == 0:
-            return f"NV{len(enabled)}"  # through switches
+        if remotes and self._asked("nvmlDeviceGetP2PStatus", one, other, question) == 0:
+            return f"NV{len(remotes)}"  # through switches
         level = self._asked("nvmlDeviceGetTopologyCommonAncestor", one, other)
         return ANCESTORS.get(level, "")
 
-    def _address(self, handle: Any) -> str:
-        """PCIe address as the kernel writes it, `0000:17:00.0`."""
-        found = self._asked("nvmlDeviceGetPciInfo", handle)
-        return "" if found is None else _text(found.busId).lower()[-12:]
+    def _bus(self, function: str, *arguments: Any) -> str:
+        """PCIe address that a function returns, `00000000:17:00.0`; empty if it does not say."""
+        found = self._asked(function, *arguments)
+        return "" if found is None else _text(found.busId).lower()
 
     def _visible(self, names: str | None) -> Iterator[tuple[int, Any]]:
         """Yield number and handle of the GPUs that CUDA_VISIBLE_DEVICES (`names`) leaves; all if it
@@ -136,32 +131,33 @@ class Telemetry:
             yield matching[0], self._all[matching[0]]
 
     def read(self) -> list[GpuReading]:
-        """Return a reading of each GPU; takes about a millisecond each."""
-        return [self._reading(index, handle) for index, handle in self._handles]
-
-    def _reading(self, index: int, handle: Any) -> GpuReading:
-        nvml = self._nvml
-        use = self._asked("nvmlDeviceGetUtilizationRates", handle)
-        memory = self._asked("nvmlDeviceGetMemoryInfo", handle)
-        sensor = nvml.NVML_TEMPERATURE_GPU
-        milliwatts = self._asked("nvmlDeviceGetPowerUsage", handle)
-        reasons = self._asked("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
-        return GpuReading(
-            index=index,
-            utilisation=None if use is None else use.gpu / 100,
-            memory_bytes=None if memory is None else int(memory.used),
-            memory_total_bytes=None if memory is None else int(memory.total),
-            temperature=self._asked("nvmlDeviceGetTemperature", handle, sensor),
-            watts=None if milliwatts is None else milliwatts / 1000,
-            throttled=tuple(
+        """A reading of each GPU; takes about a millisecond each."""
+        nvml, found = self._nvml, []
+        for index, handle in self._handles:
+            use = self._asked("nvmlDeviceGetUtilizationRates", handle)
+            memory = self._asked("nvmlDeviceGetMemoryInfo", handle)
+            sensor = nvml.NVML_TEMPERATURE_GPU
+            milliwatts = self._asked("nvmlDeviceGetPowerUsage", handle)
+            reasons = self._asked("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+            throttled = (
                 reason
                 for reason, bits in THROTTLING.items()
-                if any(reasons & getattr(nvml, bit, 0) for bit in bits)
-            ),
-        )
+                if any(reasons & getattr(nvml, f"{REASON}{bit}", 0) for bit in bits)
+            )
+            reading = GpuReading(
+                index=index,
+                utilisation=None if use is None else use.gpu / 100,
+                memory_bytes=None if memory is None else int(memory.used),
+                memory_total_bytes=None if memory is None else int(memory.total),
+                temperature=self._asked("nvmlDeviceGetTemperature", handle, sensor),
+                watts=None if milliwatts is None else milliwatts / 1000,
+                throttled=tuple(throttled),
+            )
+            found.append(reading)
+        return found
 
     def _asked(self, function: str, *arguments: Any) -> Any:
-        """Return what NVML answers; None where this GPU or driver does not support the question."""
+        """What NVML answers; None where this GPU or driver does not support the question."""
         try:
             return getattr(self._nvml, function)(*arguments)
         except (self._nvml.NVMLError, AttributeError):
@@ -169,5 +165,5 @@ class Telemetry:
 
 
 def _text(value: str | bytes) -> str:
-    """Return a text that older bindings give as bytes."""
+    """A text that older bindings give as bytes."""
     return value.decode() if isinstance(value, bytes) else value

@@ -32,9 +32,9 @@ from pipeline.errors import (
     in_words,
     system_errors_as,
 )
-from pipeline.execution import activity_record, failures, origins, rundir
+from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
-from pipeline.execution.rank_logging import say
+from pipeline.execution.rank_logging import ACTIVITY_FILE, say
 from pipeline.execution.resume import Selection, ends_early, finished_in, plan_resume, results
 from pipeline.execution.rundir import saved_step
 from pipeline.utils.files import replace_bytes, replace_text
@@ -132,14 +132,14 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
     journal = Journal(folder / rundir.JOURNAL)
     with system_errors_as(UsageError):
         before, recipe = settings_in(folder), plan.recipe.dump()
-        origins.write_origins(folder, plan.recipe)
+        rundir.write_origins(folder, plan.recipe)
         replace_text(folder / rundir.RECIPE, recipe)
         here = rundir.environment()
         changes = rundir.write_environment(folder, here)
         if journal.events():
             say(_continues(plan, folder, journal))
         failures.clear(folder)
-        activity_record.clear(folder)
+        (folder / ACTIVITY_FILE).unlink(missing_ok=True)
         replaced = [str(note) for note in plan.recipe.replaced]
         known = before[rundir.RECIPE]
         journal.write(
@@ -222,7 +222,7 @@ def _journal_end(journal: Journal, folder: Path, error: BaseException, before: S
         journal.write("run failed", problem=shown(str(error)), **note)
 
 
-SETTINGS = (rundir.RECIPE, origins.FILE, ENVIRONMENT_FILE, ENGINE_FILE, rundir.PLAN)
+SETTINGS = (rundir.RECIPE, rundir.ORIGINS, ENVIRONMENT_FILE, ENGINE_FILE, rundir.PLAN)
 """Files that each command writes again."""
 DONE = ("loss", "checkpoint_stall_seconds")
 """Keys of records of what is not undone: a step, a checkpoint."""
@@ -256,7 +256,7 @@ def did_nothing(folder: Path) -> bool:
     command = Journal(folder / rundir.JOURNAL).newest_command()
     starts = [event for event in command if event["event"] == "run started"]
     changed = starts[0].get("changed") if starts else None
-    if changed is None or not (changed or failures.refused(folder)):
+    if changed is None or not (changed or any(one.refused for one in failures.reports(folder))):
         return False
     results = [event for event in command if event["event"] == "slot finished" and event["record"]]
     newest = filter(is_record, read_tail(folder / rundir.METRICS))

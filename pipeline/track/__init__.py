@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from pipeline.utils.packages import lazily
 
 if TYPE_CHECKING:
-    from pipeline.track.contract import Outcome as Outcome
-    from pipeline.track.contract import RunFacts as RunFacts
-    from pipeline.track.contract import Tracker as Tracker
+    from pipeline.track.stage import Outcome as Outcome
+    from pipeline.track.stage import RunFacts as RunFacts
+    from pipeline.track.stage import Tracker as Tracker
     from pipeline.track.stage import TrackerStage as TrackerStage
 else:
     __getattr__, __dir__ = lazily(__name__, __file__)

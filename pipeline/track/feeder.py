@@ -1,66 +1,48 @@
-"""Feeding a tracker what is new in a run's folder."""
+"""Feeding a tracker what is new in a run's folder, and the process that does so during the run.
+
+A word on standard input says how the run has ended; so does its end, when rank 0 has died. From
+then on the process has that many seconds. Whatever it prints is shown as warnings.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shlex
+import signal
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeline.chain.plan import Plan
 from pipeline.contracts.metrics import UNSENT, is_record, kind_of, numbers, training_of
 from pipeline.contracts.stage import ENVIRONMENT_FILE
+from pipeline.distributed.environment import started
+from pipeline.distributed.signals import ignore_signals
 from pipeline.errors import in_words
 from pipeline.execution import rundir
+from pipeline.execution.run_spec import RunSpec
 from pipeline.recipe import Recipe
 from pipeline.recipe.nodes import mapped
-from pipeline.track.contract import Outcome, RunFacts, Tracker
-from pipeline.track.stage import TrackerStage
+from pipeline.track.stage import Outcome, RunFacts, Tracker, TrackerStage
 from pipeline.utils.files import opened, private_folder, replace_text, wait_for_lock
 from pipeline.utils.foreign import json_object
 from pipeline.utils.jsonl import Tail
-from pipeline.utils.terminal import shown
+from pipeline.utils.processes import received
+from pipeline.utils.terminal import hide_environment, redact_output, shown
 
 FOLDER = "trackers"
 KEEP_SECONDS = 1.0
 """Seconds of sending between two writes of what has been sent."""
-
-
-@dataclass
-class Sent:
-    """How far a run has been sent to a tracker."""
-
-    newest: dict[str, int] = field(default_factory=dict)
-    """Kind of record -> step of the newest one; evaluations come after the steps, and anomalies
-    have the number of the step that failed."""
-    rollbacks: list[dict[str, Any]] = field(default_factory=list)
-    """Records of rollbacks, after which steps come again with other numbers."""
-    further: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Slot of a further training -> what `newest` is of the first."""
-
-    def _of(self, training: str) -> dict[str, int]:
-        return self.further.setdefault(training, {}) if training else self.newest
-
-    def covers(self, step: int, kind: str, training: str) -> bool:
-        """Whether a record of this step has been sent."""
-        return step <= self._of(training).get(kind, -1)
-
-    def add(self, step: int, kind: str, training: str) -> None:
-        """Note that a record has been sent."""
-        self._of(training)[kind] = step
-
-    def go_back(self, rollback: Mapping[str, Any]) -> None:
-        """Note that nothing from a rollback's step on has been sent. One that a resumed run repeats
-        counts too: the numbers before it have been repeated, and maybe sent."""
-        if rollback not in self.rollbacks:
-            self.rollbacks.append(dict(rollback))
-            before = (rollback.get("step") or 0) - 1
-            newest = self._of(training_of(rollback))
-            newest |= {kind: min(step, before) for kind, step in newest.items()}
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the run's folder."""
+OUTCOMES: dict[bytes, Outcome] = {b"finished": "finished", b"stopped": "stopped"}
 
 
 @dataclass(eq=False)
@@ -71,9 +53,13 @@ class Feeder:
     slot: str
     every: int
     tracker: Tracker
-    sent: Sent = field(default_factory=Sent, init=False)
     steps: int = field(default=0, init=False)
     """Number of steps that were sent, at least in part."""
+    _newest: dict[str, dict[str, int]] = field(default_factory=dict, init=False)
+    """Training -> kind of record -> step of the newest one that was sent; evaluations come after
+    the steps, and anomalies have the number of the step that failed."""
+    _rollbacks: list[Mapping[str, Any]] = field(default_factory=list, init=False)
+    """Records of rollbacks, after which steps come again with other numbers."""
     _state: Mapping[str, Any] = field(default_factory=dict, init=False)
     _kept: float = field(default=0.0, init=False)
     _counted: tuple[str, int] = field(default=("", -1), init=False)
@@ -93,7 +79,9 @@ class Feeder:
     def open(self, run: RunFacts) -> None:
         """Begin, or continue where an earlier process has ended."""
         kept = json_object(self._file)
-        self.sent = Sent(**kept.get("sent", {}))
+        sent = kept.get("sent", {})
+        self._newest = {"": sent.get("newest", {}), **sent.get("further", {})}
+        self._rollbacks = sent.get("rollbacks", [])
         self._state = self.tracker.open(run, kept.get("state", {}))
         self._keep()
 
@@ -102,12 +90,19 @@ class Feeder:
         new = [record for record in self._tail.read() if is_record(record)]
         try:
             for record in new:
-                step, kind = record.get("step") or 0, _kind(record)
-                if kind == "anomaly" and record.get("action") == "rollback":
-                    self.sent.go_back(record)
-                if not self.sent.covers(step, kind, training_of(record)):
+                step, kind = record.get("step") or 0, kind_of(record)
+                newest = self._newest.setdefault(training_of(record), {})
+                rollback = kind == "anomaly" and record.get("action") == "rollback"
+                if rollback and record not in self._rollbacks:
+                    # nothing from its step on counts as sent; one that a resumed run repeats counts
+                    # too: the numbers before it have been repeated, and maybe sent
+                    self._rollbacks.append(record)
+                    newest |= {name: min(sent, step - 1) for name, sent in newest.items()}
+                if kind == "other":  # several plugins may write records of the same step
+                    kind = " ".join(sorted(name for name, _ in _measurements(record)))
+                if step > newest.get(kind, -1):
                     self._send(step, record)
-                    self.sent.add(step, kind, training_of(record))
+                    newest[kind] = step
                 if time.monotonic() - self._kept > KEEP_SECONDS:
                     self._keep()
         finally:
@@ -137,15 +132,10 @@ class Feeder:
 
     def _keep(self) -> None:
         self._kept = time.monotonic()
-        record = {"sent": asdict(self.sent), "state": dict(self._state)}
-        replace_text(self._file, json.dumps(record))
-
-
-def _kind(record: Mapping[str, Any]) -> str:
-    """Return a record's kind; records of plugins are distinguished by what they measure, as several
-    may write records of the same step."""
-    kind = kind_of(record)
-    return kind if kind != "other" else " ".join(sorted(name for name, _ in _measurements(record)))
+        further = dict(self._newest)
+        first = further.pop("", {})
+        sent = {"newest": first, "rollbacks": self._rollbacks, "further": further}
+        replace_text(self._file, json.dumps({"sent": sent, "state": dict(self._state)}))
 
 
 def _measurements(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -156,7 +146,7 @@ def _measurements(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def facts_of(folder: Path, recipe: Recipe) -> RunFacts:
-    """Return the facts of the run of a recipe in `folder`, as others may see them."""
+    """The facts of the run of a recipe in `folder`, as others may see them."""
     return RunFacts(
         name=folder.resolve().name,
         recipe=mapped(recipe.public(), lambda one: shown(one) if isinstance(one, str) else one),
@@ -179,9 +169,48 @@ def failure(folder: Path, slot: str, error: Exception) -> str:
 
 
 def feeders(folder: Path, plan: Plan) -> dict[str, Feeder]:
-    """Return slot -> feeder of its tracker, of a run in `folder` under a plan."""
+    """Slot -> feeder of its tracker, of a run in `folder` under a plan."""
     return {
         planned.slot: Feeder(folder, planned.slot, planned.stage.every, planned.stage.tracker())
         for planned in plan.slots
         if isinstance(planned.stage, TrackerStage)
     }
+
+
+def main(spec: RunSpec, slot: str, seconds: float) -> int:
+    """Feed the tracker of a slot to the end of the run, and `seconds` longer: the system ends this
+    process also in a call that never returns. Returns the exit code."""
+    ignore_signals()  # the run's end is what ends it
+    # libraries print what nobody asked for, and what they start would keep it open
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    redact_output()
+    hide_environment()
+    folder, ended, words = Path(spec.run_dir), threading.Event(), list[bytes]()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def listen() -> None:
+        words.append(os.read(0, 64).strip())  # sys.stdin could not be left as it is at the end
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        ended.set()
+
+    threading.Thread(target=listen, name="pipe-ending", daemon=True).start()
+    try:
+        plan = spec.plan(started())
+        feeder = feeders(folder, plan)[slot]
+        with feeder.alone():
+            feeder.open(facts_of(folder, plan.recipe))
+            while not ended.wait(LOOK_SECONDS):
+                feeder.feed()
+            feeder.close(OUTCOMES.get(words[0], "failed"))
+    except Exception as error:
+        with contextlib.suppress(OSError):  # rank 0 may be gone
+            rest = f"`pipe track {shlex.quote(str(folder))}` sends the rest"
+            print(f"{failure(folder, slot, error)}; {rest}", file=said, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    given = received(sys.argv[1])
+    sys.exit(main(RunSpec.load(given["spec"]), given["slot"], given["seconds"]))

@@ -16,8 +16,8 @@ from pipeline.contracts.metrics import is_record, records
 from pipeline.contracts.stage import ENVIRONMENT_FILE, engine_file
 from pipeline.errors import PluginError, RecipeError
 from pipeline.execution import failures, rundir
-from pipeline.execution.activity_record import FILE as ACTIVITY
 from pipeline.execution.journal import Journal, is_event
+from pipeline.execution.rank_logging import ACTIVITY_FILE
 from pipeline.execution.run_state import ENDS, RunState, SlotState, Training
 from pipeline.recipe import Recipe, read_recipe
 from pipeline.utils.foreign import fitting, is_number, is_text, json_object
@@ -124,7 +124,7 @@ class Run:
         said so, or if the run is not under way: a killed rank leaves its file there."""
         if self.state != "running":
             return {}
-        found = json_in(self.folder / ACTIVITY, DOING)
+        found = json_in(self.folder / ACTIVITY_FILE, DOING)
         return found if found.keys() >= DOING.keys() else {}
 
     @property

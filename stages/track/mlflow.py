@@ -67,28 +67,22 @@ class MlflowTracker(Tracker):
         if not self._id:
             name = own.experiment or str(run.recipe["name"])
             known = client.get_experiment_by_name(name)
-            number = (
-                known.experiment_id
-                if known
-                else client.create_experiment(name, artifact_location=own.artifacts)
-            )
+            number = known and known.experiment_id
+            number = number or client.create_experiment(name, artifact_location=own.artifacts)
             self._id = client.create_run(number, run_name=own.name or run.name).info.run_id
-        fields = _flat(run.recipe)
-        known = self._client.get_run(self._id).data.params
+        fields = dict(_flat(run.recipe))
+        known = client.get_run(self._id).data.params
         params = [Param(k, v[:LONGEST]) for k, v in fields.items() if k not in known]
         for first in range(0, len(params), AT_ONCE):
-            self._client.log_batch(self._id, params=params[first : first + AT_ONCE])
-        self._client.set_terminated(self._id, status="RUNNING")
+            client.log_batch(self._id, params=params[first : first + AT_ONCE])
+        client.set_terminated(self._id, status="RUNNING")
         return {"run_id": self._id}
 
     def log(self, step: int, metrics: Mapping[str, float], time: float) -> None:
         from mlflow.entities import Metric
 
-        found = [
-            Metric(name, value, round(1000 * time), step)
-            for name, value in metrics.items()
-            if math.isfinite(value)
-        ]
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        found = [Metric(name, value, round(1000 * time), step) for name, value in finite.items()]
         self._client.log_batch(self._id, metrics=found)
 
     def log_text(self, step: int, name: str, text: str) -> None:
@@ -98,12 +92,10 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self._id, status=STATUS[outcome])
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return dotted path -> text of every value."""
-    found: dict[str, str] = {}
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted path and text of every value."""
     for key, inner in value.items():
         if isinstance(inner, Mapping):
-            found |= _flat(inner, f"{prefix}{key}.")
+            yield from _flat(inner, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = str(inner)
-    return found
+            yield f"{prefix}{key}", str(inner)

@@ -65,10 +65,9 @@ class SqliteTracker(Tracker):
             self._file.executemany("insert or replace into metrics values (?, ?, ?, ?, ?)", rows)
 
     def log_text(self, step: int, name: str, text: str) -> None:
+        values = self._run, step, name, text
         with self._file:
-            self._file.execute(
-                "insert or replace into texts values (?, ?, ?, ?)", (self._run, step, name, text)
-            )
+            self._file.execute("insert or replace into texts values (?, ?, ?, ?)", values)
 
     def close(self, outcome: Outcome) -> None:
         with self._file:

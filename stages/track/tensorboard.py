@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,7 +41,12 @@ class TensorboardTracker(Tracker):
         # It is a path, also in a folder that came from elsewhere: TensorBoard opens any address.
         given = state.get("folder") and str(Path(state["folder"]))
         if self.parent and not given:
-            given = str(_new_folder(Path(self.parent), run.name))
+            for number in itertools.count(1):  # another run may have a folder of this name
+                folder = Path(self.parent) / (f"{run.name}-{number}" if number > 1 else run.name)
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir(parents=True)
+                    given = str(folder)
+                    break
         self._writer = SummaryWriter(given or str(run.folder / "tensorboard"))
         if not state:
             recipe = json.dumps(run.recipe, indent=1)
@@ -58,14 +64,3 @@ class TensorboardTracker(Tracker):
 
     def close(self, outcome: Outcome) -> None:
         self._writer.close()
-
-
-def _new_folder(parent: Path, name: str) -> Path:
-    """Make a folder of this name, or with a number after it if another run has that."""
-    folder, number = parent / name, 1
-    while True:
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
-        number += 1
-        folder = parent / f"{name}-{number}"

@@ -34,21 +34,15 @@ def started(pipe: Pipe, tmp_path: Path, fault: str) -> subprocess.Popen[str]:
     return pipe.start(*command, PYTHONPATH=path)
 
 
-@pytest.fixture
-def waiting(pipe: Pipe, tmp_path: Path) -> subprocess.Popen[str]:
-    """Return a run whose report takes forever, while it is in its training."""
-    process = started(pipe, tmp_path, "hang")
-    pipe.wait_for(lambda: (pipe.run_dir / "calls.txt").exists() and "train" in pipe.calls())
-    return process
-
-
 def recorded(pipe: Pipe, end: str = "run stopped") -> bool:
     """Return whether the end of the run is in its journal."""
     return (pipe.run_dir / "journal.jsonl").exists() and pipe.events()[-1]["event"] == end
 
 
-def test_a_stopped_run_writes_no_report(pipe: Pipe, waiting: subprocess.Popen[str]) -> None:
+def test_a_stopped_run_writes_no_report(pipe: Pipe, tmp_path: Path) -> None:
     """Its exit code keeps no scheduler waiting."""
+    waiting = started(pipe, tmp_path, "hang")
+    pipe.wait_for(lambda: (pipe.run_dir / "calls.txt").exists() and "train" in pipe.calls())
     waiting.send_signal(signal.SIGTERM)
     result = pipe.end(waiting, limit=60)
     assert result.code == 75, result
@@ -58,15 +52,13 @@ def test_a_stopped_run_writes_no_report(pipe: Pipe, waiting: subprocess.Popen[st
     assert not list(pipe.run_dir.glob("report.html*"))
 
 
-ENDS = {"raise": ("run failed", 1), "none": ("run finished", 0)}
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("fault", ENDS)
+@pytest.mark.parametrize(
+    ("fault", "number", "end", "code"),
+    [("raise", signal.SIGTERM, "run failed", 1), ("none", signal.SIGINT, "run finished", 0)],
+)
 def test_a_signal_during_the_report_does_not_change_the_end(
-    pipe: Pipe, tmp_path: Path, fault: str, number: int
+    pipe: Pipe, tmp_path: Path, fault: str, number: int, end: str, code: int
 ) -> None:
-    end, code = ENDS[fault]
     run = started(pipe, tmp_path, fault)
     pipe.wait_for(lambda: recorded(pipe, end))
     run.send_signal(number)

@@ -15,7 +15,6 @@ from typing import Any
 from pipeline.contracts.metrics import kind_of, training_of
 from pipeline.execution import rundir
 from pipeline.execution.gpu_records import hardware_records
-from pipeline.execution.origins import origins
 from pipeline.execution.run_state import Training
 from pipeline.recipe.nodes import leaves
 from pipeline.utils.files import replace_text
@@ -81,7 +80,7 @@ def run_page(history: History) -> str:
         events=events[-MOST_EVENTS:],
         left_out=max(0, len(events) - MOST_EVENTS),
         recipe=itertools.islice(leaves(history.recipe.public()), MOST_ROWS),
-        origins=origins(history.folder),
+        origins=rundir.origins(history.folder),
         environment=_environment(history),
         written=clock(time.time()),
     )

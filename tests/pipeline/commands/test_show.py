@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from pipeline.cli import main
 from pipeline.contracts.data import NO_TARGET, Sample
-from pipeline.execution.data_preview import documents
+from pipeline.execution.in_process import documents
 from pipeline.recipe import load_recipe
 from stages.data.samples import MaskedSamples
 from tests.stages.data.fakes import PLAIN, FakeSource, ids

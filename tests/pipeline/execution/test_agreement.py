@@ -10,7 +10,7 @@ from pathlib import Path
 from pipeline.chain.plan import plan_file
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
-from pipeline.execution.agreement import require_same_recipe
+from pipeline.execution.runner import require_same_recipe
 from pipeline.testing import context
 from tests.support.processes import run_ranks
 from tests.support.runs import TINY

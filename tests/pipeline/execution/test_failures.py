@@ -89,21 +89,24 @@ def test_a_silent_death_comes_before_what_it_made_others_raise(
     ]
 
 
-def test_what_a_lost_peer_brings_about_is_no_cause(tmp_path: Path) -> None:
-    fail(tmp_path, 1, ValueError("cause"))
-    lines = told(tmp_path, (0, -signal.SIGABRT), (1, 1))
-    assert lines[0] == "rank 1 failed in slot `train`: ValueError: cause"
+CAUSE = "rank 1 failed in slot `train`: ValueError: cause"
 
 
-def test_a_rank_that_aborts_after_its_own_report(tmp_path: Path) -> None:
-    fail(tmp_path, 1, ValueError("cause"))
-    assert "ValueError: cause" in told(tmp_path, (1, -signal.SIGSEGV))[0]
-
-
-def test_terminated_from_outside(tmp_path: Path) -> None:
-    lines = told(tmp_path, (0, -signal.SIGTERM), slot=None)
-    assert lines[0] == "rank 0 was killed by SIGTERM before the first slot"
-    assert told(tmp_path)[0] == "the run failed without saying why"
+@pytest.mark.parametrize(
+    ("raised", "exits", "slot", "first"),
+    [
+        (True, [(0, -signal.SIGABRT), (1, 1)], "wrap", CAUSE),  # a library, as a peer was lost
+        (True, [(1, -signal.SIGSEGV)], "wrap", CAUSE),  # after its own report
+        (False, [(0, -signal.SIGTERM)], None, "rank 0 was killed by SIGTERM before the first slot"),
+        (False, [], None, "the run failed without saying why"),
+    ],
+)
+def test_the_cause_comes_first(
+    raised: bool, exits: list[tuple[int, int]], slot: str | None, first: str, tmp_path: Path
+) -> None:
+    if raised:
+        fail(tmp_path, 1, ValueError("cause"))
+    assert told(tmp_path, *exits, slot=slot)[0] == first
 
 
 def test_a_report_that_was_cut_short_does_not_count(tmp_path: Path) -> None:

@@ -1,84 +1,35 @@
-"""The journal, and the files of lines under it, after crashes."""
+"""The events of a run: after crashes and damage, in a run that was moved, and its warnings."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.errors import JournalDamaged
-from pipeline.execution.journal import Journal
-from pipeline.utils import jsonl
+from pipeline.execution import journal as journals
+from pipeline.execution.journal import Journal, warnings_in
+from pipeline.utils import terminal
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_waiting_for_disks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.fsync", lambda descriptor: None)
-        yield
+@pytest.fixture(autouse=True)
+def no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 
-RECORDS = st.lists(
-    st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=9), max_size=3),
-    min_size=1,
-    max_size=5,
-)
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "journal.jsonl")
 
 
-@given(records=RECORDS, more=RECORDS, cut=st.integers(1, 60))
-def test_a_cut_spoils_whole_records_only(
-    tmp_path_factory: pytest.TempPathFactory,
-    records: list[dict[str, object]],
-    more: list[dict[str, object]],
-    cut: int,
-) -> None:
-    path = tmp_path_factory.mktemp("cut") / "file.jsonl"
-    for record in records:
-        jsonl.append_line(path, record)
-    whole = path.read_bytes()
-    left = whole[: max(0, len(whole) - cut)]
-    path.write_bytes(left)
-    # a record survives if its last brace does; the line end after it may be missing
-    kept = [r for i, r in enumerate(records) if _end(whole, i) <= len(left)]
-    assert list(jsonl.read_lines(path)) == kept
-    for record in more:
-        jsonl.append_line(path, record, sync=True)
-    assert list(jsonl.read_lines(path)) == kept + more
-    assert jsonl.read_tail(path) == kept + more
-
-
-def _end(whole: bytes, index: int) -> int:
-    """Return the offset behind the last brace of the record at `index`."""
-    return sum(len(line) + 1 for line in whole.split(b"\n")[: index + 1]) - 1
-
-
-def test_garbage_is_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "file.jsonl"
-    path.write_bytes(b'\x00\x00\x00\n\xff\xfe{}\n[1]\n"text"\n{"a": 1}\n')
-    assert list(jsonl.read_lines(path)) == [{"a": 1}]
-
-
-def test_a_tail_starts_at_a_whole_record(tmp_path: Path) -> None:
-    path = tmp_path / "file.jsonl"
-    path.write_text("".join(f'{{"step": {step}, "pad": "{"x" * 80}"}}\n' for step in range(2000)))
-    steps = [record["step"] for record in jsonl.read_tail(path)]
-    assert steps == list(range(steps[0], 2000))
-    assert 500 < len(steps) < 800
-    assert jsonl.read_tail(tmp_path / "none") == []
-    assert list(jsonl.read_lines(tmp_path / "none")) == []
-
-
-def test_finished_running_and_end(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.jsonl")
-    assert journal.state().finished == {}
-    assert journal.state().slot is None
+def test_finished_running_and_end(journal: Journal) -> None:
+    assert (journal.state().finished, journal.state().slot) == ({}, None)
     assert not journal.state().ended_well
     journal.write("run started")
     journal.write("slot started", slot="a")
@@ -143,8 +94,7 @@ def test_every_byte_that_is_another_is_noticed(tmp_path: Path) -> None:
     assert journal.events() == events
 
 
-def test_a_journal_of_one_line_keeps_it_or_is_an_error(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.jsonl")
+def test_a_journal_of_one_line_keeps_it_or_is_an_error(journal: Journal) -> None:
     journal.write("run started", procs=2)
     whole, events = journal.path.read_bytes(), told(journal.events())
     for place in range(len(whole)):
@@ -176,29 +126,28 @@ def test_damage_names_file_line_and_the_way_on(tmp_path: Path) -> None:
 def test_a_cut_loses_the_last_lines_only(tmp_path: Path) -> None:
     journal = a_journal(tmp_path)
     whole, events = journal.path.read_bytes(), journal.events()
+    ends = [place for place, byte in enumerate(whole) if byte == ord("\n")]
     for cut in range(1, 400):
-        left = whole[:-cut]
-        journal.path.write_bytes(left)
-        kept = [event for number, event in enumerate(events) if _end(whole, number) <= len(left)]
+        journal.path.write_bytes(whole[:-cut])
+        kept = events[: sum(end <= len(whole) - cut for end in ends)]
         assert journal.events() == kept
         journal.write("run started")
         assert journal.events()[:-1] == kept
         assert journal.events()[-1]["event"] == "run started"
 
 
-def test_a_line_that_is_gone_or_moved_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("order", "damaged"), [([0, 1, 3, 4], 3), ([0, 2, 1, 3, 4], 2)])
+def test_a_line_that_is_gone_or_moved_is_noticed(
+    order: list[int], damaged: int, tmp_path: Path
+) -> None:
     journal = a_journal(tmp_path)
     lines = journal.path.read_bytes().splitlines(keepends=True)
-    journal.path.write_bytes(b"".join(lines[:2] + lines[3:]))
-    with pytest.raises(JournalDamaged, match="line 3 is not"):
-        journal.events()
-    journal.path.write_bytes(b"".join([lines[0], lines[2], lines[1], *lines[3:]]))
-    with pytest.raises(JournalDamaged, match="line 2 is not"):
+    journal.path.write_bytes(b"".join(lines[number] for number in order))
+    with pytest.raises(JournalDamaged, match=f"line {damaged} is not"):
         journal.events()
 
 
-def test_an_old_journal_is_read_and_gone_on_with(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.jsonl")
+def test_an_old_journal_is_read_and_gone_on_with(journal: Journal, tmp_path: Path) -> None:
     export = str(tmp_path / "export")
     before = [
         {"time": 1.0, "event": "run started"},
@@ -231,8 +180,7 @@ def test_an_old_journal_is_read_and_gone_on_with(tmp_path: Path) -> None:
         b"[" * 100_000,
     ],
 )
-def test_an_old_line_that_makes_no_sense_is_damage(tmp_path: Path, line: bytes) -> None:
-    journal = Journal(tmp_path / "journal.jsonl")
+def test_an_old_line_that_makes_no_sense_is_damage(journal: Journal, line: bytes) -> None:
     journal.path.write_bytes(old([{"time": 1, "event": "run started"}]) + line + b"\n")
     with pytest.raises(JournalDamaged, match="line 2 is not"):
         journal.state()
@@ -267,11 +215,76 @@ def test_a_journal_is_its_owners_and_is_not_written_through_a_link(tmp_path: Pat
     assert journal.path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_sentence_that_begins_with_a_path_is_a_text(tmp_path: Path) -> None:
+def test_a_sentence_that_begins_with_a_path_is_a_text(journal: Journal, tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
-    journal = Journal(tmp_path / "journal.jsonl")
     record = {"folder": str(tmp_path / "export"), "stopped": f"{tmp_path}/stop is there\x00"}
     journal.write("slot finished", slot="train", digest="1", record=record)
     written = json.loads(journal.path.read_text())["record"]
     assert written == {"folder": {"in run": "export"}, "stopped": record["stopped"]}
     assert journal.state().finished["train"].record == record
+
+
+@pytest.fixture
+def log() -> logging.Logger:
+    return logging.Logger("test")
+
+
+def texts(journal: Journal) -> list[str]:
+    return [event["text"] for event in journal.events() if event["event"] == "warning"]
+
+
+def test_each_warning_once(journal: Journal, log: logging.Logger) -> None:
+    with warnings_in(journal, log):
+        for number in (1, 2, 1):
+            log.warning("dropped %d", number)
+        log.info("no warning")
+        log.error("a failure has an event of its own")
+    log.warning("behind the run")
+    assert texts(journal) == ["dropped 1", "dropped 2"]
+
+
+def test_nothing_secret_is_journalled(
+    journal: Journal, log: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "_hidden", {"Zx9-33Qf7.kk": "$SOME_TOKEN"})
+    with warnings_in(journal, log):
+        log.warning("cannot reach https://user:word@host/ with Zx9-33Qf7.kk\x1b[2J")
+    (text,) = texts(journal)
+    assert "Zx9" not in text
+    assert "word" not in text
+    assert "\x1b" not in text
+
+
+def test_a_start_journals_a_limited_number(
+    journal: Journal, log: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "LONGEST_WARNING", 9)
+    with warnings_in(journal, log):
+        for number in range(150):
+            log.warning("%05d and more", number)
+        log.warning("00007 and more")  # which is journalled
+    *kept, last = texts(journal)
+    assert kept == [f"{number:05d} and" for number in range(journals.MOST_WARNINGS)]
+    assert last == "the log has 50 more warnings of this start"
+
+
+def test_threads_and_the_run_s_own_events(journal: Journal, log: logging.Logger) -> None:
+    def warn(first: int) -> None:
+        for number in range(first, first + 20):
+            log.warning("%d", number)
+
+    with warnings_in(journal, log):
+        threads = [threading.Thread(target=warn, args=(first,)) for first in (0, 20)]
+        for thread in threads:
+            thread.start()
+        for _ in range(20):
+            journal.write("other")
+        for thread in threads:
+            thread.join()
+    assert sorted(map(int, texts(journal))) == [*range(40)]  # no line is damaged
+    assert len(journal.events()) == 60
+
+
+def test_a_journal_that_cannot_be_written_ends_nothing(log: logging.Logger) -> None:
+    with warnings_in(Journal(Path("/proc/none/journal.jsonl")), log):
+        log.warning("x")

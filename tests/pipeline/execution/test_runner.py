@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,16 +18,20 @@ from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.plan_view import Wiring
+from pipeline.contracts.resources import ResourceNeed
 from pipeline.contracts.signature import gives
 from pipeline.contracts.stage import Context, Durable
+from pipeline.contracts.training import Checkpoints, TrainedRun
 from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.execution.journal import Journal
 from pipeline.execution.resume import ResumePlan, digests, plan_resume, results
-from pipeline.execution.runner import Runner
+from pipeline.execution.runner import Runner, look_ahead, run_dry
+from pipeline.testing import context
 
 CALLS: list[str] = []
+GIVEN: list[tuple[str, object, object]] = []
 
 
 class Live:
@@ -58,8 +62,6 @@ class File(Durable):
 
 @dataclass(frozen=True, kw_only=True)
 class MakeLive:
-    """Give a live artifact."""
-
     size: int = 1
 
     def run(self, ctx: Context) -> Live:
@@ -69,8 +71,6 @@ class MakeLive:
 
 @dataclass(frozen=True, kw_only=True)
 class MakeFile:
-    """Give a file."""
-
     fail: bool = False
 
     def run(self, ctx: Context, live: Live | None) -> File:
@@ -84,8 +84,6 @@ class MakeFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Both:
-    """Give a file, of two live artifacts."""
-
     def run(self, ctx: Context, one: Live, two: Live) -> File:
         CALLS.append(ctx.slot)
         path = ctx.run_dir / ctx.slot
@@ -95,8 +93,6 @@ class Both:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """Make a file from a file."""
-
     def run(self, ctx: Context, file: File) -> File:
         CALLS.append(f"{ctx.slot} of {file.path.name}")
         path = ctx.run_dir / ctx.slot
@@ -110,16 +106,12 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Take a live artifact, give nothing."""
-
     def run(self, ctx: Context, live: Live | None, file: File | None) -> None:
         CALLS.append(ctx.slot)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Give the purpose of a run."""
-
     def run(self, ctx: Context) -> ExportedModel:
         CALLS.append(ctx.slot)
         (ctx.run_dir / "model").mkdir(exist_ok=True)
@@ -129,8 +121,6 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """Read an export."""
-
     def run(self, ctx: Context, model: ExportedModel) -> File:
         CALLS.append(ctx.slot)
         return File(path=ctx.run_dir)
@@ -138,8 +128,6 @@ class Judge:
 
 @dataclass(frozen=True, kw_only=True)
 class Liar:
-    """Give an artifact of another type."""
-
     def run(self, ctx: Context) -> File:
         return "text"  # type: ignore[return-value]
 
@@ -150,7 +138,7 @@ def step(slot: str, stage: Any, **inputs: str | None) -> PlannedSlot:
 
 
 def plan(*steps: PlannedSlot, seed: int = 0) -> Plan:
-    kinds: dict[str, type] = {one.slot: type(one.stage) for one in steps}
+    kinds = {one.slot: type(one.stage) if one.stage else None for one in steps}
     view = SimpleNamespace(
         wiring=Wiring(kinds=kinds, inputs={one.slot: one.inputs for one in steps})
     )
@@ -219,7 +207,8 @@ def test_a_result_that_cannot_be_recorded_is_no_progress(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the run would be started again for ever, each time without a restart in vain."""
-    beats = landmarks(monkeypatch)
+    beats: list[str] = []
+    monkeypatch.setattr(Heartbeat, "landmark", lambda self: beats.append("landmark"))
     run(chain(), journal)
     assert len(beats) == 3  # file, copy, end
     journal.path.unlink()
@@ -228,12 +217,6 @@ def test_a_result_that_cannot_be_recorded_is_no_progress(
     with pytest.raises(TypeError, match="not JSON serializable"):
         run(chain(), journal)
     assert beats == []
-
-
-def landmarks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    beats: list[str] = []
-    monkeypatch.setattr(Heartbeat, "landmark", lambda self: beats.append("landmark"))
-    return beats
 
 
 def test_a_failure_leaves_live_artifacts_to_close(journal: Journal) -> None:
@@ -253,13 +236,6 @@ def test_a_changed_slot_runs_again_with_all_that_depends_on_it(journal: Journal)
     run(chain(), journal)
     todo = plan_resume(chain(size=2), journal)
     assert todo == ResumePlan(run=frozenset({"live", "file", "copy"}), restore={})
-    assert ResumePlan.load(todo.dump()) == todo
-
-
-def test_a_lost_end_is_made_again_from_what_is_there(journal: Journal) -> None:
-    run(chain(), journal)
-    (journal.path.parent / "copy").unlink()
-    assert run(chain(), journal) == ["copy of file"]
 
 
 def test_a_result_that_is_not_as_it_was_left_is_made_again(
@@ -270,7 +246,11 @@ def test_a_result_that_is_not_as_it_was_left_is_made_again(
     copy.write_text("abd")
     assert plan_resume(chain(), journal, thorough=False).run == set()
     assert run(chain(), journal) == ["copy of file"]
-    assert caplog.messages == [f"slot `copy` runs again: {copy} is another"]
+    copy.unlink()
+    assert run(chain(), journal) == ["copy of file"]
+    assert caplog.messages == [
+        f"slot `copy` runs again: {copy} is {how}" for how in ("another", "gone")
+    ]
     assert run(chain(), journal) == []
 
 
@@ -314,15 +294,10 @@ def test_what_was_live_is_made_live_again_for_what_comes_behind_it(journal: Jour
     assert run(watched(fail=False), journal) == ["before", "copy of file"]
 
 
-def test_a_copied_run_reads_its_own_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    first = tmp_path / "first"
-    first.mkdir()
-    run(chain(), Journal(first / "journal.jsonl"))
-    copy = Path(shutil.copytree(first, tmp_path / "copy"))
-    (first / "file").write_text("trained anew")
+def test_a_copied_run_reads_its_own_results(journal: Journal, tmp_path: Path) -> None:
+    run(chain(), journal)
+    copy = Path(shutil.copytree(tmp_path, tmp_path / "copied"))
+    (tmp_path / "file").write_text("trained anew")
     (copy / "copy").unlink()
     assert run(chain(), Journal(copy / "journal.jsonl")) == ["copy of file"]
     assert (copy / "copy").read_text() == "abc"
@@ -338,13 +313,6 @@ def test_a_lost_intermediate_that_nobody_needs_stays_lost(journal: Journal) -> N
     assert run(chain(), journal) == []
     (journal.path.parent / "copy").unlink()
     assert run(chain(), journal) == ["live", "file", "closed live", "copy of file"]
-
-
-def test_a_lost_result_is_told(journal: Journal, caplog: pytest.LogCaptureFixture) -> None:
-    run(chain(), journal)
-    (journal.path.parent / "end").unlink()
-    plan_resume(chain(), journal, logging.getLogger("test"))
-    assert caplog.messages == [f"slot `end` runs again: {journal.path.parent}/end is gone"]
 
 
 def test_results_are_the_places_of_records(journal: Journal) -> None:
@@ -364,3 +332,67 @@ def test_a_digest_covers_settings_use_seed_and_sources() -> None:
     ).items())  # fmt: skip
     changed = digests(chain(size=2))
     assert {slot for slot in base if base[slot] != changed[slot]} == {"live", "file", "copy"}
+
+
+class Saving(Checkpoints):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def begin(self, length: Any) -> None: ...
+    def due(self, progress: Any) -> bool: ...
+    def save(self, progress: Any) -> None: ...
+    def poll(self) -> Any: ...
+    def restore(self, validate: Any) -> None: ...
+    def resource_needs(self, length: Any) -> Any: ...
+    def best(self) -> Any: ...
+
+    def finish(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    def run(self, ctx: Context, number: int, text: str | None) -> None:
+        raise AssertionError("never run")
+
+    def resource_needs(self, ctx: Context, text: str | None, number: int) -> Iterator[ResourceNeed]:
+        GIVEN.append((ctx.slot, number, text))
+        yield from ()
+
+    def run_dry(self, ctx: Context, number: int, text: str | None, run: TrainedRun) -> None:
+        GIVEN.append((ctx.slot, number, (text, run.checkpoint)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    name: str
+
+    def run(self, ctx: Context) -> Checkpoints:
+        raise AssertionError("never run")
+
+    def run_dry(self, ctx: Context) -> Checkpoints:
+        return Saving(self.name)
+
+
+def wired_to(**inputs: str | None) -> Plan:
+    def slot(name: str, gives: type, stage: Any = None) -> PlannedSlot:
+        return PlannedSlot(slot=name, use="a.b", stage=stage, inputs={}, gives=gives)
+
+    numbers = [slot(name, int) for name in ("a", "b", "c")]
+    saving = slot("s", Checkpoints, Save(name="c")), slot("train", TrainedRun)
+    return plan(*numbers, *saving, step("look", Look(), **inputs))
+
+
+def test_needs_and_dry_runs_get_what_the_slot_is_wired_to(tmp_path: Path) -> None:
+    GIVEN.clear()
+    artifacts: dict[str, Any] = {"b": 2, "a": 1, "c": "text"}
+    ctx = context(tmp_path)
+    for wires in ({"number": "a", "text": None}, {"number": "b", "text": "c"}):
+        look_ahead(wired_to(**wires), ctx, artifacts, frozenset({"look"}))
+        run_dry(wired_to(**wires), ctx, artifacts)
+    assert GIVEN == [
+        ("look", 1, None),
+        ("look", 1, (None, "c")),
+        ("look", 2, "text"),
+        ("look", 2, ("text", "c")),
+    ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable
+import operator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ def saved(file: Path, plan: Plan, per_node: int = 8) -> Record:
     record = {"schema_version": 3, "identity": identity(plan, per_node).model_dump()}
     file.write_text(json.dumps(record), "utf-8")
     return record
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "plan.json"
 
 
 def drift(file: Path, now: Plan, per_node: int | None = 8) -> str:
@@ -61,91 +67,66 @@ def pipe(*arguments: str | Path) -> Result:
         (["consolidate=null", "export=null"], "slot `consolidate` is gone; slot `export` is gone"),
     ],
 )  # fmt: skip
-def test_differences_are_told_with_both_values(
-    overrides: list[str], told: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "plan.json"
+def test_differences_are_told_with_both_values(overrides: list[str], told: str, file: Path) -> None:
     saved(file, plan())
     assert drift(file, plan(*overrides)) == told
     assert drift(file, plan()) == ""
 
 
-def test_a_slot_that_was_not_planned(tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
+def test_a_slot_that_was_not_planned(file: Path) -> None:
     saved(file, plan("export=null"))
     assert drift(file, plan()) == "slot `export` is new"
 
 
-def test_defaults_that_are_written_out_are_no_drift(tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
+def test_defaults_that_are_written_out_are_no_drift(file: Path) -> None:
     saved(file, plan())
-    written = (
-        "train.shuffle=true",
-        "train.workers=1",
-        "train.anomalies={}",
-        "model.init=pretrained",
-    )
+    written = "train.shuffle=true", "train.workers=1", "train.anomalies={}", "model.init=pretrained"
     assert drift(file, plan(*written)) == ""
 
 
-def test_a_recipe_elsewhere_is_the_same_recipe(tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
+def chat(place: Path, name: str = "d.jsonl") -> Path:
+    """Write rows of chats into a new folder."""
+    place.mkdir(parents=True, exist_ok=True)
+    (place / name).write_bytes((RECIPE.with_name("data") / "chat.jsonl").read_bytes())
+    return place
+
+
+def test_a_recipe_elsewhere_is_the_same_recipe(file: Path, tmp_path: Path) -> None:
     text = RECIPE.with_name("llama8b_ddp.yaml").read_text("utf-8")
-    chat = (RECIPE.with_name("data") / "chat.jsonl").read_bytes()
-    recipes = []
-    for place in ("here", "there"):
-        (tmp_path / place / "data").mkdir(parents=True)
-        (tmp_path / place / "data" / "chat.jsonl").write_bytes(chat)
-        recipes.append(tmp_path / place / "recipe.yaml")
-        recipes[-1].write_text(text, "utf-8")
+    recipes = [
+        chat(tmp_path / place / "data", "chat.jsonl").with_name("recipe.yaml")
+        for place in ("here", "there")
+    ]
+    for recipe in recipes:
+        recipe.write_text(text, "utf-8")
     record = saved(file, plan(recipe=recipes[0]))
     assert record["identity"]["stages"]["data"]["files"] == "./data/chat.jsonl"
     assert drift(file, plan(recipe=recipes[1])) == ""
 
 
-def small(place: Path, files: str, name: str = "recipe.yaml") -> Path:
-    """Return a recipe with that data."""
-    place.mkdir(parents=True, exist_ok=True)
-    base = RECIPE.with_name("llama8b_ddp.yaml")
-    text = f"extends: {base}\nname: small\nstages:\n  data: {{files: {files}}}\n"
-    (place / name).write_text(text, "utf-8")
-    return place / name
-
-
-def chat(place: Path) -> Path:
-    place.mkdir(parents=True, exist_ok=True)
-    rows = RECIPE.with_name("data") / "chat.jsonl"
-    (place / "d.jsonl").write_bytes(rows.read_bytes())
-    return place / "d.jsonl"
-
-
-def test_files_of_the_same_name_in_two_folders_are_two(tmp_path: Path) -> None:
-    file, inner = tmp_path / "plan.json", tmp_path / "ex" / "sub"
-    chat(inner.parent)
-    chat(inner)
-    small(inner.parent, "./d.jsonl", "base.yaml")
+def test_files_of_the_same_name_in_two_folders_are_two(file: Path, tmp_path: Path) -> None:
+    inner = chat(chat(tmp_path / "ex") / "sub")
+    base = f"extends: {RECIPE.with_name('llama8b_ddp.yaml')}\nname: small\n"
+    data = "stages: {data: {files: ./d.jsonl}}"
+    (tmp_path / "ex" / "base.yaml").write_text(f"{base}{data}\n", "utf-8")
     recipe = inner / "child.yaml"
     recipe.write_text("extends: ../base.yaml\n", "utf-8")
     record = saved(file, plan(recipe=recipe))
     assert record["identity"]["stages"]["data"]["files"] == "../d.jsonl"
-    data = "stages: {data: {files: ./d.jsonl}}"
     recipe.write_text(f"extends: ../base.yaml\n{data}\n", "utf-8")
     told = 'data.files is "./d.jsonl" instead of "../d.jsonl"'
     assert drift(file, plan(recipe=recipe)) == told
 
 
-def test_ranks_of_a_node_are_part_of_a_plan(tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
+def test_ranks_of_a_node_are_part_of_a_plan(file: Path) -> None:
     saved(file, plan(), 4)
     assert drift(file, plan(), 8) == "processes_per_node is 8 instead of 4"
     assert drift(file, plan(), None) == ""
 
 
 def test_versions_count_without_what_they_were_built_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "plan.json"
-
     def installed(**versions: str) -> None:
         monkeypatch.setattr("pipeline.utils.packages.versions", lambda: versions)
 
@@ -158,14 +139,12 @@ def test_versions_count_without_what_they_were_built_for(
 
 
 def test_what_the_environment_says_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat = RECIPE.with_name("data") / "chat.jsonl"
     for place in ("secret", "elsewhere"):
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "a.jsonl").write_bytes(chat.read_bytes())
+        chat(tmp_path / place, "a.jsonl")
     monkeypatch.setenv("PLACE", f"{tmp_path}/secret")
-    recipe, file = tmp_path / "recipe.yaml", tmp_path / "plan.json"
+    recipe = tmp_path / "recipe.yaml"
     data = "data: {files: ['${oc.env:PLACE}/a.jsonl']}"
     recipe.write_text(f"extends: {RECIPE}\nname: x\nenv: [PLACE]\nstages:\n  {data}\n", "utf-8")
     record = saved(file, plan(recipe=recipe))
@@ -193,62 +172,47 @@ def test_what_json_does_not_know_is_text() -> None:
     }  # fmt: skip
 
 
-def without(*path: str) -> Callable[[Record], None]:
-    def change(record: Record) -> None:
-        for key in path[:-1]:
-            record = record[key]
-        del record[path[-1]]
-
-    return change
-
-
-def given(value: Any, *path: str) -> Callable[[Record], None]:
-    def change(record: Record) -> None:
-        for key in path[:-1]:
-            record = record[key]
-        record[path[-1]] = value
-
-    return change
+GONE: Any = object()
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("key", "value", "message"),
     [
-        (given(2, "schema_version"), "schema_version: Input should be 3"),
-        (without("identity"), "identity: Field required"),
-        (given([], "identity"), "identity: Input should be an object"),
-        (given([], "identity", "stages"), "identity.stages: Input should be"),
-        (given("fsdp", "identity", "stages", "wrap"), "identity.stages.wrap: Input should be"),
-        (without("identity", "seed"), "identity.seed: Field required"),
-        (given("8", "identity", "processes"), "identity.processes: Input should be a valid int"),
-        (given(0, "identity", "processes"), "identity.processes: Input should be greater"),
-        (given("tpu", "identity", "device"), "identity.device: Input should be 'cpu' or 'cuda'"),
-        (given({"torch": 2}, "identity", "versions"), "identity.versions.torch: Input should be"),
+        ("schema_version", 2, "schema_version: Input should be 3"),
+        ("identity", GONE, "identity: Field required"),
+        ("identity", [], "identity: Input should be an object"),
+        ("identity.stages", [], "identity.stages: Input should be"),
+        ("identity.stages.wrap", "fsdp", "identity.stages.wrap: Input should be"),
+        ("identity.seed", GONE, "identity.seed: Field required"),
+        ("identity.processes", "8", "identity.processes: Input should be a valid int"),
+        ("identity.processes", 0, "identity.processes: Input should be greater"),
+        ("identity.device", "tpu", "identity.device: Input should be 'cpu' or 'cuda'"),
+        ("identity.versions", {"torch": 2}, "identity.versions.torch: Input should be"),
     ],
 )
-def test_damaged_plans_say_which_key(
-    change: Callable[[Record], None], message: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "plan.json"
+def test_damaged_plans_say_which_key(key: str, value: Any, message: str, file: Path) -> None:
     record = saved(file, plan())
-    change(record)
+    *path, last = key.split(".")
+    inner = functools.reduce(operator.getitem, path, record)
+    inner[last] = value
+    if value is GONE:
+        del inner[last]
     file.write_text(json.dumps(record), "utf-8")
     with pytest.raises(UsageError, match=f"plan.json is not a saved plan: {message}"):
         require_planned(plan(), 8, file)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"null", b"\xff", b'{"a":'])
-def test_other_files_are_no_plans(content: bytes, tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
+def test_other_files_are_no_plans(content: bytes, file: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(UsageError, match=r"is not a saved plan: .*pipe plan RECIPE --out"):
         require_planned(plan(), 8, file)
     with pytest.raises(UsageError, match="cannot be read: No such file"):
-        require_planned(plan(), 8, tmp_path / "none.json")
+        require_planned(plan(), 8, file.with_name("none.json"))
 
 
-def test_a_run_of_anything_else_is_refused(tmp_path: Path) -> None:
-    recipe, file = RECIPE.with_name("smollm_ddp.yaml"), tmp_path / "plan.json"
+def test_a_run_of_anything_else_is_refused(file: Path, tmp_path: Path) -> None:
+    recipe = RECIPE.with_name("smollm_ddp.yaml")
     assert pipe("plan", recipe, "--out", file).exit_code == 0
     for change, told in (
         ("launch.procs=4", "processes is 4 instead of 2; processes_per_node is 4 instead of 2"),

@@ -93,23 +93,18 @@ def test_other_errors_have_none(error: Exception, tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.memory.*")) == []
 
 
-def test_without_a_gpu_there_is_none(tmp_path: Path) -> None:
-    error = failed(tmp_path, torch.OutOfMemoryError("of the CPU's allocator"))
-    assert "what held the memory" not in str(error)
-
-
-@pytest.mark.usefixtures("calls")
-def test_a_snapshot_that_fails_hides_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_snapshot_that_cannot_be_made_hides_nothing(
+    gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails() -> Any:
         raise RuntimeError("an illegal memory access was encountered")
 
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", fails)
+    first = "rank 3 failed in slot `train`: OutOfMemoryError: CUDA out of memory\n"
     error = failed(tmp_path, torch.OutOfMemoryError("CUDA out of memory"))
-    assert str(error).startswith(
-        "rank 3 failed in slot `train`: OutOfMemoryError: CUDA out of memory\n"
-    )
+    assert str(error).startswith(first)
     assert "what held the memory" not in str(error)
 
 

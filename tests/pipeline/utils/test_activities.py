@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
+from pathlib import Path
 
 import pytest
 
+from pipeline.execution.rank_logging import ACTIVITY_FILE, ActivityRecord
 from pipeline.utils import activities
 from pipeline.utils.activities import BYTES, Activity, activity, show_in
 from pipeline.view.terminal_activity import CommandActivities
@@ -94,6 +98,41 @@ def test_a_place_that_is_closed_does_not_end_the_work(capfd: pytest.CaptureFixtu
     with show_in(place), activity("proving"), place.asked:
         assert place.asked.wait_for(lambda: len(place.notes) > 1, timeout=60)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_in_a_runs_folder_and_its_log(
+    tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    place = ActivityRecord(logging.getLogger("test"), tmp_path)
+    file = tmp_path / ACTIVITY_FILE
+    with show_in(place), activity("outer", 10, "files"):
+        assert json.loads(file.read_text())["name"] == "outer"
+        with activity("inner", unit="rows") as inner:
+            clock[0] += 12
+            inner.advance(24)
+            activities.look()
+            assert json.loads(file.read_text()) == {
+                "name": "inner", "done": 24, "total": None, "unit": "rows", "seconds": 12.0,
+            }  # fmt: skip
+        assert json.loads(file.read_text())["name"] == "outer"
+    assert not file.exists()
+    assert caplog.messages == ["inner: 24 rows, 2 rows a second"]
+
+
+def test_a_new_start_forgets_what_a_killed_rank_was_doing(tmp_path: Path) -> None:
+    (tmp_path / ACTIVITY_FILE).write_text("{}")
+    ActivityRecord(logging.getLogger("rank 1"), None)
+    assert (tmp_path / ACTIVITY_FILE).exists()
+    ActivityRecord(logging.getLogger("rank 0"), tmp_path)
+    assert not (tmp_path / ACTIVITY_FILE).exists()
+
+
+def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path) -> None:
+    place = ActivityRecord(logging.getLogger("test"), tmp_path / "gone")
+    with show_in(place), activity("working") as work:
+        work.advance()
+    assert work.done == 1
 
 
 def test_a_command_without_a_terminal_prints_lines(

@@ -1,15 +1,24 @@
-"""Following a file that grows, ends in mid-line, and is replaced."""
+"""Files of lines: after crashes, and followed as they grow, end in mid-line, and are replaced."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.utils.files import replace_text
-from pipeline.utils.jsonl import Tail
+from pipeline.utils.jsonl import Tail, append_line, read_lines, read_tail
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_waiting_for_disks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)
+        yield
 
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
@@ -60,3 +69,49 @@ def test_however_it_is_cut_each_record_comes_once(values: list[int], cuts: list[
             at += cut
             found += tail.read()
     assert found == [{"a": value} for value in values]
+
+
+RECORDS = st.lists(
+    st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=9), max_size=3),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(records=RECORDS, more=RECORDS, cut=st.integers(1, 60))
+def test_a_cut_spoils_whole_records_only(
+    tmp_path_factory: pytest.TempPathFactory,
+    records: list[dict[str, object]],
+    more: list[dict[str, object]],
+    cut: int,
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "file.jsonl"
+    for record in records:
+        append_line(path, record)
+    whole = path.read_bytes()
+    left = whole[: max(0, len(whole) - cut)]
+    path.write_bytes(left)
+    # a record survives if its last brace does; the line end after it may be missing
+    ends = [at for at, byte in enumerate(whole) if byte == ord("\n")]
+    kept = [record for record, end in zip(records, ends, strict=True) if end <= len(left)]
+    assert list(read_lines(path)) == kept
+    for record in more:
+        append_line(path, record, sync=True)
+    assert list(read_lines(path)) == kept + more
+    assert read_tail(path) == kept + more
+
+
+def test_garbage_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(b'\x00\x00\x00\n\xff\xfe{}\n[1]\n"text"\n{"a": 1}\n')
+    assert list(read_lines(path)) == [{"a": 1}]
+
+
+def test_a_tail_starts_at_a_whole_record(tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "pad": "{"x" * 80}"}}\n' for step in range(2000)))
+    steps = [record["step"] for record in read_tail(path)]
+    assert steps == list(range(steps[0], 2000))
+    assert 500 < len(steps) < 800
+    assert read_tail(tmp_path / "none") == []
+    assert list(read_lines(tmp_path / "none")) == []

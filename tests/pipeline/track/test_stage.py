@@ -1,30 +1,35 @@
 """The process that feeds a tracker: nothing but the run's end ends it, it says how it ends, and
-nobody waits for it longer than it was given."""
+nobody waits for it longer than it was given; and trackers that fail next to a real run."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shlex
 import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.contracts.metrics import records
 from pipeline.distributed.signals import Interrupted
 from pipeline.execution.run_spec import RunSpec
 from pipeline.testing import context
 from pipeline.track.feeder import Feeder
-from pipeline.track.start import RunningFeeder, start_feeder
+from pipeline.track.stage import RunningFeeder, Tracker, TrackerStage
 from pipeline.utils.files import private_folder
 from pipeline.utils.processes import kill_sessions
 from tests.pipeline.track.test_feeder import Noted
 from tests.pipeline.view.folders import made, step
+from tests.support.pipe import Outcome, Pipe
 from tests.support.plugins import install
+from tests.support.tiny_project import tiny_project
 from tests.support.waiting import becomes
 
 HANGING = {"use": "track.failing", "at": "log", "hangs": True}
@@ -34,15 +39,33 @@ LONG = 60.0
 Start = Callable[[Mapping[str, Any], float], RunningFeeder]
 
 
+def plugin(folder: Path) -> Path:
+    """Return a folder with a distribution of trackers that fail."""
+    (folder / "plugin").mkdir()
+    source = Path(__file__).with_name("failing_trackers.py").read_text("utf-8")
+    points = {"track.failing": "TrackFailing"}
+    install(folder / "plugin", "failing-trackers", "failing_trackers", source, points)
+    return folder / "plugin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named(TrackerStage):
+    """The stage that a start reads: its tracker is made in the process, from the recipe."""
+
+    own: str = ""
+
+    def tracker(self) -> Tracker:
+        raise AssertionError
+
+    def unsent(self, folder: Path) -> str:
+        return self.own and f"{self.own} {folder.name}"
+
+
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Return a start of the feeder of a tracker, with seconds for its end, in a run of a step."""
-    source = Path(__file__).with_name("failing_trackers.py").read_text("utf-8")
-    (tmp_path / "plugin").mkdir()
-    points = {"track.failing": "TrackFailing"}
-    install(tmp_path / "plugin", "failing-trackers", "failing_trackers", source, points)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "plugin"), prepend=os.pathsep)
-    monkeypatch.setattr("pipeline.track.start._running", [])
+    monkeypatch.setenv("PYTHONPATH", str(plugin(tmp_path)), prepend=os.pathsep)
+    monkeypatch.setattr("pipeline.track.stage._running", [])
     begun: list[RunningFeeder] = []
 
     def begin(tracker: Mapping[str, Any], timeout: float) -> RunningFeeder:
@@ -53,7 +76,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         ctx = context(folder)
         ctx.slot = "track"
         ctx.on_exit = lambda end: begun.append(end.__self__)
-        start_feeder(ctx, timeout, lambda folder: "")
+        Named(timeout=timeout).run(ctx)
         return begun[-1]
 
     yield begin
@@ -155,7 +178,7 @@ def test_what_the_tracker_keeps_has_a_command(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     feeder = start(HANGING, 0.5)
-    feeder.unsent = lambda folder: f"theirs sync {folder.name}"
+    feeder.stage = Named(timeout=0.5, own="theirs sync")
     assert is_open(feeder)
     feeder.end()
     rest = f"`pipe track {feeder.ctx.run_dir}` and `theirs sync run`"
@@ -212,3 +235,67 @@ def test_a_recipe_that_cannot_be_read_is_in_a_file(
     assert line.startswith("track: tracking has ended: ")
     assert f"(more in {file}); `pipe track " in line
     assert "there is no stage `track.unknown`" in file.read_text()
+
+
+TRACKERS = {
+    "in_open": {"at": "open"},
+    "in_log": {"at": "log"},
+    "in_close": {"at": "close"},
+    "hanging": {"at": "log", "hangs": True, "timeout": 1},
+}
+PATIENCE = 10.0
+"""Seconds that trackers of which one hangs may keep a run at its end, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Pipe:
+    folder = tmp_path_factory.mktemp("project")
+    slots = {slot: {"use": "track.failing", **fields} for slot, fields in TRACKERS.items()}
+    tiny_project(folder, works={"use": "track.sqlite", "file": "./runs.sqlite"}, **slots)
+    return Pipe(plugin(folder), folder)
+
+
+@pytest.fixture(scope="module")
+def run(project: Pipe) -> Outcome:
+    """Return what a run says that ends behind its training of four steps."""
+    options = ["--run-dir", "run", "--until", "train"]
+    return project("run", "tiny.yaml", "train.steps=4", "train.generate=null", *options)
+
+
+def test_each_is_a_line(run: Outcome, project: Pipe) -> None:
+    assert run.code == 0, run.stderr
+    said = (run.stdout + run.stderr).splitlines()
+    for slot in ("in_open", "in_log", "in_close"):
+        file = project.folder / f"run/trackers/{slot}.txt"
+        (line,) = [line for line in said if line.startswith(f"{slot}: ") and "track.f" not in line]
+        why = f"ConnectionError: no network in {slot.removeprefix('in_')}"
+        rest = f"`pipe track {shlex.quote(str(file.parent.parent))}` sends the rest"
+        assert line == f"{slot}: tracking has ended: {why} (more in {file}); {rest}"
+        assert file.read_text().rstrip().endswith(f"{why}\nmore of it")
+    (line,) = [line for line in said if line.startswith("hanging: not")]
+    rest = f"the rest is sent by `pipe track {project.folder / 'run'}`"
+    assert line == f"hanging: not everything was sent in 1 s; {rest}"
+
+
+def test_training_is_not_stopped_or_delayed(run: Outcome, project: Pipe) -> None:
+    found = list(records(project.folder / "run/metrics.jsonl"))
+    assert [record["step"] for record in found if "loss" in record] == [1, 2, 3, 4]
+    journal = (project.folder / "run/journal.jsonl").read_text().splitlines()
+    times = {event.get("slot", event["event"]): event["time"] for event in map(json.loads, journal)}
+    assert times["run stopped"] - times["train"] < PATIENCE
+
+
+def test_a_resumed_run_goes_on_in_the_same_run(run: Outcome, project: Pipe) -> None:
+    off = [f"{slot}=null" for slot in TRACKERS]
+    done = project("resume", "run", "train.steps=6", *off, "--until", "train")
+    assert done.code == 0, done.stderr
+    found = sqlite3.connect(project.folder / "runs.sqlite")
+    assert found.execute("select name, outcome from runs").fetchall() == [("run", "finished")]
+    rows = found.execute("select step, value from metrics where name = 'loss' order by step")
+    expected = [(r["step"], r["loss"]) for r in records(project.folder / "run/metrics.jsonl")
+                if "loss" in r]  # fmt: skip
+    assert rows.fetchall() == expected
+    assert [step for step, _ in expected] == [1, 2, 3, 4, 5, 6]
+    found.close()
+    sent = project("track", "run")
+    assert (sent.code, sent.stdout) == (0, "works: 0 steps sent\n")
