@@ -48,14 +48,9 @@ class HfTrainer(TrainerFields):
         yield from _other_slots(self, plan)
 
     def run(
-        self,
-        ctx: Context,
-        data: Data,
-        optimizer: OptimizerPlan,
-        precision: Precision,
-        model: ModelSource,
-        callback: StepCallback | None = None,
-    ) -> TrainedRun:
+        self, ctx: Context, data: Data, optimizer: OptimizerPlan, precision: Precision,
+        model: ModelSource, callback: StepCallback | None = None,
+    ) -> TrainedRun:  # fmt: skip
         from stages.hf.trainer_run import train
 
         return train(self, ctx, data, optimizer, precision, model, callback)

@@ -20,7 +20,7 @@ from stages.batches.feed import Feed
 from stages.batches.samples import micro_batch, read
 from stages.batches.settings import BatchPlan
 from stages.objectives.cross_entropy import RowLoss
-from stages.objectives.rows import rows_in_order
+from stages.train.evaluation import rows_in_order
 
 ALONE, CPU = DataAxis(index=0, count=1), torch.device("cpu")
 

@@ -58,7 +58,12 @@ SHAPES = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
 """Our shape of a fall -> transformers'."""
 
 
-@given(data=st.data(), total=st.integers(1, 400), final=st.floats(0, 1), power=st.floats(0.1, 5))
+@given(
+    data=st.data(),
+    total=st.integers(1, 400),
+    final=st.just(0.0) | st.floats(0, 1),
+    power=st.floats(0.1, 5),
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_update_has_the_rate_that_transformers_gives_it(
     schedule: Any, data: Any, total: int, final: float, power: float
@@ -84,12 +89,6 @@ def test_every_update_has_the_rate_that_transformers_gives_it(
     assert found == pytest.approx(theirs(name, total, warmup, **fields), abs=1e-12)
 
 
-@given(total=st.integers(1, 400), warmup=st.integers(0, 399))
-def test_cosine_to_zero_is_the_plain_one(total: int, warmup: int) -> None:
-    found = values("cosine", total, warmup, final_lr_ratio=0.0)
-    assert found == pytest.approx(theirs("cosine", total, warmup), abs=1e-12)
-
-
 def test_where_schedules_differ_from_transformers() -> None:
     """docs/dev/optimizers.md lists these."""
     linear = values("linear", 4, 0, final_lr_ratio=0.2)
@@ -100,7 +99,8 @@ def test_where_schedules_differ_from_transformers() -> None:
     assert values("wsd", 4, 2, **long) == pytest.approx([0.0, 0.5, 1.0, 0.5])
     found = theirs("warmup_stable_decay", 4, 2, num_decay_steps=4, decay_type="linear")
     assert found == pytest.approx([0.0, 0.5, 0.5, 0.25])
-    assert (steps_in(0.07, 100), math.ceil(0.07 * 100)) == (7, 8)
+    assert [steps_in(*case) for case in ((0.1, 40), (0.1, 41), (0.07, 100))] == [4, 5, 7]
+    assert math.ceil(0.07 * 100) == 8
 
 
 @given(
@@ -125,10 +125,6 @@ def test_schedules_stay_in_bounds_and_fall_after_warm_up(
     if schedule in TO_THE_END and total > warmup:
         stage = AdamW(schedule=schedule, warmup_steps=warmup, final_lr_ratio=final, **fields)
         assert stage.lr_scale(total, total) == pytest.approx(final, abs=1e-9)
-
-
-def test_fractions_of_all_steps_are_rounded_up() -> None:
-    assert [steps_in(*case) for case in ((0.1, 40), (0.1, 41), (0.07, 100))] == [4, 5, 7]
 
 
 WARNING = (

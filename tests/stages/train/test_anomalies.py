@@ -237,6 +237,8 @@ def test_a_run_stops_and_says_why(
     )  # fmt: skip
     with pytest.raises(RankFailed, match=f"StageError: {message}"):
         run_ranks(train, 1, str(tmp_path), case)
+    saved = [path.name for path in tmp_path.glob("checkpoints/*")]
+    assert saved == ["step-00000000"] * case.anomalies.rolls_back
 
 
 LOSSES = st.lists(st.floats(0.01, 100), min_size=2, max_size=12)
