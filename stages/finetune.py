@@ -147,7 +147,7 @@ class Finetune:
 
 
 def _choices(request: AdviceRequest) -> Choices:
-    """The numbers by the data, or those of a training of which nothing is known."""
+    """The numbers by the data, or the defaults without it."""
     if request.survey is None:
         return Choices(
             sequence=request.sequence or SEQUENCE,

@@ -126,8 +126,8 @@ class DataSurvey:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The numbers, and a reason for each by its name in a recipe; by default, those of a training
-    of whose data nothing is known."""
+    """The numbers, and a reason for each by its name in a recipe. The defaults are for a training
+    without known data."""
 
     sequence: int
     batch: int

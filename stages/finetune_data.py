@@ -118,7 +118,8 @@ def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
     return DataSurvey(
         form=FORMS[form], rows=sum(forms.values()) + rows, lengths=sorted(lengths), broken=broken,
         all_read=kept.whole and source is not None, running=form == "text", template=template,
-        empty=first and Broken(EMPTY, len(empty), f"{Path(first.file).name}:{first.number}"),
+        empty=None if first is None
+        else Broken(EMPTY, len(empty), f"{Path(first.file).name}:{first.number}"),
         prompt=next(filter(None, short), None), **facts,
     )  # fmt: skip
 

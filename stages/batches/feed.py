@@ -179,9 +179,9 @@ class Feed:
         return taken
 
     def _prepare(self, place: Place) -> Prepared:
-        """Lay a micro-batch out, and begin to copy it to the device; any thread may. To a GPU it
-        goes on a separate stream, from page-locked memory, so that neither the host nor the device
-        waits: what the thread that receives the copy launches from then on waits for it."""
+        """Lay a micro-batch out, and begin to copy it to the device; any thread may. A copy to a
+        GPU has a separate stream and page-locked memory, so that neither the host nor the device
+        waits: what the thread that receives the copy then launches waits for it."""
         position, number = place
         first = int(self._indices(position, self.count(position))[0])
         indices, data = self._shares(position)[number], self._data

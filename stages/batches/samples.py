@@ -6,6 +6,7 @@ a wrong number would scale the gradient, and no one would see it."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ def read(
 
 
 def _mistakes(
-    data: Data, samples: Samples, indices: Sequence[int], found: Sequence[Sample],
+    data: Data, samples: Samples, indices: Sequence[int], found: Sequence[Any],
     vocabulary: int | None,
 ) -> Iterator[Mistake]:  # fmt: skip
     """Ways in which the samples found at `indices` are not as their set says."""
@@ -74,8 +75,8 @@ def _mistakes(
     yield from _of_counts(samples, indices, found)
     if vocabulary is None:
         return
-    for index, one in zip(indices, found, strict=True):
-        ids, labels = one.input_ids, one.labels
+    for index, sample in zip(indices, found, strict=True):
+        ids, labels = sample.input_ids, sample.labels
         odd = [*ids[(ids < 0) | (ids >= vocabulary)], *labels[labels >= vocabulary]]
         if odd:
             yield f"sample {index} has token {odd[0]}; the model embeds {vocabulary}", ""
@@ -84,7 +85,7 @@ def _mistakes(
 def _of_counts(
     samples: Samples, indices: Sequence[int], found: Sequence[Sample]
 ) -> Iterator[Mistake]:
-    """Numbers of targets or of rows that are not those of the samples."""
+    """Numbers of targets or of rows that the samples do not have."""
     counted = [int(np.count_nonzero(np.asarray(one.labels) != NO_TARGET)) for one in found]
     whole, said = sum(counted), samples.total_targets(np.array(indices, np.int64))
     if whole != said:

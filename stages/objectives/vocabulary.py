@@ -37,7 +37,7 @@ class VocabularyShard(NamedTuple):
             return None
         mesh, (placement,) = whole.device_mesh, whole.placements
         assert placement.is_shard(), f"the vocabulary is not sharded: {placement}"
-        rows = whole.shape[placement.dim]
+        rows = whole.shape[placement.dim]  # type: ignore[union-attr]
         own = own_chunk(rows, mesh)
         return cls(own.start, len(own), rows, mesh.get_group())
 

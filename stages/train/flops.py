@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -56,7 +57,7 @@ def known_cost(engine: Engine, source: ModelSource, peak: float | None = None) -
     if peak is None:
         return None
     model = next((m for m in outline(source).modules() if isinstance(m, PreTrainedModel)), None)
-    config = model and model.config.get_text_config()
+    config: Any = None if model is None else model.config.get_text_config()
     if model is None or getattr(config, "num_experts_per_tok", None):
         return None
     try:

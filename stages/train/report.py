@@ -44,14 +44,14 @@ class Reporter(StepCallback):
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         first = not self._last
         self._last, self._total = step, self._total_steps(progress)
-        self._write(step, {**record, "total_steps": self._total}, progress.best)
+        self.write(step, {**record, "total_steps": self._total}, progress.best)
         self._unshown.append(record)
         silent = sum(one["step_seconds"] for one in self._unshown)
         if first or silent >= QUIET_SECONDS or step % self._log_every == 0:
             self.show()
 
     def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        self._write(step, record, progress.best)
+        self.write(step, record, progress.best)
         mark = "  (the best so far)" if progress.best.get("step") == step else ""
         self._ctx.log.info(
             f"step {step}  eval_loss {record['eval_loss']:.4f}  "
@@ -61,13 +61,13 @@ class Reporter(StepCallback):
 
     def anomaly(self, step: int, facts: Mapping[str, Any]) -> None:
         """Report a step without update. Its record has the next step's number and no `loss`."""
-        self._write(step, facts)
+        self.write(step, facts)
         shown = "  ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
         self._ctx.log.warning(shown)
 
     def generated(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Report texts that were generated."""
-        self._write(step, {"generated": list(samples)})
+        self.write(step, {"generated": list(samples)})
         for sample in samples:
             answer = sample["text"] if sample["text"].strip() else "(empty answer)"
             text = f"{sample['prompt']} -> {answer}"
@@ -79,7 +79,7 @@ class Reporter(StepCallback):
         self.show()
         self._ctx.log.info("training ends early, at step %d of %d: %s", step, total, reason)
         if not again:
-            self._write(step, {"ended_early": reason})
+            self.write(step, {"ended_early": reason})
 
     def nothing_left(self, step: int, total: int, shortfall: str) -> None:
         """Report that a resumed training has no step to take, with the new total for readers;
@@ -89,23 +89,6 @@ class Reporter(StepCallback):
         else:
             self._ctx.log.info("nothing left to train: step %d of %d", step, total)
         self._ctx.metrics.write_length(step, total)
-
-    def saved(self, step: int, *, stalled: float) -> None:
-        """Report a checkpoint, for which training paused for `stalled` seconds."""
-        self._write(step, {"checkpoint_stall_seconds": stalled})
-
-    def written(self, checkpoint: WrittenCheckpoint, *, slowed: float | None) -> None:
-        """Report a checkpoint that is on disk. Steps took `slowed` seconds more while it was
-        written, if that is known."""
-        record = {
-            "checkpoint_seconds": checkpoint.seconds,
-            "checkpoint_bytes": checkpoint.size,
-            "checkpoint_user_seconds": checkpoint.user_seconds,
-            "checkpoint_system_seconds": checkpoint.system_seconds,
-        }
-        if slowed is not None:
-            record["checkpoint_slowed_seconds"] = slowed
-        self._write(checkpoint.step, record)
 
     def rewind(self, step: int) -> None:
         """Drop reports of steps after `step`."""
@@ -136,7 +119,8 @@ class Reporter(StepCallback):
         line = "  ".join([*parts, f"{each:.2f} s/step", f"eta {left}"])
         self._ctx.log.info(line, extra=IN_DISPLAY)
 
-    def _write(self, step: int, record: Mapping[str, Any], best: Mapping[str, Any] = {}) -> None:
+    def write(self, step: int, record: Mapping[str, Any], best: Mapping[str, Any] = {}) -> None:
+        """Write a record, and with it the best evaluation so far."""
         # The best is repeated in every record of a step, so that readers only need the last line.
         repeated = {f"best_{name}": value for name, value in best.items()}
         now = {"step": step, "time": time.time()}
@@ -173,7 +157,7 @@ class Saves(StepCallback):
         if progress.step != self.newest:
             self.newest, self._writes = progress.step, True
             self._beside.clear()
-            self.reporter.saved(progress.step, stalled=stalled)
+            self.reporter.write(progress.step, {"checkpoint_stall_seconds": stalled})
 
     def finish(self) -> str:
         """Wait until the last checkpoint is on disk; returns its address (collective)."""
@@ -201,13 +185,18 @@ class Saves(StepCallback):
         are known."""
         while self._written and (ended := self._written[0].ended) <= until:
             beside = [seconds for began, seconds in self._beside if began < ended]
-            slowed: float | None = None
-            if not beside:
-                slowed = 0.0
-            elif len(self._alone) >= FEWEST and len(self._beside) < MOST_BESIDE:
-                usual = statistics.median(self._alone)
+            done = self._written.pop(0)
+            record = {
+                "checkpoint_seconds": done.seconds,
+                "checkpoint_bytes": done.size,
+                "checkpoint_user_seconds": done.user_seconds,
+                "checkpoint_system_seconds": done.system_seconds,
+            }
+            if not beside or (len(self._alone) >= FEWEST and len(self._beside) < MOST_BESIDE):
+                usual = statistics.median(self._alone) if beside else 0.0
                 slowed = sum((seconds - usual for seconds in beside), 0.0)
-            self.reporter.written(self._written.pop(0), slowed=slowed)
+                record["checkpoint_slowed_seconds"] = slowed
+            self.reporter.write(done.step, record)
             self._alone += [seconds for began, seconds in self._beside if began >= ended]
             self._writes = False
             self._beside.clear()

@@ -76,7 +76,8 @@ class Anomalies:
     def without_rollback(self) -> Anomalies:
         """The same policy with `skip` instead of `rollback`."""
         given: dict[str, Any] = {"non_finite": self.non_finite, "spike": self.spike}
-        return replace(self, **{k: "skip" for k, action in given.items() if action == "rollback"})
+        skipped: dict[str, Any] = {k: "skip" for k, one in given.items() if one == "rollback"}
+        return replace(self, **skipped)
 
 
 @dataclass(frozen=True, kw_only=True)
