@@ -292,25 +292,16 @@ def test_evaluation_needs_held_out_samples(fields: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "keep_best", "found"),
     [
-        (
-            {"early_stopping": {"patience": 2}},
-            0,
-            ["early_stopping: needs evaluations before the end"],
-        ),
-        (
-            {},
-            1,
-            ["eval_every: the checkpoint slot's keep_best compares evaluations: one is too few"],
-        ),
-        (
-            {"eval_every": 5, "result": "best"},
-            0,
-            ["result: the checkpoint slot does not keep the best checkpoint"],
-        ),
+        ({"early_stopping": {"patience": 2}}, 0,
+         ["early_stopping: needs evaluations before the end"]),
+        ({}, 1,
+         ["eval_every: the checkpoint slot's keep_best compares evaluations: one is too few"]),
+        ({"eval_every": 5, "result": "best"}, 0,
+         ["result: the checkpoint slot does not keep the best checkpoint"]),
         ({"eval_every": 5, "result": "best", "early_stopping": {"patience": 2}}, 1, []),
         ({"early_stopping": {"patience": 0}}, 0, ["early_stopping.patience: must be more than 0"]),
     ],
-)
+)  # fmt: skip
 def test_mistakes(fields: Any, keep_best: int, found: list[str]) -> None:
     view = plan_view({"checkpoint": ShardedCheckpoint(keep_best=keep_best)})
     slot = {"global_batch_size": 8, "steps": 10, **fields}

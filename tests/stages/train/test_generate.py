@@ -87,13 +87,9 @@ class EndsAtOnce(StepCallback):
 
 
 def train(
-    dist: DistContext,
-    folder: str,
-    wrap: str,
-    generate: Generation | None,
-    stop: int = 0,
+    dist: DistContext, folder: str, wrap: str, generate: Generation | None, stop: int = 0,
     early: int = 0,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Train four steps, or until a signal comes behind step `stop` (-1: none at all), or stop early
     behind step `early`; returns the records of the run."""
     private_folder(Path(folder))
@@ -281,15 +277,12 @@ GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_siz
     [
         (GPT2, {"max_tokens": 1024}, []),
         ({**GPT2, "n_positions": 63}, {"max_tokens": 63}, []),
-        (
-            {**GPT2, "n_positions": 63},
-            {},
-            ["generate.max_tokens: is 64, and the model has 63 positions"],
-        ),
+        ({**GPT2, "n_positions": 63}, {},
+         ["generate.max_tokens: is 64, and the model has 63 positions"]),
         ({"model_type": "llama", "max_position_embeddings": 8}, {}, []),
         (GPT2, {"chat": True}, ["generate: needs a chat template, and the tokenizer of"]),
     ],
-)
+)  # fmt: skip
 def test_what_shows_before_a_start(
     config: dict[str, Any], fields: dict[str, Any], expected: list[str], tmp_path: Path
 ) -> None:

@@ -27,41 +27,28 @@ def event(name: str, start: float, end: float, tid: int = 1, cat: str = "cpu_op"
 WHOLE = event(STEP, 100, 200, cat="user_annotation")
 
 
-@pytest.mark.parametrize(
-    ("events", "expected"),
-    [
-        # no computation at that time
-        ([event("gloo:all_reduce", 150, 170, tid=2)], 0.2),
-        # partly at the same time
-        ([event("gloo:all_reduce", 150, 170, tid=2), event("aten::mm", 140, 160)], 0.1),
-        # overlapping events count once; events outside of the step do not count
-        ([event("gloo:all_gather", 150, 170, 2), event("gloo:all_gather", 160, 220, 3)], 0.5),
-        # events that only surround others, or wait, compute nothing
-        (
-            [
-                event("gloo:all_reduce", 150, 170, tid=2),
-                event("autograd::engine::evaluate_function: X", 140, 180),
-                event("aten::mm", 150, 155),
-                event("aten::norm", 155, 170),
-                event("c10d::allreduce_", 160, 170),
-                event("PythonSubclass", 156, 170),
-            ],
-            0.15,
-        ),
-        # other threads prepare data
-        ([event("gloo:all_reduce", 150, 170, tid=2), event("aten::stack", 150, 170, tid=9)], 0.2),
-        # on a GPU its kernels count, and concurrent work of the host does not
-        (
-            [
-                event("ncclDevKernel_AllGather", 120, 160, 7, "kernel"),
-                event("gemm", 100, 130, 8, "kernel"),
-                event("Memcpy HtoD", 150, 155, 8, "gpu_memcpy"),
-                event("aten::mm", 100, 200),
-            ],
-            0.25,
-        ),
-    ],
-)
+REDUCE = event("gloo:all_reduce", 150, 170, tid=2)
+SHARES: dict[str, tuple[list[dict[str, Any]], float]] = {
+    "no computation at that time": ([REDUCE], 0.2),
+    "partly at the same time": ([REDUCE, event("aten::mm", 140, 160)], 0.1),
+    "overlapping events count once, and those outside of the step not": (
+        [event("gloo:all_gather", 150, 170, 2), event("gloo:all_gather", 160, 220, 3)], 0.5,
+    ),
+    "events that only surround others, or wait, compute nothing": (
+        [REDUCE, event("autograd::engine::evaluate_function: X", 140, 180),
+         event("aten::mm", 150, 155), event("aten::norm", 155, 170),
+         event("c10d::allreduce_", 160, 170), event("PythonSubclass", 156, 170)], 0.15,
+    ),
+    "other threads prepare data": ([REDUCE, event("aten::stack", 150, 170, tid=9)], 0.2),
+    "on a GPU its kernels count, and concurrent work of the host does not": (
+        [event("ncclDevKernel_AllGather", 120, 160, 7, "kernel"),
+         event("gemm", 100, 130, 8, "kernel"), event("Memcpy HtoD", 150, 155, 8, "gpu_memcpy"),
+         event("aten::mm", 100, 200)], 0.25,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("events", "expected"), SHARES.values(), ids=SHARES)
 def test_communication_share(events: list[dict[str, Any]], expected: float) -> None:
     annotation = {"ph": "M", "name": "process_name"}
     found = breakdown([annotation, WHOLE, *events], ranks=2)

@@ -170,13 +170,9 @@ class Told(StepCallback):
 
 
 def train(
-    dist: DistContext,
-    folder: str,
-    every: int | None,
-    fields: dict[str, Any],
-    norms: dict[int, float],
-    breaks_at: int = 0,
-) -> dict[str, Any]:
+    dist: DistContext, folder: str, every: int | None, fields: dict[str, Any],
+    norms: dict[int, float], breaks_at: int = 0,
+) -> dict[str, Any]:  # fmt: skip
     """Train five steps; return what was done in which order, the steps in metrics.jsonl, those of
     checkpoints with the loss that each has, and the error."""
     ctx = context(dist, folder)
