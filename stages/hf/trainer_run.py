@@ -172,8 +172,8 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
         """Build the model, its optimizer, and their Trainer (collective)."""
         everyone, steps = torch.distributed.group.WORLD, loader.steps
         module = build_module(ctx, model, precision, replicas=everyone, casts=True)
-        for problem in several_rules(plan.rules):  # the stage may not declare them to `pipe check`
-            raise StageError(problem.message, hint=problem.hint)
+        for message, hint in several_rules(plan.rules):  # which the stage need not declare before
+            raise StageError(message, hint=hint)
         ((_, part, optimizer),) = make_optimizers(plan, module)
         arguments = TrainingArguments(
             output_dir=str(folder),
