@@ -28,10 +28,9 @@ from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.anomalies import AnomalyMonitor
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.garbage import collect_behind
-from stages.train.meter import StepMeter, TakenStep
+from stages.train.loop import collect_after
 from stages.train.report import Reporter
-from stages.train.step import TrainStep
+from stages.train.step import StepMeter, TakenStep, TrainStep
 
 
 def run_context(job: Job, dist: DistContext, log: Any, on_exit: Any) -> Context:
@@ -77,8 +76,7 @@ class OurLoop:
             feed=feed,
             plan=self._plan,
             monitor=AnomalyMonitor(config.anomalies, engine.total),
-            observe=self._meter.observe,
-            heartbeat=ctx.dist.heartbeat,
+            meter=self._meter,
         )
         self._reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
 
@@ -86,13 +84,13 @@ class OurLoop:
         """Train `steps` steps; return the global loss of the last one."""
         progress, loss = self._progress, 0.0
         taken: list[TakenStep] = []
-        gc.disable()  # as stages.train.garbage; what it does once before training is not timed
+        gc.disable()  # as stages.train.loop; what it does once before training is not timed
         for left in reversed(range(steps)):
             before = replace(progress)
             result = self._step(progress)
             taken.append(self._meter.end(result, before, progress))
-            collect_behind(progress.step)
-            while len(taken) > (left > 0):  # as stages.train.launched
+            collect_after(progress.step)
+            while len(taken) > (left > 0):  # as LaunchedSteps
                 loss = self._tell(taken.pop(0))
         gc.enable()
         return loss

@@ -32,9 +32,8 @@ from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from stages.batches.feed import BatchStats
-from stages.train.meter import StepMeter
 from stages.train.report import Reporter
-from stages.train.step import StepResult
+from stages.train.step import StepMeter, StepResult
 
 LIMIT = 1.01
 CALLS = 1000
@@ -90,10 +89,10 @@ def metrics_seconds(folder: Path) -> float:
     reporter = Reporter(ctx, log_every=1, total_steps=lambda progress: CALLS)
     report = StepReport(grad_norm=1.0, applied=True)
     loss, stats = torch.tensor(2.0), BatchStats()
-    result = StepResult(report=report, rates={"lr": 1e-4}, stats=stats, anomaly="")
     began = time.perf_counter()
     for step in range(1, CALLS + 1):
-        meter.observe(loss, stats, {})
+        sums = meter.sums(loss, stats)
+        result = StepResult(report=report, rates={"lr": 1e-4}, stats=stats, sums=sums)
         taken = meter.end(result, progress, progress)
         reporter.on_step(step, progress, meter.record(taken))
     return (time.perf_counter() - began) / CALLS

@@ -42,45 +42,49 @@ class Finetune:
 
     def __call__(self, request: AdviceRequest) -> Mapping[str, Mapping[str, Any]]:
         """Return the slots, with an empty one for the strategy."""
-        if request.survey is None:
-            chosen = None
-            batch = request.global_batch or max(BATCH, request.ranks)
-            length = request.sequence or SEQUENCE
-        else:
-            chosen = _choices(request)
-            batch, length = chosen.batch, chosen.sequence
-        most = request.micro_batch or max(_most_tokens(request) // length, 1)
+        chosen, found = _choices(request), request.survey
+        most = request.micro_batch or max(_most_tokens(request) // chosen.sequence, 1)
+        # The attention that the architecture has, where it is not the default.
+        kind = (config_at_hand(HfModel(**request.model)) or {}).get("model_type")
+        best = suited_attention(str(kind), "cuda" if request.on_gpus else "cpu")
+        model: dict[str, Any] = {"use": "model.hf"}
+        if best != HfModel.attention:
+            model["attention"] = best
+        model |= {name: request.named(value) for name, value in request.model.items()}
+        if found and found.template:
+            model["chat_template"] = found.template
+        train: dict[str, Any] = {
+            "use": "train.causal_lm",
+            "epochs": chosen.epochs,
+            "global_batch_size": chosen.batch,
+            "micro_batch_size": min(most, -(-chosen.batch // request.ranks)),
+        }
+        if chosen.held:
+            train |= {"eval_every": chosen.eval_every, "eval_first": True}
+        small = found is not None and (found.parameters or ANSWERS) < ANSWERS
+        if found and found.prompt and small and (found.positions or ROOM) >= ROOM:
+            # A question of the data, answered before and after training.
+            asked = {"prompts": [found.prompt], "chat": True, "first": True, "max_tokens": 64}
+            train["generate"] = asked
         low_rank = {"adapter": {"use": "adapter.lora", "rank": RANK, "alpha": ALPHA}}
-        template = request.survey.template if request.survey else None
         return {
-            "model": {
-                "use": "model.hf", **_attention(request),
-                **{name: request.named(value) for name, value in request.model.items()},
-                **({"chat_template": template} if template else {}),
-            },
+            "model": model,
             **(low_rank if request.lora else {}),
             "precision": {"use": "precision.policy", "compute": request.compute},
-            "data": _data(request, chosen, length),
+            "data": {
+                "use": "data.text" if found and found.running else "data.chat",
+                "heldout_fraction": chosen.fraction,
+                "files": request.named(str(request.data.absolute())),
+                "sequence_length": chosen.sequence,
+                **({"bad_rows": chosen.bad_rows} if found else {}),
+            },
             "optimizer": {
-                "use": "optimizer.adamw", "warmup_ratio": chosen.warmup if chosen else 0.03,
+                "use": "optimizer.adamw", "warmup_ratio": chosen.warmup,
                 "lr": _rate(request)[0], "weight_decay": 0.0 if request.lora else 0.1,
             },
             "wrap": {},
-            "checkpoint": {
-                "use": "checkpoint.sharded", "every": chosen.save_every if chosen else 200,
-                "keep": 2,
-            },
-            "train": {
-                "use": "train.causal_lm",
-                "epochs": chosen.epochs if chosen else 1,
-                "global_batch_size": batch,
-                "micro_batch_size": min(most, -(-batch // request.ranks)),
-                **(
-                    {"eval_every": chosen.eval_every, "eval_first": True}
-                    if chosen and chosen.held else {}
-                ),
-                **_answers(request),
-            },
+            "checkpoint": {"use": "checkpoint.sharded", "every": chosen.save_every, "keep": 2},
+            "train": train,
             "consolidate": {"use": "consolidate.stream"},
             "export": {"use": "export.safetensors", "dtype": "bf16"},
         }  # fmt: skip
@@ -109,23 +113,48 @@ class Finetune:
             return
         yield from request.survey.lines()
         chosen = _choices(request)
-        train, checkpoint = slots["train"], slots["checkpoint"]
+        train, optimizer, lora = slots["train"], slots["optimizer"], request.lora
         values = {
             "sequence_length": chosen.sequence, "bad_rows": chosen.bad_rows,
             "heldout_fraction": chosen.fraction, "epochs": chosen.epochs,
             "global_batch_size": chosen.batch, "warmup_ratio": chosen.warmup,
-            "eval_every": chosen.eval_every, "every": checkpoint["every"],
+            "eval_every": chosen.eval_every, "checkpoint.every": slots["checkpoint"]["every"],
         }  # fmt: skip
         for name, value in values.items():
-            where = "checkpoint.every" if name == "every" else name
-            yield f"{where} {'null' if value is None else value}: {chosen.why[name]}"
+            yield f"{name} {'null' if value is None else value}: {chosen.why[name]}"
         if "generate" in train:
             yield "generate: a question from the data, answered before and after training"
         most = f"at most {_most_tokens(request):,} tokens per pass"
         yield f"micro_batch_size {train['micro_batch_size']}: {most}"
-        yield from _of_training(request, slots)
+        rate, other = _rate(request), _rate(replace(request, lora=not lora))[0]
+        others = "all weights" if lora else "LoRA"
+        yield f"lr {optimizer['lr']:g}: {rate[1]} ({other:g} for {others})"
+        decay = "LoRA has few weights to decay" if lora else "all weights (0 for LoRA)"
+        yield f"weight_decay {optimizer['weight_decay']:g}: {decay}"
+        if lora:
+            scale = f"updates are multiplied by alpha / rank = {ALPHA / RANK:g}"
+            yield f"lora: rank {RANK}, alpha {ALPHA}: {scale}"
+        at, procs = "these GPUs compute in it at full speed", "one for each GPU"
+        if not request.on_gpus:
+            at = "most CPUs only emulate bf16"
+            procs = "one process uses all cores; each further one takes as much memory again"
+        yield f"compute {slots['precision']['compute']}: {at}"
+        yield f"procs {request.ranks}: {procs}"
+        dtype = slots["export"]["dtype"]
+        yield f"export.dtype {dtype}: half the size of fp32, as most models have it"
         if request.survey.template:
             yield f"chat_template {request.survey.template}: the tokenizer has none"
+
+
+def _choices(request: AdviceRequest) -> Choices:
+    """The numbers by the data, or the defaults without it."""
+    if request.survey is None:
+        return Choices(
+            sequence=request.sequence or SEQUENCE,
+            batch=request.global_batch or max(BATCH, request.ranks),
+        )
+    batch, length = request.global_batch, request.sequence
+    return choose(request.survey, sequence=length, batch=batch, ranks=request.ranks)
 
 
 def _most_tokens(request: AdviceRequest) -> int:
@@ -145,61 +174,6 @@ def _rate(request: AdviceRequest) -> tuple[float, str]:
     if size >= SMALL:
         return 2e-5, "all weights from 1B parameters"
     return 1e-4, "all weights of a model below 1B parameters"
-
-
-def _of_training(request: AdviceRequest, slots: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each choice that follows from the model and the machines."""
-    optimizer, compute = slots["optimizer"], slots["precision"]["compute"]
-    other = _rate(replace(request, lora=not request.lora))[0]
-    others = "all weights" if request.lora else "LoRA"
-    yield f"lr {optimizer['lr']:g}: {_rate(request)[1]} ({other:g} for {others})"
-    decay = "LoRA has few weights to decay" if request.lora else "all weights (0 for LoRA)"
-    yield f"weight_decay {optimizer['weight_decay']:g}: {decay}"
-    if request.lora:
-        scale = f"updates are multiplied by alpha / rank = {ALPHA / RANK:g}"
-        yield f"lora: rank {RANK}, alpha {ALPHA}: {scale}"
-    if not request.on_gpus:
-        yield f"compute {compute}: most CPUs only emulate bf16"
-        cores = "one process uses all cores; each further one takes as much memory again"
-        yield f"procs {request.ranks}: {cores}"
-    else:
-        yield f"compute {compute}: these GPUs compute in it at full speed"
-        yield f"procs {request.ranks}: one for each GPU"
-    yield f"export.dtype {slots['export']['dtype']}: half the size of fp32, as most models have it"
-
-
-def _choices(request: AdviceRequest) -> Choices:
-    return choose(
-        request.survey, sequence=request.sequence, batch=request.global_batch, ranks=request.ranks
-    )
-
-
-def _data(request: AdviceRequest, chosen: Choices | None, length: int) -> dict[str, Any]:
-    file = request.named(str(request.data.absolute()))
-    return {
-        "use": "data.text" if chosen and request.survey.running else "data.chat",
-        "heldout_fraction": chosen.fraction if chosen else 0.02,
-        "files": file, "sequence_length": length,
-        **({"bad_rows": chosen.bad_rows} if chosen else {}),
-    }  # fmt: skip
-
-
-def _answers(request: AdviceRequest) -> dict[str, Any]:
-    """A question of the data, answered before and after training."""
-    found = request.survey
-    prompt = found.prompt if found else None
-    small = found is not None and (found.parameters or ANSWERS) < ANSWERS
-    if prompt is None or not small or (found.positions or ROOM) < ROOM:
-        return {}
-    return {"generate": {"prompts": [prompt], "chat": True, "first": True, "max_tokens": 64}}
-
-
-def _attention(request: AdviceRequest) -> Mapping[str, str]:
-    """The attention that the architecture has, where it is not the default."""
-    config = config_at_hand(HfModel(**request.model)) or {}
-    device = "cuda" if request.on_gpus else "cpu"
-    best = suited_attention(str(config.get("model_type")), device)
-    return {} if best == HfModel.attention else {"attention": best}
 
 
 finetune = Finetune()

@@ -126,62 +126,64 @@ class DataSurvey:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The numbers, and a reason for each by its name in a recipe."""
+    """The numbers, and a reason for each by its name in a recipe. The defaults are for a training
+    without known data."""
 
     sequence: int
-    samples: int
-    """Samples to train on."""
-    held: int
-    fraction: float
-    """Samples held out, and their share of all; 0 of a single sample."""
-    epochs: int
     batch: int
-    steps: int
-    warmup: float
-    eval_every: int | None
+    samples: int = 0
+    """Samples to train on."""
+    held: int = 0
+    fraction: float = 0.02
+    """Samples held out, and their share of all; 0 of a single sample."""
+    epochs: int = 1
+    steps: int = 0
+    warmup: float = 0.03
+    eval_every: int | None = None
     """None without samples that are held out."""
-    save_every: int
-    bad_rows: str
-    why: Mapping[str, str]
+    save_every: int = 200
+    bad_rows: str = "error"
+    why: Mapping[str, str] = field(default_factory=dict)
 
 
 def choose(survey: DataSurvey, *, sequence: int | None, batch: int | None, ranks: int) -> Choices:
     """Choose what is not given: the tokens of a sample and the samples of a step, on `ranks`
     processes."""
-    why: dict[str, str] = {}
-    length = _sequence(survey, sequence, why)
+    length, covers = _sequence(survey, sequence)
     count = _blocks(survey.tokens, length) if survey.running else survey.usable
-    held, fraction = _held(count, why)
+    fraction = HELD if count * HELD <= MOST_HELD else float(f"{MOST_HELD / count:.1g}")
+    held = max(1, round(count * fraction))
+    if count == 1:
+        held, fraction = 0, 0.0
     samples = max(count - held, 1)
     epochs = next((number for below, number in EPOCHS if samples < below), 1)
-    why["epochs"] = f"{counted(samples, 'samples')} to train on" + (
-        "" if epochs > 1 else ", enough to see each once"
-    )
-    size = batch or _batch(samples, ranks)
-    of_epoch = -(-samples // size)
+    if (size := batch or 0) == 0:
+        # The largest power of two with enough steps an epoch, and at least one for each rank.
+        fits = max(samples // STEPS_OF_EPOCH, LEAST_BATCH)
+        size = -(-min(BATCH, 1 << fits.bit_length() - 1) // ranks) * ranks
     steps = -(-epochs * samples // size)
-    why["global_batch_size"] = (
-        f"{counted(of_epoch, 'steps')} an epoch, {counted(steps, 'steps')} in all"
-        f"{'' if batch is None else ', as asked'}"
-    )
     evaluated = max(1, _round(steps / EVALUATIONS))
     saved = evaluated * max(1, round(steps / SAVES / evaluated))
-    why["eval_every"] = (
-        f"{counted(1 + -(-steps // evaluated), 'evaluations')}, the first before training"
-        if held
-        else "there is nothing to evaluate on"
-    )
-    why["every"] = f"{counted(-(-steps // saved), 'checkpoints')}; the last two are kept"
     warmup = 0.1 if steps < SHORT else 0.03
-    why["warmup_ratio"] = counted(math.ceil(warmup * steps), "steps")
-    drop = bool(survey.broken) or not survey.all_read
     broken = sum(one.number for one in survey.broken)
-    why["bad_rows"] = (
-        f"{counted(broken, 'broken rows')} {'is' if broken == 1 else 'are'} left out and reported"
-        if broken
+    drop = bool(survey.broken) or not survey.all_read
+    why = {
+        "sequence_length": covers,
+        "heldout_fraction": f"{counted(held, 'samples')} to evaluate on" if held
+        else "the only sample is trained on",
+        "epochs": f"{counted(samples, 'samples')} to train on"
+        f"{', enough to see each once' if epochs == 1 else ''}",
+        "global_batch_size": f"{counted(-(-samples // size), 'steps')} an epoch, "
+        f"{counted(steps, 'steps')} in all{'' if batch is None else ', as asked'}",
+        "eval_every": f"{counted(1 + -(-steps // evaluated), 'evaluations')}, the first before "
+        "training" if held else "there is nothing to evaluate on",
+        "checkpoint.every": f"{counted(-(-steps // saved), 'checkpoints')}; the last two are kept",
+        "warmup_ratio": counted(math.ceil(warmup * steps), "steps"),
+        "bad_rows": f"{counted(broken, 'broken rows')} {'is' if broken == 1 else 'are'} left out "
+        "and reported" if broken
         else "not every row was looked at: broken ones are left out and reported" if drop
-        else "no row is broken"
-    )  # fmt: skip
+        else "no row is broken",
+    }  # fmt: skip
     return Choices(
         sequence=length, samples=samples, held=held, fraction=fraction, epochs=epochs, batch=size,
         steps=steps, warmup=warmup, eval_every=evaluated if held else None, save_every=saved,
@@ -189,54 +191,29 @@ def choose(survey: DataSurvey, *, sequence: int | None, batch: int | None, ranks
     )  # fmt: skip
 
 
-def _sequence(survey: DataSurvey, given: int | None, why: dict[str, str]) -> int:
-    """Tokens of a sample."""
+def _sequence(survey: DataSurvey, given: int | None) -> tuple[int, str]:
+    """Tokens of a sample, and why."""
     most = min(LONGEST, survey.positions or LONGEST)
     if survey.running:
         fits = survey.tokens // BLOCKS
         chosen = given or max(UNIT, min(BLOCK, most, 1 << max(fits, 1).bit_length() - 1))
         blocks = _blocks(survey.tokens, chosen)
         are = "is one block" if blocks == 1 else f"are {blocks:,} blocks"
-        why["sequence_length"] = f"{counted(survey.tokens, 'tokens')} {are}"
-        return chosen
+        return chosen, f"{counted(survey.tokens, 'tokens')} {are}"
     length, tail = survey.covering(COVERED), survey.covering(FEW_LONG)
     length = tail if length > 2 * tail else length
     if survey.lengths[-1] <= 1.25 * length:
         length = survey.lengths[-1]
     chosen = given or max(2, min(most, -(-length // UNIT) * UNIT))
-    longer = survey.longer(chosen)
-    covers = "all rows fit" if not longer else (
-        f"covers {100 * (1 - longer / survey.usable):.4g} % of the rows; "
-        f"{counted(longer, 'rows')} {'is' if longer == 1 else 'are'} longer and cut"
-    )  # fmt: skip
-    why["sequence_length"] = covers
-    return chosen
+    if not (longer := survey.longer(chosen)):
+        return chosen, "all rows fit"
+    cut = f"{counted(longer, 'rows')} {'is' if longer == 1 else 'are'} longer and cut"
+    return chosen, f"covers {100 * (1 - longer / survey.usable):.4g} % of the rows; {cut}"
 
 
 def _blocks(tokens: int, length: int) -> int:
     """Blocks of a text: its first token is not a target."""
     return max(1, -(-(tokens - 1) // length))
-
-
-def _held(count: int, why: dict[str, str]) -> tuple[int, float]:
-    """Samples that are held out, and their share."""
-    if count == 1:
-        why["heldout_fraction"] = "the only sample is trained on"
-        return 0, 0.0
-    fraction = HELD
-    if count * HELD > MOST_HELD:
-        fraction = float(f"{MOST_HELD / count:.1g}")
-    held = max(1, round(count * fraction))
-    why["heldout_fraction"] = f"{counted(held, 'samples')} to evaluate on"
-    return held, fraction
-
-
-def _batch(samples: int, ranks: int) -> int:
-    """Samples of a step: the largest power of two with enough steps an epoch, and at least one for
-    each rank."""
-    fits = max(samples // STEPS_OF_EPOCH, LEAST_BATCH)
-    size = min(BATCH, 1 << fits.bit_length() - 1)
-    return -(-size // ranks) * ranks
 
 
 def _round(number: float) -> int:

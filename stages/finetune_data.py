@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,38 +78,49 @@ def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
     UsageError if none can be used, StageError for a file that cannot be read."""
     part = Part(file)
     source, why = _source(ctx, model)
-    facts = _facts(ctx, model, source)
-    if file.name.endswith(TEXT):
-        return _texts(part, source, facts, why)
+    facts = _facts(ctx, model, source) | {"name": file.name, "guessed": why}
+    if file.name.endswith(TEXT):  # plain text is one document
+        documents = read_documents([part], text_key="text", unit="file")
+        text = "".join(document.text for document in documents)
+        length = len(text) // CHARACTERS_A_TOKEN
+        if source is not None:
+            share = text[: MOST_CHARACTERS // 64]
+            ids = plain_ids(source.tokenizer(), [share])[0]
+            length = len(ids) * len(text) // max(len(share), 1)
+        return DataSurvey(form="plain text", rows=1, lengths=[length + END], running=True, **facts)
     mistakes, kept, forms = Mistakes([part], "drop"), _Some(), dict[str, int]()
     with activity("reading rows", unit="rows") as doing:
         for row in rows_with_forms([part], None, Names(), mistakes):
             forms[row.form] = forms.get(row.form, 0) + 1
             kept.add(row)
             doing.advance(1)
-    if not forms:
-        raise UsageError(f"no row of {file} can be trained on: {_broken(mistakes)[0].what}"
-                         if mistakes.count else f"{file} has no rows")  # fmt: skip
-    form = max(forms, key=lambda one: forms[one])
-    rows, found = sum(forms.values()) + mistakes.count, [*kept.rows]
-    template, empty = None, list[Row]()
+    rows, found, template, empty = mistakes.count, [*kept.rows], None, list[Row]()
+    lengths, form = list[int](), max(forms, key=lambda one: forms[one], default="")
     if source is None:
         lengths = [_characters(row.value) // CHARACTERS_A_TOKEN + 8 for row in found]
-    else:
+    elif found:
         if form in NEED_TEMPLATE and not source.tokenizer().chat_template:
             template = "plain"
             source, _ = _source(ctx, {**model, "chat_template": template})
         assert source is not None
         lengths = list(_encoded(source, found, mistakes, empty))
-    broken = _broken(mistakes)
-    short = (_prompt(row) for row in found) if source else iter(())
+    broken = tuple(
+        Broken(what, count, f"{Path(first.file).name}:{first.row}")
+        for what, count, first in mistakes.kinds()
+    )
     if not lengths:
-        why = broken[0].what if broken else "they have no tokens"
-        raise UsageError(f"no row of {file} can be trained on: {why}")
+        if not forms and not broken:
+            raise UsageError(f"{file} has no rows")
+        what = broken[0].what if broken else "they have no tokens"
+        raise UsageError(f"no row of {file} can be trained on: {what}")
+    first = min(empty, key=lambda row: row.number, default=None)
+    short = (_prompt(row) for row in found if source)
     return DataSurvey(
-        name=file.name, form=FORMS[form], rows=rows, lengths=sorted(lengths), broken=broken,
+        form=FORMS[form], rows=sum(forms.values()) + rows, lengths=sorted(lengths), broken=broken,
         all_read=kept.whole and source is not None, running=form == "text", template=template,
-        empty=_with_empty(empty), prompt=next(filter(None, short), None), guessed=why, **facts,
+        empty=None if first is None
+        else Broken(EMPTY, len(empty), f"{Path(first.file).name}:{first.number}"),
+        prompt=next(filter(None, short), None), **facts,
     )  # fmt: skip
 
 
@@ -123,33 +135,23 @@ def _source(ctx: Context, model: Mapping[str, Any]) -> tuple[ModelSource | None,
 
 
 def _facts(ctx: Context, model: Mapping[str, Any], source: ModelSource | None) -> dict[str, Any]:
-    """Parameters, positions and weights of the model, as far as they are known."""
+    """Parameters, positions and quantized weights of the model, as far as they are known."""
+    asked, weights = HfModel(**model), ""
     try:
-        config = read_config(HfModel(**model))
+        config = read_config(asked)
         source = source or HfModel(config=config).run(ctx)
     except StageError:
         config = {}
     inner = config.get("text_config") or config
-    positions = inner.get("max_position_embeddings")
-    parameters = None
+    positions, parameters = inner.get("max_position_embeddings"), None
     if source is not None:
         parameters = sum(one.numel() for one in outline(source).parameters())
-    return {
-        "positions": positions if isinstance(positions, int) else None, "parameters": parameters,
-        "weights": _quantized(HfModel(**model)),
-    }  # fmt: skip
-
-
-def _quantized(model: HfModel) -> str:
-    """Type that most weights of a GGUF file are quantized to; empty if they are not, or if it is
-    not here."""
-    file = local(model.path or "") / (model.gguf_file or "")
-    if not is_local(model.path or "") or model.init == "random" or not is_gguf(file.name):
-        return ""
-    try:
-        return quantization(file)
-    except StageError:  # reported with the tokenizer
-        return ""
+    file = local(asked.path or "") / (asked.gguf_file or "")
+    if is_local(asked.path or "") and asked.init != "random" and is_gguf(file.name):
+        with contextlib.suppress(StageError):  # reported with the tokenizer
+            weights = quantization(file)
+    positions = positions if isinstance(positions, int) else None
+    return {"positions": positions, "parameters": parameters, "weights": weights}
 
 
 def _encoded(
@@ -194,35 +196,6 @@ def _prompt(row: Row) -> str | None:
     if first.get("role") != "user" or not isinstance(text, str) or not 0 < len(text) <= QUESTION:
         return None
     return text if reads_back(text) else None
-
-
-def _broken(mistakes: Mistakes) -> tuple[Broken, ...]:
-    return tuple(
-        Broken(what, count, f"{Path(first.file).name}:{first.row}")
-        for what, count, first in mistakes.kinds()
-    )
-
-
-def _with_empty(rows: Sequence[Row]) -> Broken | None:
-    first = min(rows, key=lambda row: row.number, default=None)
-    if first is None:
-        return None
-    return Broken(EMPTY, len(rows), f"{Path(first.file).name}:{first.number}")
-
-
-def _texts(part: Part, source: ModelSource | None, facts: dict[str, Any], why: str) -> DataSurvey:
-    """A file of plain text is one document."""
-    documents = read_documents([part], text_key="text", unit="file")
-    text = "".join(document.text for document in documents)
-    if source is None:
-        length = len(text) // CHARACTERS_A_TOKEN
-    else:
-        share = text[: MOST_CHARACTERS // 64]
-        length = len(plain_ids(source.tokenizer(), [share])[0]) * len(text) // max(len(share), 1)
-    return DataSurvey(
-        name=Path(part.name).name, form="plain text", rows=1, lengths=[length + END], running=True,
-        guessed=why, **facts,
-    )  # fmt: skip
 
 
 def _characters(value: Any) -> int:

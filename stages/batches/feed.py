@@ -10,22 +10,27 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from pipeline import Data, DataAxis, MicroBatch, Progress, Sample, StageError, Unit
-from stages.batches.prefetch import Prefetch, Transfer
 from stages.batches.samples import count_units, micro_batch, read
-
-if TYPE_CHECKING:
-    from stages.batches.settings import BatchPlan
+from stages.batches.settings import BatchPlan
 
 WAIT = "pipe: wait for data"
 """Annotation of a profile around each wait for a micro-batch."""
+CPU = torch.device("cpu")
+Place = tuple[int, int]
+"""A step's position, and the number of a micro-batch in it."""
+Prepared = tuple[Callable[[], MicroBatch], list[int]]
+"""A function that returns a micro-batch on the device, and the lengths of its samples without
+padding."""
 
 
 def microbatches(count: int, axis: DataAxis, micro_batch_size: int) -> list[tuple[int, int]]:
@@ -39,8 +44,7 @@ def microbatches(count: int, axis: DataAxis, micro_batch_size: int) -> list[tupl
     return list(itertools.pairwise(edges))
 
 
-@dataclass(frozen=True)
-class BatchStats:
+class BatchStats(NamedTuple):
     """Statistics of micro-batches on this rank."""
 
     tokens: float = 0
@@ -50,54 +54,40 @@ class BatchStats:
     seconds: float = 0.0
     """Time that training waited for them."""
 
-    def __add__(self, other: BatchStats) -> BatchStats:
-        return BatchStats(
-            self.tokens + other.tokens, self.squares + other.squares, self.seconds + other.seconds
-        )
-
-
-CPU = torch.device("cpu")
-Place = tuple[int, int]
-"""A step's position, and the number of a micro-batch in it."""
-Prepared = tuple[Callable[[], MicroBatch], list[int]]
-"""A function that returns a micro-batch on the device, and the lengths of its samples without
-padding."""
+    @classmethod
+    def total(cls, parts: Iterable[BatchStats]) -> BatchStats:
+        """The sums of several."""
+        return cls(*map(sum, zip(*parts, strict=True)))
 
 
 class Feed:
     """The training samples in their global order, divided for this rank."""
 
     def __init__(
-        self,
-        plan: BatchPlan,
-        data: Data,
-        seed: int,
-        axis: DataAxis,
-        device: torch.device,
-        *,
-        workers: int = 0,
-        vocabulary: int | None = None,
-    ) -> None:
-        """Tokens are compared with the size of the `vocabulary`, if that is given."""
-        self._data = data
+        self, plan: BatchPlan, data: Data, seed: int, axis: DataAxis, device: torch.device, *,
+        workers: int = 0, vocabulary: int | None = None,
+    ) -> None:  # fmt: skip
+        """Tokens are compared with the size of the `vocabulary`, if that is given. `workers`
+        threads prepare the next micro-batches."""
         self.vocabulary = vocabulary
-        self._axis = axis
-        self._device = device
-        self._batch = plan.global_batch_size
+        self._data, self._axis, self._device = data, axis, device
+        self._batch, self._steps = plan.global_batch_size, plan.steps
         self._micro = plan.microbatch_size(axis.count)
         order = data.train.order(seed, shuffle=plan.shuffle)
         # Every step asks twice; as many steps as there are micro-batches may be begun.
-        steps = workers + 3
-        self._indices = functools.lru_cache(maxsize=steps)(order.indices)
-        self._shares = functools.lru_cache(maxsize=steps)(self._divided)
-        self._transfer = Transfer(device)
-        self._ahead = Prefetch(workers, self._prepare, self._places) if workers else None
+        self._indices = functools.lru_cache(maxsize=workers + 3)(order.indices)
+        self._shares = functools.lru_cache(maxsize=workers + 3)(self._divided)
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._pool = ThreadPoolExecutor(workers, "pipe-feed") if workers else None
+        self._workers = workers
+        self._begun: deque[tuple[Place, Future[Prepared]]] = deque()
+        self._places: Iterator[Place] = iter(())
         self._end = None if plan.epochs is None else round(plan.epochs * len(data.train))
         if self._end == 0:
             raise StageError(
                 f"{plan.epochs} epochs of {len(data.train)} samples are less than one sample"
             )
-        self._steps = plan.steps
         self._behind: int | None = None
         """Position after the last step of the training, if it is known."""
 
@@ -117,9 +107,8 @@ class Feed:
     def counts(self, position: int, units: Iterable[Unit] = ()) -> dict[Unit, int]:
         """Target tokens of the whole step on all ranks, and its number of other units, known
         without communication."""
-        return count_units(
-            self._data, self._data.train, self._indices(position, self.count(position)), units
-        )
+        indices = self._indices(position, self.count(position))
+        return count_units(self._data, self._data.train, indices, units)
 
     def samples(self, position: int) -> Iterator[Sample]:
         """The samples from `position` on, one after another, without end."""
@@ -136,10 +125,8 @@ class Feed:
         self._behind = None if left is None else position + left * self._batch
         for number in range(len(self._shares(position))):
             began = time.perf_counter()
-            place = position, number
             with record_function(WAIT):
-                ahead = self._ahead
-                received, lengths = self._prepare(place) if ahead is None else ahead.take(place)
+                received, lengths = self._take((position, number))
                 batch = received()
             seconds = time.perf_counter() - began
             squares = sum(length * length for length in lengths)
@@ -147,8 +134,8 @@ class Feed:
 
     def close(self) -> None:
         """Wait for micro-batches that are being prepared, and end the threads."""
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
     def _divided(self, position: int) -> list[list[int]]:
         """Samples of each micro-batch of this rank in the step at `position`."""
@@ -158,7 +145,7 @@ class Feed:
         indices = self._indices(position, count).tolist()
         return [indices[start:end] for start, end in microbatches(count, self._axis, self._micro)]
 
-    def _places(self, place: Place) -> Iterator[Place]:
+    def _following(self, place: Place) -> Iterator[Place]:
         """This rank's micro-batches from a place on, to the end of epochs or of the training."""
         position, first = place
         while self._behind is None or position < self._behind:
@@ -169,11 +156,57 @@ class Feed:
                 yield position, number
             position, first = position + self.count(position), 0
 
+    def _take(self, place: Place) -> Prepared:
+        """A micro-batch, and have threads prepare those after it; raises what preparing this one
+        raised. Others that were begun are dropped, if this one is not the next."""
+        if self._pool is None:
+            return self._prepare(place)
+        if not self._begun or self._begun[0][0] != place:
+            for _, future in self._begun:
+                future.cancel()
+            self._begun.clear()
+            self._places = self._following(place)
+            self._begun.append((place, self._pool.submit(self._prepare, next(self._places))))
+        taken = self._begun.popleft()[1].result()
+        while len(self._begun) <= self._workers:  # one is ready while each thread has one in hand
+            try:
+                following = next(self._places, None)
+            except Exception:  # raised again if this place is ever asked for
+                self._places, following = iter(()), None
+            if following is None:
+                break
+            self._begun.append((following, self._pool.submit(self._prepare, following)))
+        return taken
+
     def _prepare(self, place: Place) -> Prepared:
+        """Lay a micro-batch out, and begin to copy it to the device; any thread may. A copy to a
+        GPU has a separate stream and page-locked memory, so that neither the host nor the device
+        waits: what the thread that receives the copy then launches waits for it."""
         position, number = place
         first = int(self._indices(position, self.count(position))[0])
-        indices = self._shares(position)[number]
-        batch, lengths = micro_batch(
-            self._data, self._data.train, indices, first, CPU, self.vocabulary
-        )
-        return self._transfer.begin(batch), lengths
+        indices, data = self._shares(position)[number], self._data
+        batch, lengths = micro_batch(data, data.train, indices, first, CPU, self.vocabulary)
+        device, stream = self._device, self._stream
+        if stream is None:
+            there = batch.changed(lambda tensor: tensor.to(device))
+            return (lambda: there), lengths
+        # Otherwise a thread would go back to the node's first GPU after the copy, and take memory
+        # there.
+        torch.cuda.set_device(device)
+        with torch.cuda.stream(stream):
+            there = batch.changed(lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+            sent = stream.record_event()
+
+        def received() -> MicroBatch:
+            current = torch.cuda.current_stream(device)
+            current.wait_event(sent)
+
+            def recorded(tensor: Tensor) -> Tensor:
+                # The memory is the copying stream's, which must not take it back before this one
+                # is done with it.
+                tensor.record_stream(current)
+                return tensor
+
+            return there.changed(recorded)
+
+        return received, lengths

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,14 +52,18 @@ def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> Mic
         tokens["positions"] = positions
     batch = MicroBatch(
         tokens=_tensors(tokens),
-        rows=_tensors(_joined(sample.rows for sample in samples)),
-        free=_tensors(_joined(sample.free for sample in samples)),
-        documents=[_lengths(row) for row in positions] if packed else None,
+        rows=_tensors(*(sample.rows for sample in samples)),
+        free=_tensors(*(sample.free for sample in samples)),
+        # A document ends where positions start again at 0.
+        documents=[np.diff(np.flatnonzero(row == 0), append=length).tolist() for row in positions]
+        if packed
+        else None,
         size=sum(sample.documents for sample in samples),
     )
-    if device.type == "cuda":
-        return batch.changed(lambda one: one.pin_memory().to(device, non_blocking=True))
-    return batch.changed(lambda one: one.to(device))
+    on_gpu = device.type == "cuda"
+    return batch.changed(
+        lambda one: (one.pin_memory() if on_gpu else one).to(device, non_blocking=on_gpu)
+    )
 
 
 def _lines(sample: Sample) -> list[dict[str, Array]]:
@@ -78,24 +82,13 @@ def _lines(sample: Sample) -> list[dict[str, Array]]:
     ]
 
 
-def _joined(columns: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
-    """Columns of several samples, one after another."""
-    parts: dict[str, list[Array]] = {}
-    for own in columns:
-        for name, values in own.items():
-            parts.setdefault(name, []).append(values)
-    return {name: np.concatenate(values) for name, values in parts.items()}
-
-
-def _lengths(positions: Array) -> list[int]:
-    """Lengths of documents, by the positions in them, which start again at 0."""
-    starts = np.flatnonzero(positions == 0)
-    lengths: list[int] = np.diff(starts, append=len(positions)).tolist()
-    return lengths
-
-
-def _tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(np.ascontiguousarray(one)) for name, one in arrays.items()}
+def _tensors(*columns: Mapping[str, Array]) -> dict[str, Tensor]:
+    """Columns of several samples, joined."""
+    names = dict.fromkeys(itertools.chain.from_iterable(columns))
+    return {
+        name: torch.from_numpy(np.concatenate([own[name] for own in columns if name in own]))
+        for name in names
+    }
 
 
 def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
@@ -127,18 +120,12 @@ def pad(batch: MicroBatch, lines: int, length: int, *, packed: bool) -> MicroBat
         if batch.positions is not None:
             positions[:before, :columns] = batch.positions
             positions[:before, columns:] = count[: length - columns]
-    documents = _padded_documents(batch, lines, length) if packed else None
+    documents: list[Sequence[int]] | None = None  # not known
+    if packed and (batch.positions is None or batch.documents is not None):
+        known = batch.documents or [[length]] * before
+        more = [length - columns] if batch.positions is not None and length > columns else []
+        documents = [*([*row, *more] for row in known), *[[length]] * (lines - before)]
     return replace(batch, tokens=tokens, documents=documents)
-
-
-def _padded_documents(batch: MicroBatch, lines: int, length: int) -> Sequence[Sequence[int]] | None:
-    """Lengths of documents once the micro-batch is padded; None if they are not known."""
-    before, columns = batch.input_ids.shape
-    if batch.positions is not None and batch.documents is None:
-        return None
-    known = batch.documents or [[length]] * before
-    more = [length - columns] if batch.positions is not None and length > columns else []
-    return [*([*row, *more] for row in known), *[[length]] * (lines - before)]
 
 
 def equal_shapes(batches: Sequence[MicroBatch], least: int) -> list[MicroBatch]:

@@ -17,16 +17,14 @@ from stages.batches.layout import collate, filler_like
 
 TAKEN = ("input_ids", "labels", "positions", "real")
 """Per-token columns of a micro-batch that a sample's own may not be called."""
+Mistake = tuple[str, str]
+"""A message, and a hint."""
 
 
 def micro_batch(
-    data: Data,
-    samples: Samples,
-    indices: Sequence[int],
-    first: int,
-    device: torch.device,
+    data: Data, samples: Samples, indices: Sequence[int], first: int, device: torch.device,
     vocabulary: int | None = None,
-) -> tuple[MicroBatch, list[int]]:
+) -> tuple[MicroBatch, list[int]]:  # fmt: skip
     """The samples at `indices` in one micro-batch, and their lengths. Without any, a filler: with
     the further arguments of the model that sample `first` has, so that all ranks run the same parts
     of the model. Raises DataError as `read`."""
@@ -46,67 +44,87 @@ def read(
     that has another number of targets or rows than the set says, or a token outside of the
     `vocabulary`."""
     found = [samples[index] for index in indices]
-    first = _columns(found[0]) if found and isinstance(found[0], Sample) else {}
-    for index, sample in zip(indices, found, strict=True):
-        if not isinstance(sample, Sample):
-            raise _error(
-                samples,
-                f"sample {index} is a {type(sample).__name__}",
-                hint="`__getitem__` returns a Sample(input_ids=..., labels=...)",
-            )
-        size, rows = len(sample.input_ids), sample.documents
-        for name, one in _per_token(data, samples, index, sample):
-            if len(one) != size:
-                raise _error(samples, f"sample {index}: {size} input_ids, {len(one)} {name}")
-        for name, one in sample.rows.items():
-            if len(one) != rows:
-                raise _error(samples, f"sample {index}: {rows} rows, {len(one)} {name}")
-        if rows % data.group:
-            raise _error(samples, f"sample {index}: {rows} rows in groups of {data.group}")
-        if (columns := _columns(sample)) != first:
-            raise _error(
-                samples,
-                f"sample {index} has columns {columns}, sample {indices[0]} has {first}",
-                hint="all samples have the same columns, of the same types",
-            )
-    if found:
-        _require_targets(samples, indices, found)
-        _require_rows(samples, indices, found)
-    if vocabulary is not None:
-        _require_known(samples, indices, found, vocabulary)
+    if mistake := next(_mistakes(data, samples, indices, found, vocabulary), None):
+        kind, (message, hint) = type(samples), mistake
+        raise DataError(message, file=f"{kind.__module__}:{kind.__qualname__}", hint=hint)
     return found
 
 
-def _per_token(
-    data: Data, samples: Samples, index: int, sample: Sample
-) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Columns with an entry for each token, other than ids. Raises DataError for labels that are
-    not tokens, positions that are not of whole documents, and names that are taken."""
-    labels = np.asarray(sample.labels)
-    yield "labels", labels
+def _mistakes(
+    data: Data, samples: Samples, indices: Sequence[int], found: Sequence[Any],
+    vocabulary: int | None,
+) -> Iterator[Mistake]:  # fmt: skip
+    """Ways in which the samples found at `indices` are not as their set says."""
+    if not found:
+        return
+    first = _columns(found[0]) if isinstance(found[0], Sample) else {}
+    for index, sample in zip(indices, found, strict=True):
+        if not isinstance(sample, Sample):
+            hint = "`__getitem__` returns a Sample(input_ids=..., labels=...)"
+            yield f"sample {index} is a {type(sample).__name__}", hint
+        yield from _of_tokens(data, index, sample)
+        rows = sample.documents
+        for name, one in sample.rows.items():
+            if len(one) != rows:
+                yield f"sample {index}: {rows} rows, {len(one)} {name}", ""
+        if rows % data.group:
+            yield f"sample {index}: {rows} rows in groups of {data.group}", ""
+        if (columns := _columns(sample)) != first:
+            message = f"sample {index} has columns {columns}, sample {indices[0]} has {first}"
+            yield message, "all samples have the same columns, of the same types"
+    yield from _of_counts(samples, indices, found)
+    if vocabulary is None:
+        return
+    for index, sample in zip(indices, found, strict=True):
+        ids, labels = sample.input_ids, sample.labels
+        odd = [*ids[(ids < 0) | (ids >= vocabulary)], *labels[labels >= vocabulary]]
+        if odd:
+            yield f"sample {index} has token {odd[0]}; the model embeds {vocabulary}", ""
+
+
+def _of_counts(
+    samples: Samples, indices: Sequence[int], found: Sequence[Sample]
+) -> Iterator[Mistake]:
+    """Numbers of targets or of rows that the samples do not have."""
+    counted = [int(np.count_nonzero(np.asarray(one.labels) != NO_TARGET)) for one in found]
+    whole, said = sum(counted), samples.total_targets(np.array(indices, np.int64))
+    if whole != said:
+        for index, own in zip(indices, counted, strict=True):
+            if own != (one := samples.targets(index)):
+                yield f"sample {index} has {own} targets, and targets({index}) says {one}", ""
+        yield f"{len(indices)} samples have {whole} targets, and total_targets says {said}", ""
+    if type(samples).total_rows is not Samples.total_rows:  # which reads them
+        rows, said = sum(one.documents for one in found), samples.total_rows(np.array(indices))
+        if rows != said:
+            hint = "define total_rows: the number of documents of samples, known without reading"
+            have = f"samples {[*indices]} have {rows} documents, and total_rows says {said}"
+            yield have, f"{hint} them"
+
+
+def _of_tokens(data: Data, index: int, sample: Sample) -> Iterator[Mistake]:
+    """Columns that have not an entry for each token, labels that are not tokens, positions that are
+    not of whole documents, and names that are taken."""
+    labels, places = np.asarray(sample.labels), sample.positions
+    own = {"labels": labels, **({} if places is None else {"positions": places}), **sample.tokens}
+    for name, column in own.items():
+        if len(column) != len(sample.input_ids):
+            yield f"sample {index}: {len(sample.input_ids)} input_ids, {len(column)} {name}", ""
     if odd := labels[(labels < 0) & (labels != NO_TARGET)].tolist():
         hint = f"{NO_TARGET} is the label of a position that is not trained on"
-        raise _error(samples, f"sample {index} has label {odd[0]}", hint=hint)
-    if sample.positions is not None:
-        places = np.asarray(sample.positions)
-        yield "positions", places
+        yield f"sample {index} has label {odd[0]}", hint
+    if places is not None:
         if sample.documents > 1 and not sample.apart and not data.packed:
             hint = "set packed=True in its Data: the model is then tested before it trains"
-            raise _error(samples, f"sample {index} has several documents in one line", hint=hint)
-        steps = np.diff(places)
-        if places[:1].any() or ((places[1:] != 0) & (steps != 1)).any():
+            yield f"sample {index} has several documents in one line", hint
+        places = np.asarray(places)
+        if places[:1].any() or ((places[1:] != 0) & (np.diff(places) != 1)).any():
+            begin = f"[{', '.join(map(str, places[:8]))}{', ...' * (len(places) > 8)}]"
             hint = "positions count the tokens of each document from 0"
-            raise _error(samples, f"sample {index} has positions {_begin(places)}", hint=hint)
-    for name, column in sample.tokens.items():
-        if name in TAKEN:
+            yield f"sample {index} has positions {begin}", hint
+    for name in TAKEN:
+        if name in sample.tokens:
             message = f"sample {index} has a further column {name!r}, a name that is taken"
-            raise _error(samples, message, hint="give it another name")
-        yield name, column
-
-
-def _begin(values: NDArray[Any]) -> str:
-    """The first of them, as in `[3, 4, 5, ...]`."""
-    return f"[{', '.join(map(str, values[:8]))}{', ...' * (len(values) > 8)}]"
+            yield message, "give it another name"
 
 
 def count_units(
@@ -122,49 +140,5 @@ def count_units(
 
 def _columns(sample: Sample) -> dict[str, str]:
     """The type of each entry of the sample's own columns, by name."""
-    sorts = (sample.tokens, sample.rows, sample.free)
-    return {
-        name: f"{one.dtype}{[*one.shape[1:]] or ''}"
-        for columns in sorts
-        for name, one in columns.items()
-    }
-
-
-def _require_targets(samples: Samples, indices: Sequence[int], found: Sequence[Sample]) -> None:
-    counted = [int(np.count_nonzero(np.asarray(one.labels) != NO_TARGET)) for one in found]
-    whole, said = sum(counted), samples.total_targets(np.array(indices, np.int64))
-    if whole == said:
-        return
-    for index, own in zip(indices, counted, strict=True):
-        if own != samples.targets(index):
-            have = f"sample {index} has {own} targets"
-            raise _error(samples, f"{have}, and targets({index}) says {samples.targets(index)}")
-    have = f"{len(indices)} samples have {whole} targets"
-    raise _error(samples, f"{have}, and total_targets says {said}")
-
-
-def _require_rows(samples: Samples, indices: Sequence[int], found: Sequence[Sample]) -> None:
-    if type(samples).total_rows is Samples.total_rows:
-        return  # which reads them
-    rows, said = sum(one.documents for one in found), samples.total_rows(np.array(indices))
-    if rows != said:
-        have = f"samples {[*indices]} have {rows} documents, and total_rows says {said}"
-        hint = "define total_rows: the number of documents of samples, known without reading them"
-        raise _error(samples, have, hint=hint)
-
-
-def _require_known(
-    samples: Samples, indices: Sequence[int], found: Sequence[Sample], vocabulary: int
-) -> None:
-    """Raise DataError for a token of a sample that the model has no row for."""
-    for index, one in zip(indices, found, strict=True):
-        ids, labels = one.input_ids, one.labels
-        odd = [*ids[(ids < 0) | (ids >= vocabulary)], *labels[labels >= vocabulary]]
-        if odd:
-            message = f"sample {index} has token {odd[0]}; the model embeds {vocabulary}"
-            raise _error(samples, message)
-
-
-def _error(samples: Samples, message: str, *, hint: str = "") -> DataError:
-    kind = type(samples)
-    return DataError(message, file=f"{kind.__module__}:{kind.__qualname__}", hint=hint)
+    columns = {**sample.tokens, **sample.rows, **sample.free}
+    return {name: f"{one.dtype}{[*one.shape[1:]] or ''}" for name, one in columns.items()}

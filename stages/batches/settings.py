@@ -60,7 +60,6 @@ class BatchPlan:
                     f"{what} = {self.micro_batch_size} x {self.accumulation} x {ranks} = {given}",
                     hint="leave out one of micro_batch_size and accumulation",
                 )
-
         share = -(-self.global_batch_size // (ranks or 1))
         if self.micro_batch_size is not None and self.micro_batch_size > share:
             yield Problem(

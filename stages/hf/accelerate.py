@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline import (
     Context,
@@ -15,9 +16,14 @@ from pipeline import (
     PlanView,
     Precision,
     Problem,
+    traits,
 )
 from pipeline.importing import read_config
-from stages.hf.accelerate_file import problems
+from stages.importing.draft import Draft
+from stages.importing.hugging_face import TABLES
+
+SHARDING = {"fsdp_config", "parallelism_config"}
+"""Blocks that accelerate reads for FSDP only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,7 @@ class Accelerate:
             yield Problem(key="config", message=str(error))
             return
         policy = plan.producer(self, Precision)
-        for message, hint in problems(self.config, content, plan, policy):
+        for message, hint in _problems(self.config, content, plan, policy):
             yield Problem(key="config", message=message, hint=hint)
 
     def run(
@@ -49,4 +55,64 @@ class Accelerate:
     ) -> Engine:
         from stages.hf.accelerate_engine import build
 
-        return build(self.config, ctx, model, precision, optimizer)
+        path = Path(self.config).expanduser()
+        content = read_config(path).content
+        ctx.dist.require_same("accelerate configuration", content)
+        return build(path, ctx, model, precision, optimizer, sharded=_kind(content) == "FSDP")
+
+
+def _kind(content: Mapping[str, Any]) -> str:
+    return str(content.get("distributed_type")).upper()
+
+
+def _problems(
+    file: str, content: Mapping[str, Any], plan: PlanView, policy: Any
+) -> Iterator[tuple[str, str]]:
+    """Message and hint of every problem of a configuration file in a recipe with a precision slot
+    `policy`."""
+    kind = _kind(content)
+    if "distributed_type" not in content:
+        yield f"{file} is not an accelerate configuration: no distributed_type", ""
+        return
+    if kind == "DEEPSPEED":
+        message = "distributed_type is DEEPSPEED: accelerate only hands the settings on to it"
+        yield message, f"run `pipe import {file}`, which makes a recipe of them"
+        return
+    if kind == "NO" and plan.procs > 1:
+        message = f"distributed_type NO is for one process, and there are {plan.procs}"
+        yield message, "set it to MULTI_GPU or MULTI_CPU"
+    # Keys that no recipe expresses: accelerate cannot add them to a recipe either.
+    unread = {"deepspeed_config"} | (set() if kind == "FSDP" else SHARDING)
+    name, draft = Path(file).name, Draft()
+    draft.read(name, {k: v for k, v in content.items() if k not in unread}, TABLES["accelerate"])
+    for entry in draft.entries:
+        if entry.left_out:
+            yield f"{entry.key} in {name}: {entry.why or 'is not translated'}", entry.hint
+    if kind == "FSDP":
+        block = content.get("fsdp_config") or {}
+        if str(block.get("fsdp_version", 1)) != "2":
+            message = "FSDP1 joins parameters into flat ones, which no checkpoint tells apart"
+            yield message, "set fsdp_version: 2 (`accelerate to-fsdp2` converts the file)"
+        if block.get("fsdp_activation_checkpointing"):
+            message = "fsdp_activation_checkpointing renames parameters in checkpoints"
+            yield message, "set it false, and activation_checkpointing: {} in the model slot"
+        if plan.device == "cpu":
+            message = "accelerate shards on GPUs only; on the CPU it would replicate"
+            yield message, "use wrap.fsdp there"
+    if isinstance(policy, traits.DeclaresDtypes):
+        yield from _dtypes(str(content.get("mixed_precision")).lower(), policy, kind == "FSDP")
+
+
+def _dtypes(named: str, policy: traits.DeclaresDtypes, sharded: bool) -> Iterator[tuple[str, str]]:
+    compute = named if named in ("fp16", "bf16") else "fp32"
+    if compute != policy.compute:
+        message = f"mixed_precision computes in {compute}, the precision slot in {policy.compute}"
+        yield message, "say the same in both"
+    elif compute != "fp32" and not sharded:
+        message = f"accelerate replicates in {compute} by autocast, which leaves operators in fp32"
+        yield message, "use wrap.ddp, which casts as the precision slot says"
+    elif compute != "fp32" and policy.reduce != compute:
+        message = f"accelerate averages gradients in {compute}, the precision slot in"
+        yield f"{message} {policy.reduce}", f"set reduce: {compute} there"
+    if policy.master != "fp32":
+        yield "accelerate keeps fp32 masters", "set master: fp32"

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from pipeline import (
@@ -21,9 +20,7 @@ from pipeline import (
     StepGuard,
     StepReport,
 )
-from pipeline.importing import read_config
 from stages.hf import accelerate_compat as compat
-from stages.hf.accelerate_file import is_sharded
 from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
 from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.passes import ModulePasses
@@ -32,20 +29,27 @@ from stages.wrap.torch_engine import TorchEngine
 
 
 def build(
-    file: str, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
-) -> TorchEngine:
-    """Build the model, load its weights, and let accelerate wrap it with its optimizer."""
-    path = Path(file).expanduser()
-    content = read_config(path).content
-    ctx.dist.require_same("accelerate configuration", content)
-    sharded = is_sharded(content)
+    file: Path, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan, *,
+    sharded: bool,
+) -> TorchEngine:  # fmt: skip
+    """Build the model, load its weights, and let accelerate wrap it with its optimizer. Raises
+    StageError if accelerate would shard a model that is not trained."""
     # Sharding moves each rank's part to the device; a replica lives there from the start.
     model = source_of(model, plan)
     module = build_module(ctx, model, precision, home=torch.device("cpu") if sharded else None)
+    expected = declared_facts(ctx, precision)
     if not plan.parts:
-        return _not_trained(ctx, model, precision, plan, module, sharded=sharded)
+        if sharded:
+            raise StageError(
+                "accelerate shards a model together with its optimizer, and this one has none",
+                hint="use wrap.fsdp for a model that is not trained",
+            )
+        passes = ModulePasses(module, model.scorer(module), ctx.dist)
+        plain = TorchEngine(passes, [], precision, plan)
+        verify_engine(ctx, plain, expected)
+        return plain
     optimizers = make_optimizers(plan, module)
-    with compat.launched(path, ctx.dist.world_size):
+    with compat.launched(file, ctx.dist.world_size):
         accelerator = Accelerator(cpu=ctx.dist.device.type == "cpu", gradient_accumulation_steps=1)
         ctx.on_exit(compat.reset_state)
         wrapped, *prepared = accelerator.prepare(module, *(one.optimizer for one in optimizers))
@@ -56,33 +60,11 @@ def build(
     passes = ModulePasses(part, model.scorer(wrapped), ctx.dist)
     engine = AcceleratedEngine(accelerator, wrapped, passes, live, precision, plan)
     replicated = "DistributedDataParallel" if ctx.dist.world_size > 1 else "none"
-    expected = {
-        **declared_facts(ctx, precision),
+    verify_engine(ctx, engine, {
+        **expected,
         "engine": "fully_shard" if sharded else replicated,
         "reduce": [precision.reduce if sharded else precision.master],
-    }
-    verify_engine(ctx, engine, expected)
-    return engine
-
-
-def _not_trained(
-    ctx: Context,
-    model: ModelSource,
-    precision: Precision,
-    plan: OptimizerPlan,
-    module: nn.Module,
-    *,
-    sharded: bool,
-) -> TorchEngine:
-    """The engine of a model that is not trained. Raises StageError if accelerate would shard it."""
-    if sharded:
-        raise StageError(
-            "accelerate shards a model together with its optimizer, and this one has none",
-            hint="use wrap.fsdp for a model that is not trained",
-        )
-    passes = ModulePasses(module, model.scorer(module), ctx.dist)
-    engine = TorchEngine(passes, [], precision, plan)
-    verify_engine(ctx, engine, declared_facts(ctx, precision))
+    })  # fmt: skip
     return engine
 
 

@@ -37,13 +37,26 @@ def open_trainer(folder: Path, step_file: Path, reading: Reading) -> StateSource
     step = stored.read_json(step_file).get("global_step")
     if not isinstance(step, int):
         raise CheckpointError(f"{step_file}: does not say the step")
-    weights = {name: whole(tensor) for name, tensor in _weights(folder)}
+    weights: dict[str, Stored] = {}
+    for file in safetensors_files(folder):
+        try:
+            with safe_open(file, "pt") as tensors:
+                weights |= {key: whole(tensors.get_tensor(key)) for key in tensors.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from error
     if reading.weights_only and not (folder / "config.json").is_file():
         # The Trainer writes no config.json for a model that is not transformers' own.
         model = Model({name: tensor.shape for name, tensor in weights.items()}, list(weights))
     else:
         model = _described(folder / "config.json")
-    _require_same(folder, model, weights)
+    shapes = {name: tensor.shape for name, tensor in weights.items() if name not in model.aliases}
+    for name in sorted(shapes.keys() | model.shapes.keys()):
+        if shapes.get(name) != model.shapes.get(name):
+            raise CheckpointError(
+                f"{folder}: {name} has shape {shapes.get(name, 'none')} in the files and "
+                f"{model.shapes.get(name, 'none')} in the model of config.json",
+                hint="to use only its weights, load the folder as a model",
+            )
     found = {f"{WEIGHT}/{name}": weights[name] for name in model.shapes}
     groups: list[ParameterGroup] = []
     updates: dict[str, int] = {}
@@ -52,6 +65,7 @@ def open_trainer(folder: Path, step_file: Path, reading: Reading) -> StateSource
         for name, state in states.items():
             updates[name] = int(state["step"])
             found |= {f"{moment}/{name}": whole(state[moment]) for moment in MOMENTS}
+    frozen = [name for name in model.parameters if name not in updates]
     return stored.MappedSource(
         where=str(folder),
         step=step,
@@ -59,50 +73,15 @@ def open_trainer(folder: Path, step_file: Path, reading: Reading) -> StateSource
         writer={"format": "trainer"},
         progress=vars(Progress(step=step, samples=reading.samples)),
         state=EngineState(
-            aliases=model.aliases,
-            frozen=[name for name in model.parameters if name not in updates],
-            groups=groups,
-            updates=updates,
-            loss_scale=None,
+            aliases=model.aliases, frozen=frozen, groups=groups, updates=updates, loss_scale=None
         ),
         stored=found,
     )
 
 
-def _weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of all files, mapped."""
-    for file in safetensors_files(folder):
-        try:
-            with safe_open(file, "pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 - it is not a dict
-                    yield key, tensors.get_tensor(key)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}") from error
-
-
 def _described(config: Path) -> Model:
-    """The model of a `config.json`. Raises CheckpointError for one that transformers lacks."""
-    model = _build(config)
-    from transformers import Trainer
-
-    parameters = dict(model.named_parameters())
-    first = {id(parameter): name for name, parameter in parameters.items()}
-    aliases = {
-        name: first[id(parameter)]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name not in parameters
-    }
-    values = model.state_dict()
-    return Model(
-        shapes={name: tuple(values[name].shape) for name in values if name not in aliases},
-        parameters=list(parameters),
-        decayed=frozenset(Trainer.get_decay_parameter_names(None, model)),
-        aliases=aliases,
-    )
-
-
-def _build(config: Path) -> nn.Module:
-    """The model without memory."""
+    """The model of a `config.json`, built without memory. Raises CheckpointError for one that
+    transformers lacks."""
     import transformers
 
     if not config.is_file():
@@ -121,18 +100,20 @@ def _build(config: Path) -> nn.Module:
             f"{config}: its model cannot be built: {error}",
             hint="models with remote code are not converted",
         ) from error
-    return model
-
-
-def _require_same(folder: Path, model: Model, weights: Mapping[str, Stored]) -> None:
-    shapes = {name: tensor.shape for name, tensor in weights.items() if name not in model.aliases}
-    for name in sorted(shapes.keys() | model.shapes.keys()):
-        if shapes.get(name) != model.shapes.get(name):
-            raise CheckpointError(
-                f"{folder}: {name} has shape {shapes.get(name, 'none')} in the files and "
-                f"{model.shapes.get(name, 'none')} in the model of config.json",
-                hint="to use only its weights, load the folder as a model",
-            )
+    parameters = dict(model.named_parameters())
+    first = {id(parameter): name for name, parameter in parameters.items()}
+    aliases = {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in parameters
+    }
+    values = model.state_dict()
+    return Model(
+        shapes={name: tuple(values[name].shape) for name in values if name not in aliases},
+        parameters=list(parameters),
+        decayed=frozenset(transformers.Trainer.get_decay_parameter_names(None, model)),
+        aliases=aliases,
+    )
 
 
 def _optimizer(
@@ -164,30 +145,22 @@ def _optimizer(
             yield group, dict(zip(names, own, strict=True))
 
 
-Named = Sequence[tuple[str, Shape]]
-
-
-def identify(saved: Sequence[Shape], candidates: Named, file: Path) -> list[str]:
+def identify(
+    saved: Sequence[Shape], candidates: Sequence[tuple[str, Shape]], file: Path
+) -> list[str]:
     """Names of the candidates with the saved shapes, in the same order; candidates between them
     were frozen. Raises CheckpointError unless there is exactly one such choice."""
-    early = _first_fit(saved, candidates)
-    late = _first_fit(saved[::-1], candidates[::-1])
-    if early is None or late is None or early != late[::-1]:
+    # A greedy match from both ends is the same exactly if there is only one.
+    both = list[list[str]]()
+    for shapes, others in ((saved, candidates), (saved[::-1], candidates[::-1])):
+        rest = iter(others)
+        found = (next((name for name, shape in rest if shape == one), "") for one in shapes)
+        both.append(list(found))
+    early, late = both
+    if "" in early or early != late[::-1]:
         raise CheckpointError(
             f"{file}: its numbered parameters match none or several of the parameters in "
             "config.json, by shapes and by the groups that the Trainer makes",
             hint=WITHOUT,
         )
     return early
-
-
-def _first_fit(saved: Sequence[Shape], candidates: Named) -> list[str] | None:
-    """A greedy match, in order. From both ends it is the same exactly if there is only one."""
-    found = []
-    rest = iter(candidates)
-    for shape in saved:
-        name = next((name for name, other in rest if other == shape), None)
-        if name is None:
-            return None
-        found.append(name)
-    return found

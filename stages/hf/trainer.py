@@ -45,17 +45,13 @@ class HfTrainer(TrainerFields):
                     hint = "add a slot before train, such as track: {use: track.wandb}"
                 message = "is not a TrainingArgument, or is set by a slot of the recipe"
                 yield Problem(key=f"arguments.{name}", message=message, hint=hint)
-        yield from _other_slots(self, plan)
+        for message, hint in _other_slots(self, plan):
+            yield Problem(key="arguments", message=message, hint=hint)
 
     def run(
-        self,
-        ctx: Context,
-        data: Data,
-        optimizer: OptimizerPlan,
-        precision: Precision,
-        model: ModelSource,
-        callback: StepCallback | None = None,
-    ) -> TrainedRun:
+        self, ctx: Context, data: Data, optimizer: OptimizerPlan, precision: Precision,
+        model: ModelSource, callback: StepCallback | None = None,
+    ) -> TrainedRun:  # fmt: skip
         from stages.hf.trainer_run import train
 
         return train(self, ctx, data, optimizer, precision, model, callback)
@@ -74,18 +70,15 @@ FREE = frozenset(
 """TrainingArguments that no slot decides and that change neither samples, loss nor checkpoints."""
 
 
-def _other_slots(stage: HfTrainer, plan: PlanView) -> Iterator[Problem]:
+def _other_slots(stage: HfTrainer, plan: PlanView) -> Iterator[tuple[str, str]]:
+    """Message and hint of each thing in other slots that the Trainer does not do."""
     policy = plan.producer(stage, Precision)
     if isinstance(policy, traits.DeclaresDtypes):
         if policy.compute == "fp16":
-            message = "the Trainer scales losses under autocast only"
-            yield Problem(key="arguments", message=message, hint="set compute: bf16")
+            yield "the Trainer scales losses under autocast only", "set compute: bf16"
         if policy.master != "fp32" or policy.reduce != "fp32":
-            yield Problem(
-                key="arguments",
-                message="the Trainer keeps fp32 weights and averages their gradients in fp32",
-                hint="set master: fp32 and reduce: fp32 in the precision slot",
-            )
+            message = "the Trainer keeps fp32 weights and averages their gradients in fp32"
+            yield message, "set master: fp32 and reduce: fp32 in the precision slot"
     optimizer = plan.producer(stage, OptimizerPlan)
     if isinstance(optimizer, traits.DeclaresRules):
         yield from several_rules(optimizer.update_rules())
@@ -93,8 +86,5 @@ def _other_slots(stage: HfTrainer, plan: PlanView) -> Iterator[Problem]:
     for given, slot in ((Engine, "wrap"), (Checkpoints, "checkpoint")):
         read = [wires.readers(one) for one in wires.kinds if wires.gives(one, given)]
         if not all(any(wires.gives(one, TrainedRun) for one in readers) for readers in read):
-            yield Problem(
-                key="arguments",
-                message=f"the Trainer does not use the {slot} slot",
-                hint="remove that slot, or use train.causal_lm",
-            )
+            hint = "remove that slot, or use train.causal_lm"
+            yield f"the Trainer does not use the {slot} slot", hint

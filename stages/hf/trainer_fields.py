@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline import Problem, UpdateRule
+from pipeline import UpdateRule
 from stages.batches.settings import BatchPlan, Count
 
 
@@ -33,12 +33,9 @@ class TrainerFields(BatchPlan):
     slots (`track.wandb`)."""
 
 
-def several_rules(rules: Sequence[UpdateRule]) -> Iterator[Problem]:
-    """The Trainer's problem with more than one rule."""
+def several_rules(rules: Sequence[UpdateRule]) -> Iterator[tuple[str, str]]:
+    """Message and hint where there is more than one rule."""
     if len(rules) > 1:
         named = ", ".join(rule.algorithm for rule in rules)
-        yield Problem(
-            key="arguments",
-            message=f"the Trainer takes one optimizer, the optimizer slot asks for {named}",
-            hint="use train.causal_lm, or another optimizer",
-        )
+        message = f"the Trainer takes one optimizer, the optimizer slot asks for {named}"
+        yield message, "use train.causal_lm, or another optimizer"

@@ -1,9 +1,14 @@
-"""A run of train.hf_trainer: the Trainer with the recipe's samples, loss and optimizer."""
+"""A run of train.hf_trainer: the Trainer with the recipe's samples, loss and optimizer, and the
+record of it: progress, measurements, complete checkpoints."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
+import math
+import shutil
+import time
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +19,7 @@ import torch.distributed
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from pipeline import (
@@ -25,6 +30,7 @@ from pipeline import (
     MicroBatch,
     ModelSource,
     OptimizerPlan,
+    Phase,
     Precision,
     Progress,
     ResumeRefused,
@@ -32,146 +38,98 @@ from pipeline import (
     StepCallback,
     TrainedRun,
 )
+from pipeline.checkpoint import address
+from pipeline.utils import sync, sync_tree
 from stages.batches.feed import BatchStats, Feed, microbatches
 from stages.batches.layout import collate
+from stages.batches.samples import read
 from stages.formats.stored import PROGRESS, read_json
 from stages.hf.accelerate_compat import reset_state
 from stages.hf.trainer_fields import TrainerFields, several_rules
-from stages.hf.trainer_record import Recorder, complete_checkpoints, root
 from stages.model.rotary_compat import placed
-from stages.objectives.cross_entropy import CrossEntropy
-from stages.objectives.judge import judged
+from stages.objectives.cross_entropy import CrossEntropy, RowLoss
+from stages.objectives.judge import judged, measured
 from stages.objectives.scoring import ModelScorer
+from stages.train.evaluation import heldout_targets, record_evaluation
 from stages.train.report import Reporter
 from stages.train.resuming import Length, lineage, require_same_lineage
+from stages.train.step import advance
 from stages.wrap.build import build_module
 from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.shards import stored_tensors
 
 
 def train(
-    config: TrainerFields,
-    ctx: Context,
-    data: Data,
-    plan: OptimizerPlan,
-    precision: Precision,
-    model: ModelSource,
-    callback: StepCallback | None,
-) -> TrainedRun:
-    """Train to the last step, from the newest complete checkpoint if there is one (collective)."""
-    axis = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
+    config: TrainerFields, ctx: Context, data: Data, plan: OptimizerPlan, precision: Precision,
+    model: ModelSource, callback: StepCallback | None,
+) -> TrainedRun:  # fmt: skip
+    """Train to the last step, from the newest complete checkpoint if there is one (collective).
+    Raises CheckpointError, and ResumeRefused for another training's checkpoint."""
+    folder, stop = Path(address(ctx.run_dir, None, ctx.training)), ctx.dist.stop
     identity = lineage(config, ctx, data, model)
-    newest, progress = _newest(ctx)
+    found = complete_checkpoints(folder)[-1:] if ctx.dist.is_main else []
+    name = ctx.dist.broadcast_str("".join(path.name for path in found))
+    newest, progress = folder / name if name else None, Progress()
+    if newest is not None:
+        progress = Progress.from_record(read_json(newest / PROGRESS))
     require_same_lineage(identity, ctx.accept, progress)
-    progress.lineage = identity | {"frozen": _frozen(model, newest, progress)}
-    feed = Feed(config, data, ctx.seed, axis, ctx.dist.device, vocabulary=model.vocab_size)
-    ctx.on_exit(feed.close)
-    steps = feed.total_steps(progress)
-    reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
-    ctx.metrics.rewind(progress.step)
-    if newest is not None and progress.step >= steps:
-        shortfall = Length.of(config, data, progress).shortfall(ctx.slot)
-        reporter.nothing_left(progress.step, steps, shortfall)
-        progress.stopped = ""
-        return TrainedRun(checkpoint=str(newest), progress=progress)
-    micro = config.microbatch_size(axis.count)
-    accumulation = len(microbatches(config.global_batch_size, axis, micro))
-    everyone = torch.distributed.group.WORLD
-    module = build_module(ctx, model, precision, replicas=everyone, casts=True)
-    for problem in several_rules(plan.rules):  # the stage may not declare them to `pipe check`
-        raise StageError(problem.message, hint=problem.hint)
-    ((_, part, optimizer),) = make_optimizers(plan, module)
-    # The Trainer asks once more after the last step.
-    schedule = LambdaLR(optimizer, lambda step: part.lr_scale(min(step, steps - 1), steps))
-    loader = MicroBatches(feed, data, axis, accumulation, progress, steps)
-    trainer = _RecipeTrainer(
-        model=module,
-        args=_arguments(config, ctx, plan, accumulation, steps),
-        train_dataset=data.train,
-        loader=loader,
-        optimizers=(optimizer, schedule),
-        frozen_base=frozenset(model.frozen_base),
-    )
-    ctx.on_exit(reset_state)
-    trainer.remove_callback(PrinterCallback)
-    callbacks = Callbacks(reporter, callback)
-    callbacks.restore(progress.callbacks)
-    callbacks.state()  # one that cannot be saved is found before anything is trained
-    recorder = Recorder(
-        config, ctx, data, feed, plan, progress, trainer, reporter, callbacks, loader.taken
-    )
-    trainer.add_callback(recorder)
-    if recorder.ends_early(steps):
-        if newest is None:
-            recorder.evaluate()
-            trainer.save_untrained()
-        checkpoint = newest or complete_checkpoints(root(ctx))[-1]
-        return TrainedRun(checkpoint=str(checkpoint), progress=progress)
-    with ctx.dist.stop.deferred():
-        # The Trainer resumes no checkpoint of step 0, whose weights are those that it has.
-        trainer.train(resume_from_checkpoint=str(newest) if progress.step else None)
-        if recorder.stopped:
-            ctx.dist.stop.end()
-    return TrainedRun(checkpoint=str(complete_checkpoints(root(ctx))[-1]), progress=progress)
-
-
-def _frozen(model: ModelSource, newest: Path | None, progress: Progress) -> str:
-    """Digest of the names of weights that are not trained, which the Trainer's states lack. Raises
-    ResumeRefused if others were frozen before."""
+    # The Trainer's states lack weights that are not trained, and their names.
     frozen = hashlib.sha256("\n".join(sorted(model.frozen_base)).encode()).hexdigest()
     if progress.lineage.get("frozen", frozen) != frozen:
         hint = "to freeze others, start a new run from this run's export"
         raise ResumeRefused(f"{newest}: other weights were frozen than now", hint=hint)
-    return frozen
+    progress.lineage = identity | {"frozen": frozen}
+    loader = MicroBatches(config, ctx, data, progress, model.vocab_size)
+    reporter = Reporter(ctx, log_every=config.log_every, total_steps=loader.feed.total_steps)
+    ctx.metrics.rewind(progress.step)
+    if newest is not None and progress.step >= loader.steps:
+        shortfall = Length.of(config, data, progress).shortfall(ctx.slot)
+        reporter.nothing_left(progress.step, loader.steps, shortfall)
+        progress.stopped = ""
+        return TrainedRun(checkpoint=str(newest), progress=progress)
+    trainer = _RecipeTrainer.of(config, ctx, plan, precision, model, loader, folder)
+    callbacks = Callbacks(reporter, callback)
+    callbacks.restore(progress.callbacks)
+    callbacks.state()  # one that cannot be saved is found before anything is trained
+    recorder = Recorder(config, ctx, plan, loader, trainer, reporter, callbacks, folder)
+    trainer.add_callback(recorder)
+    if recorder.ends_early():
+        if newest is None:
+            recorder.evaluate()
+            trainer.save_untrained()
+        checkpoint = newest or complete_checkpoints(folder)[-1]
+        return TrainedRun(checkpoint=str(checkpoint), progress=progress)
+    with stop.deferred():
+        # The Trainer resumes no checkpoint of step 0, whose weights are those that it has.
+        trainer.train(resume_from_checkpoint=str(newest) if progress.step else None)
+        if recorder.stopped:
+            stop.end()
+    return TrainedRun(checkpoint=str(complete_checkpoints(folder)[-1]), progress=progress)
 
 
-def _newest(ctx: Context) -> tuple[Path | None, Progress]:
-    """The newest checkpoint that rank 0 finds, and its progress. Raises CheckpointError."""
-    found = complete_checkpoints(root(ctx))[-1:] if ctx.dist.is_main else []
-    name = ctx.dist.broadcast_str("".join(path.name for path in found))
-    if not name:
-        return None, Progress()
-    newest = root(ctx) / name
-    return newest, Progress.from_record(read_json(newest / PROGRESS))
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints that were saved completely, so have a progress; oldest first."""
+    found = [path.parent for path in folder.glob(f"checkpoint-*/{PROGRESS}")]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
-def _arguments(
-    config: TrainerFields, ctx: Context, plan: OptimizerPlan, accumulation: int, steps: int
-) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(root(ctx)),
-        per_device_train_batch_size=config.microbatch_size(ctx.dist.world_size),
-        gradient_accumulation_steps=accumulation,
-        max_steps=steps,
-        max_grad_norm=plan.max_grad_norm or 0.0,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        save_strategy="steps",
-        save_steps=config.save_every or steps,
-        save_total_limit=None,  # the recorder removes old ones, once a newer one is complete
-        ignore_data_skip=True,  # the loader begins behind the progress
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        seed=ctx.seed,
-        use_cpu=ctx.dist.device.type == "cpu",
-        report_to="none",  # trackers are slots
-        **config.arguments,
-    )
-
-
-@dataclass(eq=False)
 class MicroBatches:
     """This rank's micro-batches of all steps after `progress`, as one epoch of the Trainer. Every
     step has `accumulation` of them; empty ones, which change no number, fill up short steps."""
 
-    feed: Feed
-    data: Data
-    axis: DataAxis
-    accumulation: int
-    progress: Progress
-    steps: int
-    taken: list[BatchStats] = field(default_factory=list, init=False)
-    """Statistics of the micro-batches that were handed out; who reads them clears them."""
+    def __init__(
+        self, config: TrainerFields, ctx: Context, data: Data, progress: Progress, vocabulary: int
+    ) -> None:
+        self.data, self.progress = data, progress
+        self.axis = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
+        device = ctx.dist.device
+        self.feed = Feed(config, data, ctx.seed, self.axis, device, vocabulary=vocabulary)
+        ctx.on_exit(self.feed.close)
+        self.steps = self.feed.total_steps(progress)
+        self.size, batch = config.microbatch_size(self.axis.count), config.global_batch_size
+        self.accumulation = len(microbatches(batch, self.axis, self.size))
+        self.taken: list[BatchStats] = []
+        """Statistics of the micro-batches that were handed out; who reads them clears them."""
 
     @property
     def dataset(self) -> Any:
@@ -202,10 +160,49 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
 
     def __init__(self, *, loader: MicroBatches, frozen_base: Set[str], **rest: Any) -> None:
         super().__init__(**rest)
-        self._loader = loader
-        self._frozen_base = frozen_base
+        self._loader, self._frozen_base = loader, frozen_base
         if frozen_base:  # otherwise a resume reports it as missing
             self.model._keys_to_ignore_on_save = frozen_base
+
+    @classmethod
+    def of(
+        cls, config: TrainerFields, ctx: Context, plan: OptimizerPlan, precision: Precision,
+        model: ModelSource, loader: MicroBatches, folder: Path,
+    ) -> _RecipeTrainer:  # fmt: skip
+        """Build the model, its optimizer, and their Trainer (collective)."""
+        everyone, steps = torch.distributed.group.WORLD, loader.steps
+        module = build_module(ctx, model, precision, replicas=everyone, casts=True)
+        for message, hint in several_rules(plan.rules):  # which the stage need not declare before
+            raise StageError(message, hint=hint)
+        ((_, part, optimizer),) = make_optimizers(plan, module)
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            per_device_train_batch_size=loader.size,
+            gradient_accumulation_steps=loader.accumulation,
+            max_steps=steps,
+            max_grad_norm=plan.max_grad_norm or 0.0,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            save_strategy="steps",
+            save_steps=config.save_every or steps,
+            save_total_limit=None,  # the recorder removes old ones, once a newer one is complete
+            ignore_data_skip=True,  # the loader begins after the progress
+            remove_unused_columns=False,
+            disable_tqdm=True,
+            seed=ctx.seed,
+            use_cpu=ctx.dist.device.type == "cpu",
+            report_to="none",  # trackers are slots
+            **config.arguments,
+        )
+        # The Trainer asks once more after the last step.
+        schedule = LambdaLR(optimizer, lambda step: part.lr_scale(min(step, steps - 1), steps))
+        trainer = cls(
+            model=module, args=arguments, train_dataset=loader.dataset, loader=loader,
+            optimizers=(optimizer, schedule), frozen_base=frozenset(model.frozen_base),
+        )  # fmt: skip
+        ctx.on_exit(reset_state)
+        trainer.remove_callback(PrinterCallback)
+        return trainer
 
     def get_train_dataloader(self) -> MicroBatches:
         return self._loader
@@ -243,3 +240,134 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
         parts = judged(CrossEntropy(), ModelScorer(model), batch, batch)
         loss: Tensor = parts.terms["targets"] * inputs["scale"]
         return loss
+
+
+@dataclass(eq=False)
+class Recorder(TrainerCallback):  # type: ignore[misc]
+    """Keeps the progress, evaluates, calls the step callbacks, and completes checkpoints."""
+
+    config: TrainerFields
+    ctx: Context
+    plan: OptimizerPlan
+    loader: MicroBatches
+    trainer: Trainer
+    reporter: Reporter
+    callbacks: Callbacks
+    """The reporter among them."""
+    folder: Path
+    """Of the Trainer's checkpoints."""
+    stopped: bool = field(default=False, init=False)
+    """Whether training ends, saved, because a rank was asked to stop."""
+
+    def __post_init__(self) -> None:
+        self.progress, self._dist = self.loader.progress, self.ctx.dist
+
+    def _restart(self) -> None:
+        """Leave out of the next step's time all that was before this call."""
+        self._since = time.perf_counter()
+        self._before = self.progress.tokens, self.progress.samples
+
+    def on_train_begin(self, *given: Any, **rest: Any) -> None:
+        self._restart()
+
+    def on_step_begin(self, *given: Any, **rest: Any) -> None:
+        self._dist.heartbeat.beat(Phase.STEP, step=self.progress.step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        advance(self.progress, self.loader.feed)
+        stats = BatchStats.total(self.loader.taken)
+        self.loader.taken.clear()
+        own = [stats.tokens, stats.seconds, self._dist.stop.asked]
+        sums = torch.tensor(own, dtype=torch.float64)
+        if self._dist.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        self._tokens, self._waited, stops = sums.tolist()
+        if stops:
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **rest: Any) -> None:
+        """Record the step; evaluate if it is due."""
+        if "loss" not in logs:
+            return
+        progress, norm, loss = self.progress, float(logs["grad_norm"]), float(logs["loss"])
+        if not math.isfinite(norm):
+            raise StageError(
+                f"step {progress.step}: the gradient norm is {norm}",
+                hint="lower the learning rate, or look for broken samples",
+            )
+        progress.metrics["loss"] = loss
+        seconds, ranks = time.perf_counter() - self._since, self._dist.world_size
+        targets, samples = self._before
+        record = {
+            "grad_norm": norm,
+            **self.plan.rates(self.plan.lr_scales(progress.step - 1, self.loader.steps)),
+            "tokens": progress.tokens,
+            "samples": progress.samples,
+            "applied": True,
+            "loss_scale": 1.0,
+            "time": time.time(),
+            "loss": loss,
+            "step_seconds": seconds,
+            "target_tokens_per_second": (progress.tokens - targets) / seconds,
+            "samples_per_second": (progress.samples - samples) / seconds,
+            "tokens_per_second": self._tokens / seconds,
+            "tokens_per_second_per_rank": self._tokens / seconds / ranks,
+            "data_wait_share": self._waited / seconds / ranks,
+        }
+        self.callbacks.on_step(progress.step, progress, record)
+        every, last = self.config.eval_every, progress.step == self.loader.steps
+        due = last or (every is not None and progress.step % every == 0)
+        if due:
+            self.evaluate()
+        if self.ends_early():
+            control.should_save = control.should_training_stop = True
+            if not due:
+                self.evaluate()
+        self._restart()
+
+    def ends_early(self) -> bool:
+        """Whether a callback ends the training before its last step (collective)."""
+        progress, steps = self.progress, self.loader.steps
+        known, progress.stopped = progress.stopped, ""
+        if progress.step < steps:
+            reason = self.callbacks.agree_to_end(self._dist)
+            progress.stopped = reason and (known or reason)  # the end of before, after a resume
+        if progress.stopped:
+            self.reporter.ended_early(progress.step, steps, progress.stopped, again=bool(known))
+        return bool(progress.stopped)
+
+    def evaluate(self) -> None:
+        """Evaluate the weights on the held-out samples, if there are any (collective)."""
+        data, loader, device = self.loader.data, self.loader, self._dist.device
+        if data.heldout is None:
+            return
+        model = self.trainer.model_wrapped
+        measure, scorer = RowLoss(), ModelScorer(model)
+        summed = torch.zeros((), dtype=torch.float64, device=device)
+        model.eval()
+        with torch.no_grad():
+            for start, end in microbatches(len(data.heldout), loader.axis, loader.size):
+                samples = read(data, data.heldout, range(start, end))
+                batch = placed(model, collate(samples, data.pad_id, device))
+                summed += measured(measure, scorer, batch, batch).sum()
+        model.train()
+        if self._dist.world_size > 1:
+            torch.distributed.all_reduce(summed)
+        record = record_evaluation(self.progress, float(summed) / heldout_targets(data), None)
+        self.callbacks.on_evaluation(self.progress.step, self.progress, record)
+
+    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Mark the checkpoint as complete, then remove those that need not be kept."""
+        self.progress.callbacks = self.callbacks.state()
+        self._dist.barrier()  # every rank has written its random state
+        if self._dist.is_main:
+            newest = self.folder / f"checkpoint-{state.global_step}"
+            sync_tree(newest)
+            (newest / PROGRESS).write_text(json.dumps(vars(self.progress), indent=1), "utf-8")
+            sync(newest / PROGRESS)
+            keep = self.config.keep
+            for old in [] if keep is None else complete_checkpoints(self.folder)[:-keep]:
+                (old / PROGRESS).unlink()
+                shutil.rmtree(old)
+        self._dist.barrier()
+        self._restart()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from pipeline import StageError
 from pipeline.utils import local_part
@@ -20,14 +20,31 @@ PIECE = 1 << 26
 """Elements of a product that are computed at a time to be added in another dtype."""
 
 
+class _Work(NamedTuple):
+    """What is computed of the tokens, `chunk` at a time."""
+
+    labels: Tensor
+    chunk: int
+    of_logits: LossOfLogits
+    shard: VocabularyShard | None
+    candidates: Tensor | None = None
+    scores: TokenScores = OF_LABELS
+
+    def slices(self) -> Iterator[slice]:
+        """The tokens of each chunk."""
+        starts = range(0, len(self.labels), self.chunk)
+        return (slice(start, start + self.chunk) for start in starts)
+
+    def scored(self, logits: Tensor, rows: slice) -> Tensor:
+        """The scores of the tokens `rows` from their logits."""
+        own = None if self.candidates is None else self.candidates[rows]
+        return self.scores(logits, self.labels[rows], own, self.shard)
+
+
 def chunked_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    chunk: int,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int,
     of_logits: LossOfLogits = loss_of_logits,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Cross-entropy of a linear head in nats, summed over the target tokens, as an fp32 scalar.
 
     Shapes: hidden (tokens, width), weight (vocabulary, width), bias (vocabulary,), labels (tokens,)
@@ -43,111 +60,75 @@ def chunked_cross_entropy(
     `hidden` and `labels` are then equal on all of them, and so are the loss and the gradient of
     `hidden`.
     """
-    shard, hidden, weight, bias = _locals(hidden, weight, bias)
-    group = None
-    if shard is not None:
-        of_logits, group = shard.loss_of_logits, shard.group
-    summed: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, labels, chunk, of_logits, group
-    )
+    shard = VocabularyShard.find(weight)
+    of_logits = of_logits if shard is None else shard.loss_of_logits
+    work = _Work(labels, chunk, of_logits, shard)
+    summed: Tensor = _ChunkedCrossEntropy.apply(*_locals(hidden, weight, bias), work)  # type: ignore[no-untyped-call]
     return summed
 
 
 def chunked_scores(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    candidates: Tensor | None,
-    chunk: int,
-    scores: TokenScores,
-    of_logits: LossOfLogits = loss_of_logits,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, candidates: Tensor | None,
+    chunk: int, scores: TokenScores, of_logits: LossOfLogits = loss_of_logits,
+) -> Tensor:  # fmt: skip
     """The `scores` of each token, shape (tokens, columns), as `chunked_cross_entropy` computes one
     sum. Backward computes the logits of each chunk again."""
-    shard, hidden, weight, bias = _locals(hidden, weight, bias)
+    shard = VocabularyShard.find(weight)
+    hidden, weight, bias = _locals(hidden, weight, bias)
+    work = _Work(labels, chunk, of_logits, shard, candidates, scores)
     if scores == OF_LABELS and not torch.is_grad_enabled():  # in the fewest passes over logits
         of_logits = of_logits if shard is None else shard.loss_of_logits
-        chunks = zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True)
-        losses = [of_logits(F.linear(own, weight, bias), at, False)[0] for own, at in chunks]
+        losses = [
+            of_logits(F.linear(hidden[rows], weight, bias), labels[rows], False)[0]
+            for rows in work.slices()
+        ]
         return -torch.cat(losses)[:, None]
-    columns: Tensor = _ChunkedScores.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, labels, candidates, chunk, scores, shard
-    )
+    columns: Tensor = _ChunkedScores.apply(hidden, weight, bias, work)  # type: ignore[no-untyped-call]
     return columns
 
 
-def _locals(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[VocabularyShard | None, Tensor, Tensor, Tensor | None]:
-    """This rank's shard of the head, if it is divided, and local tensors."""
-    shard = VocabularyShard.find(weight)
-    weight = local_part(weight)
-    bias = None if bias is None else local_part(bias)
-    if not torch.is_grad_enabled():  # a Function does not see this
-        hidden, weight = hidden.detach(), weight.detach()
-        bias = None if bias is None else bias.detach()
-    return shard, hidden, weight, bias
+def _locals(*tensors: Tensor | None) -> Iterator[Any]:
+    """Local parts; a Function does not see that gradients are off, so they are detached then."""
+    on = torch.is_grad_enabled()
+    parts = (None if one is None else local_part(one) for one in tensors)
+    return (one if on or one is None else one.detach() for one in parts)
 
 
 class _ChunkedScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        candidates: Tensor | None,
-        chunk: int,
-        scores: TokenScores,
-        shard: VocabularyShard | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work
     ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, bias, labels, candidates)
-        ctx.chunk, ctx.scores, ctx.shard = chunk, scores, shard
-        found = []
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            own = None if candidates is None else candidates[rows]
-            found.append(scores(F.linear(hidden[rows], weight, bias), labels[rows], own, shard))
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.work = work
+        found = [work.scored(F.linear(hidden[rows], weight, bias), rows) for rows in work.slices()]
         return torch.cat(found)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        hidden, weight, bias, labels, candidates = ctx.saved_tensors
+        hidden, weight, bias = ctx.saved_tensors
         grads = _Gradients.needed(ctx, hidden, weight, bias)
-        for start in range(0, len(hidden), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
+        for rows in ctx.work.slices():
             logits = F.linear(hidden[rows], weight, bias).requires_grad_()
-            own = None if candidates is None else candidates[rows]
             with torch.enable_grad():
-                found = ctx.scores(logits, labels[rows], own, ctx.shard)
+                found = ctx.work.scored(logits, rows)
             (gradient,) = torch.autograd.grad(found, logits, upstream[rows])
             grads.add(gradient, hidden, weight, rows)
-        group = None if ctx.shard is None else ctx.shard.group
-        return *grads.whole(group, hidden, weight, bias), None, None, None, None, None
+        return *grads.whole(ctx.work.shard, hidden, weight, bias), None
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        chunk: int,
-        of_logits: LossOfLogits,
-        group: ProcessGroup | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grads = _Gradients.needed(ctx, hidden, weight, bias)
-        for start in range(0, len(hidden), chunk):
-            # A function of its own, whose tensors are freed before the next chunk.
-            rows = slice(start, start + chunk)
-            total += _chunk(hidden, weight, bias, labels, rows, grads, of_logits).sum()
+        for rows in work.slices():
+            # In a function, whose tensors are freed before the next chunk.
+            total += _chunk(hidden, weight, bias, work, rows, grads).sum()
         # Not as saved tensors, which may not be scaled in place: the weight's is a large one.
-        ctx.grads = grads.whole(group, hidden, weight, bias)
+        ctx.grads = grads.whole(work.shard, hidden, weight, bias)
         return total
 
     @staticmethod
@@ -159,7 +140,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 hint="compute the loss without chunks, or choose another schedule",
             )
         scaled = [None if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in grads]
-        return *scaled, None, None, None, None
+        return *scaled, None
 
 
 class _Gradients(NamedTuple):
@@ -188,11 +169,11 @@ class _Gradients(NamedTuple):
         if self.bias is not None:
             self.bias.add_(gradient.sum(0, dtype=torch.float32))
 
-    def whole(self, group: ProcessGroup | None, *inputs: Tensor | None) -> list[Tensor | None]:
+    def whole(self, shard: VocabularyShard | None, *inputs: Tensor | None) -> list[Tensor | None]:
         """The gradients in the dtypes of the inputs; the gradient by `hidden` is summed over the
-        ranks of `group`, which divide the vocabulary (collective)."""
-        if group is not None and self.hidden is not None:
-            torch.distributed.all_reduce(self.hidden, group=group)
+        ranks that divide the vocabulary (collective)."""
+        if shard is not None and self.hidden is not None:
+            torch.distributed.all_reduce(self.hidden, group=shard.group)
         return [
             None if grad is None or one is None else grad.to(one.dtype)
             for grad, one in zip(self, inputs, strict=True)
@@ -200,21 +181,14 @@ class _Gradients(NamedTuple):
 
 
 def _chunk(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    rows: slice,
-    grads: _Gradients,
-    of_logits: LossOfLogits,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work, rows: slice, grads: _Gradients
 ) -> Tensor:
     """Add the gradients of the tokens `rows`; returns their losses."""
-    logits = F.linear(hidden[rows], weight, bias)
-    loss, gradient = of_logits(logits, labels[rows], grads != (None, None, None))
+    logits, wanted = F.linear(hidden[rows], weight, bias), grads != (None, None, None)
+    loss, gradient = work.of_logits(logits, work.labels[rows], wanted)
     del logits
-    if gradient is None:
-        return loss
-    grads.add(gradient, hidden, weight, rows)
+    if gradient is not None:
+        grads.add(gradient, hidden, weight, rows)
     return loss
 
 

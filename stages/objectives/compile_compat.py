@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,57 +60,42 @@ class CompiledBlocks:
     def __init__(self, *, finds_lengths: bool) -> None:
         self._finds_lengths = finds_lengths
         self._first: torch.Size | None = None
-        self._vary = False
-        self._ran = False
+        self._vary = self._ran = False
 
     def forward(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """A block's forward, compiled with these options of torch.compile."""
+        """A block's forward, compiled with these options of torch.compile. The run's log says if
+        the first one to run is compiled in pieces, and why."""
         block = compiled(function, **options)
 
         @functools.wraps(function)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._finds_lengths:
-                self._mark(args, kwargs)
+                self._mark([one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)])
             output = block(*args, **kwargs)
             if not self._ran:
                 self._ran = True
-                tell_breaks()
+                from torch._dynamo.utils import counters  # takes seconds: not at the start
+
+                if broken := counters["graph_break"]:
+                    first = " ".join(next(iter(broken)).split())
+                    LOG.warning("torch compiles a block in pieces, which is slower: %s", first)
             return output
 
         return forward
 
-    def _mark(self, args: Any, kwargs: Any) -> None:
-        hidden = args[0] if args else next(tensors_in(kwargs))
-        self._first = self._first or hidden.shape
-        self._vary = self._vary or hidden.shape != self._first
-        if self._vary:
-            for one in tensors_in((args, kwargs)):
-                _mark(one, *hidden.shape[:2])
-
-
-def tell_breaks() -> None:
-    """Say in the run's log if blocks are compiled in pieces, and why."""
-    from torch._dynamo.utils import counters  # takes seconds, which others need not wait for
-
-    broken = counters["graph_break"]
-    if broken:
-        first = " ".join(next(iter(broken)).split())
-        LOG.warning("torch compiles a block in pieces, which is slower: %s", first)
-
-
-def _mark(tensor: Tensor, samples: int, length: int) -> None:
-    """Mark the dimensions of samples and tokens. The last one of numbers is features, but for an
-    attention mask of shape (samples, heads, tokens, tokens)."""
-    features = tensor.is_floating_point() and tensor.ndim < 4
-    sizes = tensor.shape[:-1] if features else tensor.shape
-    for place, size in enumerate(sizes):
-        if size == (length if place else samples):
-            torch._dynamo.maybe_mark_dynamic(tensor, place)
-
-
-def tensors_in(given: Any) -> Iterator[Tensor]:
-    """Tensors in a nested structure."""
-    return (one for one in tree_iter(given) if isinstance(one, Tensor))
+    def _mark(self, tensors: Sequence[Tensor]) -> None:
+        """Mark the dimensions of samples and tokens of what a block is given, hidden states first.
+        The last one of numbers is features, but for an attention mask of shape (samples, heads,
+        tokens, tokens)."""
+        shape = tensors[0].shape
+        self._first = self._first or shape
+        self._vary = self._vary or shape != self._first
+        for tensor in tensors if self._vary else ():
+            features = tensor.is_floating_point() and tensor.ndim < 4
+            sizes = tensor.shape[:-1] if features else tensor.shape
+            for place, size in enumerate(sizes):
+                if size == shape[1 if place else 0]:
+                    torch._dynamo.maybe_mark_dynamic(tensor, place)
 
 
 def rows_vary(*tensors: Tensor) -> None:

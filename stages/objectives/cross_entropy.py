@@ -21,12 +21,9 @@ class CrossEntropy:
     metrics: Mapping[str, Unit] = {}
 
     def __init__(
-        self,
-        chunk: int | None = None,
-        *,
-        compiled_by: str | None = None,
+        self, chunk: int | None = None, *, compiled_by: str | None = None,
         router: float | Literal["config"] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.request = ScoreRequest(total=True, chunk=chunk, compiled_by=compiled_by, router=router)
 
     def __call__(self, scores: Scores, batch: MicroBatch) -> LossParts:

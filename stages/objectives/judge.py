@@ -55,13 +55,9 @@ class StepSums:
     """Sums over the micro-batches of a step on this rank."""
 
     def __init__(
-        self,
-        objective: Objective,
-        device: torch.device,
-        counts: Mapping[Unit, float],
-        *,
+        self, objective: Objective, device: torch.device, counts: Mapping[Unit, float], *,
         factor: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """The loss's terms are divided by `counts` and multiplied by `factor`."""
         self._objective = objective
         zero = torch.zeros((), device=device)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from pipeline import NO_TARGET, MicroBatch, ScoreRequest, Scores, StageError
 from pipeline.utils import has_values, local_part
@@ -26,11 +26,14 @@ from stages.collectives import SEQUENCE, all_reduce, gather
 from stages.objectives.chunked import chunked_cross_entropy, chunked_scores
 from stages.objectives.documents_compat import flash_documents
 from stages.objectives.logits_loss import compiled_loss, loss_of_logits
-from stages.objectives.router_loss import RouterLoss
 from stages.objectives.token_scores import TokenScores, whole_vocabulary
 from stages.objectives.vocabulary import VocabularyShard, sharded_cross_entropy
 
 HINT = "leave out loss_chunk_size"
+FUNCTION = "load_balancing_loss_func"
+"""Name of the loss in each of transformers' model files that have one."""
+SIZES = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+"""Attributes of a model that its own forward pass computes the loss with."""
 
 
 class ReplacedHead:
@@ -76,23 +79,22 @@ class ReplacedHead:
 
     def require_unchanged(self, output: Tensor) -> None:
         """Raise StageError unless the model's `output` is what this head returned."""
-        if not self._is_own(output):
+        own, same = self._scores, False
+        if own is not None and (output.shape, output.dtype) == (own.shape, own.dtype):
+            # Wrappers return another tensor with the same memory, or a copy. Comparing values waits
+            # for the device, so only copies are compared; a trace has no values, and nothing copies
+            # there.
+            real = has_values(output)
+            if output is own or (real and output.data_ptr() == own.data_ptr()):
+                same = own._version == self._version
+            else:
+                same = real and torch.equal(output.view(torch.int32), own.view(torch.int32))
+        if not same:
             raise StageError(
                 "loss_chunk_size: this model computes something with its logits (caps or scales "
                 "them, say), so their loss cannot stand for them",
                 hint=HINT,
             )
-
-    def _is_own(self, output: Tensor) -> bool:
-        own = self._scores
-        if own is None or (output.shape, output.dtype) != (own.shape, own.dtype):
-            return False
-        # Wrappers return another tensor with the same memory, or a copy. Comparing values waits for
-        # the device, so only copies are compared; a trace has no values, and nothing copies there.
-        real = has_values(output)
-        if output is own or (real and output.data_ptr() == own.data_ptr()):
-            return own._version == self._version
-        return real and torch.equal(output.view(torch.int32), own.view(torch.int32))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self._function is None:
@@ -148,7 +150,12 @@ class ModelScorer:
                 output = self._forward(**arguments, use_cache=False)
                 head.require_unchanged(output.logits)
             found = columns.named(output.logits) if columns else {"total": output.logits}
-        found = self._complete(found)
+        if (group := self._group) is not None:  # scores of whole sequences, from slices
+            found = {
+                name: all_reduce(one, group) if name == "total"
+                else gather(one, group, SEQUENCE, summands=False) if name != "logits" else one
+                for name, one in found.items()
+            }  # fmt: skip
         if request.total and columns:
             found["total"] = found["tokens"].sum()
         if (weight := request.router) is not None:
@@ -158,25 +165,22 @@ class ModelScorer:
         return Scores(**found)
 
     def _of_logits(
-        self,
-        logits: Tensor,
-        own: MicroBatch,
-        whole: MicroBatch,
-        request: ScoreRequest,
+        self, logits: Tensor, own: MicroBatch, whole: MicroBatch, request: ScoreRequest,
         columns: TokenScores,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Scores from all logits, shape (lines, length, vocabulary), whole or divided among
         ranks."""
         if request.values:
-            return {"values": whole_vocabulary(local_part(logits), _shard(logits))}
+            return {"values": whole_vocabulary(local_part(logits), VocabularyShard.find(logits))}
         found = dict[str, Tensor]()
         if request.logits:
             found["logits"] = self._at_row_ends(logits, whole)
         flat, labels = logits.flatten(0, 1), own.labels.reshape(-1)
+        shard = VocabularyShard.find(flat)
         if columns:
-            scores = columns(local_part(flat), labels, _candidates(own, request), _shard(flat))
+            scores = columns(local_part(flat), labels, _candidates(own, request), shard)
             found |= columns.named(scores.view(*own.labels.shape, -1))
-        elif request.total and isinstance(flat, DTensor):
+        elif request.total and shard is not None:
             found["total"] = -sharded_cross_entropy(flat, labels)
         elif request.total:
             wide = flat.to(torch.float32)
@@ -192,27 +196,8 @@ class ModelScorer:
         here = (place >= 0) & (place < size)
         found = local_part(logits)[line, torch.where(here, place, 0)]
         own = torch.where(here[:, None], found, 0.0)
-        found = whole_vocabulary(own, _shard(logits))
+        found = whole_vocabulary(own, VocabularyShard.find(logits))
         return found if self._group is None else all_reduce(found, self._group)
-
-    def _complete(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Scores of whole sequences, from the scores of this rank's slices (collective)."""
-        if self._group is None:
-            return found
-        group = self._group
-        return {
-            name: all_reduce(one, group)
-            if name == "total"
-            else one
-            if name == "logits"
-            else gather(one, group, SEQUENCE, summands=False)
-            for name, one in found.items()
-        }
-
-
-def _shard(logits: Tensor) -> VocabularyShard | None:
-    """The shard of the head's outputs that this rank has; None for all."""
-    return VocabularyShard.of(logits) if isinstance(logits, DTensor) else None
 
 
 def _in_chunks(
@@ -234,3 +219,43 @@ def _in_chunks(
 
 def _candidates(own: MicroBatch, request: ScoreRequest) -> Tensor | None:
     return own.tokens[request.candidates].flatten(0, 1) if request.candidates else None
+
+
+class RouterLoss:
+    """The weighted router loss of a batch, from what the model returned for it; a scalar.
+
+    It is a mean over the batch's tokens (Fedus et al. 2022, eq. 4 to 6), so a batch's part of a
+    step's loss is its router loss times its share of the step's targets. With one batch in a step,
+    that and the mean cross-entropy make the `loss` of transformers' own forward pass.
+    """
+
+    arguments: ClassVar = {"output_router_logits": True}
+    """Arguments with which the model returns what the loss is computed from."""
+
+    def __init__(self, model: nn.Module, weight: float | Literal["config"]) -> None:
+        """Raises StageError for a model, wrapped or not, without such a loss."""
+        for module in model.modules():
+            if (loss := _loss_of(module)) is not None:
+                break
+        else:
+            message = "router_loss: the model's architecture has no loss of its router"
+            raise StageError(message, hint="leave out router_loss")
+        self._loss, own = loss, [getattr(module, name) for name in SIZES]
+        self._experts, self._picks = int(own[0]), int(own[1])
+        self.weight = float(own[2]) if weight == "config" else weight
+
+    def __call__(self, output: Any, real: Tensor | None = None) -> Tensor:
+        """The weighted loss of `output`; `real`, shape (samples, length), is False for padding,
+        which is left out. A batch that is only padding is not left out."""
+        mask = None if real is None else real | ~real.any()
+        loss: Tensor = self._loss(output.router_logits, self._experts, self._picks, mask)
+        return self.weight * loss.float()
+
+
+def _loss_of(module: nn.Module) -> Callable[..., Tensor] | None:
+    """The router loss in the file of the module's class, if the module has what it takes.
+    Strategies put their own classes on top."""
+    if not all(hasattr(module, name) for name in SIZES):
+        return None
+    files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+    return next((getattr(file, FUNCTION) for file in files if hasattr(file, FUNCTION)), None)

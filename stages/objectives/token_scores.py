@@ -44,12 +44,9 @@ class TokenScores(NamedTuple):
         return found
 
     def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        candidates: Tensor | None,
+        self, logits: Tensor, labels: Tensor, candidates: Tensor | None,
         shard: VocabularyShard | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The scores of tokens, fp32, shape (tokens, columns); 0 for tokens without target.
 
         `logits` (tokens, vocabulary), whole or this rank's `shard`; `labels` (tokens,) and
@@ -64,11 +61,18 @@ class TokenScores(NamedTuple):
         if self.entropy:
             # An id whose logit is -inf adds 0, not 0 times -inf.
             least = torch.finfo(torch.float32).min
-            log_shares = (wide - vocabulary.spread(normaliser)).clamp(min=least)
+            # Each rank uses it for its own part of the vocabulary.
+            own = normaliser if shard is None else sum_gradients(normaliser, shard.group)
+            log_shares = (wide - own).clamp(min=least)
             columns.append(-vocabulary.sum(log_shares.exp() * log_shares))
         if candidates is not None:
             # Not 1 less the candidates' mass, which cancels where they have nearly all of it.
-            others = vocabulary.without(candidates)
+            asked = torch.zeros_like(wide, dtype=torch.bool)
+            if shard is None:
+                asked.scatter_(-1, candidates, True)
+            elif shard.size:
+                asked.scatter_reduce_(-1, *shard.columns(candidates), "amax")
+            others = vocabulary._replace(logits=wide.masked_fill(asked, -torch.inf))
             columns += [vocabulary.at(candidates) - normaliser, others.normaliser() - normaliser]
         return torch.where(trained[:, None], torch.cat(columns, dim=-1), 0.0)
 
@@ -95,10 +99,6 @@ class _Vocabulary(NamedTuple):
             largest = self.shard.largest(self.logits)[:, None]
         return largest + self.sum((self.logits - largest).exp()).log()
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Values that all ranks have, as each uses them for its own part of the vocabulary."""
-        return values if self.shard is None else sum_gradients(values, self.shard.group)
-
     def at(self, ids: Tensor) -> Tensor:
         """The logits of `ids`, shape (tokens, k)."""
         if self.shard is None:
@@ -111,16 +111,6 @@ class _Vocabulary(NamedTuple):
         # An id that no rank has is an error of an index elsewhere.
         known = (ids >= 0) & (ids < self.shard.whole)
         return all_reduce(own, self.shard.group).masked_fill(~known, torch.nan)
-
-    def without(self, ids: Tensor) -> _Vocabulary:
-        """The vocabulary without `ids`, shape (tokens, k)."""
-        left_out = torch.zeros_like(self.logits, dtype=torch.bool)
-        if self.shard is None:
-            left_out.scatter_(-1, ids, True)
-        elif self.shard.size:
-            columns, here = self.shard.columns(ids)
-            left_out.scatter_reduce_(-1, columns, here, "amax")
-        return _Vocabulary(self.logits.masked_fill(left_out, -torch.inf), self.shard)
 
 
 def whole_vocabulary(logits: Tensor, shard: VocabularyShard | None) -> Tensor:

@@ -29,22 +29,17 @@ class VocabularyShard(NamedTuple):
     group: ProcessGroup
 
     @classmethod
-    def find(cls, weight: Tensor) -> VocabularyShard | None:
-        """The shard that a head's weight is, a DTensor or a plain tensor that says what it is a
-        part of; None for a whole one."""
-        whole = weight if isinstance(weight, DTensor) else getattr(weight, "part_of", None)
+    def find(cls, tensor: Tensor) -> VocabularyShard | None:
+        """The shard of a tensor of logits or of a head's weight, a DTensor on a mesh of one axis or
+        a plain tensor that says what it is a part of; None for a whole one."""
+        whole = tensor if isinstance(tensor, DTensor) else getattr(tensor, "part_of", None)
         if whole is None or all(placement.is_replicate() for placement in whole.placements):
             return None
-        return cls.of(whole)
-
-    @classmethod
-    def of(cls, tensor: DTensor) -> VocabularyShard:
-        """The shard of a tensor of logits or of a head's weight, on a mesh of one axis."""
-        mesh, (placement,) = tensor.device_mesh, tensor.placements
+        mesh, (placement,) = whole.device_mesh, whole.placements
         assert placement.is_shard(), f"the vocabulary is not sharded: {placement}"
-        whole = tensor.shape[placement.dim]  # type: ignore[attr-defined]
-        own = own_chunk(whole, mesh)
-        return cls(own.start, len(own), whole, mesh.get_group())
+        rows = whole.shape[placement.dim]  # type: ignore[union-attr]
+        own = own_chunk(rows, mesh)
+        return cls(own.start, len(own), rows, mesh.get_group())
 
     def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The columns of `ids` in this rank's logits, 0 for others', and whether they are here."""
@@ -92,11 +87,11 @@ class VocabularyShard(NamedTuple):
         return loss, wide.mul_(trained[:, None])
 
 
-def sharded_cross_entropy(logits: DTensor, labels: Tensor) -> Tensor:
-    """Cross-entropy in nats of `logits` (tokens, vocabulary), divided by the vocabulary on a mesh
-    of one axis, summed over the target tokens; an fp32 scalar, equal on all its ranks. So are
-    `labels` (tokens,) of int64."""
-    shard = VocabularyShard.of(logits)
+def sharded_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy in nats of `logits` (tokens, vocabulary), a DTensor divided by the vocabulary
+    on a mesh of one axis, summed over the target tokens; an fp32 scalar, equal on all its ranks. So
+    are `labels` (tokens,) of int64."""
+    shard = VocabularyShard.find(logits)
     summed: Tensor = _ShardedCrossEntropy.apply(local_part(logits), labels, shard)  # type: ignore[no-untyped-call]
     return summed
 

@@ -54,147 +54,115 @@ class CodeBook:
         whose largest value is negative, so 0.993 of its scale, are tried with larger scales."""
         codes, scales = self.encode(blocks, table)
         left = (self.decode(codes, scales, table) != blocks).any(-1).nonzero().view(-1)
-        for candidates in self._larger_scales(blocks.abs().amax(-1)):
+        if self.values[0] >= 0:
+            return codes, scales
+        # Scales whose least value is that of the block, up to rounding.
+        below = above = blocks.abs().amax(-1) / -self.values[0]
+        candidates = [below]
+        for _ in range(2):
+            below = torch.nextafter(below, torch.zeros_like(below))
+            above = torch.nextafter(above, torch.full_like(above, torch.inf))
+            candidates += [below, above]
+        for larger in candidates:
             if not left.numel():
                 break
-            trial = self.encode(blocks[left], table, candidates[left])
+            trial = self.encode(blocks[left], table, larger[left])
             wrong = (self.decode(*trial, table) != blocks[left]).any(-1)
             codes[left[~wrong]], scales[left[~wrong]] = (one[~wrong] for one in trial)
             left = left[wrong]
         return codes, scales
 
-    def _larger_scales(self, largest: Tensor) -> Iterator[Tensor]:
-        """Scales (blocks,) whose least value is -`largest`, up to rounding."""
-        if self.values[0] < 0:
-            below = above = largest / -self.values[0]
-            yield below
-            for _ in range(2):
-                below = torch.nextafter(below, torch.zeros_like(below))
-                above = torch.nextafter(above, torch.full_like(above, torch.inf))
-                yield from (below, above)
 
-
-class PlainMoments(StateCodec):
-    """Flat tensors of one dtype; None is the parameter's dtype.
+class MomentCodec(StateCodec):
+    """Flat tensors of one dtype, None for the parameter's own; with `blocks`, 8-bit codes and a
+    scale for each block instead, but for small parameters and what is left after the last block.
 
     An update decodes the moments of each part, changes and encodes them.
     """
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
+    def __init__(self, dtype: torch.dtype | None, *, blocks: bool = False) -> None:
         self._dtype = dtype
-
-    def start(self, parameter: Tensor, count: int) -> dict[str, Tensor]:
-        dtype = self._dtype or parameter.dtype
-        return {name: torch.zeros(count, dtype=dtype, device=parameter.device) for name in MOMENTS}
-
-    def unpack(self, state: Mapping[str, Any], moment: str, start: int, stop: int) -> Tensor:
-        values: Tensor = state[moment]
-        return values[start:stop]
-
-    def pack(self, state: Mapping[str, Any], moment: str, values: Tensor) -> None:
-        """Do nothing: `unpack` returns views."""
-
-    def parts(
-        self, state: Mapping[str, Tensor], count: int
-    ) -> Iterator[tuple[int, int, Mapping[str, Tensor]]]:
-        """(start, stop, state) of each part of `count` elements that is stored alike."""
-        yield 0, count, {name: state[name] for name in MOMENTS}
-
-    def tables(self, device: torch.device) -> Mapping[str, Tensor]:
-        """Constants for `decode` and `encode` on a device, by moment."""
-        return {}
-
-    def decode(
-        self, state: Mapping[str, Tensor], moment: str, tables: Mapping[str, Tensor]
-    ) -> Tensor:
-        """A flat moment of a part. The update may overwrite it and then calls `encode`."""
-        return state[moment]
-
-    def encode(
-        self, state: Mapping[str, Tensor], moment: str, values: Tensor, tables: Mapping[str, Tensor]
-    ) -> None:
-        """Store `values`, which are a result of `decode` that the update has overwritten."""
-
-
-class BlockwiseMoments(PlainMoments):
-    """Codes and a scale for each block; fp32 for small parameters and after the last block."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.float32)
-        first, second = MOMENTS
-        self._books = {first: CodeBook(signed=True), second: CodeBook(signed=False)}
+        self._books: dict[str, CodeBook] = {}
+        if blocks:
+            first, second = MOMENTS
+            self._books = {first: CodeBook(signed=True), second: CodeBook(signed=False)}
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
 
     def start(self, parameter: Tensor, count: int) -> dict[str, Tensor]:
-        whole, device = _in_blocks(count), parameter.device
-        state = super().start(parameter, count - whole) if whole < count else {}
-        for moment in MOMENTS if whole else ():
-            state[f"{moment}.codes"] = torch.zeros(whole, dtype=torch.uint8, device=device)
-            state[f"{moment}.scales"] = torch.zeros(whole // BLOCK, device=device)
+        device, dtype = parameter.device, self._dtype or parameter.dtype
+        whole = count - count % BLOCK if self._books and count >= SMALLEST else 0
+        state = {}
+        for moment in MOMENTS:
+            if whole:
+                state[f"{moment}.codes"] = torch.zeros(whole, dtype=torch.uint8, device=device)
+                state[f"{moment}.scales"] = torch.zeros(whole // BLOCK, device=device)
+            if whole < count or not whole:
+                state[moment] = torch.zeros(count - whole, dtype=dtype, device=device)
         return state
 
-    def parts(
-        self, state: Mapping[str, Tensor], count: int
-    ) -> Iterator[tuple[int, int, Mapping[str, Tensor]]]:
-        whole = _in_blocks(count)
-        if whole:
-            yield 0, whole, {key: value for key, value in state.items() if "." in key}
-        if whole < count:
-            yield whole, count, {name: state[name] for name in MOMENTS}
-
     def unpack(self, state: Mapping[str, Any], moment: str, start: int, stop: int) -> Tensor:
-        whole, found = _stored_in_blocks(state, moment), []
+        whole, found = _in_blocks(state, moment), []
         if start < whole:
             first, last = start // BLOCK, -(-min(stop, whole) // BLOCK)
             codes, scales = (stored[first:last] for stored in _blocks(state, moment))
-            table = self.tables(scales.device)[moment]
+            table = self.tables(scales.device)[f"{moment}.table"]
             values = self._books[moment].decode(codes, scales, table).view(-1)
             # + 0.0: with a scale of 0, a negative code is decoded to -0.0
             found.append(values[start - first * BLOCK : min(stop, whole) - first * BLOCK] + 0.0)
-        if stop > whole:
-            found.append(super().unpack(state, moment, max(start - whole, 0), stop - whole))
-        return torch.cat(found)
+        if stop > whole or not whole:
+            found.append(state[moment][max(start - whole, 0) : stop - whole])
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def pack(self, state: Mapping[str, Any], moment: str, values: Tensor) -> None:
-        whole = _stored_in_blocks(state, moment)
-        if whole < len(values):
+        """Encode what `unpack` has decoded; a tensor of another dtype is its own storage."""
+        whole = _in_blocks(state, moment)
+        if whole and whole < len(values):
             state[moment].copy_(values[whole:])
         if whole:
             codes, scales = _blocks(state, moment)
-            table = self.tables(scales.device)[moment]
+            table = self.tables(scales.device)[f"{moment}.table"]
             blocks = values[:whole].view(-1, BLOCK)
             for first in range(0, len(scales), AT_A_TIME // BLOCK):
                 part = slice(first, first + AT_A_TIME // BLOCK)
                 codes[part], scales[part] = self._books[moment].encode_exactly(blocks[part], table)
 
-    def tables(self, device: torch.device) -> Mapping[str, Tensor]:
+    def parts(
+        self, state: Mapping[str, Tensor], count: int
+    ) -> Iterator[tuple[int, int, Mapping[str, Tensor]]]:
+        """(start, stop, state) of each part of `count` elements that is stored alike, the state of
+        blocks with their `tables`."""
+        whole = _in_blocks(state, MOMENTS[0])
+        if whole:
+            blocks = {key: value for key, value in state.items() if "." in key}
+            yield 0, whole, blocks | self.tables(state[f"{MOMENTS[0]}.scales"].device)
+        if whole < count:
+            yield whole, count, {name: state[name] for name in MOMENTS}
+
+    def tables(self, device: torch.device) -> dict[str, Tensor]:
+        """Constants for `decode` and `encode` of blocks on a device."""
         if device not in self._tables:
-            self._tables[device] = {m: book.table(device) for m, book in self._books.items()}
+            found = {f"{m}.table": book.table(device) for m, book in self._books.items()}
+            self._tables[device] = found
         return self._tables[device]
 
-    def decode(
-        self, state: Mapping[str, Tensor], moment: str, tables: Mapping[str, Tensor]
-    ) -> Tensor:
+    def decode(self, state: Mapping[str, Tensor], moment: str) -> Tensor:
+        """A flat moment of a part. The update may overwrite it and then calls `encode`."""
         if moment in state:
             return state[moment]
-        return self._books[moment].decode(*_blocks(state, moment), tables[moment]).view(-1)
+        codes, scales = _blocks(state, moment)
+        return self._books[moment].decode(codes, scales, state[f"{moment}.table"]).view(-1)
 
-    def encode(
-        self, state: Mapping[str, Tensor], moment: str, values: Tensor, tables: Mapping[str, Tensor]
-    ) -> None:
+    def encode(self, state: Mapping[str, Tensor], moment: str, values: Tensor) -> None:
+        """Store `values`, which are a result of `decode` that the update has overwritten."""
         if moment not in state:
-            codes, scales = _blocks(state, moment)
-            new = self._books[moment].encode(values.view(-1, BLOCK), tables[moment])
-            codes.copy_(new[0])
-            scales.copy_(new[1])
+            blocks, table = values.view(-1, BLOCK), state[f"{moment}.table"]
+            new = self._books[moment].encode(blocks, table)
+            for stored, one in zip(_blocks(state, moment), new, strict=True):
+                stored.copy_(one)
 
 
-def _in_blocks(count: int) -> int:
-    """Number of a parameter's `count` elements that are stored in blocks."""
-    return 0 if count < SMALLEST else count - count % BLOCK
-
-
-def _stored_in_blocks(state: Mapping[str, Any], moment: str) -> int:
+def _in_blocks(state: Mapping[str, Any], moment: str) -> int:
+    """Number of a parameter's elements that are stored in blocks."""
     return BLOCK * len(state.get(f"{moment}.scales", ()))
 
 
@@ -203,8 +171,7 @@ def _blocks(state: Mapping[str, Tensor], moment: str) -> tuple[Tensor, Tensor]:
     return state[f"{moment}.codes"].view(-1, BLOCK), state[f"{moment}.scales"]
 
 
-def moment_codec(moments: str) -> PlainMoments:
+def moment_codec(moments: str) -> MomentCodec:
     """The codec for the field `moments` of optimizer.adamw. Raises StageError without torchao."""
-    if moments == "8bit":
-        return BlockwiseMoments()
-    return PlainMoments({"fp32": torch.float32, "bf16": torch.bfloat16, "master": None}[moments])
+    dtypes = {"fp32": torch.float32, "8bit": torch.float32, "bf16": torch.bfloat16}
+    return MomentCodec(dtypes.get(moments), blocks=moments == "8bit")

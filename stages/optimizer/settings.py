@@ -54,10 +54,6 @@ class GroupSettings:
     weight_decay: Annotated[float, Ge(0)] | None = None
     """Their weight decay, whatever their dimensions; null decays them as all others."""
 
-    def matches(self, name: str) -> bool:
-        """Whether one of the patterns matches the name of a parameter."""
-        return any(fnmatchcase(name, pattern) for pattern in self.match)
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
@@ -159,18 +155,12 @@ class OptimizerSettings:
         )
 
     def part(
-        self,
-        optimizer: Callable[..., Optimizer],
-        *,
-        moments: Sequence[str],
-        counts_updates: bool = True,
-        packing: StateCodec | None = None,
-        rule: UpdateRule | None = None,
-        name: str = "",
-        takes: Callable[[NamedParameter], bool] = lambda parameter: True,
-        shards: bool = False,
+        self, optimizer: Callable[..., Optimizer], *, moments: Sequence[str],
+        counts_updates: bool = True, packing: StateCodec | None = None,
+        rule: UpdateRule | None = None, name: str = "",
+        takes: Callable[[NamedParameter], bool] = lambda parameter: True, shards: bool = False,
         **arguments: Any,
-    ) -> OptimizerPart:
+    ) -> OptimizerPart:  # fmt: skip
         """A part of an optimizer with these settings.
 
         `optimizer` is a torch optimizer class, made with parameter groups, `lr`, `weight_decay` and
@@ -181,7 +171,13 @@ class OptimizerSettings:
         """
         arguments = {"lr": self.lr, "weight_decay": self.weight_decay, **arguments}
         rule = rule or self.update_rules()[0]
-        _require_takes(optimizer, rule, arguments)
+        given = ["groups"] if rule.elementwise else ["groups", "whole"]
+        try:
+            inspect.signature(optimizer).bind(*given, **arguments)
+        except TypeError as error:
+            kind = getattr(optimizer, "__name__", str(optimizer))
+            called = ", ".join([*given, *(f"{each}=..." for each in arguments)])
+            raise StageError(f"{kind}: {error}", hint=f"it is called as {kind}({called})") from None
         return OptimizerPart(
             name=name,
             takes=takes,
@@ -201,7 +197,7 @@ class OptimizerSettings:
         step / warm-up, then as the fields say. Loshchilov & Hutter 2017, SGDR, eq. 5 (cosine);
         Vaswani et al. 2017, section 5.3 (inverse_sqrt); Hu et al. 2024, MiniCPM, section 4 (wsd);
         Hägele et al. 2024 (sqrt)."""
-        warmup = self._warmup(total)
+        warmup = self.warmup_steps or steps_in(self.warmup_ratio, total)
         if step < warmup:
             rises_from = self.final_lr_ratio if self.schedule == "wsd" else 0.0
             return rises_from + (1.0 - rises_from) * step / warmup
@@ -225,28 +221,13 @@ class OptimizerSettings:
 
     def schedule_warnings(self, total: int) -> Iterator[str]:
         """A warning if warm-up takes all of `total` steps."""
-        warmup = self._warmup(total)
+        warmup = self.warmup_steps or steps_in(self.warmup_ratio, total)
         if warmup >= total:
             begin = "" if self.lr_scale(0, total) else "begins with a learning rate of 0 and "
             yield (
                 f"warm-up {begin}takes {warmup} steps, and the "
                 f"training {total}; set a lower warmup_steps or warmup_ratio"
             )
-
-    def _warmup(self, total: int) -> int:
-        return self.warmup_steps or steps_in(self.warmup_ratio, total)
-
-
-def _require_takes(
-    optimizer: Callable[..., Optimizer], rule: UpdateRule, arguments: Mapping[str, Any]
-) -> None:
-    given = ["groups"] if rule.elementwise else ["groups", "whole"]
-    try:
-        inspect.signature(optimizer).bind(*given, **arguments)
-    except TypeError as error:
-        name = getattr(optimizer, "__name__", str(optimizer))
-        called = ", ".join([*given, *(f"{each}=..." for each in arguments)])
-        raise StageError(f"{name}: {error}", hint=f"it is called as {name}({called})") from None
 
 
 def steps_in(ratio: float, total: int) -> int:
@@ -261,41 +242,34 @@ def make_groups(
     groups, then the rest; decayed parameters first. With `shards`, each group has the number of
     this process's shard, and each parameter its name. Raises StageError for a pattern that adds no
     parameter to its group."""
-    trained = [parameter for parameter in parameters if parameter.parameter.requires_grad]
-    own = settings.groups
-    _require_members(own, [parameter.name for parameter in trained])
-    found: dict[tuple[int, float, int], dict[str, Any]] = {}
-    for parameter in trained:
-        place = _place(own, parameter.name)
-        decays = settings.decay_all or len(parameter.shape) >= 2
-        decay = settings.weight_decay if decays else 0.0
-        group: dict[str, Any] = {"params": []}
-        if shards:
-            group["shard"] = parameter.shard
-            parameter.parameter.full_name = parameter.name  # type: ignore[attr-defined]
-        if place < len(own):
-            group["lr"] = settings.lr * own[place].lr_ratio
-            given = own[place].weight_decay
-            decay = decay if given is None else given
-        group["weight_decay"] = decay
-        key = (place, -decay, group.get("shard", 0))
-        found.setdefault(key, group)["params"].append(parameter.parameter)
-    return [found[key] for key in sorted(found)]
-
-
-def _place(own: Sequence[GroupSettings], name: str) -> int:
-    """Number of the first group that matches a parameter; the number of groups if none does."""
-    return next((place for place, group in enumerate(own) if group.matches(name)), len(own))
-
-
-def _require_members(own: Sequence[GroupSettings], names: Sequence[str]) -> None:
-    for place, group in enumerate(own):
-        left = [name for name in names if _place(own[:place], name) == place]
-        for pattern in group.match:
-            if not any(fnmatchcase(name, pattern) for name in left):
+    trained = [one for one in parameters if one.parameter.requires_grad]
+    left, places = [one.name for one in trained], dict[str, int]()
+    for place, own in enumerate(settings.groups):
+        for pattern in own.match:
+            matched = [name for name in left if fnmatchcase(name, pattern)]
+            if not matched:
                 raise StageError(
                     f"groups.{place}.match: {pattern!r} matches no trained parameter that is in no "
                     "earlier group",
                     hint=f"such parameters have names like {', '.join(left[:3])}; a tied head is "
                     "part of the embedding",
                 )
+            places |= dict.fromkeys(matched, place)
+        left = [name for name in left if name not in places]
+    found: dict[tuple[int, float, int], dict[str, Any]] = {}
+    for name, parameter, shape, number, _ in trained:
+        place = places.get(name, len(settings.groups))
+        decays = settings.decay_all or len(shape) >= 2
+        decay = settings.weight_decay if decays else 0.0
+        group: dict[str, Any] = {"params": []}
+        if shards:
+            group["shard"] = number
+            parameter.full_name = name  # type: ignore[attr-defined]
+        if place < len(settings.groups):
+            own = settings.groups[place]
+            group["lr"] = settings.lr * own.lr_ratio
+            decay = decay if own.weight_decay is None else own.weight_decay
+        group["weight_decay"] = decay
+        key = (place, -decay, group.get("shard", 0))
+        found.setdefault(key, group)["params"].append(parameter)
+    return [found[key] for key in sorted(found)]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from pipeline.utils import local_part
 from stages.optimizer import torchao_compat
-from stages.optimizer.quantized_moments import MOMENTS, SMALLEST, PlainMoments
+from stages.optimizer.quantized_moments import MOMENTS, SMALLEST, MomentCodec
 
 
 class LionOptimizer(Optimizer):
@@ -49,14 +49,9 @@ class LowBitAdamW(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        codec: PlainMoments,
-        rounding_seed: int | None,
-        compiled: bool,
-        **rule: Any,
-    ) -> None:
+        self, params: Iterable[dict[str, Any]], *, codec: MomentCodec, rounding_seed: int | None,
+        compiled: bool, **rule: Any,
+    ) -> None:  # fmt: skip
         super().__init__(params, rule)
         self._codec = codec
         self._noise = None if rounding_seed is None else Noise(rounding_seed)
@@ -78,16 +73,15 @@ class LowBitAdamW(Optimizer):
                     if self._noise is not None:
                         self._noise.key(parameter)
                     if parameter.grad is not None and parameter.numel():
-                        self._step(parameter, group)
+                        self._step(parameter, parameter.grad, group)
 
-    def _step(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        weights, gradient = _local(parameter), _local(parameter.grad)
-        state, count = self.state[parameter], weights.numel()
+    def _step(self, parameter: Tensor, whole: Tensor, group: Mapping[str, Any]) -> None:
+        weights, gradient = (local_part(one).detach().view(-1) for one in (parameter, whole))
+        state, count, noise = self.state[parameter], weights.numel(), None
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state.update(self._codec.start(weights, count))
         state["step"] += 1
-        noise = None
         if self._noise is not None:
             noise = self._noise.bits(parameter, weights, group["shard"], int(state["step"]))
         for start, stop, moments in self._codec.parts(state, count):
@@ -96,7 +90,6 @@ class LowBitAdamW(Optimizer):
                 weights[start:stop],
                 gradient[start:stop],
                 moments,
-                self._codec.tables(weights.device),
                 None if noise is None else noise[start:stop],
                 step=state["step"],
                 lr=torch.tensor(group["lr"], dtype=torch.float32),  # a float would be a constant
@@ -114,30 +107,16 @@ class LowBitAdamW(Optimizer):
                     self.state[parameter][name] = value.to(parameter.device, copy=True)
 
 
-def _local(tensor: Tensor | None) -> Tensor:
-    """This process's elements, flat."""
-    assert tensor is not None
-    return local_part(tensor).detach().view(-1)
-
-
 def _adamw(
-    weights: Tensor,
-    gradient: Tensor,
-    moments: Mapping[str, Tensor],
-    tables: Mapping[str, Tensor],
-    noise: Tensor | None,
-    *,
-    codec: PlainMoments,
-    rule: Callable[..., None],
-    step: Tensor,
-    lr: Tensor,
+    weights: Tensor, gradient: Tensor, moments: Mapping[str, Tensor], noise: Tensor | None, *,
+    codec: MomentCodec, rule: Callable[..., None], step: Tensor, lr: Tensor,
     hyper: tuple[float, float, float, float],
-) -> None:
-    first, second = (codec.decode(moments, name, tables) for name in MOMENTS)
+) -> None:  # fmt: skip
+    first, second = (codec.decode(moments, name) for name in MOMENTS)
     new = weights.float()
     rule(new, gradient, step, first, second, None, lr, *hyper, True, False)
-    codec.encode(moments, MOMENTS[0], first, tables)
-    codec.encode(moments, MOMENTS[1], second, tables)
+    for name, values in zip(MOMENTS, (first, second), strict=True):
+        codec.encode(moments, name, values)
     if noise is not None:
         weights.copy_(round_stochastically(new, noise))
     elif new is not weights:

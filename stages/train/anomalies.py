@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from pipeline import Checkpoints, Progress, StageError, StepGuard, StepReport
+from pipeline import Progress, StageError, StepGuard, StepReport
 from stages.train.settings import Anomalies
 
 NON_FINITE, SPIKE = "non-finite gradient", "loss spike"
@@ -20,28 +20,30 @@ HINT = (
 )
 
 
+@dataclass(eq=False)
 class AnomalyMonitor:
-    """Observes the steps of one training."""
+    """Observes the steps of one training. After an anomalous one it stops the run, skips the batch,
+    or goes back to a checkpoint, as the policy says."""
 
-    def __init__(self, policy: Anomalies, total: Callable[[Tensor], Tensor]) -> None:
-        """`total` is the engine's sum over ranks."""
-        self._policy = policy
-        self._total = total
-        self._spikes = False
-        self.loss: float | None = None
-        """Mean loss of the observed step; None if the policy does not look for spikes."""
+    policy: Anomalies
+    total: Callable[[Tensor], Tensor]
+    """The engine's sum over ranks."""
+    restore: Callable[[], Progress | None] = lambda: None
+    """Restores the newest checkpoint, if there is one (collective)."""
+    loss: float | None = field(default=None, init=False)
+    """Mean loss of the observed step; None if the policy does not look for spikes."""
+    _spikes: bool = field(default=False, init=False)
 
     def observe(self, part: Tensor, progress: Progress) -> None:
         """Take this rank's part of a step's mean loss before its update (collective)."""
-        self._spikes, self.loss = False, None
-        if self._policy.spike is not None:
-            self.loss = float(self._total(part.detach().clone()))
-            self._spikes = is_spike(self.loss, progress.recent_losses, self._policy)
+        if self.policy.spike is not None:
+            self.loss = float(self.total(part.detach().clone()))
+            self._spikes = is_spike(self.loss, progress.recent_losses, self.policy)
 
     @property
     def should_step(self) -> StepGuard | None:
         """Guard for the engine's update; None if it would always allow it."""
-        if self._policy.spike is None and self._policy.non_finite == "stop":
+        if self.policy.spike is None and self.policy.non_finite == "stop":
             return None
         return lambda norm: math.isfinite(norm) and not self._spikes
 
@@ -60,7 +62,61 @@ class AnomalyMonitor:
         progress.left_out_in_a_row = 0
         if applied and self.loss is not None and math.isfinite(self.loss):
             window = [*progress.recent_losses, self.loss]
-            progress.recent_losses = window[-self._policy.spike_window :]
+            progress.recent_losses = window[-self.policy.spike_window :]
+
+    def require_finite(self, report: StepReport, before: Progress, after: Progress) -> None:
+        """Raise StageError if the gradient of an unguarded step from `before` to `after` is not
+        finite. Its update has been applied."""
+        if self.should_step is None and self.anomaly(report):
+            norm = float(report.grad_norm)
+            what = self._describe(NON_FINITE, norm, before, after.samples)
+            raise StageError(what, hint=HINT)
+
+    def recover(
+        self, anomaly: str, grad_norm: float, progress: Progress, samples: int
+    ) -> dict[str, Any]:
+        """Advance `progress` past an anomalous batch of `samples` samples (collective). Returns
+        facts to report. Raises StageError if the run has to stop."""
+        policy, start, stop = self.policy, progress.samples, progress.samples + samples
+        what = self._describe(anomaly, grad_norm, progress, stop)
+        action = policy.spike if anomaly == SPIKE else policy.non_finite
+        facts = {
+            "anomaly": anomaly,
+            "action": action,
+            "anomalous_step": progress.step + 1,
+            "anomalous_loss": self.loss,
+            "grad_norm": grad_norm,
+        }
+        if action == "stop":
+            raise StageError(what, hint=HINT)
+        if action == "skip":
+            progress.left_out_in_a_row += 1
+            if progress.left_out_in_a_row > policy.max_skips:
+                limit = f"{policy.max_skips} steps in a row were skipped (max_skips)"
+                raise StageError(f"{what}, after {limit}", hint=HINT)
+            progress.samples = stop
+        else:
+            if progress.rollbacks >= policy.max_rollbacks:
+                limit = f"{progress.rollbacks} rollbacks (max_rollbacks)"
+                raise StageError(f"{what}, after {limit}", hint=HINT)
+            restored = self.restore()
+            if restored is None:
+                raise StageError(f"{what}, and there is no checkpoint to go back to")
+            own = {"samples": stop, "lineage": progress.lineage, "left_out": progress.left_out}
+            own["rollbacks"] = progress.rollbacks + 1
+            vars(progress).update(vars(restored) | own)
+            start = restored.samples
+        exclude(progress, start, stop)
+        return {**facts, "samples_from": start, "samples_to": stop}
+
+    def _describe(self, anomaly: str, grad_norm: float, progress: Progress, stop: int) -> str:
+        if anomaly == SPIKE:
+            mean = statistics.fmean(progress.recent_losses[-self.policy.spike_window :])
+            found = f"the loss is {self.loss:.4f}, a spike over the mean {mean:.4f}"
+        else:
+            found = f"the gradient norm is {grad_norm}"
+        samples = f"samples {progress.samples} to {stop - 1} of the order"
+        return f"step {progress.step + 1}: {found} ({samples})"
 
 
 def is_spike(loss: float, recent: list[float], policy: Anomalies) -> bool:
@@ -79,83 +135,3 @@ def exclude(progress: Progress, start: int, stop: int) -> None:
         else:
             joined.append([low, high])
     progress.left_out = joined
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """Stops the run, skips a batch, or goes back to a checkpoint, as the policy says."""
-
-    policy: Anomalies
-    monitor: AnomalyMonitor
-    checkpoints: Checkpoints
-    validate: Callable[[Progress], None]
-    """Passed to `Checkpoints.restore`."""
-
-    @property
-    def guards(self) -> bool:
-        """Whether a step may be left out."""
-        return self.monitor.should_step is not None
-
-    def recover(
-        self, anomaly: str, grad_norm: float, progress: Progress, samples: int
-    ) -> dict[str, Any]:
-        """Advance `progress` past an anomalous batch of `samples` samples (collective). Returns
-        facts to report. Raises StageError if the run has to stop."""
-        start, stop = progress.samples, progress.samples + samples
-        what = self._describe(anomaly, grad_norm, progress, stop)
-        action = self.policy.spike if anomaly == SPIKE else self.policy.non_finite
-        if action == "stop":
-            raise StageError(what, hint=HINT)
-        facts = {
-            "anomaly": anomaly,
-            "action": action,
-            "anomalous_step": progress.step + 1,
-            "anomalous_loss": self.monitor.loss,
-            "grad_norm": grad_norm,
-        }
-        if action == "skip":
-            self._skip(what, progress, stop)
-        else:
-            start = self._roll_back(what, progress, stop)
-        exclude(progress, start, stop)
-        return {**facts, "samples_from": start, "samples_to": stop}
-
-    def require_finite(self, report: StepReport, before: Progress, after: Progress) -> None:
-        """Raise StageError if the gradient of an unguarded step from `before` to `after` is not
-        finite. Its update has been applied."""
-        if not self.guards and self.monitor.anomaly(report):
-            norm = float(report.grad_norm)
-            what = self._describe(NON_FINITE, norm, before, after.samples)
-            raise StageError(what, hint=HINT)
-
-    def _describe(self, anomaly: str, grad_norm: float, progress: Progress, stop: int) -> str:
-        if anomaly == SPIKE:
-            mean = statistics.fmean(progress.recent_losses[-self.policy.spike_window :])
-            found = f"the loss is {self.monitor.loss:.4f}, a spike over the mean {mean:.4f}"
-        else:
-            found = f"the gradient norm is {grad_norm}"
-        samples = f"samples {progress.samples} to {stop - 1} of the order"
-        return f"step {progress.step + 1}: {found} ({samples})"
-
-    def _skip(self, what: str, progress: Progress, stop: int) -> None:
-        progress.left_out_in_a_row += 1
-        if progress.left_out_in_a_row > self.policy.max_skips:
-            raise StageError(
-                f"{what}, after {self.policy.max_skips} steps in a row were skipped (max_skips)",
-                hint=HINT,
-            )
-        progress.samples = stop
-
-    def _roll_back(self, what: str, progress: Progress, stop: int) -> int:
-        """Restore the newest checkpoint; returns the position of its next sample."""
-        if progress.rollbacks >= self.policy.max_rollbacks:
-            raise StageError(
-                f"{what}, after {progress.rollbacks} rollbacks (max_rollbacks)", hint=HINT
-            )
-        restored = self.checkpoints.restore(self.validate)
-        if restored is None:
-            raise StageError(f"{what}, and there is no checkpoint to go back to")
-        own = {"samples": stop, "lineage": progress.lineage, "left_out": progress.left_out}
-        own["rollbacks"] = progress.rollbacks + 1
-        vars(progress).update(vars(restored) | own)
-        return restored.samples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from stages.model.config_checks import (
     table_of_positions,
     tokenizer_problems,
 )
-from stages.train.settings import CausalLmFields, Generation, heldout_problems
+from stages.train.settings import CausalLmFields, heldout_problems
 from stages.wires import mixed_problems
 
 
@@ -38,16 +38,23 @@ class TrainCausalLm(CausalLmFields):
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
-        for problem in self.anomalies.problems(plan.producer(self, Checkpoints)):
-            yield replace(problem, key=f"anomalies.{problem.key}")
-        yield from self._evaluation_problems(plan)
+        yield from self._saving_problems(plan.producer(self, Checkpoints))
+        yield from heldout_problems(self, plan, self.evaluates)
         yield from epoch_problems([self], plan, eval_every=self.eval_every)
-        yield from router_loss_problems(self, plan)
-        yield from generation_problems(self.generate, self, plan)
+        yield from self._router_problems(config_of(self, plan))
+        yield from self._generation_problems(plan)
         yield from mixed_problems(self, plan)
 
-    def _evaluation_problems(self, plan: PlanView) -> Iterator[Problem]:
-        saving = plan.producer(self, Checkpoints)
+    def _saving_problems(self, saving: Checkpoints | None) -> Iterator[Problem]:
+        """Problems next to the checkpoint stage: rollbacks, and evaluations that it compares."""
+        every = saving.every if isinstance(saving, traits.SavesEvery) else None
+        if self.anomalies.rolls_back and saving is not None and every is None:
+            field = "non_finite" if self.anomalies.non_finite == "rollback" else "spike"
+            message = (
+                "rollback goes back to the newest checkpoint, and none is saved before the end"
+            )
+            hint = "set every in the checkpoint slot"
+            yield Problem(key=f"anomalies.{field}", message=message, hint=hint)
         best = saving.retention.best if isinstance(saving, traits.RetainsCheckpoints) else 0
         if self.eval_every is None:
             hint = "set eval_every"
@@ -60,7 +67,39 @@ class TrainCausalLm(CausalLmFields):
         if self.result == "best" and saving is not None and not best:
             message = "the checkpoint slot does not keep the best checkpoint"
             yield Problem(key="result", message=message, hint="set keep_best: 1 there")
-        yield from heldout_problems(self, plan, self.evaluates)
+
+    def _router_problems(self, config: Mapping[str, Any] | None) -> Iterator[Problem]:
+        """The problem of a router's loss that the model cannot have, or asks for in vain, by its
+        config if that can be read without a network."""
+        weight = self.router_loss
+        if config is None:
+            return
+        if weight is None and config.get("output_router_logits") is True:
+            yield Problem(
+                key="router_loss",
+                message="the model's config asks for the loss of its router (output_router_logits)",
+                hint="router_loss: config adds it, 0 says that it is left out",
+                warning=True,
+            )
+        if weight is not None and not has_experts(config):
+            message = "the model has no experts"
+            yield Problem(key="router_loss", message=message, hint="leave out router_loss")
+
+    def _generation_problems(self, plan: PlanView) -> Iterator[Problem]:
+        """Problems of texts that the model cannot write, by its config and files if these can be
+        read without a network."""
+        if (generate := self.generate) is None:
+            return
+        without = "leave out `generate.chat`" if generate.chat else None
+        for problem in tokenizer_problems(self, plan, no_template=without):
+            yield replace(problem, key="generate")
+        positions = table_of_positions(config_of(self, plan) or {})
+        if positions is not None and generate.max_tokens > positions:
+            yield Problem(
+                key="generate.max_tokens",
+                message=f"is {generate.max_tokens}, and the model has {positions} positions",
+                hint="leave room for the prompt, too",
+            )
 
     def resource_needs(
         self, ctx: Context, data: Data, checkpoints: Checkpoints
@@ -68,18 +107,13 @@ class TrainCausalLm(CausalLmFields):
         return checkpoints.resource_needs(self.length_on(data, checkpoints))
 
     def run(
-        self,
-        ctx: Context,
-        engine: Engine,
-        data: Data,
-        optimizer: OptimizerPlan,
-        checkpoints: Checkpoints,
-        model: ModelSource,
-        callback: StepCallback | None = None,
-    ) -> TrainedRun:
-        from stages.train.start import train
+        self, ctx: Context, engine: Engine, data: Data, optimizer: OptimizerPlan,
+        checkpoints: Checkpoints, model: ModelSource, callback: StepCallback | None = None,
+    ) -> TrainedRun:  # fmt: skip
+        from stages.train.loop import Training
 
-        return train(self, ctx, engine, data, optimizer, checkpoints, model, callback)
+        training = Training(self, ctx, engine, data, optimizer, checkpoints, model, callback)
+        return training.run()
 
     def verify_result(self, trained: TrainedRun) -> None:
         """Raise CheckpointError unless a canonical checkpoint on this machine has all its files in
@@ -93,40 +127,3 @@ class TrainCausalLm(CausalLmFields):
         form = Formats.installed().detect(folder)
         if isinstance(form, Canonical):
             form.open(folder, Reading()).close()
-
-
-def generation_problems(
-    generate: Generation | None, stage: Any, plan: PlanView
-) -> Iterator[Problem]:
-    """Problems of texts that the model which `stage` trains cannot write, by its config and files
-    if these can be read without a network."""
-    if generate is None:
-        return
-    without = "leave out `generate.chat`" if generate.chat else None
-    for problem in tokenizer_problems(stage, plan, no_template=without):
-        yield replace(problem, key="generate")
-    positions = table_of_positions(config_of(stage, plan) or {})
-    if positions is not None and generate.max_tokens > positions:
-        yield Problem(
-            key="generate.max_tokens",
-            message=f"is {generate.max_tokens}, and the model has {positions} positions",
-            hint="leave room for the prompt, too",
-        )
-
-
-def router_loss_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
-    """The problem of a router's loss that the model cannot have, or asks for in vain, by its config
-    if that can be read without a network."""
-    weight, config = stage.router_loss, config_of(stage, plan)
-    if config is None:
-        return
-    if weight is None and config.get("output_router_logits") is True:
-        yield Problem(
-            key="router_loss",
-            message="the model's config asks for the loss of its router (output_router_logits)",
-            hint="router_loss: config adds it, 0 says that it is left out",
-            warning=True,
-        )
-    if weight is not None and not has_experts(config):
-        message = "the model has no experts"
-        yield Problem(key="router_loss", message=message, hint="leave out router_loss")

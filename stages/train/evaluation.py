@@ -1,35 +1,90 @@
-"""Loss on held-out samples, the best evaluation, and early stopping."""
+"""Measurements of each row of a sample set; the held-out loss, its best, and early stopping."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+from collections.abc import Callable, Generator, Iterator
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from pipeline import Data, DistContext, Engine, Measure, Progress, StageError
+from pipeline import (
+    Data,
+    DistContext,
+    Engine,
+    Measure,
+    MicroBatch,
+    Progress,
+    Samples,
+    StageError,
+)
 from pipeline.utils import plural
-from stages.objectives.rows import rows_in_order
+from stages.batches.feed import microbatches
+from stages.batches.samples import micro_batch
 from stages.train.settings import EarlyStopping
+
+BLOCK = 16
+"""Micro-batches on each rank whose results are shared at once."""
+
+
+def rows_in_order(
+    engine: Engine, measure: Measure, data: Data, samples: Samples, micro_batch_size: int,
+    dist: DistContext, layout: Callable[[MicroBatch], MicroBatch] = lambda batch: batch, *,
+    vocabulary: int | None = None,
+) -> Generator[Tensor | None]:  # fmt: skip
+    """Yield what `measure` says of each row of one of the data's sets, in order and block by block,
+    on every rank; shape (rows, width), fp64 (collective). None, the last one, if a rank was asked
+    to stop, after which no micro-batch is read. `layout` changes each micro-batch before it is
+    measured. Tokens are compared with the size of the `vocabulary`, if that is given. Raises
+    DataError for a sample that is not as the set says."""
+    axis, total = engine.data_axis, len(samples)
+    step = axis.count * micro_batch_size * BLOCK
+    blocks = [(start, min(start + step, total)) for start in range(0, total, step)]
+    shares = [
+        [(a + start, a + end) for start, end in microbatches(b - a, axis, micro_batch_size)]
+        for a, b in blocks
+    ]
+    stopped = False
+
+    def batches() -> Iterator[MicroBatch]:
+        nonlocal stopped
+        for start, end in itertools.chain.from_iterable(shares):
+            dist.heartbeat.beat()
+            stopped = dist.any(dist.stop.asked)
+            if stopped:
+                return
+            own = range(start, end)
+            yield layout(micro_batch(data, samples, own, 0, engine.device, vocabulary)[0])
+
+    with contextlib.closing(engine.evaluate(batches(), measure)) as results:
+        for (first, last), own in zip(blocks, shares, strict=True):
+            place = samples.total_rows(np.arange(first, own[0][0]))
+            rows = place + samples.total_rows(np.arange(own[0][0], last))
+            found = torch.zeros(rows, measure.width, dtype=torch.float64, device=engine.device)
+            for part in itertools.islice(results, len(own)):
+                if part is not None:
+                    found[place : place + len(part)] = part
+                    place += len(part)
+            if stopped:
+                yield None
+                return
+            yield engine.total(found)
 
 
 def evaluate(
-    engine: Engine,
-    measure: Measure,
-    data: Data,
-    micro_batch_size: int,
-    dist: DistContext,
+    engine: Engine, measure: Measure, data: Data, micro_batch_size: int, dist: DistContext,
     vocabulary: int | None = None,
-) -> float | None:
+) -> float | None:  # fmt: skip
     """Mean over all target tokens of the held-out samples of the first number that `measure` has
     for each row, its loss in nats (collective); None if a rank was asked to stop meanwhile. Raises
     DataError for a sample that is not as the set says, or has a token outside of the
     `vocabulary`."""
     assert data.heldout is not None
-    total, samples = 0.0, data.heldout
-    blocks = rows_in_order(
-        engine, measure, data, samples, micro_batch_size, dist, vocabulary=vocabulary
-    )
+    total, size = 0.0, micro_batch_size
+    blocks = rows_in_order(engine, measure, data, data.heldout, size, dist, vocabulary=vocabulary)
     with contextlib.closing(blocks):
         for rows in blocks:
             if rows is None:
@@ -62,22 +117,18 @@ def record_evaluation(
     record = {"eval_loss": loss, "perplexity": math.inf if loss > 709 else math.exp(loss)}
     for name, value in record.items():
         set_metric(progress, name, value)
-    if math.isfinite(loss) and loss < progress.best.get("eval_loss", math.inf):
+    finite = math.isfinite(loss)
+    if finite and loss < progress.best.get("eval_loss", math.inf):
         progress.best = {"step": progress.step, "eval_loss": loss}
     if stopping is not None:
         patience = progress.patience
-        if _improves(loss, patience.get("eval_loss"), stopping):
+        known = patience.get("eval_loss", math.inf)
+        if finite and loss < known and known - loss >= stopping.min_improvement:
             progress.patience = {"eval_loss": loss, "evaluations": 0}
         else:
             evaluations = patience.get("evaluations", 0) + 1
             progress.patience = {**patience, "evaluations": evaluations}
     return record
-
-
-def _improves(loss: float, known: float | None, stopping: EarlyStopping) -> bool:
-    if known is None or not math.isfinite(loss):
-        return math.isfinite(loss)
-    return loss < known and known - loss >= stopping.min_improvement
 
 
 def reason_to_stop(progress: Progress, stopping: EarlyStopping | None) -> str:

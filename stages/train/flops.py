@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pipeline import Engine, EngineState, ModelSource
+from pipeline import Engine, ModelSource
 from pipeline.hardware import find_accelerator
 from stages.model.declared import logical_numel, outline
 
@@ -50,35 +50,29 @@ def known_peak(engine: Engine) -> float | None:
     return None if device is None else device.flops
 
 
-def known_cost(engine: Engine, source: ModelSource, peak: float | None) -> Cost | None:
-    """Cost of a token of the source's model in an engine; None without a `peak`, and for mixtures
-    of experts."""
+def known_cost(engine: Engine, source: ModelSource, peak: float | None = None) -> Cost | None:
+    """Cost of a token of the source's model in an engine, whose device has this peak, by default
+    the known one. None without a peak, and for mixtures of experts."""
+    peak = peak or known_peak(engine)
     if peak is None:
         return None
     model = next((m for m in outline(source).modules() if isinstance(m, PreTrainedModel)), None)
-    if model is None:
+    config: Any = None if model is None else model.config.get_text_config()
+    if model is None or getattr(config, "num_experts_per_tok", None):
         return None
-    config = model.config.get_text_config()
     try:
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         attention = 12.0 * config.num_hidden_layers * heads * size
     except AttributeError:
         return None
-    experts = getattr(config, "num_experts_per_tok", None)
-    return None if experts else Cost(_multiplied(engine.state(), model), attention, peak)
-
-
-def _multiplied(state: EngineState, model: Any) -> float:
-    """6 for each trained parameter of a matrix product, 4 for each frozen one."""
-    known = logical_numel(model)
-    inputs = model.get_input_embeddings()
+    state, known, inputs = engine.state(), logical_numel(model), model.get_input_embeddings()
     module = next((name for name, other in model.named_modules() if other is inputs), "")
     embedding = f"{module}.weight"
     tied = embedding in {*state.aliases, *state.aliases.values()}
-    total = 0.0
+    multiplied = 0.0
     for name in (*state.updates, *state.frozen):
         if name in state.shapes and (name != embedding or tied):
             elements = known.get(name) or math.prod(state.shapes[name])
-            total += (6.0 if name in state.updates else 4.0) * elements
-    return total
+            multiplied += (6.0 if name in state.updates else 4.0) * elements
+    return Cost(multiplied, attention, peak)

@@ -30,8 +30,8 @@ from pipeline import (
     StageError,
 )
 from stages.batches.layout import pad
-from stages.objectives.rows import rows_in_order
 from stages.template_limits import Limited
+from stages.train.evaluation import rows_in_order
 from stages.train.settings import Generation
 
 STRIDE = 64
@@ -48,46 +48,45 @@ class Writer:
         and for a prompt that the template refuses, without tokens, or with more than leave room for
         a text."""
         self._settings, self._seed, self._most = settings, seed, source.most_positions
-        self._tokenizer, self._source = source.tokenizer(), source
-        if settings.chat and not self._tokenizer.chat_template:
+        self._tokenizer = tokenizer = source.tokenizer()
+        if settings.chat and not tokenizer.chat_template:
             raise StageError(
                 f"generate: the tokenizer of {source.name} has no chat template",
                 hint="use an instruction-tuned model, or leave out `generate.chat`",
             )
-        self._prompts = [self._encoded(prompt) for prompt in settings.prompts]
-        for prompt, ids in zip(settings.prompts, self._prompts, strict=True):
+        render = Limited(tokenizer.apply_chat_template, source.name) if settings.chat else None
+        self._prompts = list[list[int]]()
+        for prompt in settings.prompts:
+            begin = prompt if len(prompt) <= SHOWN else f"{prompt[:SHOWN]}..."
+            message = {"role": "user", "content": prompt}
+            try:
+                encoded = render and render([message], add_generation_prompt=True, return_dict=True)
+            except Exception as error:  # a template is a program of its own and may raise anything
+                raise StageError(
+                    f"generate: the chat template refuses prompt {begin!r}: {error}"
+                ) from error
+            encoded = encoded or tokenizer(prompt)
+            ids = list(encoded["input_ids"])
             if not ids:
-                message = f"generate: prompt {prompt!r} has no tokens"
-                raise StageError(message, hint="give it a text")
+                raise StageError(
+                    f"generate: prompt {prompt!r} has no tokens", hint="give it a text"
+                )
             longest = len(ids) + settings.max_tokens - 1  # the last token is not read again
             if self._most is not None and longest > self._most:
                 raise StageError(
-                    f"generate: the text of prompt {_begin(prompt)!r} may have {longest} tokens, "
+                    f"generate: the text of prompt {begin!r} may have {longest} tokens, "
                     f"and the model has {self._most} positions",
                     hint="lower `generate.max_tokens`, or shorten the prompt",
                 )
-        end = self._tokenizer.eos_token_id
-        self._ends = set[int]() if end is None else {int(end)}
-
-    def _encoded(self, prompt: str) -> list[int]:
-        if not self._settings.chat:
-            return list(self._tokenizer(prompt)["input_ids"])
-        messages = [{"role": "user", "content": prompt}]
-        try:
-            render = Limited(self._tokenizer.apply_chat_template, self._source.name)
-            encoded = render(messages, add_generation_prompt=True, return_dict=True)
-        except Exception as error:  # a template is a program of its own and may raise anything
-            raise StageError(
-                f"generate: the chat template refuses prompt {_begin(prompt)!r}: {error}"
-            ) from error
-        return list(encoded["input_ids"])
+            self._prompts.append(ids)
 
     def write(self, engine: Engine, dist: DistContext, step: int) -> list[dict[str, Any]] | None:
         """Continue every prompt (collective). Returns `number`, `prompt` and `text` of each; None
         if a rank was asked to stop meanwhile."""
         texts: list[list[int]] = [[] for _ in self._prompts]
+        end = self._tokenizer.eos_token_id
         for position in range(self._settings.max_tokens):
-            going = [n for n, text in enumerate(texts) if not self._ends & set(text[-1:])]
+            going = [n for n, text in enumerate(texts) if text[-1:] != [end]]
             if not going:
                 break
             chooser = NextToken(self._settings.temperature, (self._seed, step, position))
@@ -100,9 +99,12 @@ class Writer:
                 chosen += block[:, 0].int().tolist()
             for number, token in zip(going, chosen, strict=True):
                 texts[number].append(token)
+        written = (self._tokenizer.decode(text, skip_special_tokens=True) for text in texts)
         return [
-            {"number": number, "prompt": prompt, "text": self._decoded(text)}
-            for number, (prompt, text) in enumerate(zip(self._settings.prompts, texts, strict=True))
+            {"number": number, "prompt": prompt, "text": str(text)}
+            for number, (prompt, text) in enumerate(
+                zip(self._settings.prompts, written, strict=True)
+            )
         ]
 
     def _layout(self, batch: MicroBatch) -> MicroBatch:
@@ -110,13 +112,6 @@ class Writer:
         length = batch.input_ids.shape[1]
         longer = -(-length // STRIDE) * STRIDE
         return pad(batch, 1, max(min(longer, self._most or longer), length), packed=False)
-
-    def _decoded(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def _begin(prompt: str) -> str:
-    return prompt if len(prompt) <= SHOWN else f"{prompt[:SHOWN]}..."
 
 
 @dataclass(frozen=True)
@@ -148,18 +143,14 @@ class NextToken:
     request = ScoreRequest(logits=True)
 
     def __call__(self, scores: Scores, batch: MicroBatch) -> Tensor:
-        numbers = batch.rows["number"].tolist()
-        chosen = [
-            self._noisy(logits, number).argmax()
-            for logits, number in zip(scores.logits, numbers, strict=True)
-        ]
+        chosen = []
+        for logits, number in zip(scores.logits, batch.rows["number"].tolist(), strict=True):
+            if self.temperature != 0:
+                # With Gumbel noise, the largest is a sample of the distribution (Gumbel 1954).
+                text = repr((*self.seed, number)).encode()
+                generator = torch.Generator().manual_seed(zlib.crc32(text))
+                uniform = torch.rand(len(logits), generator=generator).clamp(min=1e-20)
+                noise = torch.log(-torch.log(uniform)).to(logits.device)
+                logits = logits / self.temperature - noise
+            chosen.append(logits.argmax())
         return torch.stack(chosen)[:, None]
-
-    def _noisy(self, logits: Tensor, number: int) -> Tensor:
-        """Return the logits, over the temperature and with Gumbel noise, so that the largest one is
-        a sample of the distribution (Gumbel 1954)."""
-        if self.temperature == 0:
-            return logits
-        generator = torch.Generator().manual_seed(zlib.crc32(repr((*self.seed, number)).encode()))
-        uniform = torch.rand(len(logits), generator=generator).clamp(min=1e-20)
-        return logits / self.temperature - torch.log(-torch.log(uniform)).to(logits.device)

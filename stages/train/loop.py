@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from dataclasses import replace
 from typing import NoReturn
 
 from pipeline import (
@@ -13,57 +15,102 @@ from pipeline import (
     Checkpoints,
     Context,
     Data,
-    Measure,
+    Engine,
+    ModelSource,
+    OptimizerPlan,
     Phase,
     Progress,
+    StageError,
+    StepCallback,
+    TrainedRun,
     ends_period,
 )
+from pipeline.checkpoint import start_random_streams
 from pipeline.utils import activity
-from stages.train.anomalies import Recovery
+from stages.batches.feed import Feed
+from stages.train.anomalies import AnomalyMonitor
 from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation
-from stages.train.garbage import collect_behind, collected_as_usual, collected_at_steps
+from stages.train.flops import known_cost
 from stages.train.generate import Writer
-from stages.train.launched import LaunchedSteps
-from stages.train.meter import StepMeter
 from stages.train.profiling import Profiler
-from stages.train.report import Reporter
-from stages.train.resuming import Length
-from stages.train.saves import Saves
-from stages.train.settings import CausalLmFields
-from stages.train.step import StepResult, TrainStep
+from stages.train.report import Reporter, Saves
+from stages.train.resuming import Length, again, lineage, require_same_lineage, require_steps_left
+from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES, CausalLmFields
+from stages.train.step import LaunchedSteps, StepMeter, StepResult, TrainStep
+from stages.train.stragglers import StragglerWatch
 from stages.train.verify_loss import verify_packing
 
+COLLECTED = 50
+"""Steps between two collections of reference cycles."""
 
-@dataclass(kw_only=True)
+
 class Training:
-    """The loop from the step of `progress` on; it changes `progress` in place."""
+    """A training from the step of `progress` on, which it changes in place."""
 
-    config: CausalLmFields
-    eval_every: Fraction | None
-    """Steps between evaluations; None: at the end only."""
-    ctx: Context
-    data: Data
-    checkpoints: Checkpoints
-    saves: Saves
-    progress: Progress
-    measure: Measure
-    """The held-out loss of each row."""
-    step: TrainStep
-    recovery: Recovery
-    profiler: Profiler
-    meter: StepMeter
-    launched: LaunchedSteps
-    writer: Writer | None
-    """Writes texts, if the recipe asks for them."""
-    reporter: Reporter
-    callbacks: Callbacks
-    evaluated: bool = field(init=False)
-    """Whether the current weights have been evaluated."""
+    def __init__(
+        self, config: CausalLmFields, ctx: Context, engine: Engine, data: Data, plan: OptimizerPlan,
+        checkpoints: Checkpoints, model: ModelSource, callback: StepCallback | None = None,
+    ) -> None:  # fmt: skip
+        """Restore the newest checkpoint, if there is one (collective)."""
+        if config.evaluates and not data.heldout:
+            raise StageError(f"{config.evaluates[0]} {NO_SAMPLES}", hint=GIVE_SAMPLES)
+        if not engine.state().groups:
+            raise StageError(
+                "the model of this engine is not trained: its optimizer is optimizer.none"
+            )
+        self.config, self.ctx, self.data, self.checkpoints = config, ctx, data, checkpoints
+        self.measure, self.dist = config.measure(model), ctx.dist
+        start_random_streams(zlib.crc32(f"{ctx.seed}/{engine.random_stream}".encode()))
+        identity = lineage(config, ctx, data, model)
+        length = config.length_on(data, checkpoints)
+        self.eval_every = length.in_steps(config.eval_every)
+        checkpoints.begin(length)
+        validate = functools.partial(require_same_lineage, identity, ctx.accept, again=again(ctx))
+        restore = functools.partial(checkpoints.restore, validate)
+        restored = restore()
+        ctx.metrics.rewind(-1 if restored is None else restored.step)
+        self.progress = progress = restored or Progress()
+        progress.lineage = identity
+        self.feed = Feed(
+            config, data, ctx.seed, engine.data_axis, engine.device,
+            workers=config.workers, vocabulary=model.vocab_size,
+        )  # fmt: skip
+        self.length = Length.of(config, data, progress)
+        total = self.feed.total_steps(progress)
+        require_steps_left(ctx, checkpoints, self.length, progress, total)
+        self.monitor = AnomalyMonitor(config.anomalies, engine.total, restore)
+        self.meter = StepMeter(engine, ctx.dist, progress, known_cost(engine, model))
+        self.step = TrainStep(
+            engine=engine,
+            objective=config.objective(model),
+            feed=self.feed,
+            plan=plan,
+            monitor=self.monitor,
+            meter=self.meter,
+        )
+        folder = ctx.run_dir / (f"profile-{ctx.training}" if ctx.training else "profile")
+        self.profiler = Profiler(config.profile_steps, folder, engine, ctx.dist)
+        texts = config.generate
+        self.writer = None if texts is None else Writer(texts, model, ctx.seed)
+        self.reporter = Reporter(ctx, log_every=config.log_every, total_steps=self.feed.total_steps)
+        self.saves = Saves(checkpoints=checkpoints, reporter=self.reporter, newest=progress.step)
+        self.callbacks = Callbacks(self.reporter, self.saves, callback)
+        self.launched = LaunchedSteps(
+            progress=progress,
+            meter=self.meter,
+            monitor=self.monitor,
+            reporter=self.reporter,
+            callbacks=self.callbacks,
+            stragglers=StragglerWatch(ctx),
+        )
+        self.evaluated = "eval_loss" in progress.metrics
+        """Whether the current weights have been evaluated."""
 
-    def run(self) -> str:
-        """Train, and save (collective). Returns the last checkpoint's address. Raises Interrupted
-        when a rank was asked to stop, once all steps that were taken are saved."""
-        with self.ctx.dist.stop.deferred(), collected_at_steps():
+    def run(self) -> TrainedRun:
+        """Train to the last step, and save (collective). Raises Interrupted when a rank was asked
+        to stop, once all steps that were taken are saved."""
+        # The feed's threads read the data, which is closed after this slot.
+        with contextlib.closing(self.feed), self.dist.stop.deferred(), collected_at_steps():
             self._begin()
             while self._goes_on():
                 self._advance()
@@ -72,30 +119,33 @@ class Training:
             if self._texts_due():
                 self._write_texts()
             self._save()
-            return self.saves.finish()
+            last = self.saves.finish()
+        if self.config.result == "best":
+            return self.checkpoints.best()
+        return TrainedRun(checkpoint=last, progress=self.progress)
 
     def _advance(self) -> None:
-        """Take a step, and do what is due after it."""
+        """Run one step, then any evaluation, generation or save that is due."""
         progress, launched = self.progress, self.launched
         number = progress.step + 1
-        self.ctx.dist.heartbeat.beat(Phase.STEP, step=number)
+        self.dist.heartbeat.beat(Phase.STEP, step=number)
         profiled = self.profiler.due(number)
         if profiled:
-            launched.tell()  # so that the device does nothing else
+            launched.report()  # so that the device does nothing else
         before = replace(progress)
-        with launched.told_on_failure():
+        with launched.reported_on_failure():
             result, profile = self.profiler.run(number, lambda: self.step(progress))
         if result.anomaly:
             self._recover(result)
             return
         self.evaluated = False
-        stop = self.ctx.dist.stop.asked
-        launched.add(self.meter.end(result, before, progress, profile, stop=stop))
-        collect_behind(number)
-        with launched.told_on_failure():
+        stop = self.dist.stop.asked
+        launched.taken.append(self.meter.end(result, before, progress, profile, stop=stop))
+        collect_after(number)
+        with launched.reported_on_failure():
             self.saves.poll()
-            at_once = profiled or self.recovery.guards or self._pause_due()
-        launched.tell(but=0 if at_once else 1)
+            at_once = profiled or self.monitor.should_step is not None or self._pause_due()
+        launched.report(but=0 if at_once else 1)
         if launched.stop:
             self._stop()
         if self._evaluation_due():
@@ -107,21 +157,20 @@ class Training:
 
     def _pause_due(self) -> bool:
         """Whether something comes between this step and the next."""
-        last = self.progress.step >= self.step.feed.total_steps(self.progress)
-        evaluates = self._evaluation_due() or self._texts_due()
-        return last or evaluates or self.checkpoints.due(self.progress)
+        evaluates = self._is_last() or self._evaluation_due() or self._texts_due()
+        return evaluates or self.checkpoints.due(self.progress)
 
     def _begin(self) -> None:
-        progress, config, feed = self.progress, self.config, self.step.feed
-        self.evaluated = "eval_loss" in progress.metrics
-        samples = feed.samples(progress.samples)
-        verify_packing(self.step.engine, self.data, samples)
+        """Check that training can start; run what is asked for before the first step, and what an
+        interrupted run missed."""
+        progress, config = self.progress, self.config
+        verify_packing(self.step.engine, self.data, self.feed.samples(progress.samples))
         self.callbacks.restore(progress.callbacks)
         self.callbacks.state()  # one that cannot be saved is found before anything is trained
         self.meter.restart(progress)
-        total = feed.total_steps(progress)
+        total = self.feed.total_steps(progress)
         if progress.step >= total:
-            shortfall = Length.of(config, self.data, progress).shortfall(self.ctx.slot)
+            shortfall = self.length.shortfall(self.ctx.slot)
             self.reporter.nothing_left(progress.step, total, shortfall)
         else:
             for warning in self.step.plan.schedule_warnings(total):
@@ -131,13 +180,12 @@ class Training:
             self._save()  # so that there is a checkpoint to go back to
 
     def _make_up(self) -> None:
-        """Evaluate the model as it came, if that is asked for, and do what a stop came before."""
-        progress = self.progress
+        """Run the initial evaluation and generation, and those that an interrupted run missed."""
+        progress, settings = self.progress, self.config.generate
         asked = bool(self.data.heldout) and self.config.eval_first
         first = asked and not progress.step and not progress.best
         own = "loss" in progress.metrics  # not the weights of a run from which this one starts
         evaluates = first or (own and self._evaluation_due() and not self.evaluated)
-        settings = self.config.generate
         at_first = settings is not None and settings.first and not progress.step
         writes = (own and self._texts_due()) or (at_first and progress.texts_step is None)
         if evaluates:
@@ -149,60 +197,60 @@ class Training:
 
     def _goes_on(self) -> bool:
         """Whether there is another step; reports the reason for an early end (collective)."""
-        progress, total = self.progress, self.step.feed.total_steps(self.progress)
+        progress, total = self.progress, self.feed.total_steps(self.progress)
         known, progress.stopped = progress.stopped, ""
         if progress.step < total:
-            reason = reason_to_stop(
-                progress, self.config.early_stopping
-            ) or self.callbacks.agree_to_end(self.ctx.dist)
+            stopping = self.config.early_stopping
+            reason = reason_to_stop(progress, stopping) or self.callbacks.agree_to_end(self.dist)
             progress.stopped = reason and (known or reason)  # the end of before, after a resume
         if progress.stopped:
-            self.launched.tell()
+            self.launched.report()
             self.reporter.ended_early(progress.step, total, progress.stopped, again=bool(known))
         return progress.step < total and not progress.stopped
 
+    def _is_last(self) -> bool:
+        return self.progress.step == self.feed.total_steps(self.progress)
+
     def _evaluation_due(self) -> bool:
-        step = self.progress.step
         if not self.data.heldout:
             return False
-        if ends_period(step, self.eval_every):
+        if ends_period(self.progress.step, self.eval_every):
             return True
-        return self.config.eval_last and step == self.step.feed.total_steps(self.progress)
+        return self.config.eval_last and self._is_last()
 
     def _texts_due(self) -> bool:
         settings, step = self.config.generate, self.progress.step
         if settings is None or self.progress.texts_step == step:
             return False
-        last = bool(self.progress.stopped) or step == self.step.feed.total_steps(self.progress)
+        last = bool(self.progress.stopped) or self._is_last()
         return last or (settings.every is not None and step % settings.every == 0)
 
     def _write_texts(self) -> None:
         assert self.writer is not None
-        dist, step = self.ctx.dist, self.progress.step
-        dist.heartbeat.beat(Phase.EVALUATE)
-        with self._paused(), activity("generating texts"):
-            texts = self.writer.write(self.step.engine, dist, step)
+        step = self.progress.step
+        with self._paused(Phase.EVALUATE), activity("generating texts"):
+            texts = self.writer.write(self.step.engine, self.dist, step)
             if texts is None:
                 self._stop()  # a resumed run writes them first
             self.progress.texts_step = step
             self.reporter.generated(step, texts)
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Report all steps so far, and leave the body's time out of the speed of training."""
-        self.launched.tell()
+    def _paused(self, phase: Phase) -> Iterator[None]:
+        """Report all pending steps, and exclude the body from the speed of training."""
+        self.dist.heartbeat.beat(phase)
+        self.launched.report()
         self.reporter.show()
         with collected_as_usual():
             yield
         self.meter.restart(self.progress)
 
     def _evaluate(self) -> None:
-        engine, progress, dist = self.step.engine, self.progress, self.ctx.dist
-        dist.heartbeat.beat(Phase.EVALUATE)
-        with self._paused():
+        engine, progress = self.step.engine, self.progress
+        with self._paused(Phase.EVALUATE):
             size = self.config.microbatch_size(engine.data_axis.count)
-            known = self.step.feed.vocabulary
-            loss = evaluate(engine, self.measure, self.data, size, dist, known)
+            known = self.feed.vocabulary
+            loss = evaluate(engine, self.measure, self.data, size, self.dist, known)
             if loss is None:
                 self._stop()  # a resumed run evaluates these weights first
             self.evaluated = True
@@ -210,30 +258,68 @@ class Training:
             self.callbacks.on_evaluation(progress.step, progress, record)
 
     def _save(self) -> None:
-        progress = self.progress
-        self.launched.tell()
-        progress.callbacks = self.callbacks.state()
-        self.ctx.dist.heartbeat.beat(Phase.SAVE)
-        with self._paused():
-            self.saves.save(progress)
+        self.launched.report()
+        self.progress.callbacks = self.callbacks.state()
+        with self._paused(Phase.SAVE):
+            self.saves.save(self.progress)
 
     def _stop(self) -> NoReturn:
         """Save, and end this process, as a rank was asked to (collective)."""
         self._save()
         self.saves.finish()
         self.ctx.log.info("stopped at step %d, which is saved", self.progress.step)
-        self.ctx.dist.stop.end()
+        self.dist.stop.end()
 
     def _recover(self, result: StepResult) -> None:
         """Skip an anomalous batch, or go back to a checkpoint and skip it from there."""
         self.reporter.show()
         progress = self.progress
-        step, samples = progress.step, self.step.feed.count(progress.samples)
+        step, samples = progress.step, self.feed.count(progress.samples)
         norm = float(result.report.grad_norm)
-        facts = self.recovery.recover(result.anomaly, norm, progress, samples)
+        facts = self.monitor.recover(result.anomaly, norm, progress, samples)
         if progress.step < step:
             self.evaluated = "eval_loss" in progress.metrics
             self.callbacks.restore(progress.callbacks)
             self.reporter.rewind(progress.step)
         self.reporter.anomaly(progress.step + 1, facts)
         self.meter.restart(progress)
+
+
+# Left to itself, Python collects reference cycles after some number of allocations: each rank in
+# another step, in which the others wait for it, and time and again all objects of all libraries.
+
+
+@contextlib.contextmanager
+def collected_at_steps() -> Iterator[None]:
+    """Collect no cycles in the body but by `collect_after`, and never look at what is there
+    before."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+def collect_after(step: int) -> None:
+    """Collect young garbage, if it is time after the step of this number."""
+    if step % COLLECTED == 0:
+        gc.collect(1)
+
+
+@contextlib.contextmanager
+def collected_as_usual() -> Iterator[None]:
+    """Leave it to Python in the body, which is a pause between steps, and collect afterwards what
+    died since the pause before."""
+    was_on = gc.isenabled()
+    gc.enable()
+    try:
+        yield
+    finally:
+        gc.collect()
+        if not was_on:
+            gc.disable()

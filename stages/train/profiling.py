@@ -16,11 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pipeline import Context, DistContext, Engine
+from pipeline import DistContext, Engine
 from pipeline.hardware import memory_history, write_snapshot
 from stages.batches.feed import WAIT
 
-FOLDER = "profile"
 T = TypeVar("T")
 
 
@@ -47,21 +46,13 @@ class Profile:
     """Means of the ranks'; NaN if a rank's is not known."""
 
 
-def traces(ctx: Context) -> Path:
-    """Folder of a training's traces in the run's folder."""
-    return ctx.run_dir / (f"{FOLDER}-{ctx.training}" if ctx.training else FOLDER)
-
-
 class Profiler:
     """Records some of the steps, and writes each rank's traces to a folder."""
 
     def __init__(
         self, steps: Sequence[int], folder: Path, engine: Engine, dist: DistContext
     ) -> None:
-        self._steps = frozenset(steps)
-        self._folder = folder
-        self._engine = engine
-        self._dist = dist
+        self._steps, self._folder, self._engine, self._dist = steps, folder, engine, dist
 
     def due(self, step: int) -> bool:
         """Whether the step of this number is recorded."""

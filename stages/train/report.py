@@ -1,17 +1,31 @@
-"""The report of a training: lines on screen, records in `metrics.jsonl`."""
+"""The report of a training: lines on screen, records in `metrics.jsonl`, and what saves cost."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline import IN_DISPLAY, Context, Progress, StepCallback, WrittenCheckpoint
+from pipeline import (
+    IN_DISPLAY,
+    Checkpoints,
+    Context,
+    Progress,
+    StepCallback,
+    WrittenCheckpoint,
+)
 from pipeline.utils import duration
 
 QUIET_SECONDS = 30.0
 """Seconds of training after which the next step has a line, whatever `log_every` says."""
+FEWEST, MOST = 3, 20
+"""Steps without a concurrent save, whose median is the baseline step time."""
+MOST_BESIDE = 10_000
+"""Most steps tracked during one save; the slowdown by longer saves is not reported."""
 
 
 class Reporter(StepCallback):
@@ -30,14 +44,14 @@ class Reporter(StepCallback):
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         first = not self._last
         self._last, self._total = step, self._total_steps(progress)
-        self._write(step, progress, {**record, "total_steps": self._total})
+        self.write(step, {**record, "total_steps": self._total}, progress.best)
         self._unshown.append(record)
         silent = sum(one["step_seconds"] for one in self._unshown)
         if first or silent >= QUIET_SECONDS or step % self._log_every == 0:
             self.show()
 
     def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        self._write(step, progress, {**record, "time": time.time()})
+        self.write(step, record, progress.best)
         mark = "  (the best so far)" if progress.best.get("step") == step else ""
         self._ctx.log.info(
             f"step {step}  eval_loss {record['eval_loss']:.4f}  "
@@ -47,15 +61,13 @@ class Reporter(StepCallback):
 
     def anomaly(self, step: int, facts: Mapping[str, Any]) -> None:
         """Report a step without update. Its record has the next step's number and no `loss`."""
-        self._ctx.metrics.write_training({"step": step, "time": time.time(), **_json(facts)})
+        self.write(step, facts)
         shown = "  ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
         self._ctx.log.warning(shown)
 
     def generated(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Report texts that were generated."""
-        self._ctx.metrics.write_training(
-            {"step": step, "time": time.time(), "generated": list(samples)}
-        )
+        self.write(step, {"generated": list(samples)})
         for sample in samples:
             answer = sample["text"] if sample["text"].strip() else "(empty answer)"
             text = f"{sample['prompt']} -> {answer}"
@@ -67,9 +79,7 @@ class Reporter(StepCallback):
         self.show()
         self._ctx.log.info("training ends early, at step %d of %d: %s", step, total, reason)
         if not again:
-            self._ctx.metrics.write_training(
-                {"step": step, "time": time.time(), "ended_early": reason}
-            )
+            self.write(step, {"ended_early": reason})
 
     def nothing_left(self, step: int, total: int, shortfall: str) -> None:
         """Report that a resumed training has no step to take, with the new total for readers;
@@ -80,65 +90,113 @@ class Reporter(StepCallback):
             self._ctx.log.info("nothing left to train: step %d of %d", step, total)
         self._ctx.metrics.write_length(step, total)
 
-    def saved(self, step: int, *, stalled: float) -> None:
-        """Report a checkpoint, for which training paused for `stalled` seconds."""
-        record = {"step": step, "time": time.time(), "checkpoint_stall_seconds": stalled}
-        self._ctx.metrics.write_training(record)
-
-    def written(self, checkpoint: WrittenCheckpoint, *, slowed: float | None) -> None:
-        """Report a checkpoint that is on disk. Steps took `slowed` seconds more while it was
-        written, if that is known."""
-        record = {
-            "step": checkpoint.step,
-            "time": time.time(),
-            "checkpoint_seconds": checkpoint.seconds,
-            "checkpoint_bytes": checkpoint.size,
-            "checkpoint_user_seconds": checkpoint.user_seconds,
-            "checkpoint_system_seconds": checkpoint.system_seconds,
-        }
-        if slowed is not None:
-            record["checkpoint_slowed_seconds"] = slowed
-        self._ctx.metrics.write_training(record)
-
     def rewind(self, step: int) -> None:
         """Drop reports of steps after `step`."""
         self._unshown.clear()
         self._ctx.metrics.rewind(step)
 
     def show(self) -> None:
-        """Show a line for the steps since the last line, if there are any."""
-        if self._unshown:
-            line = "  ".join(self._line(self._unshown))
-            self._ctx.log.info(line, extra=IN_DISPLAY)
-            self._unshown = []
+        """Show a line for the steps since the last line, if there are any: the last step's numbers,
+        and mean speeds of all."""
+        if not self._unshown:
+            return
+        records, self._unshown = self._unshown, []
+        last, seconds = records[-1], sum(record["step_seconds"] for record in records)
 
-    def _write(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        # The best is repeated in every record, so that readers only need the last line.
-        best = {f"best_{name}": value for name, value in progress.best.items()}
-        self._ctx.metrics.write_training({"step": step, **_json(record), **best})
+        def mean(name: str) -> float:
+            """Mean of a number over the time of all records."""
+            return sum(record[name] * record["step_seconds"] for record in records) / seconds
 
-    def _line(self, records: Sequence[Mapping[str, float]]) -> list[str]:
-        """The last step's numbers, and mean speeds of all."""
-        last = records[-1]
         parts = [f"step {self._last}/{self._total}", f"loss {last['loss']:.4f}"]
         parts.append(f"grad_norm {last['grad_norm']:.3f}")
         if math.isfinite(last["lr"]):
             parts.append(f"lr {last['lr']:.3g}")
-        parts.append(f"{_mean(records, 'tokens_per_second'):.0f} tokens/s")
+        parts.append(f"{mean('tokens_per_second'):.0f} tokens/s")
         if "mfu" in last:
-            parts.append(f"mfu {_mean(records, 'mfu'):.1%}")
-        seconds = sum(record["step_seconds"] for record in records) / len(records)
-        left = duration((self._total - self._last) * seconds)
-        return [*parts, f"{seconds:.2f} s/step", f"eta {left}"]
+            parts.append(f"mfu {mean('mfu'):.1%}")
+        each = seconds / len(records)
+        left = duration((self._total - self._last) * each)
+        line = "  ".join([*parts, f"{each:.2f} s/step", f"eta {left}"])
+        self._ctx.log.info(line, extra=IN_DISPLAY)
+
+    def write(self, step: int, record: Mapping[str, Any], best: Mapping[str, Any] = {}) -> None:
+        """Write a record, and with it the best evaluation so far."""
+        # The best is repeated in every record of a step, so that readers only need the last line.
+        repeated = {f"best_{name}": value for name, value in best.items()}
+        now = {"step": step, "time": time.time()}
+        self._ctx.metrics.write_training({**now, **record, **repeated})
 
 
-def _json(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with None for numbers that JSON lacks."""
-    odd = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
-    return {name: None if name in odd else value for name, value in record.items()}
+@dataclass(kw_only=True, eq=False)
+class Saves(StepCallback):
+    """Checkpoints that training writes, each reported once when it is saved, and once when it is on
+    disk and the steps during it are known."""
 
+    checkpoints: Checkpoints
+    reporter: Reporter
+    newest: int
+    """Step of the newest checkpoint."""
+    _writes: bool = field(default=False, init=False)
+    """Whether a save may be being written."""
+    _written: list[WrittenCheckpoint] = field(default_factory=list, init=False)
+    """Saves that are on disk and not yet reported so."""
+    _alone: deque[float] = field(default_factory=lambda: deque(maxlen=MOST), init=False)
+    """Seconds of the newest steps without a concurrent save."""
+    _beside: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=MOST_BESIDE), init=False
+    )
+    """Beginnings and seconds of the steps since the save that is being written."""
 
-def _mean(records: Sequence[Mapping[str, float]], name: str) -> float:
-    """Mean of a number over the time of all records."""
-    seconds = sum(record["step_seconds"] for record in records)
-    return float(sum(record[name] * record["step_seconds"] for record in records) / seconds)
+    def save(self, progress: Progress) -> None:
+        """Save (collective). A second save of a step only amends its checkpoint."""
+        began = time.perf_counter()
+        self.checkpoints.save(progress)
+        stalled = time.perf_counter() - began
+        self.poll()
+        self._report()
+        if progress.step != self.newest:
+            self.newest, self._writes = progress.step, True
+            self._beside.clear()
+            self.reporter.write(progress.step, {"checkpoint_stall_seconds": stalled})
+
+    def finish(self) -> str:
+        """Wait until the last checkpoint is on disk; returns its address (collective)."""
+        last = self.checkpoints.finish()
+        self.poll()
+        self._report()
+        return last
+
+    def poll(self) -> None:
+        """Look after the save that is being written, after each step. Raises CheckpointError if it
+        failed."""
+        self._written += self.checkpoints.poll()
+
+    def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        ended, seconds = record["time"], record["step_seconds"]
+        if self._writes and not record.get("profiled"):
+            self._beside.append((ended - seconds, seconds))
+        elif not record.get("profiled"):
+            self._alone.append(seconds)
+        self._report(until=ended)
+
+    def _report(self, until: float = math.inf) -> None:
+        """Report saves that had completed by `until`, when all overlapping steps have been
+        measured: by how many seconds these were longer than as many steps before, unless too few
+        are known."""
+        while self._written and (ended := self._written[0].ended) <= until:
+            beside = [seconds for began, seconds in self._beside if began < ended]
+            done = self._written.pop(0)
+            record = {
+                "checkpoint_seconds": done.seconds,
+                "checkpoint_bytes": done.size,
+                "checkpoint_user_seconds": done.user_seconds,
+                "checkpoint_system_seconds": done.system_seconds,
+            }
+            if not beside or (len(self._alone) >= FEWEST and len(self._beside) < MOST_BESIDE):
+                usual = statistics.median(self._alone) if beside else 0.0
+                slowed = sum((seconds - usual for seconds in beside), 0.0)
+                record["checkpoint_slowed_seconds"] = slowed
+            self.reporter.write(done.step, record)
+            self._alone += [seconds for began, seconds in self._beside if began >= ended]
+            self._writes = False
+            self._beside.clear()

@@ -3,19 +3,10 @@ global batch, and leaves steps to take."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
-from pipeline import (
-    Checkpoints,
-    Context,
-    Data,
-    ModelSource,
-    Progress,
-    ResumeRefused,
-    StageError,
-)
+from pipeline import Checkpoints, Context, Data, ModelSource, Progress, ResumeRefused, StageError
 from pipeline.utils import in_short
 from stages.batches.settings import BatchPlan
 
@@ -54,15 +45,23 @@ def require_same_lineage(
     begins with `again`. Checkpoints of other tools have no lineage, and checkpoints of earlier
     versions may lack parts. Where only one of both has frozen weights, restoring says their
     names."""
-    changed = [
-        part for part in now if part in progress.lineage and progress.lineage[part] != now[part]
-    ]
-    if None in (progress.lineage.get("weights"), now.get("weights")):
-        changed = [part for part in changed if part != "weights"]
-    refused = [part for part in changed if part not in accept]
+    then = progress.lineage
+    refused = [part for part in now if then.get(part, now[part]) != now[part]]
+    if None in (then.get("weights"), now.get("weights")):
+        refused = [part for part in refused if part != "weights"]
+    refused = [part for part in refused if part not in accept]
     if not refused:
         return
-    found = [text for part in refused for text in _differences(part, progress.lineage, now)]
+    found = []
+    for part in refused:
+        before, after = {part: then[part]}, {part: now[part]}
+        if isinstance(then[part], Mapping) and isinstance(now[part], Mapping):
+            before = {f"{part}.{key}": value for key, value in then[part].items()}
+            after = {f"{part}.{key}": value for key, value in now[part].items()}
+        for name in sorted({*before, *after}):
+            was, value = before.get(name), after.get(name)
+            if was != value:
+                found.append(f"{name} was {in_short(was)}, is {in_short(value)}")
     raise ResumeRefused(
         f"the checkpoint at step {progress.step} belongs to another training: " + "; ".join(found),
         hint=f"{again}start a new run, or if that is intended, the same command with "
@@ -70,18 +69,7 @@ def require_same_lineage(
     )
 
 
-def _differences(part: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    before, after = then.get(part), now[part]
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        for key in sorted({*before, *after}):
-            if before.get(key) != after.get(key):
-                yield f"{part}.{key} was {in_short(before.get(key))}, is {in_short(after.get(key))}"
-    else:
-        yield f"{part} was {in_short(before)}, is {in_short(after)}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Length:
+class Length(NamedTuple):
     """The length of a training by its recipe, and how much of it is done."""
 
     name: str
@@ -97,18 +85,15 @@ class Length:
         """Return the length by the one of both fields that is set."""
         if config.epochs is None:
             steps = config.steps or 0
-            over = progress.step > steps
-            return cls(name="steps", given=steps, done=progress.step, over=over)
+            return cls("steps", steps, progress.step, progress.step > steps)
         size = len(data.train)
         over = progress.samples > round(config.epochs * size)
-        return cls(name="epochs", given=config.epochs, done=progress.samples / size, over=over)
+        return cls("epochs", config.epochs, progress.samples / size, over)
 
     def shortfall(self, slot: str) -> str:
         """Say that the recipe asks for less than is done; empty if it does not."""
-        if not self.over:
-            return ""
         done = f"{self.done:.10g}" if self.name == "steps" else f"{self.done:.3g}"
-        return (
+        return self.over * (
             f"{slot}.{self.name}={self.given:.10g} is below the {done} {self.name} that are done: "
             "the weights are unchanged"
         )
@@ -119,14 +104,15 @@ def require_steps_left(
 ) -> None:
     """Raise StageError if a run that starts from another's checkpoint has no step to take."""
     own = "loss" in progress.metrics or not getattr(checkpoints, "start_from", None)
-    if not own and progress.step >= total:
-        name, more = length.name, f"{length.done + length.given:.10g}"
-        counts = f"step count ({progress.step})"
-        if name == "epochs":
-            counts = f"position in the data ({length.done:.3g} epochs)"
-        raise StageError(
-            f"`start_from` continues its {counts}, and `{ctx.slot}.{name}` is "
-            f"{length.given:.10g}: nothing would be trained",
-            hint=f"to continue: {ctx.slot}.{name}={more}; to train its weights again: its export "
-            "as the model slot's path, without start_from",
-        )
+    if own or progress.step < total:
+        return
+    field, more = f"{ctx.slot}.{length.name}", f"{length.done + length.given:.10g}"
+    counts = f"step count ({progress.step})"
+    if length.name == "epochs":
+        counts = f"position in the data ({length.done:.3g} epochs)"
+    raise StageError(
+        f"`start_from` continues its {counts}, and `{field}` is {length.given:.10g}: nothing "
+        "would be trained",
+        hint=f"to continue: {field}={more}; to train its weights again: its export as the model "
+        "slot's path, without start_from",
+    )

@@ -1,5 +1,4 @@
-"""Fields of train stages: anomalous steps, early stopping, generated texts, and all of
-train.causal_lm."""
+"""Fields of train.causal_lm."""
 
 from __future__ import annotations
 
@@ -76,20 +75,9 @@ class Anomalies:
 
     def without_rollback(self) -> Anomalies:
         """The same policy with `skip` instead of `rollback`."""
-        non_finite: Action = "skip" if self.non_finite == "rollback" else self.non_finite
-        spike: Action | None = "skip" if self.spike == "rollback" else self.spike
-        return replace(self, non_finite=non_finite, spike=spike)
-
-    def problems(self, saving: Any | None) -> Iterator[Problem]:
-        """Mistakes next to the checkpoint stage `saving`; keys are relative to the block."""
-        every = saving.every if isinstance(saving, traits.SavesEvery) else None
-        if self.rolls_back and saving is not None and every is None:
-            yield Problem(
-                key="non_finite" if self.non_finite == "rollback" else "spike",
-                message="rollback goes back to the newest checkpoint, and none is saved before "
-                "the end",
-                hint="set every in the checkpoint slot",
-            )
+        given: dict[str, Any] = {"non_finite": self.non_finite, "spike": self.spike}
+        skipped: dict[str, Any] = {k: "skip" for k, one in given.items() if one == "rollback"}
+        return replace(self, **skipped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,24 +172,17 @@ class CausalLmFields(BatchPlan):
     @property
     def evaluates(self) -> list[str]:
         """The fields that ask for held-out samples."""
-        asked = {
-            "eval_every": self.eval_every,
-            "eval_first": self.eval_first,
-            "early_stopping": self.early_stopping,
-            "result": self.result == "best",
-        }
-        return [name for name, value in asked.items() if value]
+        names = ("eval_every", "eval_first", "early_stopping")
+        return [n for n in names if getattr(self, n)] + ["result"] * (self.result == "best")
 
     def length(self, samples: int | None = None) -> TrainingLength:
         """Length of the training; with epochs, its steps are known if `samples` are."""
-        steps, epoch = self.steps, None
-        if samples is not None:
-            epoch = Fraction(samples, self.global_batch_size)
+        steps, batch = self.steps, self.global_batch_size
         if self.epochs is not None and samples is not None:
-            steps = -(-round(self.epochs * samples) // self.global_batch_size)
+            steps = -(-round(self.epochs * samples) // batch)
         return TrainingLength(
             steps=steps,
-            epoch=epoch,
+            epoch=None if samples is None else Fraction(samples, batch),
             eval_every=self.eval_every,
             eval_first=self.eval_first,
             saves_first=self.anomalies.rolls_back,
@@ -217,8 +198,8 @@ class CausalLmFields(BatchPlan):
         """Return the function to minimise. A stage that inherits from this one may have another."""
         from stages.objectives.cross_entropy import CrossEntropy
 
-        chunk, by, router = self.loss_chunk_size, model.compiled_by, self.router_loss
-        return CrossEntropy(chunk, compiled_by=by, router=router)
+        by, router = model.compiled_by, self.router_loss
+        return CrossEntropy(self.loss_chunk_size, compiled_by=by, router=router)
 
     def measure(self, model: ModelSource) -> Measure:
         """The held-out loss of each row: a sum over target tokens."""

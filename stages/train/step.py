@@ -1,15 +1,21 @@
-"""One optimizer step."""
+"""One optimizer step: taken, measured on the device, and reported when its numbers are known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import torch
+import torch.distributed
 from torch import Tensor
 
 from pipeline import (
+    Callbacks,
+    DistContext,
     Engine,
-    Heartbeat,
     MicroBatch,
     Objective,
     OptimizerPlan,
@@ -18,10 +24,20 @@ from pipeline import (
     StepReport,
     Unit,
 )
+from pipeline.hardware import peak_beyond
+from pipeline.utils import HostCopy
 from stages.batches.feed import BatchStats, Feed
 from stages.train.anomalies import AnomalyMonitor
+from stages.train.evaluation import set_metric
+from stages.train.flops import Cost
+from stages.train.profiling import Profile
+from stages.train.report import Reporter
+from stages.train.stragglers import StragglerWatch
 
 UNITS: Mapping[Unit, str] = {"targets": "target token", "rows": "row", "groups": "group of rows"}
+PEAKS = ("peak_memory_bytes", "peak_host_memory_bytes")
+OTHERS = ("step", "eval_loss", "perplexity")
+"""Further names in `metrics.jsonl`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +48,11 @@ class StepResult:
     rates: Mapping[str, float]
     """Learning rates of the step, by name of metric (`OptimizerPlan.rates`)."""
     stats: BatchStats
-    anomaly: str
+    sums: HostCopy
+    """Sums over all ranks, on the way: the mean loss, the batch statistics, the metrics."""
+    metrics: Sequence[str] = ()
+    """Names of the objective's metrics."""
+    anomaly: str = ""
     """Description of an anomaly against which the update was guarded, and after which `progress`
     has not moved; empty if there is none."""
 
@@ -56,31 +76,34 @@ class TrainStep:
     feed: Feed
     plan: OptimizerPlan
     monitor: AnomalyMonitor
-    observe: Callable[[Tensor, BatchStats, Mapping[str, Tensor]], None]
-    """Takes this rank's part of the step's mean loss, its batch statistics, and its parts of the
-    objective's metrics, before the update (collective)."""
-    heartbeat: Heartbeat
+    meter: StepMeter
 
     def __call__(self, progress: Progress) -> StepResult:
         """Take the step after `progress` (collective). Raises StageError without anything that the
         loss is divided by."""
-        feed, monitor, position = self.feed, self.monitor, progress.samples
+        feed, monitor, steps = self.feed, self.monitor, self.feed.total_steps(progress)
         units, metrics = self.objective.units, self.objective.metrics
-        counts = feed.counts(position, {*units, *metrics.values()})
+        counts = feed.counts(progress.samples, {*units, *metrics.values()})
         for unit in units:
             if not counts[unit]:
                 what = UNITS[unit]
                 raise StageError(f"step {progress.step + 1}: no {what} in the whole batch")
         taken: list[BatchStats] = []
-        batches = self._batches(progress, taken)
-        parts = self.engine.accumulate(batches, self.objective, counts=counts)
+
+        def batches() -> Iterator[MicroBatch]:
+            for batch, stats in feed.microbatches(progress.samples, left=steps - progress.step):
+                self.meter.dist.heartbeat.beat()
+                taken.append(stats)
+                yield batch
+
+        parts = self.engine.accumulate(batches(), self.objective, counts=counts)
         loss, *more = (parts.terms[unit] / counts[unit] for unit in units)
         loss = sum(more, loss)
-        stats = sum(taken, BatchStats())
+        stats = BatchStats.total(taken)
         monitor.observe(loss, progress)
-        measured = {name: parts.sums[name] / counts[unit] for name, unit in metrics.items()}
-        self.observe(loss, stats, measured)
-        scales = self.plan.lr_scales(progress.step, feed.total_steps(progress))
+        measured = [parts.sums[name] / counts[unit] for name, unit in metrics.items()]
+        sums = self.meter.sums(loss, stats, measured)
+        scales = self.plan.lr_scales(progress.step, steps)
         guard = monitor.should_step
         report = self.engine.step(lr_scales=scales, should_step=guard)
         anomaly = "" if guard is None else monitor.anomaly(report)
@@ -88,13 +111,206 @@ class TrainStep:
             monitor.record(progress, applied=report.applied)
             progress.skipped += not report.applied
             advance(progress, feed)
-        rates = self.plan.rates(scales)
-        return StepResult(report=report, rates=rates, stats=stats, anomaly=anomaly)
+        return StepResult(
+            report=report, rates=self.plan.rates(scales), stats=stats, sums=sums,
+            metrics=(*metrics,), anomaly=anomaly,
+        )  # fmt: skip
 
-    def _batches(self, progress: Progress, taken: list[BatchStats]) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the next step; adds their statistics to `taken`."""
-        left = self.feed.total_steps(progress) - progress.step
-        for batch, stats in self.feed.microbatches(progress.samples, left=left):
-            self.heartbeat.beat()
-            taken.append(stats)
-            yield batch
+
+class Moment:
+    """The moment at which a device has done what it was given before; on a CPU, now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host, self._event = time.perf_counter(), None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    def since(self, earlier: Moment) -> float:
+        """Seconds from an earlier moment of the same device; waits until this one has come."""
+        if self._event is None:
+            return self._host - earlier._host
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1000  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TakenStep:
+    """A step that the device was given, and its numbers, which may be on the way."""
+
+    before: Progress
+    progress: Progress
+    """Progress as of the step: the training's own may be further on."""
+    result: StepResult
+    profile: Profile | None
+    time: float
+    """Seconds since 1970 at which the host was done with it."""
+    began: Moment
+    ended: Moment
+    trained: tuple[int, int]
+    """Target tokens and samples of the time between."""
+    greatest: Callable[[], list[int]]
+    """Waits for the greatest of all ranks' PEAKS (0: not known) and of their wishes to stop."""
+
+
+class StepMeter:
+    """Measures steps, from the end of the one before."""
+
+    def __init__(
+        self, engine: Engine, dist: DistContext, progress: Progress, cost: Cost | None = None
+    ) -> None:
+        self.dist, self._engine, self._cost = dist, engine, cost
+        self.restart(progress)
+
+    def restart(self, progress: Progress) -> None:
+        """Leave out of the next step's time all that was before this call."""
+        self._since = Moment(self._engine.device)
+        self._tokens, self._samples = progress.tokens, progress.samples
+
+    def sums(self, loss: Tensor, stats: BatchStats, metrics: Sequence[Tensor] = ()) -> HostCopy:
+        """Ask for the sums over all ranks of this rank's part of a step's mean loss (a scalar on
+        the device, in nats), its batch statistics, and its parts of metrics (collective). Called
+        before the update, so that the host waits for the gradients only."""
+        # Ranks that run one model together have the statistics of the same samples.
+        alike = self.dist.world_size // self._engine.data_axis.count
+        own = [0.0, *(value / alike for value in stats), *[0.0] * len(metrics)]
+        host = torch.tensor(own, dtype=torch.float64, pin_memory=loss.is_cuda)
+        sums = host.to(loss.device, non_blocking=True)
+        sums[0] = loss.detach()
+        for place, value in enumerate(metrics, len(own) - len(metrics)):
+            sums[place] = value.detach()
+        return HostCopy(self._engine.total(sums))
+
+    def end(
+        self, result: StepResult, before: Progress, progress: Progress,
+        profile: Profile | None = None, *, stop: bool = False,
+    ) -> TakenStep:  # fmt: skip
+        """Take the step that has brought `before` to `progress`: ask for the greatest of the ranks'
+        peaks of memory, and whether any of them was asked to `stop` (collective). The host waits
+        for nothing."""
+        device = self._engine.device
+        # of torch's tensors on its GPU, and of host memory for the model and its training
+        on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        taken = TakenStep(
+            before=before,
+            progress=replace(progress, metrics=dict(progress.metrics)),
+            result=result,
+            profile=profile,
+            time=time.time(),
+            began=self._since,
+            ended=Moment(device),
+            trained=(progress.tokens - self._tokens, progress.samples - self._samples),
+            greatest=greatest([on_gpu, peak_beyond() or 0, int(stop)], self.dist.world_size),
+        )
+        self._since, self._tokens, self._samples = taken.ended, progress.tokens, progress.samples
+        return taken
+
+    def record(self, taken: TakenStep) -> dict[str, float]:
+        """The record of a step. The host waits until the device has taken it."""
+        result, profile, progress = taken.result, taken.profile, taken.progress
+        seconds = taken.ended.since(taken.began) if profile is None else profile.seconds
+        targets, samples = taken.trained
+        ranks, shares = self.dist.world_size, self._engine.data_axis.count
+        loss, *sums = result.sums.read()
+        named = len(sums) - len(result.metrics)
+        total = BatchStats(*sums[:named])
+        record = {
+            "grad_norm": float(result.report.grad_norm),
+            **result.rates,
+            "tokens": progress.tokens,
+            "samples": progress.samples,
+            "applied": result.report.applied,
+            "loss_scale": result.report.loss_scale,
+            "time": taken.time,
+            "step_seconds": seconds,
+            "target_tokens_per_second": targets / seconds,
+            "samples_per_second": samples / seconds,
+            "loss": loss,
+            "tokens_per_second": total.tokens / seconds,
+            "tokens_per_second_per_rank": total.tokens / seconds / ranks,
+            "data_wait_share": total.seconds / seconds / shares,
+            **{name: size for name, size in zip(PEAKS, taken.greatest(), strict=False) if size},
+        }
+        if self._cost is not None:
+            spent = seconds * ranks
+            record["mfu"] = self._cost.utilisation(total.tokens, total.squares, spent)
+        if profile is not None:
+            parts = profile.shares._asdict().items()
+            record |= {"profiled": True, **{f"{name}_share": share for name, share in parts}}
+        if both := [name for name in result.metrics if name in record or name in OTHERS]:
+            raise StageError(
+                f"the objective has a metric {both[0]!r}, a name that each step's record has",
+                hint="give it another name, such as reward/margin",
+            )
+        return record | dict(zip(result.metrics, sums[named:], strict=True))
+
+
+def greatest(values: Sequence[int], ranks: int) -> Callable[[], list[int]]:
+    """Ask for the greatest of every rank's numbers (collective). The function that is returned
+    waits for ranks that have not come as far, and returns them."""
+    found, work = torch.tensor(values), None  # of the hosts: the device is not asked
+    if ranks > 1:
+        maximum = torch.distributed.ReduceOp.MAX
+        work = torch.distributed.all_reduce(found, maximum, async_op=True)
+
+    def read() -> list[int]:
+        if work is not None:
+            work.wait()
+        numbers: list[int] = found.tolist()
+        return numbers
+
+    return read
+
+
+@dataclass(kw_only=True, eq=False)
+class LaunchedSteps:
+    """Reports each step once, in order: to the progress, the callbacks, the watch of the ranks.
+
+    While nothing needs the numbers of a step, they are read after the launch of the next, on which
+    the device works meanwhile. That is the same step on every rank, so all decide alike."""
+
+    progress: Progress
+    meter: StepMeter
+    monitor: AnomalyMonitor
+    reporter: Reporter
+    callbacks: Callbacks
+    """The reporter among them."""
+    stragglers: StragglerWatch
+    stop: bool = field(default=False, init=False)
+    """Whether any rank was asked to stop, by the steps that were reported."""
+    taken: deque[TakenStep] = field(default_factory=deque, init=False)
+    """Steps that were launched and not yet reported."""
+
+    def report(self, *, but: int = 0) -> None:
+        """Wait for the numbers of all steps but the newest `but`, and report them (collective).
+        Raises StageError for a step whose gradient is not finite."""
+        while len(self.taken) > but:
+            taken, record = self._next()
+            self.callbacks.on_step(taken.progress.step, taken.progress, record)
+            seconds, data = record["step_seconds"], taken.result.stats.seconds
+            if self.stragglers.look(taken.progress.step, seconds=seconds, data=data):
+                self.meter.restart(self.progress)
+
+    @contextlib.contextmanager
+    def reported_on_failure(self) -> Iterator[None]:
+        """Write the records of steps before it if the body raises, as other ranks may not come to
+        what is collective. Raises StageError for one whose gradient was not finite, in its place:
+        that explains the failure."""
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(RuntimeError):  # a peer or the device is lost
+                while self.taken:
+                    taken, record = self._next()
+                    self.reporter.on_step(taken.progress.step, taken.progress, record)
+            raise
+
+    def _next(self) -> tuple[TakenStep, dict[str, float]]:
+        """The oldest step, and its record, whose loss becomes the progress's."""
+        taken = self.taken.popleft()
+        self.monitor.require_finite(taken.result.report, taken.before, taken.progress)
+        record = self.meter.record(taken)
+        for progress in (self.progress, taken.progress):
+            set_metric(progress, "loss", record["loss"])
+        self.stop |= taken.greatest()[-1] > 0
+        return taken, record

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -41,17 +40,9 @@ class Figures(NamedTuple):
     """Time of the same products of matrices on every rank."""
 
 
-class Straggler(NamedTuple):
-    """A rank that holds up the others."""
-
-    rank: int
-    share: float
-    """Share of the step's time that it costs."""
-    why: str
-
-
-def stragglers(figures: Sequence[Figures]) -> Iterator[Straggler]:
-    """Ranks that hold up the others, by the figures of all in rank order."""
+def stragglers(figures: Sequence[Figures]) -> Iterator[tuple[int, float, str]]:
+    """Ranks that hold up the others, by the figures of all in rank order: each with the share of
+    the step's time that it costs, and why."""
     step = statistics.fmean(one.step for one in figures)
     for rank, own in enumerate(figures):
         others = [one for number, one in enumerate(figures) if number != rank]
@@ -61,23 +52,21 @@ def stragglers(figures: Sequence[Figures]) -> Iterator[Straggler]:
         share = (own.data - usual) / step
         if own.data > MARGIN * usual and share > LEAST_SHARE:
             why = f"it waits {own.data:.3g} s for data, the others {usual:.3g} s"
-            yield Straggler(rank, share, why)
+            yield rank, share, why
         usual = statistics.median(one.arithmetic for one in others)
         factor = own.arithmetic / usual
         if factor > MARGIN:
             why = f"it takes {factor:.1f} times as long for the same arithmetic"
-            yield Straggler(rank, 1 - 1 / factor, why)
+            yield rank, 1 - 1 / factor, why
 
 
-@dataclass(eq=False)
 class StragglerWatch:
     """Compares the ranks every EVERY steps."""
 
-    ctx: Context
-    _steps: int = field(default=0, init=False)
-    _seconds: float = field(default=0.0, init=False)
-    _data: float = field(default=0.0, init=False)
-    _matrices: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self._steps, self._seconds, self._data = 0, 0.0, 0.0
+        self._matrices: tuple[Tensor, Tensor] | None = None
 
     def look(self, step: int, *, seconds: float, data: float) -> bool:
         """Take note of a step that took `seconds`, `data` of them waiting for data on this rank;
@@ -85,19 +74,16 @@ class StragglerWatch:
         dist = self.ctx.dist
         if dist.world_size == 1:
             return False
-        self._steps, self._seconds, self._data = (
-            self._steps + 1, self._seconds + seconds, self._data + data,
-        )  # fmt: skip
+        self._steps, self._seconds = self._steps + 1, self._seconds + seconds
+        self._data += data
         if self._steps < EVERY:
             return False
         own = Figures(self._seconds / self._steps, self._data / self._steps, self._arithmetic())
         self._steps, self._seconds, self._data = 0, 0.0, 0.0
-        for found in stragglers([Figures(*one) for one in dist.gather(own)]):
-            self.ctx.log.warning(
-                "step %d: rank %d holds up the others for %.0f%% of a step: %s",
-                step, found.rank, 100 * found.share, found.why,
-            )  # fmt: skip
-            record = {"straggler": found.rank, "share": round(found.share, 3), "why": found.why}
+        for rank, share, why in stragglers([Figures(*one) for one in dist.gather(own)]):
+            message = "step %d: rank %d holds up the others for %.0f%% of a step: %s"
+            self.ctx.log.warning(message, step, rank, 100 * share, why)
+            record = {"straggler": rank, "share": round(share, 3), "why": why}
             self.ctx.metrics.write_training({"step": step, "time": time.time(), **record})
         return True
 

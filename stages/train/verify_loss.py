@@ -31,9 +31,7 @@ def verify_packing(engine: Engine, data: Data, samples: Iterable[Sample]) -> Non
         return
     first, second = documents
     other = Sample(input_ids=np.full_like(first.input_ids, data.pad_id), labels=first.labels)
-    own = _loss(engine, data, second)
-    after = _loss(engine, data, _packed(first, second))
-    after_other = _loss(engine, data, _packed(other, second))
+    own, after, after_other = (_loss(engine, data, second, one) for one in (None, first, other))
     what = "a document sees the one before it in the same sample"
     _require_close(what, after_other, after, LEAK)
     what = "a document's loss in a packed sample differs from its loss in its own sample"
@@ -47,32 +45,26 @@ def _two_documents(samples: Iterable[Sample]) -> tuple[Sample, Sample] | None:
         if sample.positions is None:
             continue
         starts = [*np.flatnonzero(sample.positions == 0).tolist(), len(sample.input_ids)]
-        for begin, middle, end in zip(starts, starts[1:], starts[2:], strict=False):
-            first, second = _part(sample, begin, middle), _part(sample, middle, end)
+        parts = [slice(a, min(b, a + LONGEST)) for a, b in itertools.pairwise(starts)]
+        documents = [Sample(input_ids=sample.input_ids[one], labels=sample.labels[one])
+                     for one in parts]  # fmt: skip
+        for first, second in itertools.pairwise(documents):
             if (second.labels != NO_TARGET).any():
                 return first, second
     return None
 
 
-def _part(sample: Sample, start: int, stop: int) -> Sample:
-    """The first LONGEST tokens of [start, stop)."""
-    chosen = slice(start, min(stop, start + LONGEST))
-    return Sample(input_ids=sample.input_ids[chosen], labels=sample.labels[chosen])
-
-
-def _packed(first: Sample, second: Sample) -> Sample:
-    """Both documents in one sample, with the targets of the second."""
-    lengths = len(first.input_ids), len(second.input_ids)
-    return Sample(
-        input_ids=np.concatenate([first.input_ids, second.input_ids]),
-        labels=np.concatenate([np.full(lengths[0], NO_TARGET), second.labels]),
-        positions=np.concatenate([np.arange(length) for length in lengths]),
-    )
-
-
-def _loss(engine: Engine, data: Data, sample: Sample) -> float:
-    """Cross-entropy of a sample, without dropout: the mean of copies, two in a micro-batch of each
-    data-parallel rank. With one, some attention finds packed documents that it misses in more."""
+def _loss(engine: Engine, data: Data, sample: Sample, before: Sample | None) -> float:
+    """Cross-entropy of a document, packed after the one `before` it, without dropout: the mean of
+    copies, two in a micro-batch of each data-parallel rank. With one, some attention finds packed
+    documents that it misses in more."""
+    if before is not None:
+        lengths = len(before.input_ids), len(sample.input_ids)
+        sample = Sample(
+            input_ids=np.concatenate([before.input_ids, sample.input_ids]),
+            labels=np.concatenate([np.full(lengths[0], NO_TARGET), sample.labels]),
+            positions=np.concatenate([np.arange(length) for length in lengths]),
+        )
     batch = collate([sample, sample], data.pad_id, engine.device)
     (rows,) = engine.evaluate([batch], RowLoss())
     own = torch.zeros((), device=engine.device) if rows is None else rows[:, 0].sum()

@@ -31,6 +31,15 @@ def looked(rows: int, length: int = 200, **more: Any) -> DataSurvey:
     return DataSurvey(**{**known, "lengths": [length] * min(rows, 100), **more})
 
 
+def asked(**more: Any) -> AdviceRequest:
+    known: dict[str, Any] = {
+        "name": "x", "model": {"config": {"model_type": "llama"}}, "data": Path("x.jsonl"),
+        "lora": False, "sequence": None, "global_batch": None, "micro_batch": None, "ranks": 1,
+        "on_gpus": False, "compute": "fp32",
+    }  # fmt: skip
+    return AdviceRequest(**known | more)
+
+
 TABLE = {
     10: (9, 1, 3, 4, 7, 1, 1),
     300: (285, 15, 3, 8, 107, 10, 20),
@@ -192,12 +201,9 @@ GIGA = 1_000_000_000
         (True, None, 1e-4),
     ],
 )  # fmt: skip
-def test_rates_by_size(lora: bool, size: int | None, rate: float, tmp_path: Path) -> None:
-    request = AdviceRequest(
-        name="x", model={"config": {"model_type": "llama"}}, data=tmp_path, lora=lora,
-        sequence=None, global_batch=None, micro_batch=None, ranks=4, on_gpus=True, compute="bf16",
-        survey=looked(300, parameters=size),
-    )  # fmt: skip
+def test_rates_by_size(lora: bool, size: int | None, rate: float) -> None:
+    survey = looked(300, parameters=size)
+    request = asked(lora=lora, ranks=4, on_gpus=True, compute="bf16", survey=survey)
     slots = finetune(request)
     assert slots["optimizer"]["lr"] == rate
     lines = [*finetune.explained(request, slots)]
@@ -214,15 +220,15 @@ def test_rates_by_size(lora: bool, size: int | None, rate: float, tmp_path: Path
 def test_the_question_is_short_opens_a_conversation_and_can_stand_in_a_recipe(
     model: dict[str, str], tmp_path: Path
 ) -> None:
-    def asked(*messages: tuple[str, str]) -> dict[str, Any]:
+    def chat(*messages: tuple[str, str]) -> dict[str, Any]:
         turns = [{"role": role, "content": text} for role, text in messages]
         return {"messages": [*turns, {"role": "assistant", "content": "Yes."}]}
 
-    unfit = [asked(("user", "x" * 401)), asked(("user", "${HOME}?")), asked(("user", "???")),
-             asked(("user", "./run.sh fails")), asked(("user", "../x?")),
-             asked(("system", "Be brief."), ("user", "So?"))]  # fmt: skip
+    unfit = [chat(("user", "x" * 401)), chat(("user", "${HOME}?")), chat(("user", "???")),
+             chat(("user", "./run.sh fails")), chat(("user", "../x?")),
+             chat(("system", "Be brief."), ("user", "So?"))]  # fmt: skip
     assert look(model, written(tmp_path / "no.jsonl", iter(unfit))).prompt is None
-    rows = [*unfit, asked(("user", "Now?")), asked(("user", "Later?"))]
+    rows = [*unfit, chat(("user", "Now?")), chat(("user", "Later?"))]
     assert look(model, written(tmp_path / "x.jsonl", iter(rows))).prompt == "Now?"
 
 
@@ -235,14 +241,10 @@ def test_the_recipe_asks_small_models(
     parameters: int | None, positions: int | None, asks: bool, model: dict[str, str], tmp_path: Path
 ) -> None:
     of = looked(300, prompt="Hm?", parameters=parameters, positions=positions)
-    request = AdviceRequest(
-        name="x", model=model, data=tmp_path / "x.jsonl", lora=True, sequence=None,
-        global_batch=None, micro_batch=None, ranks=1, on_gpus=False, compute="fp32", survey=of,
-        folder=tmp_path, reasons=(),
-    )  # fmt: skip
+    request = asked(model=model, lora=True, survey=of, folder=tmp_path, reasons=())
     slots = finetune(request)
-    asked = {"prompts": ["Hm?"], "chat": True, "first": True, "max_tokens": 64}
-    assert slots["train"].get("generate") == (asked if asks else None)
+    prompted = {"prompts": ["Hm?"], "chat": True, "first": True, "max_tokens": 64}
+    assert slots["train"].get("generate") == (prompted if asks else None)
     told = "generate: a question from the data, answered before and after training"
     assert (told in finetune.explained(request, slots)) == asks
 
@@ -311,10 +313,7 @@ def test_a_tokenizer_that_cannot_be_had(tmp_path: Path) -> None:
 
 
 def test_files_are_named_from_the_recipe(tmp_path: Path) -> None:
-    request = AdviceRequest(
-        name="x", model={}, data=tmp_path / "x.jsonl", lora=False, sequence=None, global_batch=None,
-        micro_batch=None, ranks=1, on_gpus=False, compute="fp32", folder=tmp_path / "a" / "b",
-    )  # fmt: skip
+    request = asked(folder=tmp_path / "a" / "b")
     assert request.named(str(tmp_path / "a" / "b" / "c" / "x")) == "./c/x"
     assert request.named(str(tmp_path / "a" / "x")) == "../x"
     assert request.named("/elsewhere/x") == "/elsewhere/x"

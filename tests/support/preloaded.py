@@ -32,7 +32,7 @@ MODULES = (
     "stages.formats.formats",
     "stages.hf.checkpoint",
     "stages.model.source",
-    "stages.train.start",
+    "stages.train.loop",
     "stages.wrap.ddp_engine",
     "stages.wrap.fsdp_engine",
     "stages.wrap.zero.build",

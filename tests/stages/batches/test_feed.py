@@ -1,4 +1,5 @@
-"""The order of the feed's reads, and what it prepares ahead."""
+"""Any division of a global batch trains on the same samples in the same order; what the feed reads,
+and prepares ahead."""
 
 from __future__ import annotations
 
@@ -8,16 +9,123 @@ import time
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline.contracts.data import Data, Sample
 from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.sample_order import SampleOrder
-from stages.batches.feed import Feed
+from pipeline.contracts.training import Progress
+from stages.batches.feed import Feed, microbatches
 from stages.batches.settings import BatchPlan
 from tests.support.runs import ToySamples, toy_data
+from tests.support.tier import examples
 
 ALONE, CPU = DataAxis(index=0, count=1), torch.device("cpu")
+
+
+@given(count=st.integers(1, 200), ranks=st.integers(1, 9), micro=st.integers(1, 12))
+def test_shares_joined_in_rank_order_are_the_batch(count: int, ranks: int, micro: int) -> None:
+    cuts = [microbatches(count, DataAxis(index=r, count=ranks), micro) for r in range(ranks)]
+    joined = [place for cut in cuts for start, end in cut for place in range(start, end)]
+    assert joined == list(range(count))
+    assert len({len(cut) for cut in cuts}) == 1, "ranks must make the same collectives"
+    assert all(end - start <= micro for cut in cuts for start, end in cut)
+    sizes = [sum(end - start for start, end in cut) for cut in cuts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+class Numbered(ToySamples):
+    """Samples whose only token is their own index."""
+
+    def __init__(self, size: int) -> None:
+        token = np.arange(size, dtype=np.int64)
+        self._samples = [Sample(input_ids=t[None], labels=t[None]) for t in token]
+
+
+def seen(
+    length: dict[str, float], batch: int, ranks: int, micro: int, size: int, workers: int = 0,
+    first: int = 0,
+) -> list[int]:  # fmt: skip
+    """Return every sample that a training of this shape reads from step `first` on, in rank
+    order."""
+    data = Data(train=Numbered(size), heldout=None, pad_id=0, identity={})
+    plan = BatchPlan(global_batch_size=batch, micro_batch_size=micro, **length)  # type: ignore[arg-type]
+    feeds = [
+        Feed(plan, data, 3, DataAxis(index=r, count=ranks), CPU, workers=workers)
+        for r in range(ranks)
+    ]
+    order: list[int] = []
+    for step in range(first, feeds[0].total_steps(Progress())):
+        for feed in feeds:
+            for piece, *_ in feed.microbatches(step * batch):
+                order += [int(i) for i in piece.labels.flatten() if i >= 0]
+    for feed in feeds:
+        feed.close()
+    return order
+
+
+@examples(50)
+@given(
+    batch=st.integers(1, 24),
+    ranks=st.integers(1, 5),
+    micro=st.integers(1, 7),
+    size=st.integers(1, 60),
+)
+def test_sample_order_does_not_depend_on_the_split(
+    batch: int, ranks: int, micro: int, size: int
+) -> None:
+    expected = SampleOrder(3, size).indices(0, 4 * batch).tolist()
+    assert seen({"steps": 4}, batch, ranks, micro, size) == expected
+
+
+SHAPE = st.tuples(st.integers(1, 4), st.integers(1, 7))
+
+
+@examples(30)
+@given(
+    shape=SHAPE,
+    then=SHAPE,
+    workers=st.tuples(st.sampled_from([0, 2]), st.sampled_from([0, 2])),
+    resume=st.integers(0, 5),
+    size=st.integers(1, 40),
+)
+def test_the_order_is_that_of_one_rank_wherever_and_however_it_goes_on(
+    shape: tuple[int, int], then: tuple[int, int], workers: tuple[int, int], resume: int, size: int
+) -> None:
+    steps = {"steps": 5}
+    before = seen({"steps": resume}, 8, *shape, size, workers[0]) if resume else []
+    after = seen(steps, 8, *then, size, workers[1], resume)
+    assert before + after == seen(steps, 8, 1, 8, size)
+
+
+@given(batch=st.integers(1, 24), ranks=st.integers(1, 4), size=st.integers(1, 60))
+def test_epochs_show_every_sample_equally_often(batch: int, ranks: int, size: int) -> None:
+    order = seen({"epochs": 2.0}, batch, ranks, 3, size)
+    assert sorted(order) == sorted([*range(size), *range(size)])
+
+
+def test_micro_batches_and_targets_of_a_step() -> None:
+    data = Data(train=ToySamples(20, 50, 0), heldout=None, pad_id=9, identity={})
+    config = BatchPlan(global_batch_size=7, steps=1, micro_batch_size=2)
+    counted = 0
+    for rank in range(2):
+        feed = Feed(config, data, 0, DataAxis(index=rank, count=2), CPU)
+        pieces = list(feed.microbatches(0))
+        assert [len(piece.labels) for piece, _ in pieces] == [[2, 2], [2, 1]][rank]
+        counted += sum(int((piece.labels != -100).sum()) for piece, _ in pieces)
+    assert counted == feed.counts(0)["targets"]
+
+
+def test_an_epoch_ends_at_its_last_sample_also_after_steps_of_another_size() -> None:
+    data = Data(train=Numbered(100), heldout=None, pad_id=0, identity={})
+    config = BatchPlan(global_batch_size=7, epochs=1.0)
+    feed = Feed(config, data, 0, ALONE, CPU)
+    assert feed.total_steps(Progress(step=5, samples=50)) == 5 + 8
+    assert [feed.count(50 + 7 * step) for step in range(8)] == [7] * 7 + [1]
+    assert feed.total_steps(Progress()) == 15
+    assert feed.total_steps(Progress(step=15, samples=100)) == 15
 
 
 def test_a_step_asks_the_order_once(monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -111,6 +219,23 @@ class Broken(Watched):
         if index == 5:
             raise OSError("the disk is gone")
         return super().__getitem__(index)
+
+
+def test_an_error_in_looking_ahead_is_raised_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def indices(self: SampleOrder, start: int, count: int) -> NDArray[np.int64]:
+        if start == 8:
+            raise OSError("broken")
+        return np.arange(start, start + count)
+
+    monkeypatch.setattr(SampleOrder, "indices", indices)
+    _, feed = watched(workers=1, steps=9)
+    assert len([*feed.microbatches(0), *feed.microbatches(4)]) == 8
+    with pytest.raises(OSError, match="broken"):
+        list(feed.microbatches(8))
+    assert len(list(feed.microbatches(12))) == 4
+    feed.close()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

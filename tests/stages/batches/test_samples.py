@@ -20,7 +20,7 @@ from stages.batches.feed import Feed
 from stages.batches.samples import micro_batch, read
 from stages.batches.settings import BatchPlan
 from stages.objectives.cross_entropy import RowLoss
-from stages.objectives.rows import rows_in_order
+from stages.train.evaluation import rows_in_order
 
 ALONE, CPU = DataAxis(index=0, count=1), torch.device("cpu")
 
@@ -83,48 +83,31 @@ def evaluated(samples: Samples, axis: DataAxis, size: int) -> list[int]:
     return found
 
 
+USUAL = sample([1] * 6, [NO_TARGET, 1, 2, 3, 4, 5])
+PLACES = "(positions count the tokens of each document"
 WRONG = [
     (Own(says=3), "sample 17 has 5 targets, and targets(17) says 3"),
     (Own(total=1), "2 samples have 10 targets, and total_targets says 11"),
-    (Own(sample=sample([1] * 5, [1] * 4)), "sample 17: 5 input_ids, 4 labels"),
-    (Own(sample=sample([1] * 5, [1] * 5, [0])), "sample 17: 5 input_ids, 1 positions"),
-    (
-        Own(sample=sample([1] * 6, [NO_TARGET, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2])),
-        "samples [16, 17] have 3 documents, and total_rows says 2 (define total_rows",
-    ),
-    (
-        Own(sample=replace(sample([1] * 6, [NO_TARGET, 1, 2, 3, 4, 5]), rows={"a": np.ones(2)})),
-        "sample 17: 1 rows, 2 a",
-    ),
-    (
-        Own(sample=replace(sample([1] * 6, [NO_TARGET, 1, 2, 3, 4, 5]), tokens={"a": np.ones(5)})),
-        "sample 17: 6 input_ids, 5 a",
-    ),
-    (
-        Own(sample=replace(sample([1] * 6, [NO_TARGET, 1, 2, 3, 4, 5]), rows={"a": np.ones(1)})),
-        "sample 17 has columns {'a': 'float64'}, sample 16 has {}",
-    ),
-    (
-        Own(sample=sample([1] * 6, [-1, 1, 2, 3, 4, 5])),
-        "sample 17 has label -1 (-100 is the label of a position that is not trained on)",
-    ),
-    (
-        Own(sample=sample([1] * 6, [NO_TARGET, 1, 2, 3, 4, 5], [3, 4, 5, 6, 7, 8])),
-        "sample 17 has positions [3, 4, 5, 6, 7, 8] (positions count the tokens of each document",
-    ),
-    (
-        Own(sample=sample([1] * 6, [NO_TARGET, 1, 2, 3, 4, 5], [0, 1, 2, 4, 0, 1])),
-        "sample 17 has positions [0, 1, 2, 4, 0, 1] (positions count the tokens of each document",
-    ),
-    *(
-        (
-            Own(sample=replace(sample([1] * 6, [1] * 6), tokens={name: np.ones(6)})),
-            f"sample 17 has a further column {name!r}, a name that is taken",
-        )
-        for name in ("input_ids", "labels", "positions", "real")
-    ),
     (Own(sample=[1]), "sample 17 is a list (`__getitem__` returns a Sample(input_ids=..., labels"),
-]
+    *((Own(sample=odd), f"sample 17{message}") for odd, message in [
+        (sample([1] * 5, [1] * 4), ": 5 input_ids, 4 labels"),
+        (sample([1] * 5, [1] * 5, [0]), ": 5 input_ids, 1 positions"),
+        (replace(USUAL, rows={"a": np.ones(2)}), ": 1 rows, 2 a"),
+        (replace(USUAL, tokens={"a": np.ones(5)}), ": 6 input_ids, 5 a"),
+        (replace(USUAL, rows={"a": np.ones(1)}),
+         " has columns {'a': 'float64'}, sample 16 has {}"),
+        (sample([1] * 6, [-1, 1, 2, 3, 4, 5]),
+         " has label -1 (-100 is the label of a position that is not trained on)"),
+        (replace(USUAL, positions=np.arange(3, 9)), f" has positions [3, 4, 5, 6, 7, 8] {PLACES}"),
+        (replace(USUAL, positions=np.array([0, 1, 2, 4, 0, 1])),
+         f" has positions [0, 1, 2, 4, 0, 1] {PLACES}"),
+    ]),
+    (Own(sample=replace(USUAL, positions=np.array([0, 1, 2, 0, 1, 2]))),
+     "samples [16, 17] have 3 documents, and total_rows says 2 (define total_rows"),
+    *((Own(sample=replace(sample([1] * 6, [1] * 6), tokens={name: np.ones(6)})),
+       f"sample 17 has a further column {name!r}, a name that is taken")
+      for name in ("input_ids", "labels", "positions", "real")),
+]  # fmt: skip
 UNKNOWN = [
     (Own(sample=sample([104] * 5, [1] * 5)), "sample 17 has token 104; the model embeds 16"),
     (Own(sample=sample([1] * 5, [16] * 5)), "sample 17 has token 16; the model embeds 16"),

@@ -34,20 +34,13 @@ def said(
         ({"distributed_type": "MULTI_GPU", "num_processes": 2}, {}),
         ({"distributed_type": "MULTI_CPU", "use_cpu": True}, {"device": "cpu"}),
         ({"distributed_type": "NO", "num_processes": 1}, {"procs": 1}),
-        (
-            {
-                "distributed_type": "MULTI_GPU",
-                "fsdp_config": {"fsdp_activation_checkpointing": True},
-            },
-            {},
-        ),
+        ({"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_activation_checkpointing": True}},
+         {}),
         ({"distributed_type": "FSDP", "fsdp_config": FSDP, "num_processes": -1}, {}),
-        (
-            {"distributed_type": "FSDP", "fsdp_config": FSDP, "mixed_precision": "bf16"},
-            {"compute": "bf16", "reduce": "bf16"},
-        ),
+        ({"distributed_type": "FSDP", "fsdp_config": FSDP, "mixed_precision": "bf16"},
+         {"compute": "bf16", "reduce": "bf16"}),
     ],
-)
+)  # fmt: skip
 def test_what_is_right(content: object, settings: dict[str, Any], tmp_path: Path) -> None:
     assert said(tmp_path, content, **settings) == []
 

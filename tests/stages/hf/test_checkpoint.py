@@ -151,28 +151,24 @@ def test_without_an_optimizer_there_are_weights(copy: Path) -> None:
     assert opened(copy, weights_only=True).state.kinds() == []
 
 
-def test_another_optimizer_is_named(copy: Path) -> None:
-    saved = torch.load(copy / "optimizer.pt", weights_only=True)
+def other_moment(saved: Any) -> None:
     for state in saved["state"].values():
         state["momentum_buffer"] = state.pop("exp_avg")
-    torch.save(saved, copy / "optimizer.pt")
-    with pytest.raises(CheckpointError, match="the optimizer kept exp_avg_sq, momentum_buffer"):
-        opened(copy)
 
 
-def test_one_group_is_not_what_the_trainer_makes(copy: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_moment, "the optimizer kept exp_avg_sq, momentum_buffer"),
+        (lambda saved: saved["param_groups"].pop(), "has 1 parameter groups, the Trainer makes 2"),
+        (lambda saved: saved["state"].pop(7), r"not as transformers' Trainer writes it .*: 7"),
+    ],
+)
+def test_another_optimizer_is_named(change: Any, message: str, copy: Path) -> None:
     saved = torch.load(copy / "optimizer.pt", weights_only=True)
-    del saved["param_groups"][1]
+    change(saved)
     torch.save(saved, copy / "optimizer.pt")
-    with pytest.raises(CheckpointError, match="has 1 parameter groups, the Trainer makes 2"):
-        opened(copy)
-
-
-def test_a_parameter_without_state(copy: Path) -> None:
-    saved = torch.load(copy / "optimizer.pt", weights_only=True)
-    del saved["state"][7]
-    torch.save(saved, copy / "optimizer.pt")
-    with pytest.raises(CheckpointError, match=r"not as transformers' Trainer writes it .*: 7"):
+    with pytest.raises(CheckpointError, match=message):
         opened(copy)
 
 

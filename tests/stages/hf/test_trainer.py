@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,23 +33,19 @@ def said(fields: dict[str, Any], **slots: Any) -> list[str]:
     return [f"{problem.key}: {problem.message} ({problem.hint})" for problem in found]
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "bf16", "save_steps", "push_to_hub", "tokens"])
-def test_arguments_that_are_decided_elsewhere_or_unknown(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        *((name, "") for name in ("learning_rate", "bf16", "save_steps", "push_to_hub", "tokens")),
+        ("torch_compil", "(did you mean `torch_compile`?)"),
+        ("report_to", "(add a slot before train, such as track: {use: track.wandb})"),
+    ],
+)
+def test_arguments_that_are_decided_elsewhere_or_unknown(name: str, hint: str) -> None:
     (problem,) = said({"arguments": {name: 1}})
     message = "is not a TrainingArgument, or is set by a slot of the recipe"
     assert problem.startswith(f"arguments.{name}: {message}")
-
-
-def test_unknown_arguments() -> None:
-    assert said({"arguments": {"torch_compil": True}}) == [
-        "arguments.torch_compil: is not a TrainingArgument, or is set by a slot of the recipe (did "
-        "you mean `torch_compile`?)"
-    ]
-
-
-def test_trackers_are_slots() -> None:
-    (problem,) = said({"arguments": {"report_to": "wandb"}})
-    assert problem.endswith("(add a slot before train, such as track: {use: track.wandb})")
+    assert problem.endswith(hint)
 
 
 def test_arguments_that_are_free_are_fields_of_the_installed_version() -> None:
@@ -126,7 +123,7 @@ def test_from_model_to_export(adapter: Any, export: str, tmp_path: Path) -> None
     assert "eval_loss" in progress["metrics"]
 
 
-def test_a_run_is_tracked(tmp_path: Path) -> None:
+def test_a_run_is_tracked_and_its_speeds_are_of_all_ranks(tmp_path: Path) -> None:
     file = tmp_path / "runs.sqlite"
     track = {"track": {"use": "track.sqlite", "file": str(file)}}
     recipe = written(tmp_path, track, {"steps": 5, "eval_every": 4}, {})
@@ -137,25 +134,17 @@ def test_a_run_is_tracked(tmp_path: Path) -> None:
     assert found.execute("select name, outcome from runs").fetchall() == [("the run", "finished")]
     rows = found.execute("select step, name, value from metrics").fetchall()
     found.close()
-    steps = [record for record in records(pipe.run_dir / "metrics.jsonl") if "loss" in record]
-    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
-    sent = {(step, name): value for step, name, value in rows}
-    for record in steps:
-        for name in ("loss", "grad_norm", "lr", "tokens_per_second", "step_seconds"):
-            assert sent[record["step"], name] == record[name]
-    assert sorted(step for step, name, _ in rows if name == "eval/loss") == [4, 5]
-
-
-def test_speeds_are_of_all_ranks(tmp_path: Path) -> None:
-    recipe = written(tmp_path, {}, {"steps": 3}, {})
-    pipe = Pipe(tmp_path, tmp_path)
-    assert pipe.run(recipe).code == 0
     written_records = list(records(pipe.run_dir / "metrics.jsonl"))
     assert {name for record in written_records for name in record} <= OWN
     steps = [record for record in written_records if "loss" in record]
-    rates = [1e-5 * scale for scale in (1, 0.75, 0.25)]  # a cosine over three steps
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
+    rates = [1e-5 * 0.5 * (1 + math.cos(math.pi * step / 5)) for step in range(5)]
     assert [record["lr"] for record in steps] == pytest.approx(rates)
+    sent = {(step, name): value for step, name, value in rows}
+    assert sorted(step for step, name, _ in rows if name == "eval/loss") == [4, 5]
     for record in steps:
+        for name in ("loss", "grad_norm", "lr", "tokens_per_second", "step_seconds"):
+            assert sent[record["step"], name] == record[name]
         seconds = record["step_seconds"]
         assert record["samples_per_second"] * seconds == pytest.approx(4)
         assert record["tokens_per_second"] * seconds == pytest.approx(4 * 8)
@@ -189,16 +178,13 @@ def train_with(
     return {"lines": list(records(ctx.run_dir / "metrics.jsonl")), **trained.record()}
 
 
-def train_with_callback(dist: DistContext, folder: str) -> list[dict[str, Any]]:
-    """Train until a callback of rank 1 ends it, and resume, when no rank asks."""
-    return [train_with(dist, folder, Enough(2, asks)) for asks in (dist.rank == 1, False)]
-
-
-def train_from_an_end(dist: DistContext, folder: str) -> list[dict[str, Any]]:
-    """End a training before its first step; resume it with and without the callback; train the same
-    at once."""
+def train_until_an_end(dist: DistContext, folder: str) -> list[dict[str, Any]]:
+    """Train until rank 1 ends it, and resume, when no rank asks. End a training before
+    its first step; resume it with and without the callback; train the same at once."""
+    first = [train_with(dist, folder, Enough(2, asks)) for asks in (dist.rank == 1, False)]
     ended = f"{folder}/ended"
     return [
+        *first,
         train_with(dist, ended, Enough(0, dist.rank == 1), steps=2),
         train_with(dist, ended, Enough(0, False), steps=2),
         train_with(dist, ended, None, steps=2),
@@ -208,26 +194,17 @@ def train_from_an_end(dist: DistContext, folder: str) -> list[dict[str, Any]]:
 
 
 def test_a_callback_ends_the_training_of_all_ranks(tmp_path: Path) -> None:
-    for first, again in run_ranks(train_with_callback, 2, str(tmp_path)):
-        assert first["progress"]["step"] == 2
-        assert first["progress"]["stopped"] == "step 2 is enough"
-        assert first["checkpoint"].endswith("checkpoint-2")
-        assert [one["step"] for one in first["lines"] if "eval_loss" in one] == [2]
-        assert [one["ended_early"] for one in first["lines"] if "ended_early" in one] == [
-            "step 2 is enough"
-        ]
-        assert again == first
+    def at(told: dict[str, Any], name: str) -> list[int]:
+        return [line["step"] for line in told["lines"] if name in line]
 
-
-def test_a_training_ends_before_its_first_step(tmp_path: Path) -> None:
-    for first, again, on, whole, over in run_ranks(train_from_an_end, 2, str(tmp_path)):
-        assert (first["progress"]["step"], first["progress"]["stopped"]) == (0, "step 0 is enough")
-        assert first["checkpoint"].endswith("checkpoint-0")
-        assert [sorted(line) for line in first["lines"] if "ended_early" in line] == [
-            ["ended_early", "step", "time"]
-        ]
-        assert [line["step"] for line in first["lines"] if "eval_loss" in line] == [0]
-        assert again == first
+    for told in run_ranks(train_until_an_end, 2, str(tmp_path)):
+        for first, again, step in ((told[0], told[1], 2), (told[2], told[3], 0)):
+            assert first["progress"]["step"] == step
+            assert first["progress"]["stopped"] == f"step {step} is enough"
+            assert first["checkpoint"].endswith(f"checkpoint-{step}")
+            assert at(first, "eval_loss") == at(first, "ended_early") == [step]
+            assert again == first
+        on, whole, over = told[4:]
         losses = [[line["loss"] for line in one["lines"] if "loss" in line] for one in (on, whole)]
         assert losses[0] == losses[1]
         assert len(losses[0]) == 2

@@ -79,8 +79,8 @@ def compared(
         logits = DTensor.from_local(
             local, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride
         )
-        found = asked(logits.to_local(), labels, ids, VocabularyShard.of(logits))
-        whole = whole_vocabulary(local.detach(), VocabularyShard.of(logits))
+        found = asked(logits.to_local(), labels, ids, VocabularyShard.find(logits))
+        whole = whole_vocabulary(local.detach(), VocabularyShard.find(logits))
         torch.testing.assert_close(whole, F.linear(*given))
     else:
         found = chunked_scores(hidden, weight, bias, labels, ids, chunk, asked)

@@ -54,14 +54,9 @@ def shard(value: torch.Tensor, mesh: Any) -> Any:
 
 
 def compared(
-    mesh: Any,
-    vocabulary: int,
-    dtype: torch.dtype,
-    chunk: int | None,
-    labels: torch.Tensor,
-    *,
+    mesh: Any, vocabulary: int, dtype: torch.dtype, chunk: int | None, labels: torch.Tensor, *,
     excludes: bool = False,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """Return the loss, torch's, and the largest relative difference of a gradient."""
     given = values(vocabulary, dtype, excludes=excludes)
     plain = [one.clone().requires_grad_() for one in given]

@@ -100,7 +100,7 @@ def test_codes_are_those_of_torchao() -> None:
         values = values.abs() if moment == "exp_avg_sq" else values
         theirs = OptimState8bit.zeros((count,), moment == "exp_avg", block_size=BLOCK)
         theirs.copy_(values)
-        own.encode(state, moment, values, own.tables(CPU))
+        own.encode(state | own.tables(CPU), moment, values)
         assert torch.equal(state[f"{moment}.codes"].float(), theirs.codes.float())
         assert torch.equal(state[f"{moment}.scales"], theirs.scale)
         assert torch.equal(own.unpack(state, moment, 0, count), theirs.dequantize())

@@ -205,29 +205,16 @@ def test_a_rollback_to_the_end_of_training_ends_with_an_evaluation(
 @pytest.mark.parametrize(
     ("fields", "poison", "message"),
     [
-        (
-            {},
-            {2: NAN},
-            r"step 3: the gradient norm is nan \(samples 8 to 11 of the order\)",
-        ),
-        (
-            {"spike": "stop", "spike_window": 2, "spike_factor": 5.0},
-            {2: HIGH},
-            r"step 3: the loss is \d+\.\d{4}, a spike over the mean 4\.\d{4} "
-            r"\(samples 8 to 11 of the order\)",
-        ),
-        (
-            {"non_finite": "skip", "max_skips": 2},
-            {1: NAN, 3: NAN, 4: NAN, 5: NAN},
-            r"step 3: .*, after 2 steps in a row were skipped \(max_skips\)",
-        ),
-        (
-            {"non_finite": "rollback", "max_rollbacks": 1},
-            {1: NAN, 3: NAN},
-            r"step 2: .*, after 1 rollbacks \(max_rollbacks\)",
-        ),
+        ({}, {2: NAN}, r"step 3: the gradient norm is nan \(samples 8 to 11 of the order\)"),
+        ({"spike": "stop", "spike_window": 2, "spike_factor": 5.0}, {2: HIGH},
+         r"step 3: the loss is \d+\.\d{4}, a spike over the mean 4\.\d{4} "
+         r"\(samples 8 to 11 of the order\)"),
+        ({"non_finite": "skip", "max_skips": 2}, {1: NAN, 3: NAN, 4: NAN, 5: NAN},
+         r"step 3: .*, after 2 steps in a row were skipped \(max_skips\)"),
+        ({"non_finite": "rollback", "max_rollbacks": 1}, {1: NAN, 3: NAN},
+         r"step 2: .*, after 1 rollbacks \(max_rollbacks\)"),
     ],
-)
+)  # fmt: skip
 def test_a_run_stops_and_says_why(
     fields: Any, poison: dict[int, int], message: str, tmp_path: Path
 ) -> None:
@@ -237,6 +224,8 @@ def test_a_run_stops_and_says_why(
     )  # fmt: skip
     with pytest.raises(RankFailed, match=f"StageError: {message}"):
         run_ranks(train, 1, str(tmp_path), case)
+    saved = [path.name for path in tmp_path.glob("checkpoints/*")]
+    assert saved == ["step-00000000"] * case.anomalies.rolls_back
 
 
 LOSSES = st.lists(st.floats(0.01, 100), min_size=2, max_size=12)
@@ -265,20 +254,14 @@ def test_positions_left_out_are_told_once_in_order(spans: list[tuple[int, int]])
     ("fields", "found"),
     [
         ({"spike": "skip"}, []),
-        (
-            {"spike": "skip", "spike_factor": 0.5},
-            ["anomalies.spike_factor: must be more than 1.0, not `0.5`"],
-        ),
+        ({"spike": "skip", "spike_factor": 0.5},
+         ["anomalies.spike_factor: must be more than 1.0, not `0.5`"]),
         ({"non_finite": "skip", "spike": "stop", "spike_factor": 4.0}, []),
-        (
-            {"non_finite": "rollback"},
-            [
-                "anomalies.non_finite: rollback goes back to the newest checkpoint, and none is "
-                "saved before the end"
-            ],
-        ),
+        ({"non_finite": "rollback"},
+         ["anomalies.non_finite: rollback goes back to the newest checkpoint, and none is saved "
+          "before the end"]),
     ],
-)
+)  # fmt: skip
 def test_mistakes(fields: Any, found: list[str]) -> None:
     view = plan_view({"checkpoint": ShardedCheckpoint()})
     slot = {"global_batch_size": 8, "steps": 10, "anomalies": fields}

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import math
 import random
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
-from pipeline.contracts.data import Data
+from pipeline.contracts.data import Data, MicroBatch
+from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.metrics import records
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
+from pipeline.distributed.signals import Interrupted
 from pipeline.errors import StageError
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.data.text import StreamData
+from stages.objectives.cross_entropy import RowLoss
 from stages.optimizer.adamw import AdamW
-from stages.train import start
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.evaluation import reason_to_stop, record_evaluation
+from stages.train.evaluation import BLOCK, reason_to_stop, record_evaluation, rows_in_order
+from stages.train.loop import Training
 from stages.train.settings import EarlyStopping
 from tests.support.processes import run_ranks
-from tests.support.runs import context, toy_data
+from tests.support.runs import ToySamples, context, toy_data
 from tests.support.state import Setting, make_engine, source
 
 
@@ -148,18 +158,15 @@ def test_parts_of_an_epoch_need_data_that_has_one() -> None:
     assert [one.key for one in told] == ["keep_every"]
 
 
-@pytest.mark.parametrize(
-    "every", ["0.25 epochs", "1 epoch", "1/3 epochs", "10 epochs", ".5 epochs"]
-)
-def test_periods_that_fields_take(every: str) -> None:
-    assert problems(ShardedCheckpoint, {"every": every}) == []
-
-
-@pytest.mark.parametrize("every", [
-    "0 epochs", "0.0 epochs", "-1 epochs", "1/0 epochs", "epoch", "1 epoch ", "25", "1e9 epochs", 0,
+@pytest.mark.parametrize(("taken", "periods"), [
+    (True, ["0.25 epochs", "1 epoch", "1/3 epochs", "10 epochs", ".5 epochs"]),
+    (False, ["0 epochs", "0.0 epochs", "-1 epochs", "1/0 epochs", "epoch", "1 epoch ", "25",
+             "1e9 epochs", 0]),
 ])  # fmt: skip
-def test_periods_that_fields_do_not_take(every: object) -> None:
-    assert [one.key for one in problems(ShardedCheckpoint, {"every": every})] == ["every"]
+def test_periods_that_fields_take(taken: bool, periods: list[object]) -> None:
+    for every in periods:
+        found = [one.key for one in problems(ShardedCheckpoint, {"every": every})]
+        assert found == ([] if taken else ["every"]), every
 
 
 def heldout(told: dict[str, Any]) -> dict[int, float]:
@@ -169,6 +176,10 @@ def heldout(told: dict[str, Any]) -> dict[int, float]:
 def test_a_run_ends_early_resumes_as_ended_and_goes_on_when_asked(tmp_path: Path) -> None:
     through = run_ranks(train, 1, str(tmp_path / "through"), {})[0]
     assert sorted(heldout(through)) == [3, 6, 9, 12]
+    evaluations = [line for line in through["lines"] if "eval_loss" in line]
+    for line in evaluations:
+        assert line["perplexity"] == pytest.approx(math.exp(line["eval_loss"]), rel=1e-12)
+    assert through["progress"]["metrics"]["perplexity"] == evaluations[-1]["perplexity"]
     assert min(heldout(through), key=heldout(through).__getitem__) == 3
     early = {"early_stopping": EarlyStopping(patience=2)}
     run = str(tmp_path / "run")
@@ -262,14 +273,6 @@ def test_the_model_as_it_came_can_be_the_best(tmp_path: Path) -> None:
     assert kept == ["step-00000000", "step-00000006", "step-00000012"]
 
 
-def test_perplexity_is_recorded_and_kept(tmp_path: Path) -> None:
-    told = run_ranks(train, 1, str(tmp_path), {})[0]
-    evaluations = [line for line in told["lines"] if "eval_loss" in line]
-    for line in evaluations:
-        assert line["perplexity"] == pytest.approx(math.exp(line["eval_loss"]), rel=1e-12)
-    assert told["progress"]["metrics"]["perplexity"] == evaluations[-1]["perplexity"]
-
-
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
@@ -283,33 +286,80 @@ def test_evaluation_needs_held_out_samples(fields: Any, name: str) -> None:
     config = TrainCausalLm(global_batch_size=4, steps=3, **fields)
     nothing: Any = None
     with pytest.raises(StageError, match=f"^{name} needs held-out samples, and there are none"):
-        start.train(config, nothing, nothing, data, nothing, nothing, {})
+        Training(config, nothing, nothing, data, nothing, nothing, {})
 
 
 @pytest.mark.parametrize(
     ("fields", "keep_best", "found"),
     [
-        (
-            {"early_stopping": {"patience": 2}},
-            0,
-            ["early_stopping: needs evaluations before the end"],
-        ),
-        (
-            {},
-            1,
-            ["eval_every: the checkpoint slot's keep_best compares evaluations: one is too few"],
-        ),
-        (
-            {"eval_every": 5, "result": "best"},
-            0,
-            ["result: the checkpoint slot does not keep the best checkpoint"],
-        ),
+        ({"early_stopping": {"patience": 2}}, 0,
+         ["early_stopping: needs evaluations before the end"]),
+        ({}, 1,
+         ["eval_every: the checkpoint slot's keep_best compares evaluations: one is too few"]),
+        ({"eval_every": 5, "result": "best"}, 0,
+         ["result: the checkpoint slot does not keep the best checkpoint"]),
         ({"eval_every": 5, "result": "best", "early_stopping": {"patience": 2}}, 1, []),
         ({"early_stopping": {"patience": 0}}, 0, ["early_stopping.patience: must be more than 0"]),
     ],
-)
+)  # fmt: skip
 def test_mistakes(fields: Any, keep_best: int, found: list[str]) -> None:
     view = plan_view({"checkpoint": ShardedCheckpoint(keep_best=keep_best)})
     slot = {"global_batch_size": 8, "steps": 10, **fields}
     told = [f"{one.key}: {one.message}" for one in problems(TrainCausalLm, slot, plan=view)]
     assert [text.partition(", not")[0] for text in told] == found
+
+
+SAMPLES = ToySamples(2 * BLOCK + 3, 101, 3)
+DATA = Data(train=SAMPLES, heldout=None, pad_id=0, identity={})
+
+
+@dataclass
+class Counter:
+    """An engine that measures the length of each row, and is asked to stop at one of them."""
+
+    stop_at: int | None = None
+    ahead: int = 1
+    """Micro-batches that it takes before it measures the first of them."""
+    taken: int = 0
+    device = torch.device("cpu")
+    data_axis = DataAxis(index=0, count=1)
+
+    def evaluate(self, batches: Iterable[MicroBatch], measure: Any) -> Iterator[Tensor]:
+        held = []
+        for batch in batches:
+            held.append(torch.tensor([[batch.input_ids.shape[1]]]))
+            self.taken += 1
+            if self.taken == self.stop_at:
+                signal.raise_signal(signal.SIGTERM)
+            if len(held) == self.ahead:
+                yield from held
+                held = []
+        yield from held
+
+    def total(self, values: Tensor) -> Tensor:
+        return values
+
+
+def measured(engine: Any) -> Iterator[list[int] | None]:
+    """Yield what is found of each block, until a stop."""
+    dist = DistContext(device=torch.device("cpu"))
+    with contextlib.suppress(Interrupted), dist.stop.deferred():
+        for rows in rows_in_order(engine, RowLoss(), DATA, SAMPLES, 1, dist):
+            yield None if rows is None else rows[:, 0].tolist()
+
+
+LENGTHS = [len(SAMPLES[number].input_ids) for number in range(len(SAMPLES))]
+
+
+@pytest.mark.parametrize("ahead", [1, 4, BLOCK + 1])
+def test_blocks_are_whole_and_in_order(ahead: int) -> None:
+    ends = [0, BLOCK, 2 * BLOCK, len(LENGTHS)]
+    expected = [LENGTHS[start:end] for start, end in itertools.pairwise(ends)]
+    assert [*measured(Counter(ahead=ahead))] == expected
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_no_further_micro_batch_is_read_once_a_stop_is_asked_for(ahead: int) -> None:
+    engine = Counter(stop_at=BLOCK + 3, ahead=ahead)
+    assert [*measured(engine)] == [LENGTHS[:BLOCK], None]
+    assert engine.taken == BLOCK + 3

@@ -87,13 +87,9 @@ class EndsAtOnce(StepCallback):
 
 
 def train(
-    dist: DistContext,
-    folder: str,
-    wrap: str,
-    generate: Generation | None,
-    stop: int = 0,
+    dist: DistContext, folder: str, wrap: str, generate: Generation | None, stop: int = 0,
     early: int = 0,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Train four steps, or until a signal comes behind step `stop` (-1: none at all), or stop early
     behind step `early`; returns the records of the run."""
     private_folder(Path(folder))
@@ -172,32 +168,18 @@ def test_training_that_stops_early_ends_with_texts(tmp_path: Path) -> None:
     assert list(texts(found)) == [2, 3]
 
 
-def test_texts_before_training_and_at_its_end(tmp_path: Path) -> None:
-    before = Generation(prompts=settings(1.0).prompts, first=True, max_tokens=5)
-    found = run_ranks(train, 1, str(tmp_path / "run"), "ddp", before)[0]
-    assert list(texts(found)) == [0, 4]
-    assert texts(found)[0] != texts(found)[4]
-    plain = run_ranks(train, 1, str(tmp_path / "plain"), "ddp", None)[0]
-    losses = [[r["loss"] for r in one if "loss" in r] for one in (found, plain)]
-    assert losses[0] == losses[1]
-
-
-def test_texts_before_training_are_written_once(tmp_path: Path) -> None:
+def test_texts_before_training_are_written_once_and_change_nothing(tmp_path: Path) -> None:
     before = Generation(prompts=settings(1.0).prompts, first=True, max_tokens=5)
     run = str(tmp_path / "run")
-    ended = run_ranks(train, 1, run, "ddp", before, -1)[0]
-    assert [line["step"] for line in ended if "generated" in line] == [0]
-    resumed = run_ranks(train, 1, run, "ddp", before)[0]
+    ended = run_ranks(train, 2, run, "fsdp full", before, -1)[0]
+    assert list(texts(ended)) == [0]
+    resumed = run_ranks(train, 2, run, "fsdp full", before)[0]
     assert [line["step"] for line in resumed if "generated" in line] == [0, 4]
-    assert texts(resumed)[0] == texts(ended)[0]
-
-
-def test_it_changes_nothing(tmp_path: Path) -> None:
-    def losses(generate: Generation | None, folder: str) -> list[tuple[float, float]]:
-        found = run_ranks(train, 2, str(tmp_path / folder), "fsdp full", generate)[0]
-        return [(r["loss"], r["grad_norm"]) for r in found if "loss" in r]
-
-    assert losses(settings(1.0), "with") == losses(None, "without")
+    assert texts(resumed)[0] == texts(ended)[0] != texts(resumed)[4]
+    plain = run_ranks(train, 2, str(tmp_path / "plain"), "fsdp full", None)[0]
+    found = [[(r["loss"], r["grad_norm"]) for r in one if "loss" in r] for one in (resumed, plain)]
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
 
 
 def chosen(temperature: float, seed: int) -> int:
@@ -219,58 +201,24 @@ def test_tokens_are_drawn_as_often_as_the_model_says() -> None:
     assert (shares - expected).abs().max() < 4 * (0.25 / len(draws)) ** 0.5
 
 
-class Lone:
-    """An engine on one rank."""
+class Fixed:
+    """An engine on one rank with tokens of its own: 100, which ends a text, for the first prompt,
+    unless it goes `on`, and 50."""
 
     device = torch.device("cpu")
     data_axis = DataAxis(index=0, count=1)
 
+    def __init__(self, on: bool) -> None:
+        self.on, self.lengths = on, list[int]()
+
     def total(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
-
-def test_a_text_ends_at_its_end(tmp_path: Path) -> None:
-    class Ending(Lone):
-        calls = 0
-
-        def evaluate(self, batches: Any, chooser: NextToken) -> Iterator[torch.Tensor]:
-            self.calls += 1
-            for batch in batches:
-                number = int(batch.rows["number"])
-                yield torch.tensor([[100 if number == 0 else 50]])
-
-    model = type("Source", (), {"tokenizer": lambda self: Letters(), "most_positions": None})()
-    writer = Writer(settings(0.0), model, seed=0)
-    engine = Ending()
-    found = writer.write(engine, DistContext(device=Ending.device), 1)  # type: ignore[arg-type]
-    assert found is not None
-    assert [one["text"] for one in found] == ["100", "50 50 50 50 50"]
-    assert engine.calls == 5
-
-
-def declared(most: int | None = None) -> Any:
-    return SimpleNamespace(name="the model", tokenizer=Letters, most_positions=most)
-
-
-@pytest.mark.parametrize(
-    ("fields", "most", "message"),
-    [
-        ({"chat": True}, None, "generate: the tokenizer of the model has no chat template"),
-        ({"prompts": ("5", "")}, None, "generate: prompt '' has no tokens"),
-        (
-            {"prompts": ("1 2 3", "4"), "max_tokens": 62},
-            63,
-            "generate: the text of prompt '1 2 3' may have 64 tokens, and the model has 63 "
-            "positions",
-        ),
-    ],
-)
-def test_texts_that_cannot_be_written(
-    fields: dict[str, Any], most: int | None, message: str
-) -> None:
-    made = Generation(**{"prompts": ("5",), "every": 1, **fields})
-    with pytest.raises(StageError, match=re.escape(message)):
-        Writer(made, declared(most), seed=0)
+    def evaluate(self, batches: Any, chooser: NextToken) -> Iterator[torch.Tensor]:
+        for batch in batches:
+            self.lengths.append(batch.input_ids.shape[1])
+            ends = int(batch.rows["number"]) == 0 and not self.on
+            yield torch.tensor([[100 if ends else 50]])
 
 
 class Refusing(Letters):
@@ -282,27 +230,43 @@ class Refusing(Letters):
         raise ValueError("a system message comes first")
 
 
-def test_a_template_that_refuses_the_prompt() -> None:
-    made = Generation(prompts=("5",), every=1, chat=True)
-    source = SimpleNamespace(name="the model", tokenizer=Refusing, most_positions=None)
-    expected = "generate: the chat template refuses prompt '5': a system message comes first"
-    with pytest.raises(StageError, match=re.escape(expected)):
-        Writer(made, source, seed=0)  # type: ignore[arg-type]
+def writer(made: Generation, most: int | None = None, tokenizer: Any = Letters) -> Writer:
+    model: Any = SimpleNamespace(name="the model", tokenizer=tokenizer, most_positions=most)
+    return Writer(made, model, seed=0)
+
+
+def test_a_text_ends_at_its_end() -> None:
+    engine: Any = Fixed(on=False)
+    found = writer(settings(0.0)).write(engine, DistContext(device=engine.device), 1)
+    assert found is not None
+    assert [one["text"] for one in found] == ["100", "50 50 50 50 50"]
+    assert engine.lengths == [64] * 6
 
 
 def test_no_padding_goes_beyond_the_positions() -> None:
-    lengths = []
-
-    class Recording(Lone):
-        def evaluate(self, batches: Any, chooser: NextToken) -> Iterator[torch.Tensor]:
-            for batch in batches:
-                lengths.append(batch.input_ids.shape[1])
-                yield torch.tensor([[5]])
-
+    engine: Any = Fixed(on=True)
     made = Generation(prompts=("1 2 3",), every=1, max_tokens=68)
-    dist = DistContext(device=Recording.device)
-    assert Writer(made, declared(70), seed=0).write(Recording(), dist, 1)  # type: ignore[arg-type]
-    assert lengths == [64] * 62 + [70] * 6
+    assert writer(made, 70).write(engine, DistContext(device=engine.device), 1)
+    assert engine.lengths == [64] * 62 + [70] * 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "most", "tokenizer", "message"),
+    [
+        ({"chat": True}, None, Letters, "the tokenizer of the model has no chat template"),
+        ({"chat": True}, None, Refusing,
+         "the chat template refuses prompt '5': a system message comes first"),
+        ({"prompts": ("5", "")}, None, Letters, "prompt '' has no tokens"),
+        ({"prompts": ("1 2 3", "4"), "max_tokens": 62}, 63, Letters,
+         "the text of prompt '1 2 3' may have 64 tokens, and the model has 63 positions"),
+    ],
+)  # fmt: skip
+def test_texts_that_cannot_be_written(
+    fields: dict[str, Any], most: int | None, tokenizer: Any, message: str
+) -> None:
+    made = Generation(**{"prompts": ("5",), "every": 1, **fields})
+    with pytest.raises(StageError, match=re.escape(f"generate: {message}")):
+        writer(made, most, tokenizer)
 
 
 GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 50}
@@ -313,15 +277,12 @@ GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_siz
     [
         (GPT2, {"max_tokens": 1024}, []),
         ({**GPT2, "n_positions": 63}, {"max_tokens": 63}, []),
-        (
-            {**GPT2, "n_positions": 63},
-            {},
-            ["generate.max_tokens: is 64, and the model has 63 positions"],
-        ),
+        ({**GPT2, "n_positions": 63}, {},
+         ["generate.max_tokens: is 64, and the model has 63 positions"]),
         ({"model_type": "llama", "max_position_embeddings": 8}, {}, []),
         (GPT2, {"chat": True}, ["generate: needs a chat template, and the tokenizer of"]),
     ],
-)
+)  # fmt: skip
 def test_what_shows_before_a_start(
     config: dict[str, Any], fields: dict[str, Any], expected: list[str], tmp_path: Path
 ) -> None:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from pipeline.contracts.metrics import OWN, records
 from pipeline.distributed.process_group import DistContext
-from pipeline.errors import UsageError
-from pipeline.planning.planner import Trial
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
-from stages.planners import CausalLmPlanner, CheckpointPlanner
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.meter import PEAKS
-from stages.train.profiling import STEP, WAIT, Breakdown, Profiler, breakdown
-from stages.train.settings import Anomalies, EarlyStopping
+from stages.train.profiling import STEP, WAIT, Breakdown, breakdown
+from stages.train.step import PEAKS
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
 from tests.support.state import Setting, make_engine, source
@@ -34,41 +27,28 @@ def event(name: str, start: float, end: float, tid: int = 1, cat: str = "cpu_op"
 WHOLE = event(STEP, 100, 200, cat="user_annotation")
 
 
-@pytest.mark.parametrize(
-    ("events", "expected"),
-    [
-        # no computation at that time
-        ([event("gloo:all_reduce", 150, 170, tid=2)], 0.2),
-        # partly at the same time
-        ([event("gloo:all_reduce", 150, 170, tid=2), event("aten::mm", 140, 160)], 0.1),
-        # overlapping events count once; events outside of the step do not count
-        ([event("gloo:all_gather", 150, 170, 2), event("gloo:all_gather", 160, 220, 3)], 0.5),
-        # events that only surround others, or wait, compute nothing
-        (
-            [
-                event("gloo:all_reduce", 150, 170, tid=2),
-                event("autograd::engine::evaluate_function: X", 140, 180),
-                event("aten::mm", 150, 155),
-                event("aten::norm", 155, 170),
-                event("c10d::allreduce_", 160, 170),
-                event("PythonSubclass", 156, 170),
-            ],
-            0.15,
-        ),
-        # other threads prepare data
-        ([event("gloo:all_reduce", 150, 170, tid=2), event("aten::stack", 150, 170, tid=9)], 0.2),
-        # on a GPU its kernels count, and concurrent work of the host does not
-        (
-            [
-                event("ncclDevKernel_AllGather", 120, 160, 7, "kernel"),
-                event("gemm", 100, 130, 8, "kernel"),
-                event("Memcpy HtoD", 150, 155, 8, "gpu_memcpy"),
-                event("aten::mm", 100, 200),
-            ],
-            0.25,
-        ),
-    ],
-)
+REDUCE = event("gloo:all_reduce", 150, 170, tid=2)
+SHARES: dict[str, tuple[list[dict[str, Any]], float]] = {
+    "no computation at that time": ([REDUCE], 0.2),
+    "partly at the same time": ([REDUCE, event("aten::mm", 140, 160)], 0.1),
+    "overlapping events count once, and those outside of the step not": (
+        [event("gloo:all_gather", 150, 170, 2), event("gloo:all_gather", 160, 220, 3)], 0.5,
+    ),
+    "events that only surround others, or wait, compute nothing": (
+        [REDUCE, event("autograd::engine::evaluate_function: X", 140, 180),
+         event("aten::mm", 150, 155), event("aten::norm", 155, 170),
+         event("c10d::allreduce_", 160, 170), event("PythonSubclass", 156, 170)], 0.15,
+    ),
+    "other threads prepare data": ([REDUCE, event("aten::stack", 150, 170, tid=9)], 0.2),
+    "on a GPU its kernels count, and concurrent work of the host does not": (
+        [event("ncclDevKernel_AllGather", 120, 160, 7, "kernel"),
+         event("gemm", 100, 130, 8, "kernel"), event("Memcpy HtoD", 150, 155, 8, "gpu_memcpy"),
+         event("aten::mm", 100, 200)], 0.25,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("events", "expected"), SHARES.values(), ids=SHARES)
 def test_communication_share(events: list[dict[str, Any]], expected: float) -> None:
     annotation = {"ph": "M", "name": "process_name"}
     found = breakdown([annotation, WHOLE, *events], ranks=2)
@@ -125,77 +105,3 @@ def test_a_profiled_step_of_two_ranks(wrap: str, tmp_path: Path) -> None:
         "step-00000003-rank-00000.json.gz",
         "step-00000003-rank-00001.json.gz",
     ]
-
-
-def test_a_trial_of_a_training() -> None:
-    stage = TrainCausalLm(
-        global_batch_size=12,
-        epochs=3.0,
-        micro_batch_size=2,
-        accumulation=3,
-        eval_every=5,
-        eval_first=True,
-        result="best",
-        early_stopping=EarlyStopping(patience=1),
-        anomalies=Anomalies(non_finite="rollback", spike="rollback", spike_factor=2.0),
-    )
-    short = CausalLmPlanner(stage).for_benchmark(
-        Trial(steps=7, profile=(7,), growth=Fraction(1, 2))
-    )
-    assert short == TrainCausalLm(
-        global_batch_size=6,
-        steps=7,
-        micro_batch_size=2,
-        eval_last=False,
-        profile_steps=(7,),
-        anomalies=Anomalies(non_finite="skip", spike="skip", spike_factor=2.0),
-    )
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [({}, 6), ({"accumulation": 3}, 2), ({"accumulation": 4}, 2), ({"micro_batch_size": 5}, 5)],
-)
-def test_the_micro_batch_of_a_trial_is_frozen(fields: dict[str, int], expected: int) -> None:
-    stage = TrainCausalLm(global_batch_size=12, steps=9, **fields)
-    short = CausalLmPlanner(stage).for_benchmark(Trial(steps=7, growth=Fraction(3, 2), shares=2))
-    assert (short.global_batch_size, short.micro_batch_size) == (18, expected)
-    assert short.accumulation is None
-
-
-def test_a_global_batch_that_is_no_whole_number() -> None:
-    stage = TrainCausalLm(global_batch_size=10, steps=9)
-    assert (
-        CausalLmPlanner(stage)
-        .for_benchmark(Trial(steps=7, growth=Fraction(1, 2)))
-        .global_batch_size
-        == 5
-    )
-    with pytest.raises(UsageError) as caught:
-        CausalLmPlanner(stage).for_benchmark(Trial(steps=7, growth=Fraction(3, 4)))
-    assert str(caught.value) == (
-        "samples per process cannot stay: 10 samples a step x 3/4 would be 7.5 "
-        "(--weak needs a global batch that divides evenly)"
-    )
-
-
-def test_a_trial_of_checkpoints_leaves_nothing_elsewhere() -> None:
-    stage = ShardedCheckpoint(
-        every=5, keep=None, keep_every=10, keep_best=2, folder="s3://b/c", start_from="./x",
-        asynchronous=False,
-    )  # fmt: skip
-    assert CheckpointPlanner(stage).for_benchmark(Trial(steps=7)) == ShardedCheckpoint(
-        keep=1, asynchronous=False
-    )
-
-
-def test_each_rank_writes_a_profile_of_its_own(tmp_path: Path) -> None:
-    engine: Any = SimpleNamespace(
-        data_axis=SimpleNamespace(index=0, count=1), device=torch.device("cpu"),
-        total=lambda values: values,
-    )  # fmt: skip
-    for rank in range(2):
-        dist = DistContext(rank=rank, world_size=2, device=torch.device("cpu"))
-        profiler = Profiler([1], tmp_path / "profile", engine, dist)
-        profiler.run(1, lambda: torch.ones(2) @ torch.ones(2))
-    assert len(list((tmp_path / "profile").iterdir())) == 2

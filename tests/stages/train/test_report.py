@@ -1,10 +1,11 @@
-"""Reports of a training, and the record in its progress."""
+"""Reports of a training, the record in its progress, and what saves cost."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,12 @@ from pipeline.contracts.training import Progress, TrainedRun, WrittenCheckpoint
 from pipeline.distributed.process_group import DistContext
 from pipeline.hardware import host
 from stages.batches.feed import BatchStats
-from stages.train import meter, report
+from stages.train import report
 from stages.train.evaluation import record_evaluation, set_metric
 from stages.train.flops import Cost
-from stages.train.meter import StepMeter
 from stages.train.profiling import Breakdown, Profile
-from stages.train.report import Reporter
-from stages.train.step import StepResult
+from stages.train.report import Reporter, Saves
+from stages.train.step import StepMeter, StepResult
 from tests.support.runs import context
 
 CPU = torch.device("cpu")
@@ -56,8 +56,8 @@ class Steps:
         self, loss: float, stats: BatchStats | None = None, profile: Profile | None = None
     ) -> None:
         report, stats = StepReport(grad_norm=1.5, applied=True), stats or BatchStats(tokens=7)
-        done = StepResult(report=report, rates={"lr": 0.25}, stats=stats, anomaly="")
-        self.meter.observe(torch.tensor(loss), stats, {})
+        sums = self.meter.sums(torch.tensor(loss), stats)
+        done = StepResult(report=report, rates={"lr": 0.25}, stats=stats, sums=sums)
         taken = self.meter.end(done, self.progress, self.progress, profile)
         record = self.meter.record(taken)
         set_metric(self.progress, "loss", record["loss"])
@@ -91,7 +91,7 @@ def test_a_number_that_is_none_ends_nothing(tmp_path: Path) -> None:
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Set the clock."""
     clock = SimpleNamespace(perf_counter=lambda: 0.0, time=lambda: 100.0)
-    for module in (meter, report):
+    for module in (report, sys.modules[StepMeter.__module__]):
         monkeypatch.setattr(module, "time", clock)
 
     def set_to(seconds: float) -> None:
@@ -191,21 +191,20 @@ def test_a_profiled_step_tells_its_own_time_and_communication(
 
 
 def test_a_checkpoint_on_disk_is_a_record(tmp_path: Path) -> None:
-    reporter = Steps(tmp_path, Progress()).reporter
-    reporter.saved(3, stalled=0.5)
     checkpoint = WrittenCheckpoint(
         step=3, seconds=2.0, ended=5.0, size=7000, user_seconds=0.5, system_seconds=0.25
     )
-    reporter.written(checkpoint, slowed=None)
-    reporter.written(checkpoint, slowed=-0.5)
-    saved, written, known = lines(tmp_path)
-    assert saved.pop("time") <= written.pop("time") <= known.pop("time")
-    assert saved == {"step": 3, "checkpoint_stall_seconds": 0.5}
+    disk: Any = SimpleNamespace(save=lambda progress: None, poll=lambda: [checkpoint])
+    reporter = Steps(tmp_path, Progress()).reporter
+    Saves(checkpoints=disk, reporter=reporter, newest=0).save(Progress(step=3))
+    written, saved = lines(tmp_path)
+    assert abs(saved.pop("time") - written.pop("time")) < 60
+    assert saved == {"step": 3, "checkpoint_stall_seconds": pytest.approx(0, abs=1)}
     assert written == {
         "step": 3, "checkpoint_seconds": 2.0, "checkpoint_bytes": 7000,
         "checkpoint_user_seconds": 0.5, "checkpoint_system_seconds": 0.25,
+        "checkpoint_slowed_seconds": 0.0,
     }  # fmt: skip
-    assert known == {**written, "checkpoint_slowed_seconds": -0.5}
 
 
 def test_host_memory_counts_from_where_the_model_begins(
@@ -230,3 +229,83 @@ def test_a_pause_is_no_training(tmp_path: Path, at: Callable[[float], None]) -> 
     at(51.0)
     steps.add(2.0)
     assert lines(tmp_path)[0]["step_seconds"] == 1.0
+
+
+SAVES: dict[str, list[Any]] = {
+    "steps during a save are compared with those before": [
+        9.0, 1.0, 1.0, 1.0, "save", ("on disk", 4, 2.5), 1.5,
+        [(4, "saved")],  # the step in which it ends is not known yet
+        1.25, [(4, "saved"), (4, 0.75)], 1.0, "save", ("on disk", 7, 0.5), 2.0,
+        [(4, "saved"), (4, 0.75), (7, "saved"), (7, 1.0)],
+    ],
+    "it is noticed late, with two steps more": [
+        1.0, 1.0, 1.0, "save", 3.0, 1.0, 1.0, ("on disk", 3, 2.0), 1.0, [(3, "saved"), (3, 2.0)],
+    ],
+    "a save that waits for the one before begins then": [
+        1.0, 1.0, 1.0, "save", ("on disk", 3, 0.5), 1.25, ("waits", 5.0), "save",
+        ("on disk", 4, 1.5), 1.75, 1.5, 1.0, [(3, "saved"), (3, 0.25), (4, "saved"), (4, 0.75)],
+    ],
+    "too few steps say nothing, and a profiled one is none": [
+        1.0, 1.0, ("profiled", 5.0), "save", ("on disk", 3, 0.5), 2.0, [(3, "saved"), (3, None)],
+    ],
+    # ranks but the first, and checkpoints of plugins, need not report
+    "steps during a save that is not reported are few": [
+        1.0, 1.0, 1.0, "save", *[1.0] * 9, ("on disk", 3, 8.5), 1.0, [(3, "saved"), (3, None)],
+    ],
+    "the next save and the end report what is left": [
+        1.0, 1.0, 1.0, "save", 1.5, ("on disk", 3, 9.0), "save", ("on disk", 4, 1.0), "finish",
+        [(3, "saved"), (3, 0.5), (4, "saved"), (4, 0.0)],
+    ],
+    "a second save of a step is not reported": [
+        1.0, "save", ("on disk", 1, 0.5), "save", "save", [(1, "saved"), (1, 0.0)],
+    ],
+}  # fmt: skip
+"""Steps of so many seconds, saves, and what has been reported by then: of a save that it was made,
+or by how much the steps during it were longer."""
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_what_saves_cost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits, step, began, done = 1000.0, 0.0, 0, 0.0, list[WrittenCheckpoint]()
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(report, "MOST_BESIDE", 5)
+    told: list[tuple[int, Any]] = []
+
+    def save(progress: Progress) -> None:
+        nonlocal now, began
+        began = now = now + waits
+
+    def poll() -> list[WrittenCheckpoint]:
+        found = [*done]
+        done.clear()
+        return found
+
+    disk: Any = SimpleNamespace(save=save, finish=lambda: "here", poll=poll)
+
+    def write(step: int, record: dict[str, float]) -> None:
+        slowed = record.get("checkpoint_slowed_seconds")
+        told.append((step, "saved" if "checkpoint_stall_seconds" in record else slowed))
+
+    reporter: Any = SimpleNamespace(write=write)
+    saves = Saves(checkpoints=disk, reporter=reporter, newest=0)
+    for event in SAVES[name]:
+        match event:
+            case float() | ("profiled", _):
+                seconds, profiled = (event, {}) if isinstance(event, float) else (event[1], event)
+                now, step = now + seconds, step + 1
+                saves.poll()
+                record = {"time": now, "step_seconds": seconds, "profiled": bool(profiled)}
+                saves.on_step(step, Progress(step=step), record)
+            case "save":
+                saves.save(Progress(step=step))
+            case "finish":
+                assert saves.finish() == "here"
+            case ("waits", seconds):
+                waits = seconds
+            case ("on disk", number, seconds):
+                done.append(WrittenCheckpoint(
+                    step=number, seconds=seconds, ended=began + seconds, size=1, user_seconds=0.0,
+                    system_seconds=0.0,
+                ))  # fmt: skip
+            case _:
+                assert told == event

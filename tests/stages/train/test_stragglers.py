@@ -16,7 +16,7 @@ from tests.support.runs import context
 
 
 def named(*figures: Figures) -> list[tuple[int, float, str]]:
-    return [(one.rank, round(one.share, 3), one.why) for one in stragglers.stragglers(figures)]
+    return [(rank, round(share, 3), why) for rank, share, why in stragglers.stragglers(figures)]
 
 
 def test_a_wait_for_data() -> None:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, against known points and against transformers'."""
+"""Learning-rate schedules, against transformers', and parameters with their own rates."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from transformers import optimization
 
 from pipeline import testing
 from pipeline.contracts.optimizer import NamedParameter, OptimizerPlan
 from pipeline.contracts.stage import Context
+from pipeline.errors import StageError
 from stages.optimizer import OptimizerSettings
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
-from stages.optimizer.settings import GroupSettings, Schedule, Shape, steps_in
+from stages.optimizer.settings import GroupSettings, Schedule, Shape, make_groups, steps_in
+from tests.support.models import filled, random_source, tiny_llama_config
 from tests.support.optimizers import made_of
 
 SCHEDULES = get_args(Schedule)
@@ -54,11 +58,16 @@ def theirs(name: str, total: int, warmup: int, **fields: Any) -> list[float]:
     return [made.lr_lambdas[0](step) for step in range(total)]
 
 
-SHAPES = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
+FALLS = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
 """Our shape of a fall -> transformers'."""
 
 
-@given(data=st.data(), total=st.integers(1, 400), final=st.floats(0, 1), power=st.floats(0.1, 5))
+@given(
+    data=st.data(),
+    total=st.integers(1, 400),
+    final=st.just(0.0) | st.floats(0, 1),
+    power=st.floats(0.1, 5),
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_update_has_the_rate_that_transformers_gives_it(
     schedule: Any, data: Any, total: int, final: float, power: float
@@ -75,19 +84,13 @@ def test_every_update_has_the_rate_that_transformers_gives_it(
         "wsd": (
             "warmup_stable_decay",
             {"decay_steps": decay, "decay_shape": shape},
-            {"num_decay_steps": decay, "decay_type": SHAPES[shape], "min_lr_ratio": final},
+            {"num_decay_steps": decay, "decay_type": FALLS[shape], "min_lr_ratio": final},
         ),
     }[schedule]
     if schedule == "polynomial" and final == 1:
         return  # transformers refuses an end that is not lower
     found = values(schedule, total, warmup, **{"final_lr_ratio": final, **ours})
     assert found == pytest.approx(theirs(name, total, warmup, **fields), abs=1e-12)
-
-
-@given(total=st.integers(1, 400), warmup=st.integers(0, 399))
-def test_cosine_to_zero_is_the_plain_one(total: int, warmup: int) -> None:
-    found = values("cosine", total, warmup, final_lr_ratio=0.0)
-    assert found == pytest.approx(theirs("cosine", total, warmup), abs=1e-12)
 
 
 def test_where_schedules_differ_from_transformers() -> None:
@@ -100,7 +103,8 @@ def test_where_schedules_differ_from_transformers() -> None:
     assert values("wsd", 4, 2, **long) == pytest.approx([0.0, 0.5, 1.0, 0.5])
     found = theirs("warmup_stable_decay", 4, 2, num_decay_steps=4, decay_type="linear")
     assert found == pytest.approx([0.0, 0.5, 0.5, 0.25])
-    assert (steps_in(0.07, 100), math.ceil(0.07 * 100)) == (7, 8)
+    assert [steps_in(*case) for case in ((0.1, 40), (0.1, 41), (0.07, 100))] == [4, 5, 7]
+    assert math.ceil(0.07 * 100) == 8
 
 
 @given(
@@ -125,10 +129,6 @@ def test_schedules_stay_in_bounds_and_fall_after_warm_up(
     if schedule in TO_THE_END and total > warmup:
         stage = AdamW(schedule=schedule, warmup_steps=warmup, final_lr_ratio=final, **fields)
         assert stage.lr_scale(total, total) == pytest.approx(final, abs=1e-9)
-
-
-def test_fractions_of_all_steps_are_rounded_up() -> None:
-    assert [steps_in(*case) for case in ((0.1, 40), (0.1, 41), (0.07, 100))] == [4, 5, 7]
 
 
 WARNING = (
@@ -195,3 +195,94 @@ def test_a_stage_of_a_third_party_has_schedule_and_groups(tmp_path: Path) -> Non
     weight.grad, head.grad = torch.ones(1, 1), torch.ones(1, 1)
     optimizer.step()
     assert (weight.item(), head.item()) == (1 - 0.5 * 1.25, 1 - 1.0 * 1.25)
+
+
+SHAPES = {
+    "embed.weight": (4, 2), "layer.lora_A.weight": (2, 2), "layer.lora_B.weight": (2, 2),
+    "layer.norm.weight": (2,), "head.weight": (4, 2), "head.bias": (4,),
+}  # fmt: skip
+NAMED = [NamedParameter(n, nn.Parameter(torch.ones(s)), s) for n, s in SHAPES.items()]
+NAMES = {parameter: name for name, parameter, *_ in NAMED}
+
+
+def told(stage: AdamW) -> list[tuple[float | None, float, list[str]]]:
+    groups = make_groups(stage, NAMED)
+    return [(g.get("lr"), g["weight_decay"], [NAMES[p] for p in g["params"]]) for g in groups]
+
+
+def test_groups_have_rates_and_decays_of_their_own() -> None:
+    stage = AdamW(
+        lr=1e-3,
+        weight_decay=0.1,
+        groups=(
+            GroupSettings(match=("*.lora_B.*",), lr_ratio=16.0),
+            GroupSettings(match=("embed.*", "head.*"), weight_decay=0.0, lr_ratio=0.5),
+            GroupSettings(match=("*.weight",), weight_decay=0.3),
+        ),
+    )
+    assert told(stage) == [
+        (pytest.approx(16e-3), 0.1, ["layer.lora_B.weight"]),
+        (pytest.approx(5e-4), 0.0, ["embed.weight", "head.weight", "head.bias"]),
+        (pytest.approx(1e-3), 0.3, ["layer.lora_A.weight", "layer.norm.weight"]),
+    ]
+
+
+def test_a_group_without_a_decay_decays_as_all_others() -> None:
+    stage = AdamW(weight_decay=0.1, groups=(GroupSettings(match=("head.*",), lr_ratio=2.0),))
+    assert [(decay, names) for _, decay, names in told(stage)] == [
+        (0.1, ["head.weight"]),
+        (0.0, ["head.bias"]),
+        (0.1, ["embed.weight", "layer.lora_A.weight", "layer.lora_B.weight"]),
+        (0.0, ["layer.norm.weight"]),
+    ]
+
+
+@pytest.mark.parametrize("match", [("lora_C",), ("*", "*.lora_C.*"), ("head.w*",)])
+def test_a_pattern_that_adds_nothing_to_its_group_is_an_error(match: Any) -> None:
+    stage = AdamW(groups=(GroupSettings(match=("head.*",)), GroupSettings(match=match)))
+    with pytest.raises(StageError) as caught:
+        told(stage)
+    assert str(caught.value) == (
+        f"groups.1.match: {match[-1]!r} matches no trained parameter that is in no earlier group "
+        "(such parameters have names like embed.weight, layer.lora_A.weight, layer.lora_B.weight; "
+        "a tied head is part of the embedding)"
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_documented_groups_are_those_of_tied_and_untied_models(
+    tied: bool, tmp_path: Path
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "training.md").read_text("utf-8")
+    example = page.partition("## Groups")[2].partition("```yaml")[2].partition("```")[0]
+    groups = yaml.safe_load(example)["optimizer"]["groups"]
+    model = filled(random_source(tiny_llama_config(tie_word_embeddings=tied), tmp_path))
+    named = [NamedParameter(n, p, tuple(p.shape)) for n, p in model.named_parameters()]
+    stage = AdamW(groups=tuple(GroupSettings(**group) for group in groups))
+    found = make_groups(stage, named)
+    assert [(group["weight_decay"], len(group["params"])) for group in found[:2]] == [
+        (0, 1),
+        (0.01, 5),
+    ]
+    assert found[0]["params"] == [model.model.embed_tokens.weight]
+
+
+def test_an_update_uses_the_groups_rate(tmp_path: Path) -> None:
+    slow, fast = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
+    stage = AdamW(lr=0.01, weight_decay=0.0, groups=(GroupSettings(match=("fast",), lr_ratio=3.0),))
+    named = [NamedParameter("slow", slow, (2, 2)), NamedParameter("fast", fast, (2, 2))]
+    plan = stage.run(testing.context(tmp_path))
+    slow.grad, fast.grad = torch.ones(2, 2), torch.ones(2, 2)
+    made_of(plan, named).step()
+    torch.testing.assert_close(slow.detach(), torch.full((2, 2), -0.01))
+    torch.testing.assert_close(fast.detach(), torch.full((2, 2), -0.03))
+
+
+def test_a_class_that_takes_other_arguments_is_named() -> None:
+    class SignSgd(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float, momentum: float) -> None:
+            raise AssertionError("never made")
+
+    hint = r"called as SignSgd\(groups, lr=\.\.\., weight_decay=\.\.\., momentum=\.\.\.\)"
+    with pytest.raises(StageError, match=rf"SignSgd: .*'weight_decay' \(it is {hint}"):
+        AdamW(lr=0.1).plan(SignSgd, moments=(), momentum=0.9)

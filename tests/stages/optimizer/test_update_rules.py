@@ -1,4 +1,4 @@
-"""AdamW with moments in few bits and stochastic rounding: torchao's rule, on flat parts."""
+"""Lion, and AdamW with moments in few bits and stochastic rounding, by torchao's rule."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from pipeline import testing
@@ -18,10 +20,78 @@ from pipeline.contracts.optimizer import NamedParameter
 from pipeline.errors import StageError
 from stages.optimizer import torchao_compat
 from stages.optimizer.adamw import AdamW
+from stages.optimizer.lion import Lion
 from stages.optimizer.quantized_moments import BLOCK, MOMENTS
+from stages.optimizer.update_rules import Noise, round_stochastically
 from stages.precision.policy import PrecisionPolicy
 from stages.wrap.ddp import Ddp
 from tests.support.optimizers import made_of
+
+WEIGHT = torch.nn.Parameter(torch.zeros(3))
+
+
+@given(st.floats(width=32, allow_nan=False), st.integers(0, 2**16 - 1))
+def test_a_value_becomes_one_of_its_neighbours(value: float, noise: int) -> None:
+    exact = torch.tensor([value])
+    got = round_stochastically(exact, torch.tensor([noise], dtype=torch.int32)).float()
+    low = (exact.view(torch.int32) & -(1 << 16)).view(torch.float32)
+    high = (low.view(torch.int32) + (1 << 16)).view(torch.float32)
+    assert got.item() in (low.item(), high.item())
+    if exact == low:
+        assert got == exact
+
+
+def test_what_is_not_finite_stays() -> None:
+    values = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    got = round_stochastically(values, torch.full((3,), 65535, dtype=torch.int32))
+    assert got.isnan().tolist() == [True, False, False]
+    assert got[1:].tolist() == [float("inf"), -float("inf")]
+
+
+def test_the_mean_is_the_value() -> None:
+    """The mean is over 40,000 roundings of each value, where rounding to the nearest would be off
+    by up to half a gap. The limit is five standard deviations of the mean."""
+    draws, noise = 40_000, Noise(3)
+    for value in (1.0 + 2**-9, 1.0 + 2**-14, -0.3, 1e-8, 77.7, -3e20):
+        exact = torch.full((draws,), value)
+        rounded = round_stochastically(exact, noise.bits(WEIGHT, exact, 0, 1)).double()
+        gap = float(rounded.max() - rounded.min())
+        assert gap > 0
+        share = float((rounded == rounded.max()).double().mean())
+        deviation = gap * (share * (1 - share) / draws) ** 0.5
+        assert abs(float(rounded.mean()) - float(exact[0].double())) < 5 * deviation, value
+
+
+def test_small_updates_are_kept_on_average() -> None:
+    """In a thousand steps of a 2000th of the gap, rounding to the nearest never moves."""
+    weights, noise = torch.ones(2000, dtype=torch.bfloat16), Noise(0)
+    for step in range(1000):
+        sums = weights.float() + 2**-7 / 2000
+        weights = round_stochastically(sums, noise.bits(WEIGHT, sums, 0, step))
+    # each has made the step of a whole gap with probability of about 1 / 2
+    moved = float((weights.float() - 1).mean()) / 2**-7
+    assert abs(moved - 0.5) < 5 * (0.25 / 2000) ** 0.5
+
+
+def test_noise_is_a_function_of_seed_shard_parameter_and_update() -> None:
+    other, like = torch.nn.Parameter(torch.zeros(3)), torch.zeros(50)
+
+    def drawn(seed: int, parameter: torch.Tensor, shard: int, step: int) -> list[int]:
+        noise = Noise(seed)
+        noise.key(WEIGHT)
+        bits: list[int] = noise.bits(parameter, like, shard, step).tolist()
+        return bits
+
+    first = drawn(1, WEIGHT, 0, 5)
+    assert drawn(1, WEIGHT, 0, 5) == first
+    assert min(first) >= 0
+    assert max(first) < 1 << 16
+    changed = [drawn(2, WEIGHT, 0, 5), drawn(1, other, 0, 5), drawn(1, WEIGHT, 1, 5)]
+    assert first not in [*changed, drawn(1, WEIGHT, 0, 6)]
+    state = torch.get_rng_state()
+    drawn(1, WEIGHT, 0, 5)
+    assert torch.equal(torch.get_rng_state(), state)  # dropout's stream is unchanged
+
 
 ROWS, COLUMNS = 70, 67  # 4690: 18 blocks of 256 and 82 more
 
@@ -181,3 +251,47 @@ def test_without_torchao_the_stage_says_what_to_install(
 def test_torchao_still_has_what_is_private() -> None:
     assert callable(torchao_compat.adam().single_param_adam)
     assert len(torchao_compat.quantizers().create_dynamic_map(True)) == 256
+
+
+def built(parameter: nn.Parameter, tmp_path: Path, **fields: float) -> torch.optim.Optimizer:
+    plan = Lion(**fields).run(testing.context(tmp_path))  # type: ignore[arg-type]
+    return made_of(plan, [NamedParameter("w", parameter, tuple(parameter.shape))])
+
+
+def test_two_steps_by_hand(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.tensor([[1.0, -2.0]]))
+    optimizer = built(weight, tmp_path, lr=0.1, weight_decay=0.5)
+    weight.grad = torch.tensor([[3.0, -1.0]])
+    optimizer.step()
+    # sign(0.1 g), after a decay of lr * weight_decay; the moment is 0.01 g
+    assert weight.tolist()[0] == pytest.approx([1 * 0.95 - 0.1, -2 * 0.95 + 0.1])
+    assert optimizer.state[weight]["exp_avg"].tolist()[0] == pytest.approx([0.03, -0.01])
+    before = weight.tolist()[0]
+    weight.grad = torch.tensor([[-0.2, 0.5]])
+    optimizer.step()
+    # 0.9 x 0.03 - 0.1 x 0.2 > 0, 0.9 x -0.01 + 0.1 x 0.5 > 0
+    assert weight.tolist()[0] == pytest.approx([before[0] * 0.95 - 0.1, before[1] * 0.95 - 0.1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_moment_has_the_dtype_of_the_weight(dtype: torch.dtype, tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.ones(3, 2, dtype=dtype))
+    optimizer = built(weight, tmp_path)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].dtype is dtype
+
+
+def test_the_numbers_are_those_of_bitsandbytes(tmp_path: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    own = nn.Parameter(torch.randn(64, 80))
+    other = nn.Parameter(own.detach().clone())
+    ours = built(own, tmp_path, lr=1e-3, weight_decay=0.1)
+    theirs = bitsandbytes.optim.Lion([other], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    for _ in range(5):
+        own.grad = torch.randn(64, 80)
+        other.grad = own.grad.clone()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(own, other, rtol=0, atol=1e-6)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stages.train.garbage import EVERY, collect_behind, collected_as_usual, collected_at_steps
+from stages.train.loop import COLLECTED, collect_after, collected_as_usual, collected_at_steps
 
 
 class Cycle:
@@ -34,11 +34,11 @@ def lost() -> weakref.ref[Cycle]:
 def test_cycles_are_collected_at_chosen_steps_and_nowhere_else() -> None:
     with collected_at_steps():
         cycle = lost()
-        for number in range(1, EVERY):
+        for number in range(1, COLLECTED):
             assert [[] for _ in range(1000)]  # more than Python's threshold
-            collect_behind(number)
+            collect_after(number)
         assert cycle() is not None
-        collect_behind(EVERY)
+        collect_after(COLLECTED)
         assert cycle() is None
 
 
@@ -47,7 +47,7 @@ def test_what_is_there_before_is_not_looked_at_until_the_end() -> None:
     seen = weakref.ref(early)
     with collected_at_steps():
         del early
-        collect_behind(EVERY)
+        collect_after(COLLECTED)
         with collected_as_usual():
             pass
         assert seen() is not None
