@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
-from pipeline import Checkpoints, Context, Engine, ModelSource, PlanView, Problem
+from pipeline import (
+    Checkpoints,
+    Context,
+    Engine,
+    ModelSource,
+    PlanView,
+    Problem,
+    Progress,
+    ResourceNeed,
+    TrainedRun,
+    TrainingLength,
+    WrittenCheckpoint,
+)
 from pipeline.utils import address_problems, path_problems
 from stages.fields import Period, epoch_problems
 from stages.wires import mixed_problems
@@ -133,3 +145,41 @@ class FullCheckpoint(CheckpointSettings):
         yield from super().check(plan)
         for problem in path_problems("folder", self.folder):
             yield replace(problem, hint="use checkpoint.sharded")
+
+
+class DerivedCheckpoints(Checkpoints):
+    """Everything as in `base`; a subclass changes some of it."""
+
+    def __init__(self, base: Checkpoints) -> None:
+        self.base = base
+
+    @property
+    def counts_epochs(self) -> bool:
+        return self.base.counts_epochs
+
+    def begin(self, length: TrainingLength) -> None:
+        self.base.begin(length)
+
+    def poll(self) -> Sequence[WrittenCheckpoint]:
+        return self.base.poll()
+
+    def due(self, progress: Progress) -> bool:
+        return self.base.due(progress)
+
+    def save(self, progress: Progress) -> None:
+        self.base.save(progress)
+
+    def finish(self) -> str:
+        return self.base.finish()
+
+    def restore(self, validate: Callable[[Progress], None]) -> Progress | None:
+        return self.base.restore(validate)
+
+    def resource_needs(self, length: TrainingLength) -> Iterator[ResourceNeed]:
+        return self.base.resource_needs(length)
+
+    def best(self) -> TrainedRun:
+        return self.base.best()
+
+    def close(self) -> None:
+        self.base.close()

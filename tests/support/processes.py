@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,15 @@ def run_ranks(
                 process.kill()
                 process.join()
         return [_result(Path(folder), rank, ranks[rank].exitcode) for rank in range(world_size)]
+
+
+Call = tuple[Any, ...]
+"""A function of a rank and its further arguments."""
+
+
+def in_turn(dist: Any, calls: Sequence[Call]) -> list[Any]:
+    """Run one function after another in one process group; return their results."""
+    return [function(dist, *args) for function, *args in calls]
 
 
 def _wait(ranks: list[Any], limit: int) -> None:

@@ -36,10 +36,10 @@ def test_one_flipped_bit_is_found(
 
 
 def test_a_gpu_takes_what_host_memory_has_no_room_for(
-    llama: Run, monkeypatch: pytest.MonkeyPatch
+    exported: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The meta device stands for a GPU."""
-    folder = llama.export().folder
+    folder = exported.folder
     monkeypatch.setattr(proof, "_fits", lambda folder: False)
     meta = torch.device("meta")
     with proof.loaded(folder, (), trust_remote_code=False, device=meta) as model:

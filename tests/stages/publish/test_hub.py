@@ -14,8 +14,7 @@ from huggingface_hub import constants
 from pipeline.contracts.export import ExportedModel
 from pipeline.distributed.process_group import DistContext
 from pipeline.testing import context, problems
-from stages.publish.hub import PublishHub
-from stages.publish.settings import PublishedModel
+from stages.publish.hub import PublishedModel, PublishHub
 from tests.stages.publish.conftest import LISTED, REPO, publish, refused, snapshot
 from tests.stages.publish.hub_server import ATTRIBUTES, TOKEN, Files, Hub, new_repo
 from tests.support.ports import free_port
