@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.utils.text import align, counted, plural
+from pipeline.utils.text import align, counted, human, plural
 
 
 def test_plurals() -> None:
@@ -21,3 +21,8 @@ def test_columns_are_aligned() -> None:
     assert list(align(rows)) == ["name    size  more", "a         10", "longer     1     x"]
     assert list(align(rows[1:], left=2)) == ["a       10", "longer  1   x"]
     assert list(align([])) == []
+
+
+def test_human() -> None:
+    sizes = (999, 1000, 2_500_000, 7e15)
+    assert [human(size) for size in sizes] == ["999 B", "1.0 KB", "2.5 MB", "7000.0 TB"]

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,49 +13,7 @@ from safetensors.torch import load
 
 from pipeline.checkpoint.write_plan import CODES
 from pipeline.contracts.tensors import TensorSpec
-from pipeline.testing import plan_view, problems
-from pipeline.utils.text import human
-from stages.export.safetensors import ExportSafetensors, parse_size
 from stages.export.weight_files import data_size, head, shards
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("5GB", 5_000_000_000),
-        ("512MiB", 512 << 20),
-        ("1.5 kb", 1500),
-        ("7B", 7),
-        (" 2 TiB ", 2 << 40),
-    ],
-)
-def test_parse_size(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", "5 gigs", "1e3MB", "5GBs"])
-def test_no_size(text: str) -> None:
-    (problem,) = problems(ExportSafetensors, {"max_shard_size": text})
-    assert problem.key == "max_shard_size"
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(999, "999 B"), (1000, "1.0 KB"), (2_500_000, "2.5 MB"), (7e15, "7000.0 TB")]
-)
-def test_human(size: int, text: str) -> None:
-    assert human(size) == text
-
-
-def test_prompt_must_not_be_empty() -> None:
-    problems = list(ExportSafetensors(prompt=" ").check(plan_view()))
-    assert [problem.key for problem in problems] == ["prompt"]
-
-
-def test_a_name_of_unfinished_exports_is_refused() -> None:
-    problems = list(ExportSafetensors(folder="out.partial").check(plan_view()))
-    assert [problem.key for problem in problems] == ["folder"]
-    assert "`out.partial` is the name of an unfinished export" in problems[0].message
-
 
 SPECS = st.lists(
     st.builds(

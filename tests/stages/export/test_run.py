@@ -1,8 +1,10 @@
-"""An export killed at any point: a second one ends with the same bytes, and half a model is never
-taken for a whole one."""
+"""Exports by several processes, killed at any point, and done again: the same bytes, and half a
+model is never taken for a whole one."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -12,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from stages.export import contents, target
 from stages.export.safetensors import ExportSafetensors
+from stages.model.hf import HfModel
 from tests.support.exports import Run
-from tests.support.models import context, random_source, tiny_llama_config
-from tests.support.processes import forking
+from tests.support.models import FAMILIES, context, random_source, tiny_llama_config
+from tests.support.processes import forking, run_ranks
 from tests.support.tier import spread
 from tests.support.weights import trained
 
@@ -145,3 +149,29 @@ def test_what_is_there_already_is_not_written_again(exported: Run) -> None:
     assert (done.folder, sorted(done.files)) == (exported.folder, sorted(stamps))
     assert {file.name: file.stat().st_mtime_ns for file in done.folder.iterdir()} == stamps
     assert exported.weights.reads == []
+
+
+def digest(weights: Any) -> str:
+    """Return the hex digest of every tensor by name."""
+    found = hashlib.sha256()
+    for name in sorted(weights.names()):
+        found.update(name.encode() + weights.read(name).numpy().tobytes())
+    return found.hexdigest()
+
+
+def export_on_rank(dist: DistContext, folder: str) -> dict[str, Any]:
+    ctx = dataclasses.replace(context(Path(folder)), dist=dist)
+    source = HfModel(config=FAMILIES["llama"]).run(ctx)
+    weights = trained(source)
+    done = ExportSafetensors(dtype="fp32").run(ctx, weights, source)
+    return done.record() | {"digest": digest(source.weights()), "reads": len(weights.reads)}
+
+
+def test_both_write_and_return_the_same(tmp_path: Path) -> None:
+    first, second = run_ranks(export_on_rank, 2, str(tmp_path))
+    assert first["reads"] > second["reads"] > 0
+    for key in ("folder", "files", "total_bytes"):
+        assert first[key] == second[key]
+    assert (Path(first["folder"]) / "model.safetensors").stat().st_size == first["total_bytes"]
+    here = digest(random_source(FAMILIES["llama"], tmp_path).weights())
+    assert first["digest"] == second["digest"] == here

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.contracts.export import ExportedModel
+from pipeline.testing import plan_view, problems
 from stages.export import contents
-from stages.export.safetensors import ExportSafetensors
+from stages.export.safetensors import ExportSafetensors, parse_size
 from stages.export.target import Proof
 from stages.model.hf import HfModel
 from tests.support.exports import Run, run_of, stored
@@ -166,3 +167,34 @@ def test_writing_never_holds_a_tensor(llama: Run, monkeypatch: pytest.MonkeyPatc
     llama._replace(weights=Watched(llama.weights.tensors)).export(dtype="fp32")
     assert sum(sizes) == sum(t.numel() * 4 for t in llama.weights.tensors.values())
     assert max(sizes) == 512
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("5GB", 5_000_000_000),
+        ("512MiB", 512 << 20),
+        ("1.5 kb", 1500),
+        ("7B", 7),
+        (" 2 TiB ", 2 << 40),
+    ],
+)
+def test_parse_size(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", "5 gigs", "1e3MB", "5GBs"])
+def test_no_size(text: str) -> None:
+    (problem,) = problems(ExportSafetensors, {"max_shard_size": text})
+    assert problem.key == "max_shard_size"
+
+
+def test_prompt_must_not_be_empty() -> None:
+    problems = list(ExportSafetensors(prompt=" ").check(plan_view()))
+    assert [problem.key for problem in problems] == ["prompt"]
+
+
+def test_a_name_of_unfinished_exports_is_refused() -> None:
+    problems = list(ExportSafetensors(folder="out.partial").check(plan_view()))
+    assert [problem.key for problem in problems] == ["folder"]
+    assert "`out.partial` is the name of an unfinished export" in problems[0].message
