@@ -102,9 +102,8 @@ class Limited:
         return self._pipe
 
     def _end(self) -> None:
-        """End the process, if it is ours."""
-        if self._pipe is not None:
-            self._pipe.close()
+        """End the process, if it is ours. The pipe closes itself, as it may have done already where
+        both are garbage at once."""
         if self._owner == os.getpid():
             with contextlib.suppress(OSError):
                 os.kill(self._child, signal.SIGKILL)

@@ -85,6 +85,13 @@ class LoadedModel(TextModel):
         return self._write(self._tokenizer(text)["input_ids"], how, show)
 
     def _write(self, prompt: list[int], how: Writing, show: Callable[[str], object]) -> Written:
+        from transformers import TextStreamer
+
+        class Shown(TextStreamer):  # type: ignore[misc]
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                if text:
+                    show(text)
+
         if not prompt:
             raise StageError("the prompt has no tokens", hint="write a text")
         length = how.max_tokens
@@ -106,7 +113,7 @@ class LoadedModel(TextModel):
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=length,
-                streamer=_streamer(self._tokenizer, show),
+                streamer=Shown(self._tokenizer, skip_prompt=True, skip_special_tokens=True),
                 **drawing,
             )
         new = output[0, len(prompt) :].tolist()
@@ -138,17 +145,6 @@ def _renderer(tokenizer: Any) -> Limited:
     return render
 
 
-def _streamer(tokenizer: Any, show: Callable[[str], object]) -> Any:
-    from transformers import TextStreamer
-
-    class Shown(TextStreamer):  # type: ignore[misc]
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            if text:
-                show(text)
-
-    return Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-
 def open_folder(
     folder: Path, ctx: Context, source: ModelSource | None, *, trust_remote_code: bool
 ) -> LoadedModel:
@@ -161,28 +157,23 @@ def open_folder(
     if source is not None:
         under = open_source(ctx, source, AS_SOURCE)
     else:
-        base, speaks = _base_of(folder), (folder / "tokenizer_config.json").is_file()
-        under = _whole(base, ctx, folder if speaks else base, trust_remote_code=trust_remote_code)
+        named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        wrong = ""
+        if not (isinstance(named, str) and Path(named).is_dir()):
+            wrong = f"{folder} holds only an adapter, and its base ({named}) is not on this machine"
+        elif (Path(named) / ADAPTER_CONFIG).is_file():
+            wrong = f"{folder} is an adapter, and its base ({named}) is one too"
+        if wrong:
+            hint = "name the run that trained it, or export the whole model: export.safetensors"
+            raise UsageError(wrong, hint=hint)
+        speaks = folder if (folder / "tokenizer_config.json").is_file() else Path(named)
+        under = _whole(Path(named), ctx, speaks, trust_remote_code=trust_remote_code)
     peft = import_peft()
     with loading("peft cannot load the adapter"), quiet(), _fitting(ctx.dist.device, folder):
         under._model = peft.PeftModel.from_pretrained(
             under._model, str(folder), autocast_adapter_dtype=False
         ).eval()
     return under
-
-
-def _base_of(folder: Path) -> Path:
-    """The folder of an adapter's base. Raises UsageError if it is none, or another adapter's."""
-    named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    hint = "name the run that trained it, or export the whole model: export.safetensors"
-    if not (isinstance(named, str) and Path(named).is_dir()):
-        raise UsageError(
-            f"{folder} holds only an adapter, and its base ({named}) is not on this machine",
-            hint=hint,
-        )
-    if (Path(named) / ADAPTER_CONFIG).is_file():
-        raise UsageError(f"{folder} is an adapter, and its base ({named}) is one too", hint=hint)
-    return Path(named)
 
 
 def _whole(folder: Path, ctx: Context, speaks: Path, *, trust_remote_code: bool) -> LoadedModel:

@@ -110,19 +110,19 @@ def _moments(folder: Path, optimizer: Optimizer, weights: Collection[str]) -> di
 
 def _aliases(found: Mapping[str, Stored], trained: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Untrained matrices that equal a trained one: other names of a tied weight."""
+
+    def equal(one: Stored, other: Stored) -> bool:
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        numel = math.prod(one.shape)
+        both = zip(one.read(0, numel), other.read(0, numel), strict=True)
+        return all(a == b for (_, a), (_, b) in both)
+
     for key, tensor in found.items():
         name = key.removeprefix(f"{WEIGHT}/")
         if name not in trained and len(tensor.shape) > 1:
-            same = (one for one in trained if _equal(tensor, found[f"{WEIGHT}/{one}"]))
+            same = (one for one in trained if equal(tensor, found[f"{WEIGHT}/{one}"]))
             yield from ((name, other) for other in itertools.islice(same, 1))
-
-
-def _equal(one: Stored, other: Stored) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    numel = math.prod(one.shape)
-    both = zip(one.read(0, numel), other.read(0, numel), strict=True)
-    return all(a == b for (_, a), (_, b) in both)
 
 
 def _groups(optimizer: Optimizer) -> Iterator[ParameterGroup]:

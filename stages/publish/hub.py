@@ -194,8 +194,10 @@ def _upload(
         )
     if branch != MAIN:
         api.create_branch(repo, branch=branch, exist_ok=True)
-    others = [name for name in _remote(api, repo, branch) if name not in files and _loaded(name)]
-    if others:
+    # Loaders take files of these names for weights: a shard, an index, an adapter.
+    loaded = re.compile(r"adapter_config\.json|[^/]*\.safetensors(\.index\.json)?")
+    there = _remote(api, repo, branch)
+    if others := [name for name in there if name not in files and loaded.fullmatch(name)]:
         raise StageError(
             f"{repo} ({branch}) holds other weights, which would be loaded with the model or "
             f"instead of it: {', '.join(sorted(others)[:10])}",
@@ -221,12 +223,6 @@ def _remote(api: HfApi, repo: str, revision: str) -> dict[str, RepoFile]:
 
     entries = api.list_repo_tree(repo, recursive=True, revision=revision)
     return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
-
-
-def _loaded(name: str) -> bool:
-    """Whether loaders take a file of this name for weights: a shard, an index, an adapter."""
-    ending = (".safetensors", ".safetensors.index.json")
-    return name == "adapter_config.json" or ("/" not in name and name.endswith(ending))
 
 
 def _differences(addition: CommitOperationAdd, remote: Mapping[str, RepoFile]) -> Iterator[str]:

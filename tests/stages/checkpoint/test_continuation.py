@@ -63,8 +63,8 @@ def stopped_at_half(whole: Path, to: Path) -> None:
     shutil.copytree(whole / place, to / place)
     lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
     lines = [line for line in lines if kind_of(json.loads(line)) != "checkpoint written"]
-    assert json.loads(lines[5])["step"] > HALF
-    (to / "metrics.jsonl").write_text("".join(lines[:6]) + lines[6][:20])
+    assert json.loads(lines[6])["step"] > HALF
+    (to / "metrics.jsonl").write_text("".join(lines[:7]) + lines[7][:20])
 
 
 VARIANTS = {
