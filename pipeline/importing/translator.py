@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -145,7 +145,8 @@ def table(translation: Translation) -> Iterator[str]:
 
 def as_json(translation: Translation) -> dict[str, Any]:
     """Return the content of the table, and the recipe."""
-    keys = [vars(each) for each in translation.outcomes]
+    names = [field.name for field in fields(KeyOutcome)]  # a translator's outcomes have more
+    keys = [{name: getattr(each, name) for name in names} for each in translation.outcomes]
     return {"recipe": translation.recipe, "missing": dict(translation.missing), "keys": keys}
 
 

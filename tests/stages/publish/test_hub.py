@@ -108,7 +108,7 @@ REQUESTS = ["POST /api/repos/create", "GET /api/models/someone/tiny/tree", "/pre
             "/objects/batch", "PUT /lfs/", "/commit/"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("request_line", "status"), zip(REQUESTS, itertools.cycle((401, 403))))
+@pytest.mark.parametrize(("request_line", "status"), [*zip(REQUESTS, itertools.cycle((401, 403)))])
 def test_a_token_that_is_not_enough(
     request_line: str, status: int, model: ExportedModel, hub: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
