@@ -27,6 +27,22 @@ from stages.export.weight_files import check, data_size, prove_files, write
 from stages.model.as_exported import needs_source, require_same_base
 
 INDEX = "model.safetensors.index.json"
+_CARD = """---
+library_name: {library}
+pipeline_tag: text-generation
+---
+
+# {name}
+
+{facts}
+
+```python
+{usage}
+```
+
+`pipe verify` checks again that the files are intact and that the model computes the same outputs.
+"""
+"""The model card: a line for each fact, and the Python that loads the folder."""
 
 
 def export(
@@ -144,7 +160,10 @@ def _finish(
         replace_text(partial / INDEX, json.dumps(index, indent=2) + "\n")
     contents.save_others(partial, dtype=plan.dtype)
     facts = _facts(ctx, contents, plan, trained)
-    _write_card(partial, facts, contents)
+    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if name != "name")
+    usage, library = contents.usage(partial), contents.library
+    card = _CARD.format(library=library, name=facts["name"], facts=lines, usage=usage)
+    (partial / CARD).write_text(card, encoding="utf-8")
     with activity("proving that the export loads and computes the same"):
         proof = contents.prove(partial, plan)
     ctx.log.info(
@@ -183,24 +202,3 @@ def _facts(
         facts |= {name: f"{count:,}" for name, count in counts.items()}
         facts |= {name: f"{value:.6g}" for name, value in done.metrics.items()}
     return facts
-
-
-def _write_card(folder: Path, facts: dict[str, str], contents: Contents) -> None:
-    """Write the model card: a line for each fact, and the Python that loads the folder."""
-    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if name != "name")
-    text = f"""---
-library_name: {contents.library}
-pipeline_tag: text-generation
----
-
-# {facts["name"]}
-
-{lines}
-
-```python
-{contents.usage(folder)}
-```
-
-`pipe verify` checks again that the files are intact and that the model computes the same outputs.
-"""
-    (folder / CARD).write_text(text, encoding="utf-8")

@@ -158,16 +158,17 @@ def open_folder(
         under = open_source(ctx, source, AS_SOURCE)
     else:
         named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        base = Path(named) if isinstance(named, str) else Path()
         wrong = ""
-        if not (isinstance(named, str) and Path(named).is_dir()):
+        if not (isinstance(named, str) and base.is_dir()):
             wrong = f"{folder} holds only an adapter, and its base ({named}) is not on this machine"
-        elif (Path(named) / ADAPTER_CONFIG).is_file():
+        elif (base / ADAPTER_CONFIG).is_file():
             wrong = f"{folder} is an adapter, and its base ({named}) is one too"
         if wrong:
             hint = "name the run that trained it, or export the whole model: export.safetensors"
             raise UsageError(wrong, hint=hint)
-        speaks = folder if (folder / "tokenizer_config.json").is_file() else Path(named)
-        under = _whole(Path(named), ctx, speaks, trust_remote_code=trust_remote_code)
+        speaks = folder if (folder / "tokenizer_config.json").is_file() else base
+        under = _whole(base, ctx, speaks, trust_remote_code=trust_remote_code)
     peft = import_peft()
     with loading("peft cannot load the adapter"), quiet(), _fitting(ctx.dist.device, folder):
         under._model = peft.PeftModel.from_pretrained(

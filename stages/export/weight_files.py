@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,34 +104,26 @@ def write(
                 out.truncate(file.size)
     dist.barrier()
     mine: list[str] = []
+    memory = torch.empty(PIECE, dtype=torch.uint8)
     own = _share(blocks, dist.rank, dist.world_size)
     for name, blocks_of_file in itertools.groupby(own, lambda block: block.file):
         with opened(folder / name, "r+b") as out:
-            for written in _write_blocks(out.fileno(), blocks_of_file, reader, advance):
+            for block in blocks_of_file:
+                digest, dtype = xxh3_64(), reader.spec(block.name).dtype
+                for begin in range(0, block.size, PIECE):
+                    piece = memory[: block.size - begin]
+                    at = block.start + begin // dtype.itemsize
+                    reader.read_into(block.name, at, piece.view(dtype))
+                    data = as_bytes(piece)
+                    digest.update(data)
+                    write_at(out.fileno(), block.offset + begin, data)
+                    advance(len(data))
+                mine.append(digest.hexdigest())
                 dist.heartbeat.beat()
-                mine.append(written)
     sums: dict[str, dict[str, list[str]]] = {name: {} for name in files}
     for block, one in zip(blocks, itertools.chain(*dist.gather(mine)), strict=True):
         sums[block.file].setdefault(block.name, []).append(one)
     return {n: file.model_copy(update={"sums": sums[n]}) for n, file in files.items()}
-
-
-def _write_blocks(
-    out: int, blocks: Iterable[Block], reader: TensorReader, advance: Callable[[int], None]
-) -> Iterator[str]:
-    """Write each block and yield its checksum."""
-    memory = torch.empty(PIECE, dtype=torch.uint8)
-    for block in blocks:
-        digest = xxh3_64()
-        dtype = reader.spec(block.name).dtype
-        for begin in range(0, block.size, PIECE):
-            piece = memory[: block.size - begin]
-            reader.read_into(block.name, block.start + begin // dtype.itemsize, piece.view(dtype))
-            data = as_bytes(piece)
-            digest.update(data)
-            write_at(out, block.offset + begin, data)
-            advance(len(data))
-        yield digest.hexdigest()
 
 
 def prove_files(folder: Path, files: Mapping[str, WeightFile], dist: DistContext) -> None:
@@ -159,19 +151,18 @@ def check(path: Path, file: WeightFile, dist: DistContext) -> list[str]:
     dist.heartbeat.beat()
     blocks = list(_blocks(path.name, file))
     mine = _share(blocks, (dist.rank + 1) % dist.world_size, dist.world_size)
-    buffer = page_aligned(PIECE)
+    buffer, wrong = page_aligned(PIECE), set[str]()
     try:
         with open_regular(path) as stream:
-            wrong = {b.name for b in mine if _differs(stream.fileno(), b, file, buffer)}
+            for block in mine:
+                digest = xxh3_64()
+                for begin in range(0, block.size, PIECE):
+                    piece = buffer[: block.size - begin]
+                    found = read_at(stream.fileno(), block.offset + begin, piece)
+                    digest.update(piece[:found])
+                known = file.sums.get(block.name, [])[block.number : block.number + 1]
+                if known != [digest.hexdigest()]:
+                    wrong.add(block.name)
     except OSError:
         wrong = {block.name for block in mine}
     return sorted({name for names in dist.gather(sorted(wrong)) for name in names})
-
-
-def _differs(stream: int, block: Block, file: WeightFile, buffer: memoryview) -> bool:
-    digest = xxh3_64()
-    for begin in range(0, block.size, PIECE):
-        piece = buffer[: block.size - begin]
-        found = read_at(stream, block.offset + begin, piece)
-        digest.update(piece[:found])
-    return file.sums.get(block.name, [])[block.number : block.number + 1] != [digest.hexdigest()]
