@@ -24,8 +24,8 @@ from tests.support.state import ADAMW, WRAPS, Setting, checkpoint_stage, digest,
 from tests.support.strategies import STRATEGIES
 from tests.support.tier import FULL, spread
 
-HALF, WHOLE = 2, 4
-"""Steps of the two checkpoints."""
+HALF, WHOLE = 2, 3
+"""Steps before the checkpoint, and of the whole training."""
 GROUPS = (
     GroupSettings(match=("*.embed_tokens.*",), lr_ratio=0.5, weight_decay=0.0),
     GroupSettings(match=("*.q_proj.*", "*.norm.*"), lr_ratio=4.0),
@@ -148,10 +148,11 @@ def save_case(dist: DistContext, root: str, name: str) -> dict[str, Any]:
     ctx, setting = context(dist, f"{root}/{name}"), CASES[name].setting
     engine = make_engine(ctx, setting)
     checkpoints = checkpoint_stage(setting).run(ctx, engine)
-    train(engine, 0, HALF)
+    samples = 2 * engine.data_axis.count
+    train(engine, 0, HALF, samples)
     checkpoints.save(Progress(step=HALF, samples=12 * HALF, tokens=100, lineage={"seed": 7}))
     half = digest(engine, dist)
-    losses = train(engine, HALF, WHOLE)
+    losses = train(engine, HALF, WHOLE, samples)
     checkpoints.finish()
     end = digest(engine, dist)
     checkpoints.close()
@@ -178,7 +179,7 @@ def load_case(dist: DistContext, root: str, name: str) -> dict[str, Any]:
         progress = checkpoints.restore(lambda progress: None)
         told[source] = {"state": digest(engine, dist), "progress": vars(progress)}
         if source == name:
-            told[source]["losses"] = train(engine, HALF, WHOLE)
+            told[source]["losses"] = train(engine, HALF, WHOLE, 2 * engine.data_axis.count)
             told[source]["end"] = digest(engine, dist)
         checkpoints.close()
     engine.close()

@@ -46,7 +46,7 @@ def train(
     engine = make_engine(ctx, setting)
     checkpoints = ShardedCheckpoint(every=HALF, keep=None, **checkpoint).run(ctx, engine)
     loop = TrainCausalLm(
-        global_batch_size=BATCH, steps=WHOLE, micro_batch_size=micro, log_every=2, eval_every=3
+        global_batch_size=BATCH, steps=WHOLE, micro_batch_size=micro, log_every=2, eval_every=5
     )
     trained = loop.run(ctx, engine, toy_data(EPOCH), plan, checkpoints, source(ctx, setting))
     checkpoints.close()
