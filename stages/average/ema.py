@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,8 +89,15 @@ class EmaEngine(Engine):
         return self._engine.accumulate(batches, objective, counts=counts)
 
     def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
-        with self._averages_in_place():
+        if not self._evaluate:
             yield from self._engine.evaluate(batches, measure)
+            return
+        weights = self._copies(fp32=False)
+        self._put(self._averages)
+        try:
+            yield from self._engine.evaluate(batches, measure)
+        finally:
+            self._put(weights)
 
     def step(
         self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
@@ -122,19 +128,6 @@ class EmaEngine(Engine):
         if self._is_stale:
             self._averages = self._copies()
             self._is_stale = False
-
-    @contextlib.contextmanager
-    def _averages_in_place(self) -> Iterator[None]:
-        """Put the average in the place of the weights, if the stage is to evaluate it."""
-        if not self._evaluate:
-            yield
-            return
-        weights = self._copies(fp32=False)
-        self._put(self._averages)
-        try:
-            yield
-        finally:
-            self._put(weights)
 
     def close(self) -> None:
         """Release the average and all else; the slot that made the inner engine closes it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
 
@@ -27,7 +27,7 @@ from stages.fields import Period, epoch_problems
 from stages.wires import mixed_problems
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint import CheckpointManager, Retention
+    from pipeline.checkpoint import Retention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,6 @@ class CheckpointSettings:
             yield Problem(key="keep_every", message=message, hint=hint)
 
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
-        return self._open(ctx, engine, model)
-
-    def _open(self, ctx: Context, engine: Engine, model: ModelSource | None) -> CheckpointManager:
         from pipeline.checkpoint import FULL, SHARDED, CheckpointManager, address
 
         return CheckpointManager(
@@ -106,12 +103,13 @@ class CheckpointSettings:
         self, ctx: Context, engine: Engine, model: ModelSource | None = None
     ) -> Checkpoints:
         """Checkpoints next to the run's own, which are gone when the dry run ends."""
-        made = replace(self, start_from=None)._open(ctx, engine, model)
+        made: Any = replace(self, start_from=None).run(ctx, engine, model)
         if ctx.dist.is_main:
             made.discard()  # those that a failed dry run has left
             ctx.on_exit(made.discard)
         ctx.dist.barrier()
-        return made
+        checkpoints: Checkpoints = made
+        return checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
