@@ -118,9 +118,12 @@ class LoadedModel(TextModel):
             )
         new = output[0, len(prompt) :].tolist()
         text = self._tokenizer.decode(new, skip_special_tokens=True)
+        return Written(text=text, tokens=len(new), ended=bool(self._ends & set(new[-1:])))
+
+    @property
+    def _ends(self) -> set[int | None]:
         ends = self._model.generation_config.eos_token_id
-        known = set(ends if isinstance(ends, list) else [ends])
-        return Written(text=text, tokens=len(new), ended=bool(known & set(new[-1:])))
+        return set(ends if isinstance(ends, list) else [ends])
 
     def has_room(self) -> bool:
         free = free_memory()
