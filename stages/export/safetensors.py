@@ -100,11 +100,11 @@ class ExportSettings:
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun
     ) -> TextModel:
         """Load the model that `run` would export, for `pipe chat`."""
-        from stages.export.text_model import open_trained
+        from stages.export.text_model import open_source
         from stages.model.as_exported import require_same_base
 
         require_same_base(ctx, model, trained, "name the export")
-        return open_trained(ctx, model, weights, self.loads_as)
+        return open_source(ctx, model, self.loads_as, weights)
 
     def open_source(self, ctx: Context, model: ModelSource) -> TextModel:
         """Load the model before training, for `pipe chat --beside`."""

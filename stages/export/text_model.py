@@ -226,21 +226,18 @@ def _looked_over(folder: Path, ctx: Context, *, has_weights: bool) -> Sequence[s
     return written.passed if written else ()
 
 
-def open_trained(ctx: Context, source: ModelSource, weights: Weights, dtype: str) -> LoadedModel:
-    """The source's model with trained weights, adapters merged, in `dtype` of an export."""
-    merged = source.merge_trained(weights)
-    try:
-        return _filled(source.export_view, merged, dtype, ctx.dist.device)
-    finally:
-        if merged is not weights:
-            merged.close()
-
-
-def open_source(ctx: Context, source: ModelSource, dtype: str) -> LoadedModel:
-    """The source's model as it was before training, in `dtype` of an export."""
+def open_source(
+    ctx: Context, source: ModelSource, dtype: str, trained: Weights | None = None
+) -> LoadedModel:
+    """The source's model in `dtype` of an export: with `trained` weights, adapters merged, or as it
+    was before training."""
     view = source.export_view
-    with contextlib.closing(view.weights()) as own:
-        return _filled(view, own, dtype, ctx.dist.device)
+    tensors = view.weights() if trained is None else source.merge_trained(trained)
+    try:
+        return _filled(view, tensors, dtype, ctx.dist.device)
+    finally:
+        if tensors is not trained:
+            tensors.close()
 
 
 def _filled(

@@ -125,7 +125,7 @@ class Matrix:
             if not record.exists():
                 program = {"saved": save_cases, "loaded": load_cases}[what]
                 names = of_ranks(ranks)
-                told = run_ranks(program, ranks, str(self.root), names, limit=600)[0]
+                told = run_ranks(program, ranks, str(self.root), names, limit=1800)[0]
                 record.write_text(json.dumps(dict(zip(names, told, strict=True))))
             return json.loads(record.read_text())
 

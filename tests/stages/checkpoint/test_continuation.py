@@ -161,7 +161,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tu
             (train, str(root / "whole" / name), placed(run.setting), 2, {})
             for name, run in own.items()
         ]
-        return dict(zip(own, run_ranks(in_turn, group[0], calls, limit=600)[0], strict=True))
+        return dict(zip(own, run_ranks(in_turn, group[0], calls, limit=1800)[0], strict=True))
 
     @functools.cache
     def parts(group: tuple[int, str]) -> dict[str, Lines]:
@@ -175,7 +175,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tu
             stopped_at_half(root / "whole" / origin, root / "parts" / name)
             options = {} if origin == "plain" else {"asynchronous": False}
             calls.append((train, str(root / "parts" / name), placed(run.setting), micro, options))
-        return dict(zip(own, run_ranks(in_turn, group[0], calls, limit=600)[0], strict=True))
+        return dict(zip(own, run_ranks(in_turn, group[0], calls, limit=1800)[0], strict=True))
 
     def found(kind: str, name: str) -> tuple[Path, Lines]:
         made = {"whole": whole, "parts": parts}[kind]
