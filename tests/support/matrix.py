@@ -18,7 +18,7 @@ from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
 from stages.optimizer.settings import GroupSettings
-from tests.support.processes import in_turn, run_ranks
+from tests.support.processes import GROUP_LIMIT, in_turn, run_ranks
 from tests.support.runs import context
 from tests.support.state import ADAMW, WRAPS, Setting, checkpoint_stage, digest, make_engine, train
 from tests.support.strategies import STRATEGIES
@@ -125,7 +125,7 @@ class Matrix:
             if not record.exists():
                 program = {"saved": save_cases, "loaded": load_cases}[what]
                 names = of_ranks(ranks)
-                told = run_ranks(program, ranks, str(self.root), names, limit=1800)[0]
+                told = run_ranks(program, ranks, str(self.root), names, limit=GROUP_LIMIT)[0]
                 record.write_text(json.dumps(dict(zip(names, told, strict=True))))
             return json.loads(record.read_text())
 

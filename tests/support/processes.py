@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.forked import fork_writers
-from tests.support.tier import FULL
+from tests.support.tier import FULL, times
 
 HARD_LIMIT_SECONDS = 240
+GROUP_LIMIT = times(quick=480, full=1800)
+"""Seconds of many programs in one group of ranks."""
 
 
 class RankFailed(AssertionError):

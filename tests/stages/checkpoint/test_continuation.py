@@ -22,7 +22,7 @@ from stages.consolidate.stream import ConsolidateStream
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
 from tests.support.matrix import LION
-from tests.support.processes import in_turn, run_ranks
+from tests.support.processes import GROUP_LIMIT, in_turn, run_ranks
 from tests.support.runs import context, toy_data
 from tests.support.state import ADAMW, WRAPS, Setting, make_engine, source
 from tests.support.strategies import STRATEGIES
@@ -161,7 +161,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tu
             (train, str(root / "whole" / name), placed(run.setting), 2, {})
             for name, run in own.items()
         ]
-        return dict(zip(own, run_ranks(in_turn, group[0], calls, limit=1800)[0], strict=True))
+        return dict(
+            zip(own, run_ranks(in_turn, group[0], calls, limit=GROUP_LIMIT)[0], strict=True)
+        )
 
     @functools.cache
     def parts(group: tuple[int, str]) -> dict[str, Lines]:
@@ -175,7 +177,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tu
             stopped_at_half(root / "whole" / origin, root / "parts" / name)
             options = {} if origin == "plain" else {"asynchronous": False}
             calls.append((train, str(root / "parts" / name), placed(run.setting), micro, options))
-        return dict(zip(own, run_ranks(in_turn, group[0], calls, limit=1800)[0], strict=True))
+        return dict(
+            zip(own, run_ranks(in_turn, group[0], calls, limit=GROUP_LIMIT)[0], strict=True)
+        )
 
     def found(kind: str, name: str) -> tuple[Path, Lines]:
         made = {"whole": whole, "parts": parts}[kind]

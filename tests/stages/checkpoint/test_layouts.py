@@ -12,7 +12,7 @@ import torch
 
 from pipeline.checkpoint import DTYPES, Reading, open_state
 from tests.support.layouts import FROZEN, LAST, LAYOUTS, continued, undisturbed
-from tests.support.processes import in_turn, run_ranks
+from tests.support.processes import GROUP_LIMIT, in_turn, run_ranks
 from tests.support.tier import FULL
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
@@ -55,7 +55,7 @@ def walk(chosen: list[str], change: str, folder: Path) -> set[str]:
     losses, after = dict[str, Any](), dict[str, Any]()
     for ranks, names in groups.items():
         calls = [(undisturbed, str(folder / name), name, change) for name in names]
-        losses |= zip(names, run_ranks(in_turn, ranks, calls, limit=1800)[0], strict=True)
+        losses |= zip(names, run_ranks(in_turn, ranks, calls, limit=GROUP_LIMIT)[0], strict=True)
     whole = {name: saved(folder / name) for name in chosen}
     expected = losses[chosen[0]], whole[chosen[0]]
     assert {key.partition("/")[0] for key in expected[1]} == {
@@ -63,7 +63,7 @@ def walk(chosen: list[str], change: str, folder: Path) -> set[str]:
     }  # fmt: skip
     for ranks, names in groups.items():
         calls = [(continued, str(folder), name, chosen, change) for name in names]
-        after |= zip(names, run_ranks(in_turn, ranks, calls, limit=1800)[0], strict=True)
+        after |= zip(names, run_ranks(in_turn, ranks, calls, limit=GROUP_LIMIT)[0], strict=True)
     pairs = 0
     for name in chosen:
         for source, given in zip(chosen, after[name], strict=True):
