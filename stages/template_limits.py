@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pickle
 import resource
-import select
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jinja2
 
@@ -50,31 +51,29 @@ class Limited:
         self._function, self._name = function, name
         self._guard = threading.Lock()
         self._owner = self._child = 0
-        self._pipes: tuple[int, int] | None = None
-        """Descriptors, not files: those might be finalized first where both are garbage at once."""
+        self._pipe: Connection | None = None
 
     def start(self) -> None:
         """Start the process now instead of at the first call."""
         with self._guard:
-            self._pipes = self._pipes or self._start()
+            self._pipe = self._pipe or self._start()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. Raises TemplateLimitError, and what the function raises."""
         if self._owner not in (0, os.getpid()):  # a copy, whose lock another thread may have held
             self._end()
             self._guard = threading.Lock()
-        with self._guard:
-            (requests, answers), content = self._pipes or self._start(), b""
-            with contextlib.suppress(OSError):
-                with os.fdopen(requests, "wb", closefd=False) as outgoing:
-                    _send(outgoing, pickle.dumps((args, kwargs)))
-                with os.fdopen(answers, "rb", closefd=False) as incoming:
-                    ready, _, _ = select.select([incoming], [], [], WAIT)
-                    content = _receive(incoming) if ready else b""
-            if not content:
-                self._end()
         limit = f"{SECONDS} s of a processor or {MEMORY >> 30} GiB of memory"
-        answer: dict[str, Any] = json.loads(content) if content else {"limit": limit}
+        answer: dict[str, Any] = {"limit": limit}
+        with self._guard:
+            pipe = self._pipe or self._start()
+            try:
+                pipe.send_bytes(pickle.dumps((args, kwargs)))
+                if not pipe.poll(WAIT):
+                    raise EOFError
+                answer = json.loads(pipe.recv_bytes())
+            except (OSError, EOFError):  # it was killed, or is taken for dead
+                self._end()
         if "failed" in answer:
             name, text = answer["failed"]
             kind = getattr(jinja2, name, RuntimeError)
@@ -88,47 +87,31 @@ class Limited:
     def __del__(self) -> None:
         self._end()
 
-    def _start(self) -> tuple[int, int]:
-        requests, answers = os.pipe(), os.pipe()
+    def _start(self) -> Connection:
+        self._pipe, theirs = multiprocessing.Pipe()
         parent = os.getpid()
         child = os.fork()
         if child == 0:
             try:
                 die_with(parent)
-                _serve(self._function, requests[0], answers[1])
+                _serve(self._function, theirs)
             finally:
                 os._exit(0)
-        os.close(requests[0])
-        os.close(answers[1])
-        self._pipes = requests[1], answers[0]
+        theirs.close()
         self._owner, self._child = parent, child
-        return self._pipes
+        return self._pipe
 
     def _end(self) -> None:
-        """End the process, if it is ours."""
-        for pipe in self._pipes or ():
-            with contextlib.suppress(OSError):
-                os.close(pipe)
+        """End the process, if it is ours. The pipe closes itself, as it may have done already where
+        both are garbage at once."""
         if self._owner == os.getpid():
             with contextlib.suppress(OSError):
                 os.kill(self._child, signal.SIGKILL)
                 os.waitpid(self._child, 0)
-        self._owner, self._pipes = 0, None
+        self._owner, self._pipe = 0, None
 
 
-def _send(stream: BinaryIO, content: bytes) -> None:
-    stream.write(len(content).to_bytes(8, "little") + content)
-    stream.flush()
-
-
-def _receive(stream: BinaryIO) -> bytes:
-    """Return a message; empty where there is none, or not all of one."""
-    size = int.from_bytes(stream.read(8), "little")
-    content = stream.read(size)
-    return content if len(content) == size else b""
-
-
-def _serve(function: Callable[..., Any], requests: int, answers: int) -> None:
+def _serve(function: Callable[..., Any], pipe: Connection) -> None:
     """Answer until the other end is closed, in the child."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU):
@@ -136,16 +119,16 @@ def _serve(function: Callable[..., Any], requests: int, answers: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are the parent's
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - locks, sockets, GPUs
-        if int(name) not in (0, 1, 2, requests, answers):
+        if int(name) not in (0, 1, 2, pipe.fileno()):
             with contextlib.suppress(OSError):
                 os.close(int(name))
-    with os.fdopen(requests, "rb") as incoming, os.fdopen(answers, "wb") as outgoing:
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
-        most = pages * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        while request := _receive(incoming):
-            _send(outgoing, _answer(function, request))
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+    most = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pipe.send_bytes(_answer(function, pipe.recv_bytes()))
 
 
 def _answer(function: Callable[..., Any], request: bytes) -> bytes:

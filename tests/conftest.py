@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,9 @@ from hypothesis import settings
 from pipeline.utils import terminal
 from tests.support.processes import forking
 from tests.support.tier import FULL, times
+
+if TYPE_CHECKING:
+    from tests.support.matrix import Matrix
 
 # One thread for each process: results do not depend on the number of cores, and ranks do not
 # compete for them.
@@ -69,6 +73,15 @@ def deepspeed_operators() -> None:
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+@pytest.fixture(scope="session")
+def matrix(tmp_path_factory: pytest.TempPathFactory, deepspeed_operators: None) -> Matrix:
+    """Return checkpoints of every strategy and world size, which all workers of a session share."""
+    from tests.support.matrix import Matrix
+
+    own = tmp_path_factory.getbasetemp()
+    return Matrix((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "matrix")
 
 
 DURATIONS = Path(__file__).with_name("durations.json")

@@ -145,7 +145,7 @@ def table(translation: Translation) -> Iterator[str]:
 
 def as_json(translation: Translation) -> dict[str, Any]:
     """Return the content of the table, and the recipe."""
-    names = [field.name for field in fields(KeyOutcome)]
+    names = [field.name for field in fields(KeyOutcome)]  # a translator's outcomes have more
     keys = [{name: getattr(each, name) for name in names} for each in translation.outcomes]
     return {"recipe": translation.recipe, "missing": dict(translation.missing), "keys": keys}
 

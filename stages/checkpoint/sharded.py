@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
 
-from pipeline import Checkpoints, Context, Engine, ModelSource, PlanView, Problem
+from pipeline import (
+    Checkpoints,
+    Context,
+    Engine,
+    ModelSource,
+    PlanView,
+    Problem,
+    Progress,
+    ResourceNeed,
+    TrainedRun,
+    TrainingLength,
+    WrittenCheckpoint,
+)
 from pipeline.utils import address_problems, path_problems
 from stages.fields import Period, epoch_problems
 from stages.wires import mixed_problems
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint import CheckpointManager, Retention
+    from pipeline.checkpoint import Retention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +85,6 @@ class CheckpointSettings:
             yield Problem(key="keep_every", message=message, hint=hint)
 
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
-        return self._open(ctx, engine, model)
-
-    def _open(self, ctx: Context, engine: Engine, model: ModelSource | None) -> CheckpointManager:
         from pipeline.checkpoint import FULL, SHARDED, CheckpointManager, address
 
         return CheckpointManager(
@@ -94,12 +103,13 @@ class CheckpointSettings:
         self, ctx: Context, engine: Engine, model: ModelSource | None = None
     ) -> Checkpoints:
         """Checkpoints next to the run's own, which are gone when the dry run ends."""
-        made = replace(self, start_from=None)._open(ctx, engine, model)
+        made: Any = replace(self, start_from=None).run(ctx, engine, model)
         if ctx.dist.is_main:
             made.discard()  # those that a failed dry run has left
             ctx.on_exit(made.discard)
         ctx.dist.barrier()
-        return made
+        checkpoints: Checkpoints = made
+        return checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,3 +143,41 @@ class FullCheckpoint(CheckpointSettings):
         yield from super().check(plan)
         for problem in path_problems("folder", self.folder):
             yield replace(problem, hint="use checkpoint.sharded")
+
+
+class DerivedCheckpoints(Checkpoints):
+    """Everything as in `base`; a subclass changes some of it."""
+
+    def __init__(self, base: Checkpoints) -> None:
+        self.base = base
+
+    @property
+    def counts_epochs(self) -> bool:
+        return self.base.counts_epochs
+
+    def begin(self, length: TrainingLength) -> None:
+        self.base.begin(length)
+
+    def poll(self) -> Sequence[WrittenCheckpoint]:
+        return self.base.poll()
+
+    def due(self, progress: Progress) -> bool:
+        return self.base.due(progress)
+
+    def save(self, progress: Progress) -> None:
+        self.base.save(progress)
+
+    def finish(self) -> str:
+        return self.base.finish()
+
+    def restore(self, validate: Callable[[Progress], None]) -> Progress | None:
+        return self.base.restore(validate)
+
+    def resource_needs(self, length: TrainingLength) -> Iterator[ResourceNeed]:
+        return self.base.resource_needs(length)
+
+    def best(self) -> TrainedRun:
+        return self.base.best()
+
+    def close(self) -> None:
+        self.base.close()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeline import WEIGHT, CheckpointError, TensorSpec, Weights
 from pipeline.checkpoint import DTYPES, Reading, StateSource, as_bytes, open_state
+from stages.formats.stored import weights_of
 from stages.weights.files import sampled
 
 
@@ -38,8 +39,7 @@ class CheckpointWeights(Weights):
     def __init__(self, source: StateSource, identity: str, average: str | None = None) -> None:
         self.identity = identity
         self._source = source
-        keys = [key for key in source.tensors if key.startswith(f"{WEIGHT}/")]
-        own = {key.removeprefix(f"{WEIGHT}/"): key for key in keys}
+        own = {name: entry.key for name, entry in weights_of(source).items()}
         if average is not None:
             own |= {name: f"{average}/{name}" for name in source.state.updates if name in own}
         tied = {alias: own[name] for alias, name in source.state.aliases.items()}

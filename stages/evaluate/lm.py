@@ -3,19 +3,83 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pipeline import Context, ExportedModel, ModelSource, PlanView, Problem, UsageError
-from pipeline.utils import pins_asked, require_code_trust
+from annotated_types import Ge, Gt
+from pydantic import Field
+from xxhash import xxh3_64_hexdigest
+
+from pipeline import (
+    Context,
+    Durable,
+    ExportedModel,
+    ModelSource,
+    PlanView,
+    Problem,
+    StageError,
+    UsageError,
+)
+from pipeline.utils import parse_json, pins_asked, read_whole, replace_text, require_code_trust
 from stages.data.sources import file_problems
-from stages.evaluate.settings import WINDOW, EvaluatedModel, EvaluationFields
+
+Count = Annotated[int, Gt(0)]
+WINDOW = 1024
+"""Tokens of a window without a setting."""
+FILE = "evaluation.json"
+"""In the run's folder: slot -> results of its stage."""
+BRIEF = 2
+"""Windows that a dry run scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateLm(EvaluationFields):
+class EvaluatedModel(Durable):
+    """The results of evaluating an exported model."""
+
+    file: Path
+    """The JSON file that holds them, under the slot's name."""
+    slot: str
+    results: Mapping[str, Any]
+    """JSON."""
+
+    def save(self) -> None:
+        """Write the results next to other slots' results (rank 0)."""
+        known = _read(self.file) | {self.slot: dict(self.results)}
+        replace_text(self.file, json.dumps(known, indent=1, allow_nan=False) + "\n")
+
+    def record(self) -> dict[str, Any]:
+        return {"file": str(self.file), "slot": self.slot, "sum": _sum(self.results)}
+
+    @classmethod
+    def restore(cls, record: Mapping[str, Any]) -> EvaluatedModel:
+        file, slot = Path(record["file"]), record["slot"]
+        known = _read(file)
+        if slot not in known:
+            raise StageError(f"the evaluation is gone: {file} has nothing of slot `{slot}`")
+        if record.get("sum") not in (None, _sum(known[slot])):  # earlier versions recorded none
+            raise StageError(f"{file}: slot `{slot}` has other results than were measured")
+        return cls(file=file, slot=slot, results=known[slot])
+
+
+def _sum(results: Mapping[str, Any]) -> str:
+    return xxh3_64_hexdigest(json.dumps(results, sort_keys=True).encode())
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The results in a file by slot; empty if it cannot be read."""
+    try:
+        known = parse_json(read_whole(file, within=file.parent))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateLm:
     """Measure the exported model: its perplexity on text files, and tasks of lm-eval.
 
     Perplexity is exp(-sum of log p(token | tokens before it) / number of tokens), over the tokens
@@ -31,6 +95,35 @@ class EvaluateLm(EvaluationFields):
     size of the export, and up to three times `batch_size` x `window` x vocabulary x 4 bytes.
     """
 
+    files: str | tuple[str, ...] = ()
+    """Paths or glob patterns of the files to measure perplexity on: .txt, .jsonl, .json (one object
+    a line), also with .gz, or .parquet."""
+    text_key: Annotated[str, Field(min_length=1)] = "text"
+    """Key or column of the text in JSON and Parquet rows."""
+    documents: Literal["file", "line"] = "file"
+    """The documents of a .txt file: the whole file, or every line that is not blank."""
+    prepend_bos: bool = False
+    """Put the tokenizer's start token before every document."""
+    window: Annotated[int, Ge(2)] | None = None
+    """Tokens that the model reads at once, at most its number of positions; null: 1024, or that
+    number if it is smaller."""
+    stride: Count | None = None
+    """Tokens from the start of one window to the start of the next. A smaller stride adds context
+    to each token and takes more time. null: half of `window`."""
+    batch_size: Count = 1
+    """Windows, or examples of a task, of one forward pass."""
+    tasks: tuple[str, ...] = ()
+    """Names of lm-eval tasks (EleutherAI's lm-evaluation-harness), which fetches their data,
+    at no commit: with `--pinned` only tasks that `task_folder` defines are accepted."""
+    task_folder: str | None = None
+    """Folder with definitions of further tasks, in lm-eval's YAML. That is code: it imports the
+    functions that it names, and its templates are not in a sandbox. So it takes
+    --trust-remote-code."""
+    num_fewshot: Annotated[int, Ge(0)] | None = None
+    """Examples in the prompt of a task; null takes each task's own number."""
+    limit: Count | None = None
+    """Examples of each task; null takes all."""
+
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if not self.files and not self.tasks:
             yield Problem(key="files", message="nothing to measure", hint="give files or tasks")
@@ -43,13 +136,13 @@ class EvaluateLm(EvaluationFields):
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
             message = "needs the package lm_eval, which is not installed"
             yield Problem(key="tasks", message=message, hint="pip install 'pipetrain[evaluate]'")
-        if pins_asked() and (fetched := [*self._fetched()]):
+        if pins_asked() and (fetched := self._fetched()):
             message = f"lm-eval names no commit of the data of {', '.join(fetched)}"
             hint = "define it in `task_folder` with a `revision` in its `dataset_kwargs`"
             yield Problem(key="tasks", message=message, hint=hint)
         if self.task_folder is not None and not Path(self.task_folder).expanduser().is_dir():
             yield Problem(key="task_folder", message=f"no such folder: {self.task_folder}")
-        elif self.task_folder is not None:
+        else:
             try:
                 self._require_trust()
             except UsageError as error:
@@ -59,25 +152,62 @@ class EvaluateLm(EvaluationFields):
                 yield Problem(key=key, message="has no effect without tasks")
 
     def run(self, ctx: Context, exported: ExportedModel, model: ModelSource) -> EvaluatedModel:
-        from stages.evaluate.run import evaluate
-
         self._require_trust()
-        return evaluate(self, ctx, exported, model, briefly=False)
+        return self._evaluate(ctx, exported, model, briefly=False)
 
     def run_dry(self, ctx: Context, exported: ExportedModel, model: ModelSource) -> EvaluatedModel:
-        from stages.evaluate.run import evaluate
+        return self._evaluate(ctx, exported, model, briefly=True)
 
-        return evaluate(self, ctx, exported, model, briefly=True)
+    def _evaluate(
+        self, ctx: Context, exported: ExportedModel, model: ModelSource, *, briefly: bool
+    ) -> EvaluatedModel:
+        """Measure on rank 0 (collective). `briefly` takes a few windows and no task."""
+        from stages.evaluate import run
 
-    def _fetched(self) -> Iterator[str]:
-        """Yield the tasks that the task folder does not define."""
+        results: dict[str, Any] = {"model": str(exported.folder)}
+        if ctx.dist.is_main:
+            on_gpu = ctx.dist.device.type == "cuda"
+            loaded = run.load(exported.folder, model, on_gpu=on_gpu)
+            if self.files:
+                results["text"] = run.measure_files(
+                    loaded, model, self.files, text_key=self.text_key, unit=self.documents,
+                    prepend_bos=self.prepend_bos, window=self.window, usual=WINDOW,
+                    stride=self.stride, batch_size=self.batch_size,
+                    most=BRIEF if briefly else None,
+                )  # fmt: skip
+                ctx.log.info("%s", _shown(results["text"]))
+            if self.tasks and not briefly:
+                results["tasks"] = run.run_tasks(
+                    loaded, model.tokenizer(), self.tasks, folder=self.task_folder,
+                    batch_size=self.batch_size, num_fewshot=self.num_fewshot, limit=self.limit,
+                )  # fmt: skip
+                for task, numbers in results["tasks"].items():
+                    ctx.log.info("%s: %s", task, _shown(numbers))
+        text = json.dumps(results) if ctx.dist.is_main else None
+        results = json.loads(ctx.dist.broadcast_str(text))
+        found = EvaluatedModel(
+            file=ctx.run_dir / FILE, slot=ctx.slot or "evaluate", results=results
+        )
+        if ctx.dist.is_main:
+            found.save()
+        return found
+
+    def _fetched(self) -> list[str]:
+        """The tasks that the task folder does not define."""
         folder = None if self.task_folder is None else Path(self.task_folder).expanduser()
         files = [] if folder is None else [*folder.rglob("*.yaml")]
         text = "\n".join(file.read_text("utf-8", "replace") for file in files if file.is_file())
         own = re.findall(r"^(?:task|group|tag):\s*[\"']?([^\s\"'#]+)", text, re.MULTILINE)
-        yield from (task for task in self.tasks if task not in own)
+        return [task for task in self.tasks if task not in own]
 
     def _require_trust(self) -> None:
         """Raise UsageError unless what the task folder makes lm-eval run may run."""
         if self.task_folder is not None:
             require_code_trust(f"the tasks in {self.task_folder}")
+
+
+def _shown(numbers: Mapping[str, Any]) -> str:
+    return "  ".join(
+        f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in numbers.items()
+    )

@@ -26,31 +26,28 @@ class ExportAdapter(ExportSettings):
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
+        hint = "use export.safetensors"
         if trained := made_by_training(self, plan):
-            yield Problem(
-                message=f"the adapter changes the model of slot `{trained}`, which no folder holds",
-                hint="use export.safetensors",
-            )
+            message = f"the adapter changes the model of slot `{trained}`, which no folder holds"
+            yield Problem(message=message, hint=hint)
         model = hf_model(self, plan)
         sizes = {"vocab_size": model.vocab_size, "new_weights": model.new_weights} if model else {}
         for name in filter(sizes.get, sizes):
-            yield Problem(
-                message=f"the model slot's {name} makes another model, which others do not "
-                "have to put the adapter on",
-                hint="use export.safetensors",
+            message = (
+                f"the model slot's {name} makes another model, which others do not have to put "
+                "the adapter on"
             )
+            yield Problem(message=message, hint=hint)
 
     def run(
         self, ctx: Context, weights: Weights, model: AdaptedModel, trained: TrainedRun | None = None
     ) -> ExportedModel:
         from stages.export.contents import AdapterContents
-        from stages.export.run import export
-        from stages.export.target import target_of
 
         contents = AdapterContents(
             source=model, trained=weights, prompt=self.prompt, dtype=self.dtype
         )
-        return export(target_of(self.folder, ctx), ctx, contents, trained)
+        return self._export(ctx, contents, trained)
 
     def run_dry(
         self, ctx: Context, weights: Weights, model: AdaptedModel, trained: TrainedRun

@@ -5,20 +5,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import nn
 
-from pipeline import ExportError, ModelSource, StageError, TensorReader, Weights, torch_dtype
+from pipeline import (
+    Context,
+    ExportError,
+    ModelSource,
+    ResourceNeed,
+    StageError,
+    TensorReader,
+    Weights,
+    dtype_name,
+    torch_dtype,
+)
+from pipeline.checkpoint import CODES
 from stages.adapter.compat import WEIGHTS
 from stages.adapter.lora import AdaptedModel
-from stages.export.manifest import Proof
-from stages.export.plan import ExportPlan, digest, make_plan
-from stages.export.proof import compare, loaded, logits, record, reference, token_ids, with_adapter
-from stages.export.weight_files import Shard
+from stages.export import proof
+from stages.export.target import Proof, WeightFile, target_of
+from stages.export.weight_files import planned, shards
 from stages.model import compat
+from stages.model.as_exported import AS_SOURCE, module_tensors
 from stages.model.assets import save_tokenizer
 from stages.model.config_checks import has_template
 from stages.model.declared import outline
@@ -28,6 +44,8 @@ from stages.weights.views import CastReader, JoinedReader
 
 MERGED_TOLERANCE = 1e-4
 """Largest relative difference of fp32 logits that may come from adding before multiplying."""
+BUFFERS = 64 << 20
+"""Bytes for tensors in transit, and for activations of a short prompt."""
 
 _TOKENIZER = 'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")'
 _CHAT = """\
@@ -44,6 +62,40 @@ print(tokenizer.decode(text, skip_special_tokens=True))"""
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExportPlan:
+    """Readers of the tensors, and the files they go to; known before any weight is read."""
+
+    outline: nn.Module
+    """The module on the meta device, its weights tied."""
+    tensors: TensorReader
+    """By the names of the module."""
+    files: TensorReader
+    """By the names in the files."""
+    parts: Mapping[str, WeightFile]
+    dtype: str
+    """Dtype of most of the weights, as in a recipe."""
+    digest: str
+    """Equal for plans that write the same bytes."""
+    passed: Sequence[str] = ()
+    """Names in the files of tensors that are the source's, byte for byte."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all weight files."""
+        return sum(part.size for part in self.parts.values())
+
+
+def _digest(files: TensorReader, parts: Mapping[str, WeightFile], *facts: str) -> str:
+    """Equal for exports that write the same bytes."""
+    specs = {name: files.spec(name) for name in files.names()}
+    described = [
+        [file, [[name, shape, str(specs[name].dtype)] for name, (_, shape) in part.tensors.items()]]
+        for file, part in parts.items()
+    ]
+    return hashlib.sha256(json.dumps([described, facts]).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelContents:
     """A model in Hugging Face layout."""
 
@@ -53,6 +105,7 @@ class ModelContents:
     trained: Weights
     prompt: str
     dtype: str
+    """One of a recipe, or AS_SOURCE."""
     max_shard_size: int
 
     def usage(self, folder: Path) -> str:
@@ -69,34 +122,64 @@ class ModelContents:
         """The trained weights, with adapters merged into them."""
         return self.source.merge_trained(self.trained)
 
-    def plan(self, beside: str) -> ExportPlan:
-        """The tensors and their files; `beside` is a digest of everything else. Raises
-        StageError."""
+    def plan(self, others: str) -> ExportPlan:
+        """The tensors and their files; `others` is a digest of everything else. Raises StageError
+        when the weights are not of the source's architecture."""
         view = self.source.export_view
-        return make_plan(view, self.weights, self.dtype, self.max_shard_size, beside=beside)
+        model, tensors = module_tensors(view, self.weights, self.dtype)
+        changes = compat.changes_on_save(model, tensors.names())
+        files: TensorReader = ConvertedReader(tensors, changes)
+        own, passed = files.names(), view.passed_through()
+        if passed is not None:
+            if twice := sorted(set(own) & set(passed.names())):
+                raise StageError(
+                    f"{twice[0]} is a tensor of the model, and of the rest of its source"
+                )
+            files = JoinedReader(files, passed)
+        specs = {name: files.spec(name) for name in files.names()}
+        for name, spec in specs.items():
+            if spec.dtype not in CODES:
+                message = f"{name} has dtype {spec.dtype}, which safetensors files cannot hold"
+                raise StageError(message)
+        sizes = Counter[str]()
+        for name in own:
+            sizes[dtype_name(specs[name].dtype)] += specs[name].nbytes
+        parts = shards(specs, self.max_shard_size)
+        return ExportPlan(
+            outline=model,
+            tensors=tensors,
+            files=files,
+            parts=parts,
+            dtype=max(("fp32", "bf16", "fp16"), key=lambda name: sizes[name]),
+            digest=_digest(files, parts, self.weights.identity, others),
+            passed=[] if passed is None else sorted(passed.names()),
+        )
 
-    def save_beside(self, folder: Path, *, dtype: str) -> None:
+    def save_others(self, folder: Path, *, dtype: str) -> None:
         """Write the files that others need next to the weights."""
         self.source.export_view.save_assets(folder, dtype=dtype)
 
     def prove(self, folder: Path, plan: ExportPlan) -> Proof:
         """Load the folder and compare its logits with the trained ones. Raises ExportError."""
-        ids = token_ids(self.source, self.prompt)
+        ids = proof.token_ids(self.source, self.prompt)
+        view = self.source.export_view
         if self.weights is not self.trained:
-            merged = logits(reference(self.source.export_view, self.weights), ids)
-            compare(merged, trained_logits(self.source, self.trained, ids), MERGED_TOLERANCE)
+            merged = proof.logits(proof.reference(view, self.weights), ids)
+            trained = proof.trained_logits(self.source, self.trained, ids)
+            proof.compare(merged, trained, MERGED_TOLERANCE)
         trusted = compat.is_remote_code(plan.outline)
-        with loaded(folder, plan.passed, trust_remote_code=trusted) as model:
-            name, trained = type(model).__name__, type(plan.outline).__name__
-            if name != trained:
-                raise ExportError(f"the export loads as {name}, trained was {trained}")
+        with proof.loaded(folder, plan.passed, trust_remote_code=trusted) as model:
+            name, declared = type(model).__name__, type(plan.outline).__name__
+            if name != declared:
+                raise ExportError(f"the export loads as {name}, trained was {declared}")
             dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-            found = logits(model, ids)
+            found = proof.logits(model, ids)
             del model
         gc.collect()
         # Both run on the CPU, one after the other, the reference one block at a time.
-        expected = logits(reference(self.source.export_view, plan.tensors, dtypes), ids)
-        return record(ids, found, expected)
+        return proof.record(
+            ids, found, proof.logits(proof.reference(view, plan.tensors, dtypes), ids)
+        )
 
     def close(self) -> None:
         """Close the weights that adapters were merged into."""
@@ -135,25 +218,25 @@ class AdapterContents:
         load = f'AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder", {options})'
         return f"{imports}\nmodel = {load}"
 
-    def plan(self, beside: str) -> ExportPlan:
-        """The tensors and their file; `beside` is a digest of everything else. Raises
-        StageError."""
+    def plan(self, others: str) -> ExportPlan:
+        """The tensors and their file; `others` is a digest of everything else. Raises StageError
+        for a checkpoint of another adapter."""
         held = set(self.trained.names())
         missing = [name for name in self.source.trained if name not in held]
         if missing:
             raise StageError(f"the checkpoint has no {missing[0]}: it is of another adapter")
         files = self._cast(ConvertedReader(self.trained, self.source.changes_to_file()))
-        parts = [Shard(file=WEIGHTS, tensors={n: files.spec(n) for n in files.names()})]
+        parts = {WEIGHTS: planned({name: files.spec(name) for name in files.names()})}
         return ExportPlan(
             outline=outline(self.source.export_view),
             tensors=files,
             files=files,
             parts=parts,
             dtype=self.dtype,
-            digest=digest(parts, self.trained.identity, beside),
+            digest=_digest(files, parts, self.trained.identity, others),
         )
 
-    def save_beside(self, folder: Path, *, dtype: str) -> None:
+    def save_others(self, folder: Path, *, dtype: str) -> None:
         """Write peft's configuration, and the tokenizer if the model has one."""
         self.source.save_config(folder)
         with contextlib.suppress(StageError):
@@ -161,12 +244,12 @@ class AdapterContents:
 
     def prove(self, folder: Path, plan: ExportPlan) -> Proof:
         """Load the adapter onto the model and compare logits in fp32. Raises ExportError."""
-        ids = token_ids(self.source, self.prompt)
-        expected = trained_logits(self.source, self._cast(self.trained), ids)
+        ids = proof.token_ids(self.source, self.prompt)
+        expected = proof.trained_logits(self.source, self._cast(self.trained), ids)
         base = self.source.export_view
         with contextlib.closing(base.weights()) as own:
-            found = logits(with_adapter(base, own, folder), ids)
-        return record(ids, found, expected)
+            found = proof.logits(proof.with_adapter(base, own, folder), ids)
+        return proof.record(ids, found, expected)
 
     def _cast(self, reader: TensorReader) -> TensorReader:
         """Tensors in the dtype of the file."""
@@ -177,9 +260,25 @@ class AdapterContents:
 Contents = ModelContents | AdapterContents
 
 
-def trained_logits(source: ModelSource, trained: TensorReader, ids: Tensor) -> Tensor:
-    """The trained model's logits in fp32, shape (1, length, vocabulary): from a checkpoint's values
-    and, for tensors that it left out, the source's."""
-    plain = source.inference_view
-    with contextlib.closing(plain.weights()) as own:
-        return logits(reference(plain, JoinedReader(trained, own)), ids)
+def resource_need(
+    dtype: str, folder: str | None, ctx: Context, source: ModelSource
+) -> ResourceNeed:
+    """Disk for a model's weight files; memory for one block and all outside of blocks."""
+    model = outline(source.export_view)
+    widest = torch.float32 if dtype == AS_SOURCE else torch_dtype(dtype)
+
+    def size(module: nn.Module) -> int:
+        return sum(tensor.numel() for tensor in module.parameters()) * widest.itemsize
+
+    kinds = compat.block_classes(model)
+    blocks = [size(module) for module in model.modules() if type(module).__name__ in kinds]
+    target, others = target_of(folder, ctx), 0
+    if (passed := source.export_view.passed_through()) is not None:
+        with contextlib.closing(passed):
+            others = sum(passed.spec(name).nbytes for name in passed.names())
+    return ResourceNeed(
+        what=f"the export in {target.name}",
+        disk=size(model) + others,
+        folder=target,
+        memory=size(model) - sum(blocks) + max(blocks, default=0) + BUFFERS,
+    )

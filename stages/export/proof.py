@@ -12,22 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline import DistContext, ExportError, ModelSource, StageError, TensorReader, TensorSpec
-from pipeline.checkpoint import DTYPES
+from pipeline import (
+    EXPORT_MANIFEST,
+    DistContext,
+    ExportError,
+    ModelSource,
+    StageError,
+    TensorReader,
+)
 from pipeline.hardware import free_memory
 from pipeline.utils import activity, plural, require_code_trust
 from stages.adapter.compat import CONFIG, import_peft, name_in_file, name_without_updates, quiet
-from stages.export import manifest
-from stages.export.manifest import BLOCK, CARD, Manifest, Position, Proof, names_in
-from stages.export.weight_files import Shard, prove_files
+from stages.export import target
+from stages.export.target import BLOCK, CARD, Manifest, Position, Proof
+from stages.export.weight_files import prove_files
 from stages.model import compat
 from stages.model.declared import outline, refuse_differences, ties
 from stages.model.files import kernels_named, read_json
+from stages.weights.views import JoinedReader
 
 ROOM = 2 << 30
 """Bytes that must stay free next to a model that is loaded whole."""
-ON_DISK = {"": "disk"}
-"""Places of the modules of a model that is too large for memory."""
+TOLERANCE = 1e-5
+"""Largest difference of logits, relative to the largest of them; the same kernels run on the same
+numbers, so only their scheduling can make a difference."""
+TOP = 8
+"""Logits of a position that are recorded."""
 
 
 def logits(model: Any, ids: Tensor) -> Tensor:
@@ -67,9 +77,8 @@ def loaded(
     import transformers
 
     config = read_json(folder / "config.json")
-    if not trust_remote_code:
-        for kernel in kernels_named(config):
-            require_code_trust(f"the hub's kernel {kernel}")
+    for kernel in () if trust_remote_code else kernels_named(config):
+        require_code_trust(f"the hub's kernel {kernel}")
     auto = getattr(transformers, compat.auto_class(config))
     with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {}
@@ -77,22 +86,15 @@ def loaded(
             options = {"device_map": {"": device}}
         elif not _fits(folder):
             scratch = tempfile.TemporaryDirectory(prefix=".offload-", dir=folder.parent)
-            options = {"device_map": ON_DISK, "offload_folder": stack.enter_context(scratch)}
+            options = {"device_map": {"": "disk"}, "offload_folder": stack.enter_context(scratch)}
         with loading("transformers cannot load the export"):
             model, info = auto.from_pretrained(
-                folder,
-                dtype="auto",
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-                **options,
-            )
-            refuse_differences(
-                str(folder), model, info["missing_keys"],
-                sorted(set(info["unexpected_keys"]) - set(passed)),
-                [str(key[0]) for key in info["mismatched_keys"]],
+                folder, dtype="auto", local_files_only=True, use_safetensors=True,
+                trust_remote_code=trust_remote_code, output_loading_info=True, **options,
             )  # fmt: skip
+            unexpected = sorted(set(info["unexpected_keys"]) - set(passed))
+            misshapen = [str(key[0]) for key in info["mismatched_keys"]]
+            refuse_differences(str(folder), model, info["missing_keys"], unexpected, misshapen)
         yield model
 
 
@@ -100,13 +102,6 @@ def _fits(folder: Path) -> bool:
     """Whether host memory has room for all weights of the folder at once."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return size + size // 4 + ROOM < free_memory()
-
-
-class LazyTensors(dict[str, Any]):
-    """Tensors by name, each read when it is looked up: the values are functions of the name."""
-
-    def __getitem__(self, name: str) -> Any:
-        return super().__getitem__(name)(name)
 
 
 def reference(
@@ -127,26 +122,19 @@ def reference(
     def read(name: str) -> Tensor:
         return tensors.read(tied.get(name, name)).to(dtypes[name])
 
-    values = LazyTensors(dict.fromkeys(dtypes, read))
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {name: values[name] for name in tensors.names() if name not in parameters}
+    buffers = {name: read(name) for name in tensors.names() if name not in parameters}
     model.load_state_dict(buffers, strict=False, assign=True)
     external = (type(module).__name__ for module in source.external_parameter_modules(model))
-    return _by_blocks(model, values, {*compat.block_classes(model), *external})
+    return _by_blocks(model, read, dtypes, {*compat.block_classes(model), *external})
 
 
-def _by_blocks(model: nn.Module, values: LazyTensors, blocks: Collection[str]) -> nn.Module:
-    """`model`, which runs with `values`, one module of the classes `blocks` at a time."""
-    from accelerate.hooks import attach_align_device_hook
-
-    attach_align_device_hook(
-        model,
-        execution_device=torch.device("cpu"),
-        offload=True,
-        weights_map=values,
-        preload_module_classes=list(blocks),
-    )
-    return model
+def trained_logits(source: ModelSource, trained: TensorReader, ids: Tensor) -> Tensor:
+    """The trained model's logits in fp32, shape (1, length, vocabulary): from a checkpoint's values
+    and, for tensors that it left out, the source's."""
+    plain = source.inference_view
+    with contextlib.closing(plain.weights()) as own:
+        return logits(reference(plain, JoinedReader(trained, own)), ids)
 
 
 def with_adapter(source: ModelSource, own: TensorReader, folder: Path) -> nn.Module:
@@ -172,14 +160,30 @@ def with_adapter(source: ModelSource, own: TensorReader, folder: Path) -> nn.Mod
 
     layers = (one for one in model.modules() if isinstance(one, peft.tuners.lora.LoraLayer))
     together = {*blocks, *(type(layer).__name__ for layer in layers)}
-    return _by_blocks(model, LazyTensors(dict.fromkeys(model.state_dict(), read)), together)
+    return _by_blocks(model, read, model.state_dict(), together)
 
 
-TOLERANCE = 1e-5
-"""Largest difference of logits, relative to the largest of them; the same kernels run on the same
-numbers, so only their scheduling can make a difference."""
-TOP = 8
-"""Logits of a position that are recorded."""
+def _by_blocks(
+    model: nn.Module, read: Callable[[str], Tensor], names: Collection[str], blocks: Collection[str]
+) -> nn.Module:
+    """`model`, which runs with the tensors `names` that `read` returns, one module of the classes
+    `blocks` at a time."""
+    from accelerate.hooks import attach_align_device_hook
+
+    class Tensors(dict[str, Any]):
+        """Tensors that are read when they are looked up."""
+
+        def __getitem__(self, name: str) -> Tensor:
+            return read(name)
+
+    attach_align_device_hook(
+        model,
+        execution_device=torch.device("cpu"),
+        offload=True,
+        weights_map=Tensors.fromkeys(names),
+        preload_module_classes=list(blocks),
+    )
+    return model
 
 
 def token_ids(source: ModelSource, prompt: str) -> Tensor:
@@ -212,11 +216,12 @@ def compare(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> fl
 def record(ids: Tensor, found: Tensor, expected: Tensor) -> Proof:
     """The proof that an export computes `found`. Raises ExportError unless that is `expected`."""
     difference = compare(found, expected)
-    positions = []
-    for row in found[0]:
-        top = row.topk(min(TOP, row.numel()))
-        pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        positions.append(Position(norm=float(row.norm()), top=pairs))
+    top = found[0].topk(min(TOP, found.shape[-1]))
+    rows = zip(found[0], top.indices.tolist(), top.values.tolist(), strict=True)
+    positions = [
+        Position(norm=float(row.norm()), top=list(zip(tokens, values, strict=True)))
+        for row, tokens, values in rows
+    ]
     return Proof(prompt=ids[0].tolist(), logits=positions, difference=difference)
 
 
@@ -260,12 +265,12 @@ def verify(folder: Path, report: Callable[[str], object], *, trust_remote_code: 
 def prove_bytes(folder: Path, *, strict: bool) -> tuple[Manifest, Proof]:
     """The manifest and proof of a folder whose files are all as they were written. Unless `strict`,
     there may be more files, and another model card. Raises ExportError."""
-    found = manifest.load(folder)
+    found = target.load(folder)
     if found is None or found.proof is None:
-        raise ExportError(f"{folder}: no finished export: it has no {manifest.NAME} with a proof")
+        raise ExportError(f"{folder}: no finished export: it has no {EXPORT_MANIFEST} with a proof")
     if found.block != BLOCK:
         raise ExportError(f"{folder}: written by another version, with other checksums")
-    added = sorted(names_in(folder) - set(found.files))
+    added = sorted(target.names_in(folder) - set(found.files))
     if strict and added:
         raise ExportError(f"{folder}: {added[0]} is not of this export")
     for name, expected in found.others.items():
@@ -273,12 +278,7 @@ def prove_bytes(folder: Path, *, strict: bool) -> tuple[Manifest, Proof]:
             continue
         if not (folder / name).is_file():
             raise ExportError(f"{folder / name}: missing")
-        if manifest.content_sum(folder / name) != expected:
+        if target.content_sum(folder / name) != expected:
             raise ExportError(f"{folder / name}: is not as it was written")
-    parts = []
-    for name, entry in found.weights.items():
-        specs = {n: TensorSpec(shape, DTYPES[code]) for n, (code, shape) in entry.tensors.items()}
-        parts.append(Shard(file=name, tensors=specs))
-    sums = {name: entry.sums for name, entry in found.weights.items()}
-    prove_files(folder, parts, sums, DistContext(device=torch.device("cpu")))
+    prove_files(folder, found.weights, DistContext(device=torch.device("cpu")))
     return found, found.proof

@@ -7,27 +7,42 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pipeline import (
     ENGINE_FILE,
     Context,
     ExportedModel,
     ExportError,
-    ModelSource,
     StageError,
     TrainedRun,
     in_words,
 )
 from pipeline.utils import BYTES, activity, human, plural, replace_text
 from stages.export import target
-from stages.export.contents import Contents
-from stages.export.manifest import CARD, Manifest, WeightFile
-from stages.export.plan import INDEX, ExportPlan, index
-from stages.export.weight_files import Shard, check, prove_files, write
+from stages.export.contents import Contents, ExportPlan
+from stages.export.target import CARD, Manifest, WeightFile
+from stages.export.weight_files import check, data_size, prove_files, write
 from stages.model.as_exported import needs_source, require_same_base
+
+INDEX = "model.safetensors.index.json"
+_CARD = """---
+library_name: {library}
+pipeline_tag: text-generation
+---
+
+# {name}
+
+{facts}
+
+```python
+{usage}
+```
+
+`pipe verify` checks again that the files are intact and that the model computes the same outputs.
+"""
+"""The model card: a line for each fact, and the Python that loads the folder."""
 
 
 def export(
@@ -36,10 +51,10 @@ def export(
     """Write and prove (collective); every rank returns the same record. Raises StageError."""
     if ctx.dist.is_main and trained is not None:
         require_same_base(ctx, contents.source, trained)
-    plan = contents.plan(_digest_beside(ctx, contents))
+    plan = contents.plan(_digest_of_others(ctx, contents))
     try:
         found = _from_main(ctx, lambda: target.finished(folder, plan.digest))
-        if found is None or not all(_is_whole(ctx, folder, part, found) for part in plan.parts):
+        if found is None or _unwritten(ctx, folder, plan, found):
             found = _exported(ctx, contents, plan, folder, trained)
         else:
             ctx.log.info("%s holds this export already", folder)
@@ -48,20 +63,15 @@ def export(
     return ExportedModel(folder=folder, files=found.files, total_bytes=plan.total)
 
 
-def _digest_beside(ctx: Context, contents: Contents) -> str:
-    """A digest of the files next to the weights and of what is proven (collective)."""
+def _digest_of_others(ctx: Context, contents: Contents) -> str:
+    """A description of the files next to the weights and of what is proven (collective)."""
     text = None
     if ctx.dist.is_main:
         with tempfile.TemporaryDirectory() as scratch:
-            contents.save_beside(Path(scratch), dtype="fp32")
-            facts: list[Any] = [
-                contents.writer,
-                contents.prompt,
-                Manifest(plan="").beside(Path(scratch)),
-            ]
-            if needs_source(contents.source):
-                facts.append(contents.source.contents)
-            text = json.dumps(facts, sort_keys=True)
+            contents.save_others(Path(scratch), dtype="fp32")
+            sums = Manifest(plan="").sums_of_others(Path(scratch))
+        own = [contents.source.contents] if needs_source(contents.source) else []
+        text = json.dumps([contents.writer, contents.prompt, sums, *own], sort_keys=True)
     return ctx.dist.broadcast_str(text)
 
 
@@ -70,6 +80,25 @@ def _from_main(ctx: Context, make: Callable[[], Manifest | None]) -> Manifest | 
     made = make() if ctx.dist.is_main else None
     text = ctx.dist.broadcast_str(made.model_dump_json() if made else "")
     return Manifest.model_validate_json(text) if text else None
+
+
+def _begun(plan: ExportPlan, written: Manifest) -> dict[str, WeightFile]:
+    """The files of the plan that have been written, with their checksums."""
+    return {
+        name: part.model_copy(update={"sums": written.weights[name].sums})
+        for name, part in plan.parts.items()
+        if name in written.weights
+    }
+
+
+def _unwritten(ctx: Context, folder: Path, plan: ExportPlan, written: Manifest) -> list[str]:
+    """The weight files that are not in `folder` as they were `written` (collective)."""
+    begun = _begun(plan, written)
+    return [
+        name
+        for name in plan.parts
+        if name not in begun or check(folder / name, begun[name], ctx.dist)
+    ]
 
 
 def _exported(
@@ -83,14 +112,13 @@ def _exported(
             files = plural(len(plan.parts), "file")
             ctx.log.info("writing %s in %s to %s", human(plan.total), files, folder)
         written = _write_all(ctx, plan, partial, begun)
-        sums = {file: entry.sums for file, entry in written.weights.items()}
         try:
             with activity("reading the export back"):
-                prove_files(partial, plan.parts, sums, ctx.dist)
+                prove_files(partial, _begun(plan, written), ctx.dist)
             done = _from_main(ctx, lambda: _finish(ctx, contents, plan, folder, written, trained))
         except ExportError as error:
             if ctx.dist.is_main:
-                Manifest(plan="").save(partial)  # a later export starts anew
+                Manifest(plan="").save(partial)  # a later export starts again
             raise ExportError(str(error), hint=f"left for inspection: {partial}") from error
     assert done is not None
     return done
@@ -98,30 +126,20 @@ def _exported(
 
 def _write_all(ctx: Context, plan: ExportPlan, partial: Path, begun: Manifest) -> Manifest:
     """Write the files that are missing, after reading back the files of an interrupted export."""
-    done = begun
-    missing = [part for part in plan.parts if not _is_whole(ctx, partial, part, begun)]
+    done, ranks = begun, ctx.dist.world_size
+    missing = _unwritten(ctx, partial, plan, begun)
     if len(missing) < len(plan.parts):
-        done_before = plural(len(plan.parts) - len(missing), "file")
-        ctx.log.info("written already: %s", done_before)
-    with activity("writing weights", plan.total // ctx.dist.world_size, BYTES) as writing:
-        for first in range(0, len(missing), ctx.dist.world_size):
-            parts = missing[first : first + ctx.dist.world_size]
-            sums = write(partial, parts, plan.files, ctx.dist, writing.advance)
-            entries = {
-                part.file: WeightFile(size=part.total, tensors=part.entries, sums=sums[part.file])
-                for part in parts
-            }
-            done = done.model_copy(update={"weights": {**done.weights, **entries}})
+        kept = plural(len(plan.parts) - len(missing), "file")
+        ctx.log.info("written already: %s", kept)
+    with activity("writing weights", plan.total // ranks, BYTES) as writing:
+        for first in range(0, len(missing), ranks):
+            parts = {name: plan.parts[name] for name in missing[first : first + ranks]}
+            files = write(partial, parts, plan.files, ctx.dist, writing.advance)
+            done = done.model_copy(update={"weights": {**done.weights, **files}})
             if ctx.dist.is_main:
                 done.save(partial)
     ctx.log.info("weights written: this process %s", writing.summary())
     return done
-
-
-def _is_whole(ctx: Context, folder: Path, part: Shard, written: Manifest) -> bool:
-    """Whether a file in `folder` is finished and as it was written (collective)."""
-    entry = written.weights.get(part.file)
-    return entry is not None and not check(folder / part.file, part, entry.sums, ctx.dist)
 
 
 def _finish(
@@ -136,36 +154,44 @@ def _finish(
     partial = target.partial_of(folder)
     target.clear(partial, keep=written.weights)
     if len(plan.parts) > 1:
-        replace_text(partial / INDEX, json.dumps(index(plan.parts), indent=2) + "\n")
-    contents.save_beside(partial, dtype=plan.dtype)
-    facts = _facts(ctx, contents.source, plan, trained)
-    _write_card(partial, facts, contents.library, contents.usage(partial))
+        total = sum(map(data_size, plan.parts.values()))
+        files = {name: file for file, part in plan.parts.items() for name in part.tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        replace_text(partial / INDEX, json.dumps(index, indent=2) + "\n")
+    contents.save_others(partial, dtype=plan.dtype)
+    facts = _facts(ctx, contents, plan, trained)
+    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if name != "name")
+    usage, library = contents.usage(partial), contents.library
+    card = _CARD.format(library=library, name=facts["name"], facts=lines, usage=usage)
+    (partial / CARD).write_text(card, encoding="utf-8")
     with activity("proving that the export loads and computes the same"):
         proof = contents.prove(partial, plan)
     ctx.log.info(
         "the export loads and computes the same (largest difference %.2g)", proof.difference
     )
     update = {
-        "facts": facts, "proof": proof, "writer": contents.writer, "passed": list(plan.passed),
+        "others": written.sums_of_others(partial), "facts": facts, "proof": proof,
+        "writer": contents.writer, "passed": list(plan.passed),
     }  # fmt: skip
-    done = written.model_copy(update={"others": written.beside(partial), **update})
+    done = written.model_copy(update=update)
     target.put_in_place(folder, done)
     return done
 
 
 def _facts(
-    ctx: Context, source: ModelSource, plan: ExportPlan, trained: TrainedRun | None
+    ctx: Context, contents: Contents, plan: ExportPlan, trained: TrainedRun | None
 ) -> dict[str, str]:
     """Facts about the model and the run that trained it, one line each."""
-    count = sum(len(part.tensors) for part in plan.parts)
-    size = human(sum(part.size for part in plan.parts))
+    count = sum(len(part.tensors) for part in plan.parts.values())
+    size = human(sum(map(data_size, plan.parts.values())))
     # The run that trained the model: this one, or the checkpoint's.
     folders = [ctx.run_dir] + ([Path(trained.checkpoint).parent.parent] if trained else [])
     run = next((folder for folder in folders if (folder / ENGINE_FILE).is_file()), None)
+    origin = Path(contents.source.name).name
     facts = {
-        "name": run.name if run else Path(source.name).name,
+        "name": run.name if run else origin,
         "architecture": type(plan.outline).__name__,
-        "trained from": Path(source.name).name,
+        "trained from": origin,
         "weights": f"{count} tensors, {size}, {plan.dtype}",
     }
     if run is not None:
@@ -176,24 +202,3 @@ def _facts(
         facts |= {name: f"{count:,}" for name, count in counts.items()}
         facts |= {name: f"{value:.6g}" for name, value in done.metrics.items()}
     return facts
-
-
-def _write_card(folder: Path, facts: Mapping[str, str], library: str, usage: str) -> None:
-    """Write the model card: a line for each fact, and the Python that loads the folder."""
-    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if name != "name")
-    text = f"""---
-library_name: {library}
-pipeline_tag: text-generation
----
-
-# {facts["name"]}
-
-{lines}
-
-```python
-{usage}
-```
-
-`pipe verify` checks again that the files are intact and that the model computes the same outputs.
-"""
-    (folder / CARD).write_text(text, encoding="utf-8")

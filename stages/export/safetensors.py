@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ByteSize, TypeAdapter
 
@@ -48,11 +48,9 @@ class ExportSettings:
                 message=f"`{folder.name}` is the name of an unfinished export",
                 key="folder", hint=f"choose a name that does not end in `{PARTIAL}`",
             )  # fmt: skip
-        reason = None if folder is None else foreign(folder)
-        if reason:
+        if folder is not None and (reason := foreign(folder)):
             yield Problem(message=reason, key="folder", hint="name a new folder")
-        damage = None if folder is None or reason else changed(folder)
-        if damage:
+        elif folder is not None and (damage := changed(folder)):
             hint = "the export in it will be kept aside under another name"
             yield Problem(message=f"{folder}: {damage}", key="folder", hint=hint, warning=True)
         for slot, stage in plan.slots.items():
@@ -62,6 +60,12 @@ class ExportSettings:
                 where = self.folder or "the run's folder `export`"
                 message = f"slot `{slot}` exports to {where} too, and would be replaced"
                 yield Problem(message=message, key="folder", hint="name another folder")
+
+    def _export(self, ctx: Context, contents: Any, trained: TrainedRun | None) -> ExportedModel:
+        from stages.export.run import export
+        from stages.export.target import target_of
+
+        return export(target_of(self.folder, ctx), ctx, contents, trained)
 
     def verify_result(self, exported: ExportedModel) -> None:
         """Raise ExportError unless every file has the checksum that it was written with."""
@@ -96,11 +100,11 @@ class ExportSettings:
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun
     ) -> TextModel:
         """Load the model that `run` would export, for `pipe chat`."""
-        from stages.export.text_model import open_trained
+        from stages.export.text_model import open_source
         from stages.model.as_exported import require_same_base
 
         require_same_base(ctx, model, trained, "name the export")
-        return open_trained(ctx, model, weights, self.loads_as)
+        return open_source(ctx, model, self.loads_as, weights)
 
     def open_source(self, ctx: Context, model: ModelSource) -> TextModel:
         """Load the model before training, for `pipe chat --beside`."""
@@ -141,21 +145,16 @@ class ExportSafetensors(ExportSettings):
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun | None = None
     ) -> ExportedModel:
         from stages.export.contents import ModelContents
-        from stages.export.run import export
-        from stages.export.target import target_of
 
         contents = ModelContents(
-            source=model,
-            trained=weights,
-            prompt=self.prompt,
-            dtype=self.dtype,
+            source=model, trained=weights, prompt=self.prompt, dtype=self.dtype,
             max_shard_size=parse_size(self.max_shard_size),
-        )
+        )  # fmt: skip
         ctx.on_exit(contents.close)
-        return export(target_of(self.folder, ctx), ctx, contents, trained)
+        return self._export(ctx, contents, trained)
 
     def resource_needs(self, ctx: Context, model: ModelSource) -> Iterator[ResourceNeed]:
-        from stages.export.plan import resource_need
+        from stages.export.contents import resource_need
 
         yield resource_need(self.dtype, self.folder, ctx, model)
 

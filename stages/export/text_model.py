@@ -33,7 +33,7 @@ from pipeline.utils import BYTES, activity, human
 from stages.adapter.compat import CONFIG as ADAPTER_CONFIG
 from stages.adapter.compat import WEIGHTS as ADAPTER
 from stages.adapter.compat import import_peft, quiet
-from stages.export import manifest, target
+from stages.export import target
 from stages.export.proof import ROOM, loaded, loading
 from stages.model import compat
 from stages.model.as_exported import AS_SOURCE, module_tensors
@@ -44,27 +44,26 @@ from stages.precision.policy import emulates_narrow
 from stages.template_limits import Limited
 
 
-class Words:
-    """A tokenizer and its chat template. The template's process is a copy of this one, so it is
-    made before a model is loaded."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.render = Limited(tokenizer.apply_chat_template, "the model")
-        if getattr(tokenizer, "chat_template", None):
-            self.render.start()
-
-
 class LoadedModel(TextModel):
     """A model and tokenizer of transformers."""
 
     def __init__(
-        self, model: Any, words: Words, device: torch.device, held: contextlib.ExitStack
+        self,
+        model: Any,
+        tokenizer: Any,
+        render: Limited,
+        device: torch.device,
+        held: contextlib.ExitStack,
     ) -> None:
-        """`held` keeps what the model reads while it runs."""
-        tokenizer = words.tokenizer
+        """`render` applies the tokenizer's template; `held` keeps what the model reads while it
+        runs. Raises UsageError if the model does not fit on the device."""
+        with _fitting(device):
+            if emulates_narrow(device) and not any(one.is_meta for one in model.parameters()):
+                model = model.float()
+            elif device.type != "cpu":
+                model = model.to(device)
         self._model, self._tokenizer, self._held = model.eval(), tokenizer, held
-        self._render, self._device = words.render, device
+        self._render, self._device = render, device
         sizes = Counter[torch.dtype]()
         for one in model.parameters():
             sizes[one.dtype] += one.numel()
@@ -86,9 +85,23 @@ class LoadedModel(TextModel):
         return self._write(self._tokenizer(text)["input_ids"], how, show)
 
     def _write(self, prompt: list[int], how: Writing, show: Callable[[str], object]) -> Written:
+        from transformers import TextStreamer
+
+        class Shown(TextStreamer):  # type: ignore[misc]
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                if text:
+                    show(text)
+
         if not prompt:
             raise StageError("the prompt has no tokens", hint="write a text")
-        length = self._length(len(prompt), how.max_tokens)
+        length = how.max_tokens
+        if self._most is not None and len(prompt) >= self._most:
+            raise StageError(
+                f"the text has {len(prompt)} tokens, and the model has {self._most} positions",
+                hint="shorten the prompt; in a chat, /reset drops what was said",
+            )
+        if self._most is not None:
+            length = min(length, self._most - len(prompt))
         # Sampling keeps the other settings of generation_config.json.
         drawing: dict[str, Any] = {"do_sample": True, "temperature": how.temperature}
         if not how.temperature:
@@ -100,7 +113,7 @@ class LoadedModel(TextModel):
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=length,
-                streamer=_streamer(self._tokenizer, show),
+                streamer=Shown(self._tokenizer, skip_prompt=True, skip_special_tokens=True),
                 **drawing,
             )
         new = output[0, len(prompt) :].tolist()
@@ -108,20 +121,9 @@ class LoadedModel(TextModel):
         return Written(text=text, tokens=len(new), ended=bool(self._ends & set(new[-1:])))
 
     @property
-    def _ends(self) -> set[int]:
+    def _ends(self) -> set[int | None]:
         ends = self._model.generation_config.eos_token_id
-        return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
-
-    def _length(self, prompt: int, asked: int) -> int:
-        """Tokens to write after so many of a prompt."""
-        if self._most is None:
-            return asked
-        if prompt >= self._most:
-            raise StageError(
-                f"the text has {prompt} tokens, and the model has {self._most} positions",
-                hint="shorten the prompt; in a chat, /reset drops what was said",
-            )
-        return min(asked, self._most - prompt)
+        return set(ends if isinstance(ends, list) else [ends])
 
     def has_room(self) -> bool:
         free = free_memory()
@@ -137,15 +139,13 @@ class LoadedModel(TextModel):
             torch.cuda.empty_cache()
 
 
-def _streamer(tokenizer: Any, show: Callable[[str], object]) -> Any:
-    from transformers import TextStreamer
-
-    class Shown(TextStreamer):  # type: ignore[misc]
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            if text:
-                show(text)
-
-    return Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
+def _renderer(tokenizer: Any) -> Limited:
+    """The tokenizer's chat template in its process, which is a copy of this one, so it is made
+    before a model is loaded."""
+    render = Limited(tokenizer.apply_chat_template, "the model")
+    if getattr(tokenizer, "chat_template", None):
+        render.start()
+    return render
 
 
 def open_folder(
@@ -160,29 +160,24 @@ def open_folder(
     if source is not None:
         under = open_source(ctx, source, AS_SOURCE)
     else:
-        base, speaks = _base_of(folder), (folder / "tokenizer_config.json").is_file()
-        under = _whole(base, ctx, folder if speaks else base, trust_remote_code=trust_remote_code)
+        named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        base = Path(named) if isinstance(named, str) else Path()
+        wrong = ""
+        if not (isinstance(named, str) and base.is_dir()):
+            wrong = f"{folder} holds only an adapter, and its base ({named}) is not on this machine"
+        elif (base / ADAPTER_CONFIG).is_file():
+            wrong = f"{folder} is an adapter, and its base ({named}) is one too"
+        if wrong:
+            hint = "name the run that trained it, or export the whole model: export.safetensors"
+            raise UsageError(wrong, hint=hint)
+        speaks = folder if (folder / "tokenizer_config.json").is_file() else base
+        under = _whole(base, ctx, speaks, trust_remote_code=trust_remote_code)
     peft = import_peft()
-    failed = "peft cannot load the adapter"
-    with loading(failed), quiet(), _odd(folder), _fitting(ctx.dist.device):
+    with loading("peft cannot load the adapter"), quiet(), _fitting(ctx.dist.device, folder):
         under._model = peft.PeftModel.from_pretrained(
             under._model, str(folder), autocast_adapter_dtype=False
         ).eval()
     return under
-
-
-def _base_of(folder: Path) -> Path:
-    """The folder of an adapter's base. Raises UsageError if it is none, or another adapter's."""
-    named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    hint = "name the run that trained it, or export the whole model: export.safetensors"
-    if not (isinstance(named, str) and Path(named).is_dir()):
-        raise UsageError(
-            f"{folder} holds only an adapter, and its base ({named}) is not on this machine",
-            hint=hint,
-        )
-    if (Path(named) / ADAPTER_CONFIG).is_file():
-        raise UsageError(f"{folder} is an adapter, and its base ({named}) is one too", hint=hint)
-    return Path(named)
 
 
 def _whole(folder: Path, ctx: Context, speaks: Path, *, trust_remote_code: bool) -> LoadedModel:
@@ -194,37 +189,26 @@ def _whole(folder: Path, ctx: Context, speaks: Path, *, trust_remote_code: bool)
     passed = _looked_over(folder, ctx, has_weights=safe)
     model: Any
     device = ctx.dist.device
-    with contextlib.ExitStack() as stack, activity(f"loading {folder.name}"), _odd(folder):
+    loads = activity(f"loading {folder.name}")
+    with contextlib.ExitStack() as stack, loads, _fitting(device, folder):
         with loading(f"the tokenizer in {speaks} cannot be loaded"):
             own = AutoTokenizer.from_pretrained(
                 speaks, local_files_only=True, trust_remote_code=trust_remote_code
             )
-        words = Words(own)
+        render = _renderer(own)
         ends = [] if speaks == folder else wanted_ids(own, len(own))["eos_token_id"]
-        with _fitting(device):
-            model = stack.enter_context(
-                loaded(folder, passed, trust_remote_code=trust_remote_code, device=device)
-            )
+        model = stack.enter_context(
+            loaded(folder, passed, trust_remote_code=trust_remote_code, device=device)
+        )
         settings = model.generation_config
         settings.eos_token_id = aligned(settings.eos_token_id, ends, several=True)
-        return LoadedModel(_placed(model, device), words, device, stack.pop_all())
-
-
-@contextlib.contextmanager
-def _odd(folder: Path) -> Iterator[None]:
-    """Turn what transformers raises for odd files, which can be anything, into an ExportError."""
-    try:
-        yield
-    except PipeError:
-        raise
-    except Exception as error:
-        raise ExportError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
+        return LoadedModel(model, own, render, device, stack.pop_all())
 
 
 def _looked_over(folder: Path, ctx: Context, *, has_weights: bool) -> Sequence[str]:
     """Names of the tensors that are passed through. Raises UsageError for an export that lacks
     files, or parts of them, and for a folder without safetensors; warns of one that was changed."""
-    written = manifest.load(folder)
+    written = target.load(folder)
     if written is not None:
         if written.proof is None:
             raise UsageError(f"{folder} is an unfinished export", hint="export it again")
@@ -242,21 +226,18 @@ def _looked_over(folder: Path, ctx: Context, *, has_weights: bool) -> Sequence[s
     return written.passed if written else ()
 
 
-def open_trained(ctx: Context, source: ModelSource, weights: Weights, dtype: str) -> LoadedModel:
-    """The source's model with trained weights, adapters merged, in `dtype` of an export."""
-    merged = source.merge_trained(weights)
-    try:
-        return _filled(source.export_view, merged, dtype, ctx.dist.device)
-    finally:
-        if merged is not weights:
-            merged.close()
-
-
-def open_source(ctx: Context, source: ModelSource, dtype: str) -> LoadedModel:
-    """The source's model as it was before training, in `dtype` of an export."""
+def open_source(
+    ctx: Context, source: ModelSource, dtype: str, trained: Weights | None = None
+) -> LoadedModel:
+    """The source's model in `dtype` of an export: with `trained` weights, adapters merged, or as it
+    was before training."""
     view = source.export_view
-    with contextlib.closing(view.weights()) as own:
-        return _filled(view, own, dtype, ctx.dist.device)
+    tensors = view.weights() if trained is None else source.merge_trained(trained)
+    try:
+        return _filled(view, tensors, dtype, ctx.dist.device)
+    finally:
+        if tensors is not trained:
+            tensors.close()
 
 
 def _filled(
@@ -264,10 +245,19 @@ def _filled(
 ) -> LoadedModel:
     """The module of `view` with `tensors`, read one after another. Raises UsageError where memory
     has no room for them, and StageError if they are not the module's."""
-    words = Words(view.tokenizer())
+    from transformers import GenerationConfig
+
+    tokenizer = view.tokenizer()
+    render = _renderer(tokenizer)
     model: Any
     model, own = module_tensors(view, tensors, dtype)
-    _as_exported(model, view)
+    # It generates as the folder of its export would: ends of turns, cache, attention.
+    with tempfile.TemporaryDirectory() as folder, compat.quiet():
+        view.save_assets(Path(folder), dtype="fp32")
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+        use_cache = read_json(Path(folder) / "config.json").get("use_cache", True)
+    model.config.use_cache = model.config.get_text_config().use_cache = use_cache
+    compat.attend_fast(model)
     size = sum(own.spec(name).nbytes for name in own.names())
     free = free_memory()
     if size > free:
@@ -282,34 +272,19 @@ def _filled(
             model.get_submodule(module).load_state_dict({leaf: tensor}, strict=False, assign=True)
             reading.advance(tensor.numel() * tensor.element_size())
     view.tie(model)
-    return LoadedModel(_placed(model, device), words, device, contextlib.ExitStack())
-
-
-def _as_exported(model: Any, view: ModelSource) -> None:
-    """Have a module generate as the folder of its export would: ends of turns, cache, attention."""
-    from transformers import GenerationConfig
-
-    with tempfile.TemporaryDirectory() as folder, compat.quiet():
-        view.save_assets(Path(folder), dtype="fp32")
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-        use_cache = read_json(Path(folder) / "config.json").get("use_cache", True)
-    model.config.use_cache = model.config.get_text_config().use_cache = use_cache
-    compat.attend_fast(model)
-
-
-def _placed(model: Any, device: torch.device) -> Any:
-    """The model on the device, in fp32 where that only emulates less. Raises UsageError if it does
-    not fit there."""
-    if emulates_narrow(device) and not any(one.is_meta for one in model.parameters()):
-        return model.float()
-    with _fitting(device):
-        return model if device.type == "cpu" else model.to(device)
+    return LoadedModel(model, tokenizer, render, device, contextlib.ExitStack())
 
 
 @contextlib.contextmanager
-def _fitting(device: torch.device) -> Iterator[None]:
-    """Raise UsageError for a model that does not fit on the device."""
+def _fitting(device: torch.device, folder: Path | None = None) -> Iterator[None]:
+    """Raise UsageError for a model that does not fit on the device, and ExportError for whatever
+    else transformers raises for an odd `folder`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise UsageError(f"the model does not fit on {device}", hint="--device cpu") from error
+    except Exception as error:
+        if folder is None or isinstance(error, PipeError):
+            raise
+        message = f"{folder} cannot be loaded: {type(error).__name__}: {error}"
+        raise ExportError(message) from error

@@ -7,12 +7,13 @@ lies in it uncompressed, so it can be mapped.
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import IO, Any, NamedTuple, cast
 
@@ -32,7 +33,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from pipeline import CheckpointError
 from pipeline.checkpoint import StateSource
 from pipeline.utils import open_regular, require_trust
-from stages.formats.stored import Box, Shape, append, assembled, explained, require_checksums
+from stages.formats.stored import (
+    Box,
+    Shape,
+    Stored,
+    append,
+    assembled,
+    explained,
+    require_checksums,
+)
 
 _FILE = re.compile(r"(?!\.)[\w.-]+", re.ASCII)
 _DATA = "__0_0.distcp"
@@ -47,22 +56,15 @@ class Chunk(NamedTuple):
     length: int
 
 
-class Item(NamedTuple):
-    """An entry of a state dict: a tensor as boxes, each in a chunk, or a value in one chunk."""
-
-    chunks: Sequence[Chunk]
-    boxes: Sequence[Box] = ()
-    shape: Shape = ()
-    dtype: torch.dtype | None = None
-    """None for a value that is not a tensor."""
-
-
 Keys = tuple[str, ...]
 """Keys of nested dicts and lists that lead to an item."""
+MAPPED = 1024
+"""Chunks that stay mapped, as each is read in many parts."""
 
 
-def read_items(folder: Path) -> dict[Keys, Item]:
-    """Items of a folder. Raises CheckpointError."""
+def read_items(folder: Path) -> dict[Keys, Stored | Chunk]:
+    """Entries of the state dict in a folder: tensors, and the chunks of other values. Raises
+    CheckpointError."""
     found = read_metadata(folder)
     chunks: dict[tuple[str, Shape | None], Chunk] = {}
     for index, info in found.storage_data.items():
@@ -73,23 +75,33 @@ def read_items(folder: Path) -> dict[Keys, Item]:
         offsets = None if index.offset is None else tuple(index.offset)
         file = folder / info.relative_path
         chunks[index.fqn, offsets] = Chunk(file, info.offset, info.length)
+    mapped = functools.lru_cache(MAPPED)(map_chunk)
     return {
-        tuple(map(str, found.planner_data[name])): _item(name, described, chunks)
+        tuple(map(str, found.planner_data[name])): _stored(name, described, chunks, mapped)
+        if isinstance(described, metadata.TensorStorageMetadata)
+        else chunks[name, None]
         for name, described in found.state_dict_metadata.items()
     }
 
 
-def _item(name: str, described: Any, chunks: Mapping[tuple[str, Shape | None], Chunk]) -> Item:
-    if not isinstance(described, metadata.TensorStorageMetadata):
-        return Item([chunks[name, None]])
-    boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in described.chunks if 0 not in c.sizes]
-    require_cover(boxes, described.size)
-    return Item(
-        chunks=[chunks[name, box.offsets] for box in boxes],
-        # A scalar is read as a vector of one element.
-        boxes=[Box(box.offsets or (0,), box.sizes or (1,)) for box in boxes],
-        shape=tuple(described.size),
-        dtype=described.properties.dtype,
+def _stored(
+    name: str,
+    described: metadata.TensorStorageMetadata,
+    chunks: Mapping[tuple[str, Shape | None], Chunk],
+    load: Callable[..., Tensor],
+) -> Stored:
+    cut = [Box(tuple(c.offsets), tuple(c.sizes)) for c in described.chunks if 0 not in c.sizes]
+    require_cover(cut, described.size)
+    own = [chunks[name, box.offsets] for box in cut]
+    # A scalar is read as a vector of one element.
+    boxes = [Box(box.offsets or (0,), box.sizes or (1,)) for box in cut]
+    shape, dtype = tuple(described.size), described.properties.dtype
+    return Stored(
+        shape=shape,
+        dtype=dtype,
+        grid=shape or (1,),
+        boxes=boxes,
+        load=lambda number: load(own[number], boxes[number], dtype.itemsize, name),
     )
 
 
@@ -163,14 +175,15 @@ def _mapped(chunk: Chunk) -> np.memmap[Any, Any]:
     return np.memmap(chunk.file, np.uint8, "c", chunk.offset, (chunk.length,))
 
 
-def load_value(item: Item, name: str) -> Any:
+def load_value(item: Stored | Chunk, name: str) -> Any:
     """A value, or a tensor of one element as a number. Raises CheckpointError."""
-    (chunk,) = item.chunks
+    if isinstance(item, Stored):
+        ((_, data),) = item.read(0, math.prod(item.shape))
+        return torch.frombuffer(data, dtype=item.dtype).item()
     try:
-        value = torch.load(io.BytesIO(_mapped(chunk).data), map_location="cpu", weights_only=True)
-        return value.item() if isinstance(value, Tensor) else value
+        return torch.load(io.BytesIO(_mapped(item).data), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise explained(error, f"{chunk.file} ({name})") from error
+        raise explained(error, f"{item.file} ({name})") from error
 
 
 def map_chunk(chunk: Chunk, box: Box, itemsize: int, name: str) -> Tensor:

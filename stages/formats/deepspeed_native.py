@@ -95,29 +95,67 @@ def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
         if len(group.counts) != 1 or -1 in group.counts:
             raise CheckpointError(f"{state}: ranks differ in the number of updates, or have none")
     buffers = {name: whole(model["module"][name]) for name in model["buffer_names"]}
-    if sharded:
-        frozen = dict(_frozen_shards(models))
+    frozen: dict[str, Stored] = {}
+    if sharded:  # parameters without a master, of which each rank holds a part
+        for name, shape in (model["frozen_param_shapes"] or {}).items():
+            cut = _cut_each({name: shape}, len(models))[name]
+            held = [saved["frozen_param_fragments"][name] for saved in models]
+            frozen[name] = joined(shape, [flattened(held[rank])[:stop] for rank, _, stop in cut])
     else:  # every rank has them whole
         known = {*buffers, *model["shared_params"]}.union(*(group.shapes for group in groups))
         frozen = {name: whole(t) for name, t in model["module"].items() if name not in known}
+    trained = {
+        f"{kind}/{name}": joined(group.shapes[name], [group.flats[kind][r][a:b] for r, a, b in own])
+        for group in groups
+        for kind in (WEIGHT, *moments)
+        for name, own in group.places.items()
+    }
+    numbered = [list(own) for _, own in itertools.groupby(groups, key=lambda group: group.number)]
+    progress, random = _of_pipetrain(folder)
+    return source_of(
+        folder,
+        model,
+        progress=progress,
+        samples=reading.samples,
+        frozen=list(frozen),
+        groups=[
+            stored.group(own[0].settings, [n for one in own for n in one.shapes], moments)
+            for own in numbered
+        ],
+        updates={n: max(g.counts) for g in groups for n in g.shapes} if moments else {},
+        optimizer=ranks[0],
+        tensors={f"{WEIGHT}/{name}": value for name, value in (frozen | buffers).items()}
+        | trained
+        | random,
+    )
+
+
+def source_of(
+    where: Path, model: Saved, *, progress: Saved | None, samples: int, frozen: Sequence[str],
+    groups: Sequence[ParameterGroup], updates: Mapping[str, int], optimizer: Saved,
+    tensors: Mapping[str, Stored],
+) -> StateSource:  # fmt: skip
+    """The state of one of DeepSpeed's checkpoints, by the contents of its `*_model_states.pt` and
+    of an optimizer's file; `progress` is a pipetrain run's."""
     step, skipped = int(model["global_steps"]), int(model.get("skipped_steps") or 0)
-    fresh = Progress(step=step, samples=reading.samples, skipped=skipped)
+    scaler, scale = optimizer.get("loss_scaler"), None
+    if isinstance(scaler, Scaler) and scaler.dynamic:
+        good = scaler.cur_iter - scaler.last_overflow_iter - 1
+        scale = LossScale(scale=float(scaler.cur_scale), good_steps=good % scaler.scale_window)
     return stored.MappedSource(
-        where=str(folder),
+        where=str(where),
         step=step,
-        world_size=len(ranks),
+        world_size=int(model["dp_world_size"]),
         writer={"format": "deepspeed", "packages": {"deepspeed": model.get("ds_version")}},
-        progress=_own_progress(folder) or vars(fresh),
+        progress=progress or vars(Progress(step=step, samples=samples, skipped=skipped)),
         state=EngineState(
             aliases=dict(model["shared_params"]),
-            frozen=list(frozen),
-            groups=list(_optimizer_groups(groups, moments)),
-            updates={n: max(g.counts) for g in groups for n in g.shapes} if moments else {},
-            loss_scale=loss_scale(ranks[0]),
+            frozen=frozen,
+            groups=groups,
+            updates=updates,
+            loss_scale=scale,
         ),
-        stored={f"{WEIGHT}/{name}": value for name, value in (frozen | buffers).items()}
-        | dict(_trained(groups, (WEIGHT, *moments)))
-        | dict(_own_random(folder)),
+        stored=tensors,
     )
 
 
@@ -228,52 +266,16 @@ def _require_same_places(
             )
 
 
-def _optimizer_groups(
-    groups: Sequence[FlatGroup], moments: Sequence[str]
-) -> Iterator[ParameterGroup]:
-    for _, parts in itertools.groupby(groups, key=lambda group: group.number):
-        first, *others = parts
-        names = [name for group in (first, *others) for name in group.shapes]
-        yield stored.group(first.settings, names, moments)
-
-
-def _trained(groups: Sequence[FlatGroup], kinds: Sequence[str]) -> Iterator[tuple[str, Stored]]:
-    for group, kind in itertools.product(groups, kinds):
-        for name, places in group.places.items():
-            parts = [group.flats[kind][rank][start:stop] for rank, start, stop in places]
-            yield f"{kind}/{name}", joined(group.shapes[name], parts)
-
-
-def _frozen_shards(models: Sequence[Saved]) -> Iterator[tuple[str, Stored]]:
-    """Parameters without a master under stage 3; each rank holds a part."""
-    for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
-        places = _cut_each({name: shape}, len(models))[name]
-        parts = [model["frozen_param_fragments"][name] for model in models]
-        yield name, joined(shape, [flattened(parts[rank])[:stop] for rank, _, stop in places])
-
-
-def loss_scale(saved: Saved) -> LossScale | None:
-    """The state of dynamic loss scaling; None without it."""
-    scaler = saved.get("loss_scaler")
-    if not isinstance(scaler, Scaler) or not scaler.dynamic:
-        return None
-    good = scaler.cur_iter - scaler.last_overflow_iter - 1
-    return LossScale(scale=float(scaler.cur_scale), good_steps=good % scaler.scale_window)
-
-
-def _own_progress(folder: Path) -> dict[str, Any] | None:
-    """The progress of a pipetrain run; None for another tool's checkpoint."""
-    file = folder / stored.PROGRESS
-    if not file.is_file():
-        return None
-    with stored.understood(file, "pipe"):
-        return vars(Progress.from_record(stored.read_json(file)["progress"]))
-
-
-def _own_random(folder: Path) -> Iterator[tuple[str, Stored]]:
-    """States of the generators of every rank of a pipetrain run, by key."""
+def _of_pipetrain(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Stored]]:
+    """The progress of a pipetrain run, None in another tool's checkpoint, and the states of the
+    generators of every rank, by key."""
+    file, progress, found = folder / stored.PROGRESS, None, dict[str, Stored]()
+    if file.is_file():
+        with stored.understood(file, "pipe"):
+            progress = vars(Progress.from_record(stored.read_json(file)["progress"]))
     for file in folder.glob("random-*.json"):
         rank = int(file.stem.removeprefix("random-"))
         for name, text in stored.read_json(file).items():
             data = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-            yield random_key(rank, name), whole(data)
+            found[random_key(rank, name)] = whole(data)
+    return progress, found

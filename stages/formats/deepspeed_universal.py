@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup, Progress
+from pipeline import WEIGHT, CheckpointError
 from pipeline.checkpoint import Reading, StateSource, appearing
 from stages.formats import stored
-from stages.formats.deepspeed_native import load, loss_scale
+from stages.formats.deepspeed_native import load, source_of
 from stages.formats.stored import MOMENTS, Shape, Stored, joined, whole
 
 FILES = {WEIGHT: "fp32", **{moment: moment for moment in MOMENTS}}
@@ -29,56 +29,46 @@ def open_universal(folder: Path, reading: Reading) -> StateSource:
         raise CheckpointError(f"{folder}: no *_model_states.pt")
     zero = folder / "zero"
     optimizer = load(zero / "optimizer_state.pt")
-    shapes: dict[str, Shape] = {
-        name: tuple(shape) for group in model["param_shapes"] for name, shape in group.items()
-    }
-    step = int(model["global_steps"])
+    # Each entry is an optimizer group, or under stage 3 a sub-group of one.
+    parts, saved = model["param_shapes"], optimizer["param_groups"]
+    if sorted(index for group in saved for index in group["params"]) != list(range(len(parts))):
+        raise CheckpointError(f"{folder}: optimizer groups and parameters do not belong together")
+    shapes: dict[str, Shape] = {n: tuple(shape) for part in parts for n, shape in part.items()}
     moments = () if reading.weights_only else MOMENTS
-    found = dict(_trained(zero, shapes, (WEIGHT, *moments)))
-    others = dict(_untrained(zero, model, shapes))
-    updates: dict[str, int] = {}
-    if moments:  # DeepSpeed keeps one count for all
-        file = zero / next(iter(shapes)) / "step.pt"
-        saved = optimizer["optimizer_state_dict"]["state"]
-        updates = dict.fromkeys(shapes, int(load(file) if file.is_file() else saved[0]["step"]))
-    return stored.MappedSource(
-        where=str(folder),
-        step=step,
-        world_size=int(model["dp_world_size"]),
-        writer={"format": "deepspeed", "packages": {"deepspeed": model.get("ds_version")}},
-        progress=model.get("progress") or vars(Progress(step=step, samples=reading.samples)),
-        state=EngineState(
-            aliases=dict(model["shared_params"]),
-            frozen=[name for name in others if name not in model["buffer_names"]],
-            groups=list(_groups(model["param_shapes"], optimizer["param_groups"], moments, folder)),
-            updates=updates,
-            loss_scale=loss_scale(optimizer),
-        ),
-        stored=found | {f"{WEIGHT}/{name}": value for name, value in others.items()},
-    )
-
-
-def _trained(
-    zero: Path, shapes: Mapping[str, Shape], kinds: Sequence[str]
-) -> Iterator[tuple[str, Stored]]:
+    found: dict[str, Stored] = {}
     for name, shape in shapes.items():
         own = zero / stored.require_file_name(name, str(zero))
-        if len(kinds) > 1:
+        if moments:
             present = [kind for kind in MOMENTS if (own / f"{kind}.pt").is_file()]
             stored.require_moments(present, str(zero), name)
-        for kind in kinds:
-            yield f"{kind}/{name}", joined(shape, [_tensor(own / f"{FILES[kind]}.pt")])
-
-
-def _untrained(
-    zero: Path, model: Mapping[str, Any], shapes: Mapping[str, Shape]
-) -> Iterator[tuple[str, Stored]]:
-    """Frozen parameters and buffers."""
+        for kind in (WEIGHT, *moments):
+            found[f"{kind}/{name}"] = joined(shape, [_tensor(own / f"{FILES[kind]}.pt")])
+    # Frozen parameters and buffers.
     wanted = {*(model["frozen_param_shapes"] or {}), *model["buffer_names"]}
-    present = {path.name for path in zero.iterdir() if path.is_dir()}
-    for name in sorted((wanted | present) - {*shapes, *model["shared_params"]}):
+    folders = {path.name for path in zero.iterdir() if path.is_dir()}
+    others = sorted((wanted | folders) - {*shapes, *model["shared_params"]})
+    for name in others:
         own = zero / stored.require_file_name(name, str(zero))
-        yield name, whole(_tensor(own / f"{FILES[WEIGHT]}.pt"))
+        found[f"{WEIGHT}/{name}"] = whole(_tensor(own / f"{FILES[WEIGHT]}.pt"))
+    updates: dict[str, int] = {}
+    if moments:  # DeepSpeed keeps one count for all
+        file, states = zero / next(iter(shapes)) / "step.pt", optimizer["optimizer_state_dict"]
+        count = load(file) if file.is_file() else states["state"][0]["step"]
+        updates = dict.fromkeys(shapes, int(count))
+    return source_of(
+        folder,
+        model,
+        progress=model.get("progress"),
+        samples=reading.samples,
+        frozen=[name for name in others if name not in model["buffer_names"]],
+        groups=[
+            stored.group(one, [name for i in one["params"] for name in parts[i]], moments)
+            for one in saved
+        ],
+        updates=updates,
+        optimizer=optimizer,
+        tensors=found,
+    )
 
 
 def _tensor(file: Path) -> Tensor:
@@ -89,21 +79,16 @@ def _tensor(file: Path) -> Tensor:
     return tensor
 
 
-def _groups(
-    shapes: Sequence[Mapping[str, Shape]], groups: Sequence[Mapping[str, Any]],
-    moments: Sequence[str], folder: Path,
-) -> Iterator[ParameterGroup]:  # fmt: skip
-    """Optimizer groups; each entry of `shapes` is one, or under stage 3 a sub-group of one."""
-    if sorted(index for group in groups for index in group["params"]) != list(range(len(shapes))):
-        raise CheckpointError(f"{folder}: optimizer groups and parameters do not belong together")
-    for group in groups:
-        names = [name for index in group["params"] for name in shapes[index]]
-        yield stored.group(group, names, moments)
-
-
 def write_universal(source: StateSource, folder: Path) -> Sequence[str]:
     """Write `folder`; returns notes for its users. Raises CheckpointError."""
-    updates = _one_count(source)
+    what = "DeepSpeed's universal checkpoint holds weights with Adam's moments"
+    stored.require_adam(source, what)
+    updates, *others = sorted(set(source.state.updates.values()))
+    if others:
+        raise CheckpointError(
+            f"{source.where}: DeepSpeed counts updates once for all parameters; here they were "
+            f"updated {', '.join(map(str, (updates, *others)))} times"
+        )
     tag = f"global_step{source.step}"
     with appearing(folder) as partial:
         zero = partial / tag / "zero"
@@ -117,7 +102,18 @@ def write_universal(source: StateSource, folder: Path) -> Sequence[str]:
         for name in source.state.updates:
             # torch's optimizers need a tensor, DeepSpeed's take one.
             _save(torch.tensor(float(updates)), zero / name / "step.pt")
-        _save(_optimizer_state(source, updates), zero / "optimizer_state.pt")
+        groups = [
+            {**group.settings, "step": updates, "params": [number]}
+            for number, group in enumerate(source.state.groups)
+        ]
+        # Stage 3 gives this very object to all sub-groups. A tensor would be counted up by each of
+        # them at every step; with a number, optimizers that need a tensor refuse to go on.
+        states = {"state": {0: {"step": updates}}, "param_groups": groups}
+        version = importlib.metadata.version("deepspeed")
+        optimizer = {
+            "param_groups": groups, "optimizer_state_dict": states, "ds_version": version
+        }  # fmt: skip
+        _save(optimizer, zero / "optimizer_state.pt")
         for file in MODEL_STATES:
             _save(_model_state(source), partial / tag / file)
         (partial / "latest_universal").write_text(tag, encoding="utf-8")
@@ -127,33 +123,6 @@ def write_universal(source: StateSource, folder: Path) -> Sequence[str]:
 def _save(value: Any, file: Path) -> None:
     with file.open("xb") as stream:
         stored.append(value, stream)
-
-
-def _one_count(source: StateSource) -> int:
-    """The number of updates of every parameter; DeepSpeed keeps one number."""
-    what = "DeepSpeed's universal checkpoint holds weights with Adam's moments"
-    stored.require_adam(source, what)
-    counts = sorted(set(source.state.updates.values()))
-    if len(counts) != 1:
-        raise CheckpointError(
-            f"{source.where}: DeepSpeed counts updates once for all parameters; here they were "
-            f"updated {', '.join(map(str, counts))} times"
-        )
-    return counts[0]
-
-
-def _optimizer_state(source: StateSource, updates: int) -> dict[str, Any]:
-    groups = [
-        {**group.settings, "step": updates, "params": [number]}
-        for number, group in enumerate(source.state.groups)
-    ]
-    return {
-        "param_groups": groups,
-        # Stage 3 gives this very object to all sub-groups. A tensor would be counted up by each of
-        # them at every step; with a number, optimizers that need a tensor refuse to go on.
-        "optimizer_state_dict": {"state": {0: {"step": updates}}, "param_groups": groups},
-        "ds_version": importlib.metadata.version("deepspeed"),
-    }
 
 
 def _model_state(source: StateSource) -> dict[str, Any]:

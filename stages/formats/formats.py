@@ -69,19 +69,17 @@ class Dcp(StateFormat):
         return (folder / ".metadata").is_file() or (folder / MODEL / ".metadata").is_file()
 
     def open(self, folder: Path, reading: Reading) -> StateSource:
-        from stages.formats.dcp_state import open_dcp
-        from stages.formats.stored import understood
+        from stages.formats import dcp_state, stored
 
         parts = [folder / MODEL, folder / OPTIMIZER] if (folder / MODEL).is_dir() else [folder]
-        with understood(folder, "torch.distributed.checkpoint"):
-            return open_dcp(folder, [part for part in parts if part.is_dir()], reading)
+        with stored.understood(folder, "torch.distributed.checkpoint"):
+            return dcp_state.open_dcp(folder, [part for part in parts if part.is_dir()], reading)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from stages.formats.dcp_state import write_dcp
-        from stages.formats.stored import understood
+        from stages.formats import dcp_state, stored
 
-        with understood(source.where, "pipe"):
-            return write_dcp(source, folder)
+        with stored.understood(source.where, "pipe"):
+            return dcp_state.write_dcp(source, folder)
 
 
 POINTERS = ("latest", "latest_universal")
@@ -104,22 +102,19 @@ class DeepSpeed(StateFormat):
         return pointed or any(folder.glob("*_model_states.pt"))
 
     def open(self, folder: Path, reading: Reading) -> StateSource:
-        from stages.formats.deepspeed_native import open_native
-        from stages.formats.deepspeed_universal import open_universal
-        from stages.formats.stored import understood
+        from stages.formats import deepspeed_native, deepspeed_universal, stored
 
         state = _state_folder(folder)
-        with understood(state, "DeepSpeed"):
+        with stored.understood(state, "DeepSpeed"):
             if (state / "zero").is_dir():
-                return open_universal(state, reading)
-            return open_native(folder, state, reading)
+                return deepspeed_universal.open_universal(state, reading)
+            return deepspeed_native.open_native(folder, state, reading)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from stages.formats.deepspeed_universal import write_universal
-        from stages.formats.stored import understood
+        from stages.formats import deepspeed_universal, stored
 
-        with understood(source.where, "pipe"):
-            return write_universal(source, folder)
+        with stored.understood(source.where, "pipe"):
+            return deepspeed_universal.write_universal(source, folder)
 
 
 def _state_folder(folder: Path) -> Path:

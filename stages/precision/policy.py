@@ -1,4 +1,4 @@
-"""Precision policy."""
+"""The stage `precision.policy`: the dtypes of a training."""
 
 from __future__ import annotations
 
@@ -50,22 +50,16 @@ class PrecisionPolicy:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if self.compute == "fp32" and self.master != "fp32":
-            yield Problem(
-                key="master", message="master weights are narrower than compute", hint="write fp32"
-            )
+            message = "master weights are narrower than compute"
+            yield Problem(key="master", message=message, hint="write fp32")
         if self.master == "fp16":
-            yield Problem(
-                key="master", message="fp16 master weights underflow", hint="write fp32 or bf16"
-            )
+            message = "fp16 master weights underflow"
+            yield Problem(key="master", message=message, hint="write fp32 or bf16")
         if self.compute == "fp16" and self.master != "fp32":
             yield Problem(key="master", message="fp16 compute needs fp32 master weights")
         if self.tf32 and self.compute != "fp32":
-            yield Problem(
-                key="tf32",
-                message=f"changes nothing: products are in {self.compute}",
-                hint="leave it out",
-                warning=True,
-            )
+            message = f"changes nothing: products are in {self.compute}"
+            yield Problem(key="tf32", message=message, hint="leave it out", warning=True)
         if self.initial_loss_scale != 2 ** round(math.log2(self.initial_loss_scale)):
             yield Problem(key="initial_loss_scale", message="is not a power of two")
 
@@ -73,11 +67,8 @@ class PrecisionPolicy:
         import torch
 
         if self.compute != "fp32" and emulates_narrow(ctx.dist.device):
-            ctx.log.warning(
-                "this processor emulates %s; compute: fp32 in the precision slot is many times "
-                "faster",
-                self.compute,
-            )
+            faster = "compute: fp32 in the precision slot is many times faster"
+            ctx.log.warning("this processor emulates %s; %s", self.compute, faster)
         if self.tf32 and ctx.dist.device.type == "cuda":
             # Not the newer torch.backends.cuda.matmul.fp32_precision: behind that, this function's
             # counterpart raises, which torch's compiler calls.

@@ -9,11 +9,16 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.forked import fork_writers
+from tests.support.tier import FULL, times
+
 HARD_LIMIT_SECONDS = 240
+GROUP_LIMIT = times(quick=480, full=1800)
+"""Seconds of many programs in one group of ranks."""
 
 
 class RankFailed(AssertionError):
@@ -50,6 +55,17 @@ def run_ranks(
                 process.kill()
                 process.join()
         return [_result(Path(folder), rank, ranks[rank].exitcode) for rank in range(world_size)]
+
+
+Call = tuple[Any, ...]
+"""A function of a rank and its further arguments."""
+
+
+def in_turn(dist: Any, calls: Sequence[Call]) -> list[Any]:
+    """Run one function after another in one process group; return their results."""
+    if not FULL:
+        fork_writers()
+    return [function(dist, *args) for function, *args in calls]
 
 
 def _wait(ranks: list[Any], limit: int) -> None:

@@ -24,6 +24,7 @@ from pipeline.recipe.dump import render
 from pipeline.recipe.nodes import MissingKey, UnknownKey
 from stages.importing.hugging_face import KINDS
 from stages.importing.translator import TABLES
+from tests.support.tier import times
 
 RECIPE = """\
 name: a
@@ -215,7 +216,10 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=times(quick=100, full=300),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(key=st.sampled_from(ALL), value=st.sampled_from(VALUES), slot=st.sampled_from(["", "loop"]))
 @example(key="devices", value=-1, slot="")
 def test_every_hint_names_a_field_and_a_value_that_it_takes(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.utils.text import align, counted, plural, shown_path, sparkline
+from pipeline.utils.text import align, counted, human, plural, shown_path, sparkline
 
 
 def test_plurals() -> None:
@@ -43,3 +43,8 @@ def test_paths_in_the_working_folder_are_short(
     assert shown_path(tmp_path) == "."
     assert shown_path(tmp_path.parent / "other") == str(tmp_path.parent / "other")
     assert shown_path(Path("a")) == "a"
+
+
+def test_human() -> None:
+    sizes = (999, 1000, 2_500_000, 7e15)
+    assert [human(size) for size in sizes] == ["999 B", "1.0 KB", "2.5 MB", "7000.0 TB"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from stages.train.causal_lm import TrainCausalLm
 from stages.wrap.ddp import Ddp
 from tests.support.averages import average_run, begun_run, continued_run
 from tests.support.models import context
-from tests.support.processes import run_ranks
+from tests.support.processes import in_turn, run_ranks
 from tests.support.state import Setting, load_run, save_run
 from tests.support.strategies import having
 from tests.support.tier import spread
@@ -26,10 +28,34 @@ from tests.support.tier import spread
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 
-@pytest.mark.parametrize("wrap", [*spread(list(having("basic")), 3), "zero3 offload"])
-def test_the_average_of_a_plain_computation_resumed_exactly(wrap: str, tmp_path: Path) -> None:
-    setting = Setting(wrap=wrap)
-    for told in run_ranks(average_run, 2, str(tmp_path), setting):
+WRAPS = [*spread(list(having("basic")), 3), "zero3 offload"]
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
+    """Return a folder for each strategy, and what each rank has told of it."""
+    root = tmp_path_factory.mktemp("averaged")
+    calls = [(average_run, str(root / wrap), Setting(wrap=wrap)) for wrap in WRAPS]
+    told = zip(*run_ranks(in_turn, 2, calls), strict=True)
+    return root, dict(zip(WRAPS, map(list, told), strict=True))
+
+
+@pytest.fixture(scope="module")
+def continued(averaged: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Return what each rank told that goes on under the same strategy, or under ZeRO-1."""
+    root, other = averaged[0], tmp_path_factory.mktemp("continued")
+    shutil.copytree(root / "zero3", other, dirs_exist_ok=True)
+    calls = [(continued_run, str(root / wrap), Setting(wrap=wrap)) for wrap in WRAPS]
+    calls.append((continued_run, str(other), Setting(wrap="zero1")))
+    told = zip(*run_ranks(in_turn, 2, calls), strict=True)
+    return dict(zip([*WRAPS, "elsewhere"], map(list, told), strict=True))
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_the_average_of_a_plain_computation_resumed_exactly(
+    wrap: str, averaged: Any, continued: Any
+) -> None:
+    for told in averaged[1][wrap]:
         assert told["begun"]
         assert told["difference"] < 3e-7
         assert told["moved"] > 1e-4
@@ -44,15 +70,16 @@ def test_the_average_of_a_plain_computation_resumed_exactly(wrap: str, tmp_path:
         if name != "lm_head.weight":  # this one is tied
             assert value == told["state"][f"{kind}/{name}"]
     assert told["exported"]["lm_head.weight"] == told["exported"]["model.embed_tokens.weight"]
-    for again in run_ranks(continued_run, 2, str(tmp_path), setting):
+    for again in continued[wrap]:
         assert again["state"] == told["state"]
         assert again["after"] == told["after"]
 
 
-def test_any_strategy_and_world_size_goes_on_with_it(tmp_path: Path) -> None:
-    told = run_ranks(average_run, 2, str(tmp_path), Setting(wrap="zero3"))[0]
-    for wrap, ranks in (("ddp", 1), ("fsdp full", 3), ("zero1", 2)):
-        again = run_ranks(continued_run, ranks, str(tmp_path), Setting(wrap=wrap))[0]
+def test_any_strategy_and_world_size_goes_on_with_it(averaged: Any, continued: Any) -> None:
+    root, told = averaged[0], averaged[1]["zero3"][0]
+    assert continued["elsewhere"][0]["state"] == told["state"]
+    for wrap, ranks in (("ddp", 1), ("fsdp full", 3)):
+        again = run_ranks(continued_run, ranks, str(root / "zero3"), Setting(wrap=wrap))[0]
         assert again["state"] == told["state"], wrap
 
 

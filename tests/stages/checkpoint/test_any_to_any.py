@@ -13,10 +13,10 @@ from pipeline.contracts.precision import LossScaling
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from stages.formats.formats import Canonical, Dcp, DeepSpeed
-from tests.support.processes import run_ranks
+from tests.support.matrix import CASES, HALF, Matrix, sources
+from tests.support.processes import in_turn, run_ranks
 from tests.support.runs import context
 from tests.support.state import (
-    WRAPS,
     Setting,
     checkpoint_stage,
     hashed,
@@ -27,97 +27,74 @@ from tests.support.state import (
     train,
 )
 from tests.support.strategies import having
-from tests.support.tier import spread
+from tests.support.tier import FULL
 from tests.support.zero import has_libaio
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
-# Every strategy loads a checkpoint of another and saves one that another loads, and every world
-# size occurs. These are some of all pairs; benchmarks/any_to_any.py has all.
-CHAINS = [
-    [("ddp", 2), ("zero3", 3), ("fsdp full", 1), ("zero1", 2), ("fsdp offload", 3), ("ddp", 4)],
-    [("zero2 offload", 2), ("fsdp full", 3), ("zero3 offload", 2), ("fsdp hybrid", 4), ("ddp", 1)],
-    [("fsdp grad-op", 3), ("zero2 round robin", 2), ("fsdp hybrid 1", 2), ("zero2", 3), ("ddp", 3)],
-    [
-        ("zero1", 3),
-        ("zero2", 1),
-        ("fsdp offload", 2),
-        ("zero3", 1),
-        ("zero3 hpz", 2),
-        ("zero2 round robin", 3),
-    ],
-    [
-        ("zero2 tensor", 4),
-        ("fsdp tensor", 2),
-        ("zero3 tensor", 4),
-        ("ddp", 1),
-        ("zero1 tensor", 2),
-        ("zero3", 3),
-    ],
-]
-CHAINS = [[one for one in chain if one[0] in WRAPS] for chain in CHAINS]  # of this tier
-LISTED = {wrap for chain in CHAINS for wrap, _ in chain}
-OTHERS = {wrap: one for wrap, one in having("resumes").items() if wrap not in LISTED}
-REST = [("ddp", 1), *((wrap, max(one.group, 2)) for wrap, one in OTHERS.items()), ("zero3", 2)]
-"""Chain of the strategies that are in no other one."""
+
+@pytest.mark.parametrize("name", CASES)
+def test_state_travels_between_strategies_and_world_sizes(name: str, matrix: Matrix) -> None:
+    """In the quick tier these are some of all pairs; the full tier and benchmarks/any_to_any.py
+    have all."""
+    own, optimizer = matrix.saved(name), CASES[name].optimizer
+    assert own["half"] != own["end"]
+    assert "model.layers.1.mlp.up_proj.weight" in own["half"]["frozen"]
+    assert own["half"]["aliases"] == "{'lm_head.weight': 'model.embed_tokens.weight'}"
+    assert any(key.startswith("exp_avg_sq/") for key in own["half"]) == (optimizer != "lion")
+    # this includes Lion's, whose state has no count
+    assert f", {HALF})" in own["half"]["updates"]
+    halved = any(rate in own["half"]["groups"] for rate in ("0.0005)", "5e-05)"))
+    assert halved == (optimizer in ("lion", "groups"))  # embeddings have half the rate of others
+    loaded = matrix.loaded(name)
+    assert list(loaded) == sources(name)
+    for source, found in loaded.items():
+        assert found["state"] == matrix.saved(source)["half"], f"from {source}"
+        progress = found["progress"]
+        assert (progress["step"], progress["samples"]) == (HALF, 12 * HALF)
 
 
-def travel(folder: Path, chain: list[tuple[str, int]], **setting: Any) -> list[dict[str, Any]]:
-    """Train two steps under each strategy of a chain, from what the one before has saved; return
-    the states after each."""
-    states: list[dict[str, Any]] = []
-    for place, (wrap, ranks) in enumerate(chain, 1):
-        told = run_ranks(relay_run, ranks, str(folder), Setting(wrap=wrap, **setting))[0]
-        assert not states or told["before"] == states[-1], f"into {wrap} on {ranks}"
-        assert (told["progress"]["step"], told["progress"]["samples"]) == (2 * place, 24 * place)
-        assert told["before"] != told["after"]
-        states.append(told["after"])
-    return states
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_strategy_goes_on_to_the_same_end(name: str, matrix: Matrix) -> None:
+    own, again = matrix.saved(name), matrix.loaded(name)[name]
+    assert (again["losses"], again["end"]) == (own["losses"], own["end"])
 
 
-@pytest.mark.parametrize("chain", [*spread(CHAINS, 2), REST], ids=lambda chain: chain[0][0])
-def test_state_travels_between_strategies_and_world_sizes(
-    chain: list[tuple[str, int]], tmp_path: Path
-) -> None:
-    saved = travel(tmp_path, chain)[-1]
-    assert any(key.startswith("exp_avg_sq/") for key in saved)
-    assert "model.layers.1.mlp.up_proj.weight" in saved["frozen"]
-    assert saved["aliases"] == "{'lm_head.weight': 'model.embed_tokens.weight'}"
+BIG = {"vocab_size": 6001, "hidden_size": 96, "num_attention_heads": 4}
+"""The model is large because 1 MiB is the smallest block that is swapped."""
 
 
 @pytest.mark.skipif(not has_libaio(), reason="NVMe offload needs libaio")
-@pytest.mark.parametrize(("first", "second"), [("zero3 nvme", "fsdp full"), ("ddp", "zero3 nvme")])
-def test_state_travels_from_and_to_disk_offload(first: str, second: str, tmp_path: Path) -> None:
-    """The model is large because 1 MiB is the smallest block that is swapped."""
-    big = {"vocab_size": 6001, "hidden_size": 96, "num_attention_heads": 4}
-    nvme = str(tmp_path / "nvme")
-    saved = run_ranks(save_run, 2, str(tmp_path), Setting(wrap=first, model=big, nvme=nvme), 2)[0]
-    ranks = 3 if second == "fsdp full" else 2
-    loaded = run_ranks(load_run, ranks, str(tmp_path), Setting(wrap=second, model=big, nvme=nvme))
-    assert loaded[0]["state"] == saved
+def test_state_travels_from_and_to_disk_offload(tmp_path: Path) -> None:
+    on_disk = Setting(wrap="zero3 nvme", model=BIG, nvme=str(tmp_path / "nvme"))
+    plain, one, two = Setting(wrap="ddp", model=BIG), str(tmp_path / "1"), str(tmp_path / "2")
+    saves = [(save_run, one, on_disk, 2), (save_run, two, plain, 2)]
+    first, second, loaded = run_ranks(in_turn, 2, [*saves, (load_run, two, on_disk)])[0]
+    assert loaded["state"] == second
+    sharded = Setting(wrap="fsdp full", model=BIG)
+    assert run_ranks(load_run, 3, one, sharded)[0]["state"] == first
 
 
-@pytest.mark.parametrize(
-    "wrap", ["zero3", "fsdp tensor", pytest.param("fsdp pipeline", marks=pytest.mark.full)]
-)
-def test_a_full_checkpoint_is_written_by_all_and_opened_by_anyone(
-    wrap: str, tmp_path: Path
-) -> None:
-    saved = run_ranks(save_run, 2, str(tmp_path / "run"), Setting(wrap=wrap, full=True))[0]
-    folder = tmp_path / "run/checkpoints/step-00000003"
-    weights = load_file(folder / "model.safetensors")
-    moments = load_file(folder / "optimizer.safetensors")
-    whole = {f"weight/{name}": tensor for name, tensor in weights.items()} | moments
-    assert {key: hashed(tensor) for key, tensor in whole.items()} == {
-        key: text for key, text in saved.items() if "/" in key
-    }
-    # another run starts from it under another strategy, and keeps its own sharded ones
-    begin = {"start_from": str(folder)}
-    loaded = run_ranks(
-        load_run, 3, str(tmp_path / "new"), Setting(wrap="fsdp full", checkpoint=begin)
-    )[0]
-    assert loaded["state"] == saved
-    assert loaded["progress"]["samples"] == 36
+def test_a_full_checkpoint_is_written_by_all_and_opened_by_anyone(tmp_path: Path) -> None:
+    wraps = ["zero3", "fsdp tensor", *(["fsdp pipeline"] if FULL else [])]
+    saves = [(save_run, str(tmp_path / wrap), Setting(wrap=wrap, full=True)) for wrap in wraps]
+    # another run starts from each under another strategy, and keeps its own sharded ones
+    places = [tmp_path / wrap / "checkpoints/step-00000003" for wrap in wraps]
+    begins = [Setting(wrap="fsdp full", checkpoint={"start_from": str(one)}) for one in places]
+    loads = [
+        (load_run, str(tmp_path / f"from {wrap}"), one)
+        for wrap, one in zip(wraps, begins, strict=True)
+    ]
+    told = run_ranks(in_turn, 2, saves)[0]
+    for saved, folder, loaded in zip(told, places, run_ranks(in_turn, 3, loads)[0], strict=True):
+        weights = load_file(folder / "model.safetensors")
+        moments = load_file(folder / "optimizer.safetensors")
+        whole = {f"weight/{name}": tensor for name, tensor in weights.items()} | moments
+        assert {key: hashed(tensor) for key, tensor in whole.items()} == {
+            key: text for key, text in saved.items() if "/" in key
+        }
+        assert loaded["state"] == saved
+        assert loaded["progress"]["samples"] == 36
 
 
 def restore_where_it_ran(dist: DistContext, folder: str, setting: Setting) -> list[list[float]]:
@@ -125,53 +102,69 @@ def restore_where_it_ran(dist: DistContext, folder: str, setting: Setting) -> li
     ctx = context(dist, folder)
     engine = make_engine(ctx, setting)
     checkpoints = checkpoint_stage(setting).run(ctx, engine)
-    train(engine, 0, 2)
+    train(engine, 0, 2, 4)
     checkpoints.save(Progress(step=2))
     checkpoints.finish()
-    first = train(engine, 2, 4)
+    first = train(engine, 2, 4, 4)
     checkpoints.restore(lambda progress: None)
-    again = train(engine, 2, 4)
+    again = train(engine, 2, 4, 4)
     checkpoints.close()
     engine.close()
     return [first, again]
 
 
-@pytest.mark.parametrize("wrap", [*having("basic"), "zero3 offload"])
-def test_an_engine_that_has_run_goes_back(wrap: str, tmp_path: Path) -> None:
-    first, again = run_ranks(restore_where_it_ran, 2, str(tmp_path), Setting(wrap=wrap))[0]
-    assert first == again
+def test_an_engine_that_has_run_goes_back(tmp_path: Path) -> None:
+    wraps = [*having("basic"), "zero3 offload"]
+    calls = [(restore_where_it_ran, str(tmp_path / wrap), Setting(wrap=wrap)) for wrap in wraps]
+    for wrap, (first, again) in zip(wraps, run_ranks(in_turn, 2, calls)[0], strict=True):
+        assert first == again, wrap
 
 
 def test_half_precision_keeps_fp32_masters_and_the_loss_scale(tmp_path: Path) -> None:
-    chain = [("zero1", 2), ("fsdp full", 3), ("zero3", 2), ("ddp", 3), ("zero2", 2)]
     scaling = LossScaling(initial_scale=2.0**10, growth_interval=3)
-    states = travel(tmp_path, chain, compute="fp16", loss_scaling=scaling, frozen="")
+    states: list[dict[str, Any]] = []
+    for ranks, wraps in ((2, ["zero1"]), (3, ["fsdp full", "ddp"]), (2, ["zero3", "zero2"])):
+        settings = [
+            Setting(wrap=one, compute="fp16", loss_scaling=scaling, frozen="") for one in wraps
+        ]
+        calls = [(relay_run, str(tmp_path), setting) for setting in settings]
+        for told in run_ranks(in_turn, ranks, calls)[0]:
+            assert not states or told["before"] == states[-1]
+            assert told["before"] != told["after"]
+            states.append(told["after"])
+            step, samples = told["progress"]["step"], told["progress"]["samples"]
+            assert (step, samples) == (2 * len(states), 24 * len(states))
     found = [state["loss_scale"] for state in states]
     assert "scale=1024.0, good_steps=2" in found[0]
     assert "scale=2048.0, good_steps=1" in found[1]
     assert "scale=8192.0, good_steps=1" in found[4]
 
 
-@pytest.mark.parametrize(("first", "second"), [("fsdp full", "zero2"), ("zero2", "ddp")])
-def test_a_parameter_without_elements(first: str, second: str, tmp_path: Path) -> None:
-    saved = run_ranks(save_run, 2, str(tmp_path), Setting(wrap=first, empty=True))[0]
-    loaded = run_ranks(load_run, 2, str(tmp_path), Setting(wrap=second, empty=True))[0]
-    assert loaded["state"] == saved
-    source = Canonical().open(tmp_path / "checkpoints/step-00000003", Reading())
-    assert "empty" not in source.state.updates
-    for form in (Dcp(), DeepSpeed()):
-        form.write(source, tmp_path / form.name)
-        copy = form.open(tmp_path / form.name, Reading())
-        assert copy.state.updates == source.state.updates
+def test_a_parameter_without_elements(tmp_path: Path) -> None:
+    settings = [Setting(wrap=wrap, empty=True) for wrap in ("fsdp full", "zero2", "ddp")]
+    pairs = list(
+        zip(settings, settings[1:], [str(tmp_path / "1"), str(tmp_path / "2")], strict=False)
+    )
+    calls = [((save_run, at, one), (load_run, at, other)) for one, other, at in pairs]
+    told = run_ranks(in_turn, 2, [call for both in calls for call in both])[0]
+    for (_, _, folder), saved, loaded in zip(pairs, told[::2], told[1::2], strict=True):
+        assert loaded["state"] == saved
+        source = Canonical().open(Path(folder, "checkpoints/step-00000003"), Reading())
+        assert "empty" not in source.state.updates
+        for form in (Dcp(), DeepSpeed()):
+            form.write(source, Path(folder, form.name))
+            copy = form.open(Path(folder, form.name), Reading())
+            assert copy.state.updates == source.state.updates
 
 
 def test_a_frozen_layer_keeps_the_precision_that_its_strategy_holds(tmp_path: Path) -> None:
     """bf16 training holds frozen weights in bf16 under ZeRO and in fp32 under DDP; values from the
     same source are not rounded in between."""
-    under = {"compute": "bf16"}
-    saved = run_ranks(save_run, 2, str(tmp_path), Setting(wrap="zero3", **under))[0]
-    fresh = run_ranks(save_run, 1, str(tmp_path / "fresh"), Setting(wrap="ddp", **under), 0)[0]
-    loaded = run_ranks(load_run, 1, str(tmp_path), Setting(wrap="ddp", **under))[0]["state"]
+    saved = run_ranks(save_run, 2, str(tmp_path), Setting(wrap="zero3", compute="bf16"))[0]
+    ddp = Setting(wrap="ddp", compute="bf16")
+    calls = [(save_run, str(tmp_path / "fresh"), ddp, 0), (load_run, str(tmp_path), ddp)]
+    fresh, found = run_ranks(in_turn, 1, calls)[0]
+    loaded = found["state"]
     frozen = {key for key in saved if key.startswith("weight/model.layers.1.")}
     assert frozen
     assert {key: loaded[key] for key in frozen} == {key: fresh[key] for key in frozen}

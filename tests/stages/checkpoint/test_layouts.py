@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from pipeline.checkpoint import DTYPES, Reading, open_state
 from tests.support.layouts import FROZEN, LAST, LAYOUTS, continued, undisturbed
-from tests.support.processes import run_ranks
+from tests.support.processes import GROUP_LIMIT, in_turn, run_ranks
 from tests.support.tier import FULL
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
@@ -48,21 +49,24 @@ def test_frozen_weights_come_from_the_source_again(tmp_path: Path) -> None:
 def walk(chosen: list[str], change: str, folder: Path) -> set[str]:
     """Go on under each of the `chosen` layouts from the checkpoint of each; return the keys of
     checkpoints."""
-    losses = {
-        name: run_ranks(undisturbed, LAYOUTS[name].ranks, str(folder / name), name, change)[0]
-        for name in chosen
-    }
+    groups: dict[int, list[str]] = {}
+    for name in chosen:
+        groups.setdefault(LAYOUTS[name].ranks, []).append(name)
+    losses, after = dict[str, Any](), dict[str, Any]()
+    for ranks, names in groups.items():
+        calls = [(undisturbed, str(folder / name), name, change) for name in names]
+        losses |= zip(names, run_ranks(in_turn, ranks, calls, limit=GROUP_LIMIT)[0], strict=True)
     whole = {name: saved(folder / name) for name in chosen}
     expected = losses[chosen[0]], whole[chosen[0]]
     assert {key.partition("/")[0] for key in expected[1]} == {
         "weight", "exp_avg", "exp_avg_sq", "ema",
     }  # fmt: skip
+    for ranks, names in groups.items():
+        calls = [(continued, str(folder), name, chosen, change) for name in names]
+        after |= zip(names, run_ranks(in_turn, ranks, calls, limit=GROUP_LIMIT)[0], strict=True)
     pairs = 0
     for name in chosen:
-        found = run_ranks(
-            continued, LAYOUTS[name].ranks, str(folder), name, chosen, change, limit=600
-        )[0]
-        for source, given in zip(chosen, found, strict=True):
+        for source, given in zip(chosen, after[name], strict=True):
             tensors = saved(folder / f"{source} to {name}")
             if source == name:
                 assert given == losses[name], name

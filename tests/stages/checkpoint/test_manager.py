@@ -25,7 +25,7 @@ from pipeline.errors import CheckpointError
 from pipeline.utils.files import PAGE
 from stages.optimizer.adamw import AdamW
 from tests.support.batches import accumulated
-from tests.support.processes import run_ranks
+from tests.support.processes import in_turn, run_ranks
 from tests.support.runs import context
 from tests.support.state import (
     Setting,
@@ -67,42 +67,36 @@ def save_and_step(dist: DistContext, folder: str, setting: Setting) -> dict[str,
             time.sleep(0.002)
         copy(snapshot, *piece)
 
-    Snapshot._copy = late  # type: ignore[method-assign]
-    checkpoints.save(Progress(step=2, samples=24))
-    batches, targets = share(engine, 2, 12)
-    accumulated(engine, batches, targets)
-    backward.set()
-    engine.step(lr_scales=[0.9])
-    after = digest(engine, dist)
-    checkpoints.finish()
-    checkpoints.close()
-    engine.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Snapshot, "_copy", late)
+        checkpoints.save(Progress(step=2, samples=24))
+        batches, targets = share(engine, 2, 12)
+        accumulated(engine, batches, targets)
+        backward.set()
+        engine.step(lr_scales=[0.9])
+        after = digest(engine, dist)
+        checkpoints.finish()
+        checkpoints.close()
+        engine.close()
     assert all(waited)
     return {"before": before, "after": after, "beside": bool(waited)}
 
 
-def assert_saved(tmp_path: Path, setting: Setting, *, beside: bool) -> None:
-    """Save beside a step, load, and compare."""
-    told = run_ranks(save_and_step, 2, str(tmp_path), setting)[0]
-    assert told["beside"] is beside
-    assert told["before"] != told["after"]
-    assert run_ranks(load_run, 2, str(tmp_path), setting)[0]["state"] == told["before"]
-
-
-@pytest.mark.parametrize("wrap", [*having("basic"), *(OTHERS if FULL else ())])
-def test_a_step_changes_nothing_before_it_is_copied(wrap: str, tmp_path: Path) -> None:
-    assert_saved(tmp_path, Setting(wrap=wrap), beside=True)
-
-
-def test_moments_in_few_bits_are_copied_first(tmp_path: Path) -> None:
-    """They are unpacked for it, one parameter's at a time."""
-    optimizer = AdamW(lr=1e-3, moments="8bit", kernel="single")
-    assert_saved(tmp_path, Setting(wrap="fsdp full", optimizer=optimizer), beside=False)
-
-
-def test_without_asynchronous_saves_nothing_is_beside(tmp_path: Path) -> None:
-    setting = Setting(wrap="ddp", checkpoint={"asynchronous": False})
-    assert_saved(tmp_path, setting, beside=False)
+def test_a_step_changes_nothing_before_it_is_copied(tmp_path: Path) -> None:
+    """Moments in few bits are copied first, as they are unpacked for it, one parameter's at a time;
+    and nothing is copied later when saves are not asynchronous."""
+    cases = {wrap: Setting(wrap=wrap) for wrap in (*having("basic"), *(OTHERS if FULL else ()))}
+    cases["8bit"] = Setting(
+        wrap="fsdp full", optimizer=AdamW(lr=1e-3, moments="8bit", kernel="single")
+    )
+    cases["waiting"] = Setting(wrap="ddp", checkpoint={"asynchronous": False})
+    places = [(str(tmp_path / name), setting) for name, setting in cases.items()]
+    told = run_ranks(in_turn, 2, [(save_and_step, *place) for place in places])[0]
+    loaded = run_ranks(in_turn, 2, [(load_run, *place) for place in places])[0]
+    for name, saved, found in zip(cases, told, loaded, strict=True):
+        assert saved["beside"] == (name not in ("8bit", "waiting")), name
+        assert saved["before"] != saved["after"], name
+        assert found["state"] == saved["before"], name
 
 
 def small_staging(layout: Any, streamed: Any) -> Any:

@@ -19,9 +19,8 @@ from pipeline.contracts.export import ExportedModel
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError, UsageError
 from pipeline.testing import plan_view, problems
-from stages.evaluate.lm import EvaluateLm
+from stages.evaluate.lm import EvaluatedModel, EvaluateLm
 from stages.evaluate.run import windows
-from stages.evaluate.settings import EvaluatedModel
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
 from tests.support.models import context, filled, random_source, save_tokenizer, tiny_llama_config

@@ -34,13 +34,12 @@ PROGRAM = """
 import json, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.errors import StageError
-from stages.evaluate.lm import EvaluateLm
 from stages.evaluate.run import run_tasks
 folder, task = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(folder)
-config = EvaluateLm(tasks=(task,), task_folder=folder, batch_size=2)
+tokenizer = AutoTokenizer.from_pretrained(folder)
 try:
-    print(json.dumps(run_tasks(config, model, AutoTokenizer.from_pretrained(folder))))
+    print(json.dumps(run_tasks(model, tokenizer, [task], folder=folder, batch_size=2)))
 except StageError as error:
     print(json.dumps(str(error)))
 """

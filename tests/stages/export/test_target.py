@@ -46,12 +46,11 @@ def test_another_model_s_folder_is_left_alone(llama: Run) -> None:
         llama.export()
 
 
-def test_file_added_to_an_export_is_left_alone(llama: Run) -> None:
-    llama.export()
-    (llama.folder / "eval.json").write_text("{}")
+def test_file_added_to_an_export_is_left_alone(exported: Run) -> None:
+    (exported.folder / "eval.json").write_text("{}")
     with pytest.raises(StageError, match=r"added after its export: eval.json"):
-        llama.export()
-    assert (llama.folder / "eval.json").is_file()
+        exported.export()
+    assert (exported.folder / "eval.json").is_file()
 
 
 def test_earlier_export_is_replaced_only_by_a_proven_one(
@@ -76,12 +75,11 @@ def test_earlier_export_is_replaced_only_by_a_proven_one(
     assert [entry.name for entry in llama.folder.parent.iterdir()] == ["export"]
 
 
-def test_crash_between_the_renames_is_healed(llama: Run) -> None:
-    llama.export()
-    previous = llama.folder.with_name(".export.previous")
-    shutil.move(llama.folder, previous)
-    llama.export()
-    assert llama.folder.is_dir()
+def test_crash_between_the_renames_is_healed(exported: Run) -> None:
+    previous = exported.folder.with_name(".export.previous")
+    shutil.move(exported.folder, previous)
+    exported.export(dtype="fp32")
+    assert exported.folder.is_dir()
     assert not previous.exists()
 
 
@@ -96,9 +94,9 @@ def test_write_error(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["README.md", "generation_config.json", "config.json"])
 def test_an_earlier_export_with_a_changed_file_is_kept_aside(
-    name: str, llama: Run, caplog: pytest.LogCaptureFixture
+    name: str, exported: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llama.export(dtype="fp32")
+    llama = exported
     (llama.folder / name).write_text("mine")
     (problem,) = ExportSafetensors(folder=str(llama.folder)).check(plan_view())
     assert problem.warning
@@ -133,13 +131,12 @@ def elsewhere(file: Path) -> None:
     "damage", [fifo, folder, huge, elsewhere, lambda file: file.write_text("[" * 100_000)]
 )
 def test_an_export_whose_manifest_is_damaged_is_made_anew(
-    damage: Callable[[Path], object], llama: Run
+    damage: Callable[[Path], object], exported: Run
 ) -> None:
-    llama.export()
-    damage(llama.folder / "export.json")
-    llama.export()
-    assert (llama.folder.with_name("export.changed-1") / "config.json").is_file()
-    verify(llama.folder, print, trust_remote_code=False)
+    damage(exported.folder / "export.json")
+    exported.export(dtype="fp32")
+    assert (exported.folder.with_name("export.changed-1") / "config.json").is_file()
+    verify(exported.folder, print, trust_remote_code=False)
 
 
 def test_two_slots_do_not_export_to_one_folder() -> None:

@@ -17,8 +17,7 @@ from huggingface_hub import constants
 from pipeline.contracts.export import ExportedModel
 from pipeline.errors import StageError
 from pipeline.testing import context
-from stages.publish.hub import PublishHub
-from stages.publish.settings import PublishedModel
+from stages.publish.hub import PublishedModel, PublishHub
 from tests.stages.publish.hub_server import TOKEN, Hub, serving
 
 REPO = "someone/tiny"

@@ -1,8 +1,10 @@
-"""An export killed at any point: a second one ends with the same bytes, and half a model is never
-taken for a whole one."""
+"""Exports by several processes, killed at any point, and done again: the same bytes, and half a
+model is never taken for a whole one."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -12,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
-from stages.export import contents, manifest
+from stages.export import contents, target
 from stages.export.safetensors import ExportSafetensors
+from stages.model.hf import HfModel
 from tests.support.exports import Run
-from tests.support.models import context, random_source, tiny_llama_config
-from tests.support.processes import forking
+from tests.support.models import FAMILIES, context, random_source, tiny_llama_config
+from tests.support.processes import forking, run_ranks
 from tests.support.tier import spread
 from tests.support.weights import trained
 
@@ -66,7 +70,7 @@ def finished_files(folder: Path) -> dict[str, tuple[int, int]]:
     """Return inode and change time of the weight files that a partial export has finished."""
     partial = folder / "export.partial"
     try:
-        begun = manifest.load(partial)
+        begun = target.load(partial)
     except FileNotFoundError:
         return {}
     found = {name: (partial / name).stat() for name in (begun.weights if begun else ())}
@@ -106,9 +110,10 @@ def test_killed_and_done_again(
     assert not (folder / "export.partial").exists()
 
 
-def test_a_finished_file_that_was_damaged_is_written_again(
-    llama: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def begun(llama: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a run whose export in fp32 ended before its proof."""
+
     def stop(*args: Any) -> None:
         raise OSError(5, "Input/output error")
 
@@ -116,35 +121,57 @@ def test_a_finished_file_that_was_damaged_is_written_again(
         patch.setattr(contents.ModelContents, "prove", stop)
         with pytest.raises(StageError, match="Input/output error"):
             llama.export(dtype="fp32", max_shard_size=SHARD)
-    partial = llama.folder.with_name("export.partial")
+    return llama
+
+
+def test_a_finished_file_that_was_damaged_is_written_again(begun: Run) -> None:
+    partial = begun.folder.with_name("export.partial")
     files = sorted(partial.glob("model-*"))
     data = bytearray(files[1].read_bytes())
     data[-1] ^= 1
     files[1].write_bytes(data)
     before = {file.name: file.stat().st_mtime_ns for file in files}
-    llama.export(dtype="fp32", max_shard_size=SHARD)
-    after = {file.name: file.stat().st_mtime_ns for file in llama.folder.glob("model-*")}
+    begun.export(dtype="fp32", max_shard_size=SHARD)
+    after = {file.name: file.stat().st_mtime_ns for file in begun.folder.glob("model-*")}
     assert [name for name in before if after[name] != before[name]] == [files[1].name]
 
 
-def test_other_settings_start_anew(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*args: Any) -> None:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(contents.ModelContents, "prove", stop)
-        with pytest.raises(StageError):
-            llama.export(dtype="fp32", max_shard_size=SHARD)
-    done = llama.export(dtype="bf16")
+def test_other_settings_start_again(begun: Run) -> None:
+    done = begun.export(dtype="bf16")
     assert [name for name in done.files if name.startswith("model")] == ["model.safetensors"]
     facts = json.loads((done.folder / "export.json").read_text())
     assert facts["weights"].keys() == {"model.safetensors"}
 
 
-def test_what_is_there_already_is_not_written_again(llama: Run) -> None:
-    first = llama.export(dtype="fp32")
-    stamps = {file.name: file.stat().st_mtime_ns for file in first.folder.iterdir()}
-    reads = len(llama.weights.reads)
-    assert llama.export(dtype="fp32") == first
-    assert {file.name: file.stat().st_mtime_ns for file in first.folder.iterdir()} == stamps
-    assert len(llama.weights.reads) == reads
+def test_what_is_there_already_is_not_written_again(exported: Run) -> None:
+    stamps = {file.name: file.stat().st_mtime_ns for file in exported.folder.iterdir()}
+    done = exported.export(dtype="fp32")
+    assert (done.folder, sorted(done.files)) == (exported.folder, sorted(stamps))
+    assert {file.name: file.stat().st_mtime_ns for file in done.folder.iterdir()} == stamps
+    assert exported.weights.reads == []
+
+
+def digest(weights: Any) -> str:
+    """Return the hex digest of every tensor by name."""
+    found = hashlib.sha256()
+    for name in sorted(weights.names()):
+        found.update(name.encode() + weights.read(name).numpy().tobytes())
+    return found.hexdigest()
+
+
+def export_on_rank(dist: DistContext, folder: str) -> dict[str, Any]:
+    ctx = dataclasses.replace(context(Path(folder)), dist=dist)
+    source = HfModel(config=FAMILIES["llama"]).run(ctx)
+    weights = trained(source)
+    done = ExportSafetensors(dtype="fp32").run(ctx, weights, source)
+    return done.record() | {"digest": digest(source.weights()), "reads": len(weights.reads)}
+
+
+def test_both_write_and_return_the_same(tmp_path: Path) -> None:
+    first, second = run_ranks(export_on_rank, 2, str(tmp_path))
+    assert first["reads"] > second["reads"] > 0
+    for key in ("folder", "files", "total_bytes"):
+        assert first[key] == second[key]
+    assert (Path(first["folder"]) / "model.safetensors").stat().st_size == first["total_bytes"]
+    here = digest(random_source(FAMILIES["llama"], tmp_path).weights())
+    assert first["digest"] == second["digest"] == here

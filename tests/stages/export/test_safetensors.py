@@ -11,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.contracts.export import ExportedModel
+from pipeline.testing import plan_view, problems
 from stages.export import contents
-from stages.export.manifest import Proof
-from stages.export.safetensors import ExportSafetensors
+from stages.export.safetensors import ExportSafetensors, parse_size
+from stages.export.target import Proof
 from stages.model.hf import HfModel
 from tests.support.exports import Run, run_of, stored
 from tests.support.models import (
@@ -32,19 +33,20 @@ def load(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
-@pytest.mark.parametrize("size", ["5GB", "20KB"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fp32_round_trip_is_exact(family: str, size: str, tmp_path: Path) -> None:
+def test_fp32_round_trip_is_exact(family: str, tmp_path: Path) -> None:
     run = run_of(FAMILIES[family], tmp_path)
-    done = run.export(dtype="fp32", max_shard_size=size)
     reference = filled(run.source, run.weights)
     attention = reference.config._attn_implementation
-    model = load(done.folder, attn_implementation=attention)
-    assert torch.equal(logits(model), logits(reference))
-    assert model.config.architectures == [type(reference).__name__]
-    assert type(model) is type(reference)
-    shards = [name for name in done.files if name.startswith("model-")]
-    assert (len(shards) > 1) == (size == "20KB")
+    expected = logits(reference)
+    for size in ("5GB", "20KB"):
+        done = run._replace(folder=tmp_path / size).export(dtype="fp32", max_shard_size=size)
+        model = load(done.folder, attn_implementation=attention)
+        assert torch.equal(logits(model), expected)
+        assert model.config.architectures == [type(reference).__name__]
+        assert type(model) is type(reference)
+        shards = [name for name in done.files if name.startswith("model-")]
+        assert (len(shards) > 1) == (size == "20KB")
 
 
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.half)])
@@ -101,26 +103,13 @@ def test_index_and_sizes(llama: Run) -> None:
     assert done.total_bytes == sum(file.stat().st_size for file in files)
 
 
-def test_exported_model_generates(tmp_path: Path) -> None:
-    run = run_of(tiny_llama_config(), tmp_path)
-    model = load(run.export(dtype="fp32").folder)
-    reference = filled(run.source, run.weights)
+def test_exported_model_generates(exported: Run) -> None:
+    model, reference = load(exported.folder), filled(exported.source, exported.weights)
     kwargs = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     mask = torch.ones_like(token_ids())
     found = model.generate(token_ids(), attention_mask=mask, **kwargs)
     assert torch.equal(found, reference.generate(token_ids(), attention_mask=mask, **kwargs))
     assert found.shape[1] > token_ids().shape[1]
-
-
-def test_tokenizer_and_card_come_along(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path / "words")
-    stage = HfModel(config=tiny_llama_config(), tokenizer=str(tmp_path / "words"))
-    source = stage.run(context(tmp_path, seed=7))
-    done = Run(tmp_path / "export", source, trained(source)).export(prompt="a b c")
-    assert {"tokenizer.json", "chat_template.jinja", "README.md"} <= set(done.files)
-    card = (done.folder / "README.md").read_text()
-    assert "- architecture: LlamaForCausalLM\n" in card
-    assert "`pipe verify` checks again that the files are intact" in card
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -133,7 +122,11 @@ def test_the_card_s_python_answers(
     stage = HfModel(config=tiny_llama_config(), tokenizer=str(tmp_path / "words"))
     source = stage.run(context(tmp_path, seed=7))
     done = Run(tmp_path / "export", source, trained(source)).export(prompt="a b c")
+    files = {"tokenizer.json", "README.md", *(["chat_template.jinja"] if chat else [])}
+    assert files <= set(done.files)
     card = (done.folder / "README.md").read_text()
+    assert "- architecture: LlamaForCausalLM\n" in card
+    assert "`pipe verify` checks again that the files are intact" in card
     code = card.partition("```python\n")[2].partition("```")[0]
     assert ("apply_chat_template" in code) is chat
     made: dict[str, Any] = {}
@@ -143,11 +136,10 @@ def test_the_card_s_python_answers(
     assert capsys.readouterr().out.endswith("\n")
 
 
-def test_export_of_an_export(llama: Run, tmp_path: Path) -> None:
-    first = llama.export(dtype="fp32")
-    source = HfModel(path=str(first.folder)).run(context(tmp_path))
-    again = Run(tmp_path / "again", source, llama.weights).export(dtype="fp32")
-    one, other = (folder / "model.safetensors" for folder in (first.folder, again.folder))
+def test_export_of_an_export(exported: Run, tmp_path: Path) -> None:
+    source = HfModel(path=str(exported.folder)).run(context(tmp_path))
+    again = Run(tmp_path / "again", source, exported.weights).export(dtype="fp32")
+    one, other = (folder / "model.safetensors" for folder in (exported.folder, again.folder))
     assert one.read_bytes() == other.read_bytes()
 
 
@@ -175,3 +167,34 @@ def test_writing_never_holds_a_tensor(llama: Run, monkeypatch: pytest.MonkeyPatc
     llama._replace(weights=Watched(llama.weights.tensors)).export(dtype="fp32")
     assert sum(sizes) == sum(t.numel() * 4 for t in llama.weights.tensors.values())
     assert max(sizes) == 512
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("5GB", 5_000_000_000),
+        ("512MiB", 512 << 20),
+        ("1.5 kb", 1500),
+        ("7B", 7),
+        (" 2 TiB ", 2 << 40),
+    ],
+)
+def test_parse_size(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", "5 gigs", "1e3MB", "5GBs"])
+def test_no_size(text: str) -> None:
+    (problem,) = problems(ExportSafetensors, {"max_shard_size": text})
+    assert problem.key == "max_shard_size"
+
+
+def test_prompt_must_not_be_empty() -> None:
+    problems = list(ExportSafetensors(prompt=" ").check(plan_view()))
+    assert [problem.key for problem in problems] == ["prompt"]
+
+
+def test_a_name_of_unfinished_exports_is_refused() -> None:
+    problems = list(ExportSafetensors(folder="out.partial").check(plan_view()))
+    assert [problem.key for problem in problems] == ["folder"]
+    assert "`out.partial` is the name of an unfinished export" in problems[0].message
