@@ -20,7 +20,7 @@ from tests.support.tier import times
 ERRORS = ("ENOSPC", "EIO", "EDQUOT")
 GRACE = 0.4
 """Rank 0 ends by itself, unless rank 1 could not even report."""
-COUNT = times(quick=8, full=25)
+COUNT = times(quick=6, full=25)
 
 
 def require_untouched(recorded: Recorded, fault: Fault, seen: Seen, problem: str) -> None:
@@ -63,10 +63,8 @@ def test_files_that_may_not_grow(recorded: Recorded, rank: int) -> None:
     """The limit on file sizes gives real errors of the system: each file over the limit fails, and
     every smaller one succeeds."""
     chance = random.Random(rank)
-    faults = [
-        Fault(root=str(recorded.root), at=chance.randrange(20_000), how="EFBIG") for _ in range(12)
-    ]
-    faults.append(Fault(root=str(recorded.root), at=0, how="EFBIG"))
+    sizes = [0, *(chance.randrange(20_000) for _ in range(times(quick=4, full=12)))]
+    faults = [Fault(root=str(recorded.root), at=size, how="EFBIG") for size in sizes]
     found = recorded.sweep([Injected(rank, fault, GRACE) for fault in faults], limit_file_size)
     for fault, seen in zip(faults, found, strict=True):
         require_untouched(recorded, fault, seen, seen.saved.problems[rank])
