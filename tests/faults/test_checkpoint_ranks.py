@@ -191,7 +191,7 @@ POINTS: dict[str, tuple[bool, int, Fault, int]] = {
     "unsynced": (False, 1, Fault(root="", at=0, only="fsync", how="before"), FIRST),
     "full disk": (True, 1, Fault(root="", at=0, only="posix_fallocate", how="ENOSPC"), FIRST),
 }
-"""Whether the save is asynchronous, the rank, what its writer meets, and the step to resume from."""
+"""Whether saves are asynchronous, the rank, what its writer meets, and the step to resume from."""
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ SPIKE = {"spike_window": 3, "spike_factor": 1.3}
 
 
 def with_points(stages: Mapping[str, dict[str, Any]], points: tuple[str, ...]) -> Stages:
-    """Return the slots with a `fault.point` before and after those that the names of points have."""
+    """Return the slots with a `fault.point` where the names of points say."""
     found: Stages = {}
     for slot, fields in stages.items():
         for name, own in (
