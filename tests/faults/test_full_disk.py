@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import in_words
 from pipeline.execution.journal import Journal
-from tests.faults.test_checkpoint_errors import can_mount
+from tests.faults.test_checkpoint_writers import can_mount
 from tests.support.pipe import Pipe
 
 SCRIPT = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ def pipe(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
+@functools.cache
 def planned(*arguments: str | Path) -> dict[str, Any]:
     result = pipe("plan", "--json", *arguments)
     # pytest.fail: for nan and infinities, which JSON does not know

@@ -93,7 +93,7 @@ def drawn(tool: str) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-@settings(max_examples=times(quick=40, full=1500), deadline=None,
+@settings(max_examples=times(quick=20, full=1500), deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 @given(data=st.data())
 def test_what_is_imported_without_a_word_is_right(

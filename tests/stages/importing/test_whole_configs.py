@@ -78,7 +78,7 @@ CASES = {
     ),
 }
 
-TRAINED = spread(list(CASES), 7)
+TRAINED = spread(list(CASES), 5)
 
 EXPORTED = [CASES[name] for name in ("ddp", "fsdp1", "zero2 auto")]
 TRAINED_ONLY = ("consolidate=null", "export=null", "checkpoint.asynchronous=false")
