@@ -184,7 +184,6 @@ def deciding(case: dict[str, Any]) -> Stages:
 
 
 def progress(run: Path) -> dict[str, Any]:
-    """Return the training progress in the journal."""
     events = map(json.loads, lines(run / "journal.jsonl"))
     found = [one["record"] for one in events if one.get("slot") == "train" and "record" in one]
     last: dict[str, Any] = found[-1]["progress"]

@@ -55,7 +55,6 @@ def test_every_socket_is_closed_to_other_addresses(pipe: Pipe, procs: int) -> No
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface with the address."""
     return next(
         name
         for name, addresses in psutil.net_if_addrs().items()

@@ -43,7 +43,6 @@ def waiting(pipe: Pipe, tmp_path: Path) -> subprocess.Popen[str]:
 
 
 def recorded(pipe: Pipe, end: str = "run stopped") -> bool:
-    """Return whether the end of the run is in its journal."""
     return (pipe.run_dir / "journal.jsonl").exists() and pipe.events()[-1]["event"] == end
 
 

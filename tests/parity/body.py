@@ -63,7 +63,6 @@ def tiny_source(ctx: Any, lora: Any = None, fields: Any = None, **overrides: Any
 
 
 def source_of(ctx: Any, case: Case) -> Any:
-    """Return the model of a case."""
     if not case.saved:
         return tiny_source(ctx, case.lora, case.hf, **case.model)
     fields = {**case.hf, "path": str(ctx.run_dir / "model")}

@@ -118,7 +118,6 @@ KINDS = {"activation_checkpointing": ActivationCheckpointing, "compile": Compile
 
 
 def case(feature: Feature, strategy: Strategy) -> Case:
-    """Return the combination as a training."""
     return Case(
         ranks=RANKS, wrap=strategy.use, fields=strategy.fields, model=SIZES, lora=feature.adapter,
         hf={name: KINDS[name](**value) for name, value in feature.model.items()},

@@ -55,7 +55,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the package."""
     target = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target)]
     subprocess.run([*command, str(package)], check=True, capture_output=True)

@@ -154,7 +154,6 @@ def relay_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, Any
 
 
 def save_run(dist: DistContext, folder: str, setting: Setting, steps: int = 3) -> dict[str, str]:
-    """Train, save, return the state."""
     ctx = context(dist, folder)
     engine = make_engine(ctx, setting)
     checkpoints = checkpoint_stage(setting).run(ctx, engine)

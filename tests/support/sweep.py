@@ -37,8 +37,6 @@ PATIENT, ABANDONED = 20.0, 0.01
 
 
 class Injected(NamedTuple):
-    """A fault and its rank."""
-
     rank: int
     fault: Fault
     grace: float

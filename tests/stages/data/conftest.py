@@ -64,7 +64,6 @@ class Chats:
         return self.stage(*rows, **fields).run(self.ctx, source)
 
     def text(self, *documents: str, source: FakeSource | None = None, **fields: Any) -> Data:
-        """Run `data.text` on documents, or on the `files` of the fields."""
         rows = ({"text": document} for document in documents)
         stage = self.stage(*rows, name="d.jsonl")
         given = {"files": stage.files, "cache": stage.cache, **fields}
