@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -30,6 +31,11 @@ AXES = ("llama405b_3d", "llama8b_1m_context", "qwen3_moe_ep")
 ADAPTED = {"smollm_lora": "smollm_ddp", "llama70b_lora_fsdp": "llama70b_fsdp"}
 
 
+@functools.cache
+def planned_stages(path: Path) -> Any:
+    return plan_file(path, (), for_this_machine=False)
+
+
 def test_all_promised_recipes_are_there() -> None:
     names = {f"{family}_{member}" for family, members in FAMILIES.items() for member in members}
     others = {"quickstart", "two_trainings", *AXES}
@@ -38,7 +44,7 @@ def test_all_promised_recipes_are_there() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_passes_the_check_and_names_itself(path: Path) -> None:
-    plan = plan_file(path, (), for_this_machine=False)
+    plan = planned_stages(path)
     assert plan.recipe.name == path.stem
     assert plan.warnings == ()
     adapter = ["adapter"] if path.stem in ADAPTED else []
@@ -54,7 +60,7 @@ def test_recipe_passes_the_check_and_names_itself(path: Path) -> None:
 
 
 def test_a_recipe_s_second_training_takes_the_model_of_the_first() -> None:
-    plan = plan_file(FOLDER / "two_trainings.yaml", (), for_this_machine=False)
+    plan = planned_stages(FOLDER / "two_trainings.yaml")
     taken = {step.slot: set(step.inputs.values()) for step in plan.slots}
     assert taken["trained"] == {"train", "model"}
     assert taken["wrap_chat"] == {"trained", "precision", "optimizer"}
@@ -62,6 +68,7 @@ def test_a_recipe_s_second_training_takes_the_model_of_the_first() -> None:
     assert taken["export"] == {"consolidate", "trained", "chat"}
 
 
+@functools.cache
 def planned(path: Path, gpu: str) -> str:
     """Return the output of `pipe plan` for a recipe on that GPU."""
     return CliRunner().invoke(main, ["plan", str(path), "--gpu", gpu]).stdout
@@ -97,7 +104,7 @@ def test_what_is_replicated_fits_no_smaller_gpu() -> None:
 
 
 def settings(path: Path) -> dict[str, Any]:
-    plan = plan_file(path, (), for_this_machine=False)
+    plan = planned_stages(path)
     return {step.slot: (step.use, dataclasses.asdict(step.stage)) for step in plan.slots}
 
 
