@@ -25,8 +25,9 @@ def test_killed_at_every_request(memory: Path) -> None:
     recorded = record(memory, scheme="file://", install=install)
     place = f"pipe_file {recorded.root}/{NEW}"
     names = (MANIFEST, "attempt2/rank-00001.report")
-    for rank, name in enumerate(names):
-        recorded.require_killed_anywhere(rank, recorded.place(rank, f"{place}/{name}"), 8)
+    points = [recorded.place(rank, f"{place}/{name}") for rank, name in enumerate(names)]
+    ways = [recorded.require_killed_anywhere(rank, points[rank], 8) for rank in range(2)]
+    assert sum(ways) >= 40
 
 
 @pytest.fixture

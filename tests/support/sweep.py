@@ -120,10 +120,10 @@ class Recorded:
         report = f"rename {self.attempt / 'rank-00001.report.partial'}"
         return [self.place(0, f"rename {self.attempt}"), self.place(1, report)]
 
-    def require_killed_anywhere(self, rank: int, point: int, keep: int) -> None:
+    def require_killed_anywhere(self, rank: int, point: int, keep: int) -> int:
         """Kill a rank before, in and after its operations, or `keep` of them in the quick tier, and
         require that the new checkpoint is there after `point`, that each is whole, and that the
-        next save succeeds."""
+        next save succeeds. Return how many ways there are to kill it."""
         faults = []
         for number, operation in enumerate(self.operations[rank]):
             for how in ("before", "half", "after"):
@@ -131,7 +131,6 @@ class Recorded:
                     new = number > point or (number == point and how == "after")
                     grace = PATIENT if rank == 0 or new else ABANDONED
                     faults.append((Injected(rank, self.fault(at=number, how=how), grace), new))
-        assert len(faults) >= 20
         chosen = spread(faults, keep)
         found = self.sweep([fault for fault, _ in chosen])
         for ((_, fault, _), new), seen in zip(chosen, found, strict=True):
@@ -140,6 +139,7 @@ class Recorded:
             assert seen.after.names[-1:] == [NEW if new else OLD], fault
             assert seen.next_saved.problems == ["", ""], fault
             assert seen.end == Found([NEXT], True, []), fault
+        return len(faults)
 
 
 def record(folder: Path, arrangement: str = "sharded", scheme: str = "", **more: Any) -> Recorded:
