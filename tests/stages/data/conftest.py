@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Iterator
@@ -92,8 +93,11 @@ def chats(tmp_path: Path, ctx: Context) -> Chats:
     return Chats(tmp_path, ctx)
 
 
+fake_source = functools.cache(FakeSource)
+
+
 def decoded(ids: Any) -> str:
-    return str(FakeSource().fast.decode(ids))
+    return str(fake_source().fast.decode(ids))
 
 
 def runs(sample: Sample) -> Iterator[list[int]]:
