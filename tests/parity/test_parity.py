@@ -263,16 +263,17 @@ EXACT = {
 }  # fmt: skip
 HALF = {
     **{f"{name} in {compute}": of(name, compute=compute, loop={"micro_batch_size": 2})
-       for name in HALVED for compute in ("bf16", "fp16")},
+       for name in HALVED for compute in ("bf16", "fp16")
+       if FULL or (name, compute) != ("zero2", "fp16")},
     **{f"{name} on 4 bits": of(name, compute="bf16", lora=QLORA, loop={"micro_batch_size": 3})
-       for name in BASIC},
+       for name in BASIC if FULL or name not in ("zero1", "zero2")},
 }  # fmt: skip
 MASTERS = {
     f"{name} with masters in bf16": of(
         name, compute="bf16", master="bf16", loop={"micro_batch_size": 2}
     )
     for name in HALVED
-    if name != "zero1"
+    if name != "zero1" and (FULL or name != "zero2")
 }
 HALVES = {
     f"sums of {schedule}": staged(schedule, compute="bf16", loop={"micro_batch_size": 1})
