@@ -119,13 +119,13 @@ FEW_KEYS = sized("llama", num_key_value_heads=2)
 TENSOR = {
     **{f"tensor {name}": divided(model, sequence=number % 2 == 0)
        for number, (name, model) in enumerate(FAMILIES.items())},
-    "tensor qwen3, whole sequences": divided(FAMILIES["qwen3"], sequence=False),
-    "tensor gpt2, whole sequences": divided(FAMILIES["gpt2"], sequence=False),
-    "tensor fewer key heads than ranks": divided(FEW_KEYS, sequence=True, ranks=4),
     **{f"tensor {name}, compiled": divided(FAMILIES[name], sequence=name != "gpt2", **COMPILED)
        for name in ("gpt2", "mixtral")},
     "tensor fewer key heads, compiled": divided(FEW_KEYS, sequence=True, ranks=4, **COMPILED),
     "tensor qwen3, compiled": divided(FAMILIES["qwen3"], sequence=True, **COMPILED),
+    "tensor qwen3, whole sequences": divided(FAMILIES["qwen3"], sequence=False),
+    "tensor fewer key heads than ranks": divided(FEW_KEYS, sequence=True, ranks=4),
+    "tensor gpt2, whole sequences": divided(FAMILIES["gpt2"], sequence=False),
 }  # fmt: skip
 
 # Pipelines under every schedule of torch.

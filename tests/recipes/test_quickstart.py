@@ -32,12 +32,12 @@ class Done:
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     folder = tmp_path_factory.mktemp("quickstart")
     recipe = str(ROOT / "recipes/quickstart.yaml")
-    run = pipe(folder, "run", recipe, "--run-dir", str(folder / "run"), f"train.steps={STEPS}")
+    run = pipe("run", recipe, "--run-dir", str(folder / "run"), f"train.steps={STEPS}")
     return Done(folder / "run", run.stdout)
 
 
-def pipe(folder: Path, *words: str) -> Outcome:
-    found = Pipe(folder / "no plugin", folder)(*words)
+def pipe(*words: str) -> Outcome:
+    found = Pipe(ROOT / "no plugin", ROOT)(*words)
     assert found.code == 0, found.stdout + found.stderr
     return found
 
@@ -67,8 +67,7 @@ def test_its_end_shows_that_it_worked(done: Done) -> None:
 
 
 def test_the_export_answers(done: Done) -> None:
-    words = ["generate", str(done.folder), PROMPT, "--max-tokens", "4"]
-    said = pipe(done.folder.parent, *words)
+    said = pipe("generate", str(done.folder), PROMPT, "--max-tokens", "4")
     # A free greedy answer depends on the last bits of a processor's sums; its beginning does not.
     assert said.stdout.startswith('{"topic')
     assert f"step {STEPS}, {done.folder}/export, bf16, cpu" in said.stderr

@@ -117,13 +117,13 @@ def test_ranks_without_samples_and_other_processes_are_told() -> None:
 
 
 def test_a_recipe_for_cpus_on_gpus() -> None:
-    given = ("plan", FSDP, "launch.procs=1", "precision.compute=fp32", "--gpus", "8")
+    given = ("plan", FSDP, *model(), "launch.procs=1", "precision.compute=fp32", "--gpus", "8")
     said = pipe(*given, "--gpu", "H100").stdout.splitlines()
     assert "the recipe says 1 process; planned for 8, as the options say" in said
     usual = "computes in fp32, as the recipe says; precision.compute={} is usual on GPUs"
     assert usual.format("bf16") in said
     assert usual.format("fp16") in pipe(*given, "--gpu", "V100").stdout.splitlines()
-    assert "computes in" not in pipe("plan", FSDP, "--gpu", "H100").stdout
+    assert "computes in" not in pipe("plan", FSDP, *model(), "--gpu", "H100").stdout
 
 
 def test_a_host_of_which_nothing_was_said_is_a_condition() -> None:
