@@ -11,12 +11,10 @@ from pathlib import Path
 import click
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from pipeline import errors
 from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import Registry
-from pipeline.cli import main
 from pipeline.commands.launch import launch
 from pipeline.distributed.launch import Restarts, Timeouts
 from pipeline.planning.hardware import HardwareOptions, Margins
@@ -25,6 +23,7 @@ from stages.data.forms import KEYS, first_form, read
 from stages.data.messages import Conversation, Names
 from stages.data.rows import Row
 from tests.docs.blocks import ROOT, blocks, commands
+from tests.support.command import pipe
 
 DATA, PLANNING, RUNNING, STRATEGIES = (
     ROOT / f"docs/{name}.md" for name in ("data", "planning", "running", "strategies")
@@ -58,7 +57,7 @@ def test_the_plan_that_is_shown_is_printed(tmp_path: Path, monkeypatch: pytest.M
     words = next(
         one.words for one in commands(PLANNING) if "--interconnect" in shlex.join(one.words)
     )
-    result = CliRunner().invoke(main, [words[0], str(ROOT / words[1]), *words[2:]])
+    result = pipe(words[0], ROOT / words[1], *words[2:])
     assert result.exit_code == 0, result.output
     assert [line for line in shown if line not in {*result.output.splitlines(), "..."}] == []
     assert len(shown) > 10

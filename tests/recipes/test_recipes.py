@@ -14,10 +14,9 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from pipeline.chain.plan import plan_file
-from pipeline.cli import main
+from tests.support.command import pipe
 from tests.support.tier import FULL, spread
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -72,7 +71,7 @@ def test_a_recipe_s_second_training_takes_the_model_of_the_first() -> None:
 @functools.cache
 def planned(path: Path, gpu: str) -> str:
     """Return the output of `pipe plan` for a recipe on that GPU."""
-    return CliRunner().invoke(main, ["plan", str(path), "--gpu", gpu]).stdout
+    return pipe("plan", path, "--gpu", gpu).stdout
 
 
 PLANNED = re.compile(r"# Planned for (\d+) x (\w+): (\d+) GiB a GPU\.")

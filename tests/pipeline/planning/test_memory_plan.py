@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
 
 from pipeline import Context, Data, Engine, TrainedRun
 from pipeline.chain.entry_points import BUILT_IN, Entry
 from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import Registry
 from pipeline.checkpoint.file_layout import PASSAGE
-from pipeline.cli import main
 from pipeline.planning.planner import Planners
+from tests.support.command import pipe
 from tests.support.tier import spread
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -38,10 +37,6 @@ CAVEATS = {
     ],
 }
 MACHINE = ("--overhead", "0", "--host-memory", "8")
-
-
-def pipe(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @functools.cache

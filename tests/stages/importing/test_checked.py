@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import Result
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from pipeline.cli import main
 from tests.stages.importing.support import config
+from tests.support.command import pipe
 from tests.support.tier import times
 
 ROWS = {
@@ -65,10 +65,6 @@ def of_torchtune(
     checkpointer = {**published["checkpointer"], "checkpoint_dir": str(model)}
     tokenizer = {**published["tokenizer"], "max_seq_len": 16}
     return {"checkpointer": checkpointer, "dataset": data, "tokenizer": tokenizer}
-
-
-def pipe(*arguments: Any) -> Result:
-    return CliRunner().invoke(main, [str(each) for each in arguments])
 
 
 def written(folder: Path, content: Mapping[str, Any], *more: Any) -> tuple[Result, Path]:

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from memories.cases import Case, llama, own
 from memories.compare import profile_and_trace
 
-from pipeline.cli import main
 from pipeline.errors import PipeError
 from pipeline.planning.planner import Job
 from pipeline.planning.profile import Line, Part, Profile
 from pipeline.planning.trace.profiling import profile
 from stages.model.declared import outline
 from stages.model.source_text_compat import attentions
+from tests.support.command import pipe
 from tests.support.every_family import every, small
 from tests.support.models import context
 from tests.support.multimodal import saved, whole_source
@@ -205,7 +204,7 @@ def test_blocks_of_two_kinds(tmp_path: Path) -> None:
 
 def test_a_model_that_fails_is_told_in_a_sentence(tmp_path: Path) -> None:
     replace(CASE, model=own(**llama(num_key_value_heads=3))).plan(tmp_path)
-    said = CliRunner().invoke(main, ["plan", str(tmp_path / "recipe.yaml")])
+    said = pipe("plan", tmp_path / "recipe.yaml")
     assert said.exit_code == 1
     (line,) = said.output.splitlines()
     assert "the model cannot be run on tensors without values: " in line
