@@ -20,8 +20,9 @@ import raw
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pipeline.distributed.process_group import DistContext
 from tests.support.processes import RankFailed, run_ranks
-from tests.support.state import WRAPS, Setting, load_runs, save_run
+from tests.support.state import WRAPS, Setting, load_run, save_run
 from tests.support.strategies import STRATEGIES
 from tests.support.zero import has_libaio
 
@@ -91,6 +92,11 @@ def _problems(saved: dict[str, str], folder: str, world: int, settings: list[Set
     except RankFailed as error:
         return [str(error)] * len(settings)
     return [_difference(saved, one) for one in loaded]
+
+
+def load_runs(dist: DistContext, folder: str, settings: list[Setting]) -> list[dict[str, Any]]:
+    """Run `load_run` under one setting after another, in one process group."""
+    return [load_run(dist, folder, setting) for setting in settings]
 
 
 def _setting(wrap: str, model: dict[str, Any], nvme: str) -> Setting:

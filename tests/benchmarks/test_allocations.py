@@ -16,12 +16,12 @@ CASES = (
     small("DDP", "ddp", {}),
     small("FSDP, nf4", "fsdp", {}, adapter=PACKED, model=LARGER),
     zero(2, strategy=BUCKET),
-    zero(3, strategy=THREE),
-    zero(3, "nf4", strategy=THREE, adapter=PACKED, model=LARGER),
     zero(3, "LoRA, offload both", strategy=BUCKET | BOTH, adapter={"rank": 64}),
-    zero(3, "plus plus", strategy=BUCKET | {"plus_plus": {"secondary_partition": 2}}),
 )
 FURTHER = (
+    zero(3, strategy=THREE),
+    zero(3, "nf4", strategy=THREE, adapter=PACKED, model=LARGER),
+    zero(3, "plus plus", strategy=BUCKET | {"plus_plus": {"secondary_partition": 2}}),
     small("DDP, no views", "ddp", {"gradient_as_bucket_view": False}, compute="fp32"),
     small("DDP, nf4", "ddp", {}, adapter=PACKED, model=LARGER),
     small("FSDP", "fsdp", {}),

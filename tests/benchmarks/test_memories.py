@@ -23,7 +23,7 @@ CASES = {case.name: case for case in SMALL}
     "name",
     spread(
         ["DDP again, in chunks", "FSDP hybrid, late", "FSDP packed", "GPT-2", "Gemma 2",
-         "LoRA, FSDP", "Mixtral", "QLoRA, FSDP", "DoRA, FSDP"], 4,
+         "LoRA, FSDP", "Mixtral", "QLoRA, FSDP", "DoRA, FSDP"], 3,
     ),
 )  # fmt: skip
 def test_a_trace_is_what_real_tensors_take(name: str) -> None:

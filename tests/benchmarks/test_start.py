@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import click
+import psutil
 import pytest
-
-
-@pytest.fixture(scope="module")
-def runs() -> ModuleType:
-    """Return the module that starts processes."""
-    import start_run
-
-    return start_run
-
+import start
+from start_run import Start, measure
 
 PARENT = """
 import pathlib, subprocess, sys, time
@@ -28,31 +21,25 @@ time.sleep(60)
 """
 
 
-def test_a_start_is_everything_up_to_the_step_and_leaves_no_process(
-    runs: ModuleType, tmp_path: Path
-) -> None:
-    import psutil
-
+def test_a_start_is_everything_up_to_the_step_and_leaves_no_process(tmp_path: Path) -> None:
     mark = tmp_path / "stepped"
     command = [sys.executable, "-c", PARENT, str(mark)]
-    found = runs.measure([(command, {})], mark.exists, tmp_path)
+    found = measure([(command, {})], mark.exists, tmp_path)
     assert 0.5 < found.seconds < 60
     assert found.cpu > 0
     left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
     assert not [line for line in left if line and str(mark) in line]
 
 
-def test_a_start_that_fails_is_told_with_its_last_words(runs: ModuleType, tmp_path: Path) -> None:
+def test_a_start_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]
     with pytest.raises(click.ClickException, match="no such model"):
-        runs.measure([(command, {})], lambda: False, tmp_path)
+        measure([(command, {})], lambda: False, tmp_path)
 
 
-def test_ratios_are_of_one_round_and_their_median_counts(runs: ModuleType) -> None:
-    import start
-
-    ours = [runs.Start(seconds=s, cpu=2 * s) for s in (11.0, 30.0, 5.0)]
-    script = [runs.Start(seconds=s, cpu=s) for s in (10.0, 10.0, 10.0)]
+def test_ratios_are_of_one_round_and_their_median_counts() -> None:
+    ours = [Start(seconds=s, cpu=2 * s) for s in (11.0, 30.0, 5.0)]
+    script = [Start(seconds=s, cpu=s) for s in (10.0, 10.0, 10.0)]
     assert start.seconds_ratio(ours, script) == pytest.approx(1.1)
     cells = start.row("ddp", ours, script)
     assert cells[0] == "ddp"

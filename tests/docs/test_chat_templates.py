@@ -26,7 +26,7 @@ def program() -> Any:
 def templates(program: Any) -> dict[str, tuple[str, str | None]]:
     """Return templates to try, and gemma, which refuses a chat."""
     found = program.templates()
-    return {name: found[name] for name in sorted({"gemma", *spread(list(found), 5)})}
+    return {name: found[name] for name in sorted({"gemma", *spread(list(found), 4)})}
 
 
 @pytest.mark.full

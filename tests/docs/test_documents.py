@@ -1,4 +1,5 @@
-"""The documents are up to date and can be read."""
+"""The documents are up to date and can be read, and their links lead somewhere where the code is
+read, without the site; what pyproject.toml allows is what is tested."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import dataclasses
 import inspect
 import re
 import runpy
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import yaml
 from pipeline.contracts.plan_view import PlanView
 from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext
-from tests.docs.blocks import DOCUMENTS, PAGES, ROOT, name
+from tests.docs.blocks import DOCUMENTS, FENCE, PAGES, ROOT, name
 from tests.support.tensor import GPT2_PLAN
 
 GUIDE = (ROOT / "docs/writing-a-stage.md").read_text("utf-8")
@@ -96,3 +98,53 @@ def test_the_pages_are_few_and_short() -> None:
     counted = {page.name: words(page) for page in PAGES}
     assert len(counted) <= 16, counted
     assert sum(counted.values()) <= 26_000, counted
+
+
+def anchors(document: Path) -> set[str]:
+    """Return the anchors of a document's headings, as code hosts make them."""
+    text = FENCE.sub("", document.read_text("utf-8"))
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", text, flags=re.M):
+        plain = re.sub(r"[^\w\- ]", "", heading.lower())
+        found.add(plain.strip().replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_links_of_a_document_lead_somewhere(document: Path) -> None:
+    broken = []
+    for target, part in re.findall(
+        r"\]\(([^)#\s]*)(#[^)\s]*)?\)", FENCE.sub("", document.read_text())
+    ):
+        if "://" in target:
+            continue
+        file = document.parent / target if target else document
+        missing = part and file.suffix == ".md" and part[1:] not in anchors(file)
+        if not file.exists() or missing:
+            broken.append(f"{target}{part}")
+    assert broken == []
+
+
+ON_GPUS = {"torch": "2.11", "transformers": "5.17"}
+"""Older versions than in constraints.txt, with which the tests on GPUs run."""
+
+
+def plain(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def test_no_version_is_allowed_that_is_older_than_what_is_tested() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if "==" in line]
+    tested = {plain(name): version for name, version in pairs} | ON_GPUS
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    bounds = 0
+    for requirement in (each for group in groups for each in group):
+        found = re.match(r"([\w.-]+)>=([\d.]+)", requirement)
+        if found is None or plain(found[1]) not in tested:
+            continue
+        bound, version = found[2].split("."), tested[plain(found[1])].split(".")
+        assert [*map(int, bound[:2])] == [*map(int, version[: min(2, len(bound))])], requirement
+        bounds += 1
+    assert bounds > 40

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from pipeline.cli import main
 from tests.docs.blocks import ROOT, blocks
+from tests.support.command import pipe
 
 PAGE = ROOT / "docs" / "migrating.md"
 EXAMPLES = {
@@ -49,7 +48,7 @@ def differences(shown: Any, made: Any, path: str = "") -> list[str]:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_gives_what_is_shown(name: str, folder: Path) -> None:
     (shown,) = [block.text for block in blocks(PAGE, "yaml") if block.note == f"result={name}"]
-    result = CliRunner().invoke(main, EXAMPLES[name][1:])
+    result = pipe(*EXAMPLES[name][1:])
     unfinished = any(
         line.startswith(("fill in ", "pipe check: model.path: no such folder"))
         for line in result.stderr.splitlines()

@@ -28,7 +28,7 @@ CODES = {"train.stpes=5": 2, "Ctrl-C": 75}
 def small_repository(folder: Path) -> None:
     """Make `folder` look like the repository, with a small model in the quickstart."""
     recipe: dict[str, Any] = yaml.safe_load((ROOT / "recipes/quickstart.yaml").read_text("utf-8"))
-    sizes = {"hidden_size": 96, "num_hidden_layers": 12, "max_position_embeddings": 128}
+    sizes = {"hidden_size": 96, "num_hidden_layers": 4, "max_position_embeddings": 128}
     special = {"pad_token_id": 130}  # the unknown words of the small tokenizer are token 0
     save_tokenizer(folder / "tokenizer")
     recipe["stages"]["model"] = {

@@ -15,7 +15,6 @@ from pipeline.distributed.environment import rank_environment
 from tests.support.pipe import Pipe
 from tests.support.ports import free_port
 from tests.support.processes import forking
-from tests.support.recorded import Recorded, record
 
 HERE = Path(__file__).parent
 ENTRIES = {
@@ -59,14 +58,6 @@ def memory() -> Iterator[Path]:
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=place) as folder:
         yield Path(folder)
-
-
-@pytest.fixture(scope="module", params=["sharded", "full"])
-def recorded(request: pytest.FixtureRequest, memory: Path) -> Recorded:
-    """Return two writers of either layout with their operations recorded."""
-    folder = memory / request.param
-    folder.mkdir()
-    return record(folder, request.param)
 
 
 @pytest.fixture(scope="session")

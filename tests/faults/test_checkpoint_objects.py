@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,45 +13,21 @@ from pipeline.checkpoint.manifest import MANIFEST, Damaged
 from pipeline.checkpoint.object_store import ObjectStore
 from pipeline.checkpoint.retention import Retention
 from tests.support.injection import Fault
-from tests.support.object_faults import Task, install, start
-from tests.support.recorded import ABANDONED, NEW, NEXT, OLD, PATIENT
-from tests.support.sweep import Found, Injected, Sweep, sweep
-from tests.support.tier import spread
+from tests.support.object_faults import install, write_apart
+from tests.support.processes import forking
+from tests.support.sweep import NEW, NEXT, OLD, record
 from tests.support.tiny_store import Tiny, digests, read_digests, write
 
 
 def test_killed_at_every_request(memory: Path) -> None:
     """`file://` is used like an object store: everything is put, listed and removed, nothing
     renamed."""
-    root = memory / "objects"
-    address = f"file://{root}"
-    tiny = Tiny(address, retention=Retention(last=1))
-    logs = [memory / f"requests-{rank}" for rank in range(2)]
-    calm = [Injected(rank, Fault(root=address, log=str(logs[rank])), PATIENT) for rank in range(2)]
-    for seen in sweep(Sweep(tiny=tiny, root=str(root), faults=calm, install=install)):
-        assert (seen.saved.problems, seen.after.names) == (["", ""], [NEW])
-    requests = [log.read_text().splitlines() for log in logs]
-    points = [
-        requests[0].index(f"pipe_file {root}/{NEW}/{MANIFEST}"),
-        requests[1].index(f"pipe_file {root}/{NEW}/attempt2/rank-00001.report"),
-    ]
-    faults, passed = [], []
-    for rank in range(2):
-        for number in range(len(requests[rank])):
-            for how in ("before", "after"):
-                passed.append(number > points[rank] or (number == points[rank] and how == "after"))
-                grace = PATIENT if rank == 0 or passed[-1] else ABANDONED
-                faults.append(Injected(rank, Fault(root=address, at=number, how=how), grace))
-    assert len(faults) >= 40
-    chosen = spread(list(zip(faults, passed, strict=True)), 16)
-    work = [fault for fault, _ in chosen]
-    found = sweep(Sweep(tiny=tiny, root=str(root), faults=work, install=install))
-    for ((rank, fault, _), new), seen in zip(chosen, found, strict=True):
-        assert seen.saved.fates[rank] == -9, fault
-        assert seen.after.exact, fault
-        assert seen.after.names[-1:] == [NEW if new else OLD], fault
-        assert seen.next_saved.problems == ["", ""], fault
-        assert seen.end == Found([NEXT], True, []), fault
+    recorded = record(memory, scheme="file://", install=install)
+    place = f"pipe_file {recorded.root}/{NEW}"
+    names = (MANIFEST, "attempt2/rank-00001.report")
+    points = [recorded.place(rank, f"{place}/{name}") for rank, name in enumerate(names)]
+    ways = [recorded.require_killed_anywhere(rank, points[rank], 8) for rank in range(2)]
+    assert sum(ways) >= 40
 
 
 @pytest.fixture
@@ -160,14 +136,18 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def save(tiny: Tiny, step: int, identity: str, fault: Fault | None = None) -> list[int]:
     """Save from two processes, with the fault in rank 0; return their exit codes."""
-    tasks = [Task(tiny, step, identity, rank, None if rank else fault) for rank in range(2)]
-    processes = [start(task) for task in tasks]
+    processes = [
+        forking().Process(
+            target=write_apart,
+            args=(dict(os.environ), tiny, step, identity, rank, None if rank else fault),
+        )
+        for rank in range(2)
+    ]
     for process in processes:
-        with process:
-            assert process.stdout is not None
-            told = process.stdout.read()
-            assert not told or json.loads(told)["problem"] == ""
-    return [process.returncode for process in processes]
+        process.start()
+    for process in processes:
+        process.join(120)
+    return [process.exitcode for process in processes]
 
 
 def test_the_whole_protocol_over_http(bucket: str) -> None:

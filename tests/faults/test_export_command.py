@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from pipeline.cli import main
+from tests.support.command import pipe
 from tests.support.pipe import Outcome, Pipe
 from tests.support.tiny_recipe import EXPORT, training
 
@@ -149,10 +148,6 @@ def test_a_changed_byte(trained: Trained, tmp_path: Path) -> None:
     result = pipe("verify", harmed)
     assert result.exit_code == 1
     assert "does not hold the trained values in 1 tensor" in result.output
-
-
-def pipe(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [*map(str, arguments)])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import in_words
 from pipeline.execution.journal import Journal
-from tests.faults.test_checkpoint_errors import can_mount
+from tests.faults.test_checkpoint_writers import can_mount
 from tests.support.pipe import Pipe
 
 SCRIPT = """
@@ -57,7 +57,7 @@ cp run/logs/* ..
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs user namespaces that may mount")
-@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_log_that_its_disk_does_not_take(pipe: Pipe, tmp_path: Path, stays: bool) -> None:
     """A rank says so once, instead of two stacks for each line; where there is room again, nothing
     has failed."""

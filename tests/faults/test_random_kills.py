@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.faulty_ranks import infect
-from tests.support.injection import Fault
+from tests.support.injection import Fault, infect
 from tests.support.ports import free_port
 from tests.support.processes import forking
 from tests.support.tiny_recipe import EXPORT, outcome, training, write

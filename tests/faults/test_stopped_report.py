@@ -35,7 +35,6 @@ def started(pipe: Pipe, tmp_path: Path, fault: str) -> subprocess.Popen[str]:
 
 
 def recorded(pipe: Pipe, end: str = "run stopped") -> bool:
-    """Return whether the end of the run is in its journal."""
     return (pipe.run_dir / "journal.jsonl").exists() and pipe.events()[-1]["event"] == end
 
 

@@ -19,7 +19,7 @@ from tests.support.pipe import Forked, Outcome, Pipe
 from tests.support.tier import times
 from tests.support.tiny_recipe import EXPORT, losses, outcome, training
 
-STEPS, RANKS = times(quick=120, full=1200), 2
+STEPS, RANKS = times(quick=80, full=1200), 2
 STOPS = times(quick=2, full=50)
 KILLS = times(quick=1, full=20)
 SAVE_EVERY = 10
@@ -188,7 +188,7 @@ def test_an_evaluation_ends_at_once_and_is_made_up_for(
     assert outcome(pipe.run_dir, STEPS) == calm
 
 
-@pytest.mark.parametrize("others", [True, False])
+@pytest.mark.parametrize("others", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_stop_is_not_forgotten_when_ranks_die(pipe: Pipe, command: Command, others: bool) -> None:
     """One rank, or all, while the run saves."""
     process = command()

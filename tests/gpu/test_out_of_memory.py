@@ -22,7 +22,6 @@ LARGE = TINY | {
 
 
 def recipe(folder: Path, device: str) -> Path:
-    """Write a recipe of that model."""
     save_tokenizer(folder / "tokenizer")
     (folder / "text.txt").write_text("the lamb was sure to go\n" * 100)
     stages = training(checkpoint={"every": 2}, train={"steps": 4})

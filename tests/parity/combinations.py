@@ -6,6 +6,7 @@ check`. `test_combinations.py` trains the accepted combinations.
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 import textwrap
@@ -17,11 +18,10 @@ from typing import Any
 from pipeline.chain.plan import plan_file
 from pipeline.errors import RecipeError
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8
+from tests.parity.body import Case
 from tests.support.strategies import Strategy, having
 
 RANKS, MICRO = 2, 3
-
-
 STRATEGIES = {one.title: one for one in having("combines").values()}
 
 
@@ -96,12 +96,13 @@ def recipe(feature: Feature, strategy: Strategy) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def refusal(feature: Feature, strategy: Strategy) -> str:
+@functools.cache
+def refusal(feature: str, strategy: str) -> str:
     """Return the reason why `pipe check` refuses the combination; empty if it accepts."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "rows.jsonl").write_text("")
         file = Path(folder) / "recipe.yaml"
-        file.write_text(json.dumps(recipe(feature, strategy)))
+        file.write_text(json.dumps(recipe(FEATURES[feature], STRATEGIES[strategy])))
         try:
             plan_file(file, forecast=True)  # the model has no tokenizer
         except RecipeError as error:
@@ -113,37 +114,22 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48}
 """Sizes of the model, multiples of 16 as 8-bit products need."""
 
 
-def model_fields(feature: Feature) -> dict[str, Any]:
-    """Build the fields of model.hf."""
-    kinds = {
-        "activation_checkpointing": ActivationCheckpointing, "compile": Compile, "fp8": Fp8,
-    }  # fmt: skip
-    return {name: kinds[name](**value) for name, value in feature.model.items()}
+KINDS = {"activation_checkpointing": ActivationCheckpointing, "compile": Compile, "fp8": Fp8}
 
 
-def case(feature: Feature, strategy: Strategy) -> dict[str, Any]:
-    """Return the case for `tests.parity.body.train_case`."""
-    return {
-        "wrap": strategy.use,
-        "fields": dict(strategy.fields),
-        "batching": {"micro_batch_size": MICRO},
-        "lora": feature.adapter,
-        "model": SIZES,
-        "hf": model_fields(feature),
-        "loop": dict(feature.train),
-        "packed": feature.packed,
-    }
+def case(feature: Feature, strategy: Strategy) -> Case:
+    return Case(
+        ranks=RANKS, wrap=strategy.use, fields=strategy.fields, model=SIZES, lora=feature.adapter,
+        hf={name: KINDS[name](**value) for name, value in feature.model.items()},
+        loop={"micro_batch_size": MICRO, **feature.train}, packed=feature.packed,
+    )  # fmt: skip
 
 
 def table() -> str:
     """Return what stands between the marks `combinations` of docs/strategies.md."""
     refused: dict[tuple[str, ...], dict[str, list[str]]] = {}
-    for name, feature in FEATURES.items():
-        reasons = {
-            title: reason
-            for title, strategy in STRATEGIES.items()
-            if (reason := refusal(feature, strategy))
-        }
+    for name in FEATURES:
+        reasons = {title: reason for title in STRATEGIES if (reason := refusal(name, title))}
         if reasons:
             per_reason = refused.setdefault(tuple(reasons), {})
             per_reason.setdefault("; ".join(dict.fromkeys(reasons.values())), []).append(name)

@@ -12,20 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.testing import plan_view
 from stages.model.declared import outline
 from stages.model.hf import HfModel
 from stages.model.source import open_source
+from stages.optimizer.adamw import AdamW
+from stages.precision.policy import PrecisionPolicy
 from stages.wrap.axes import TensorParallel
 from stages.wrap.context.attention import require_divisible
 from stages.wrap.pipeline.split import keep_layers
 from stages.wrap.tensor.divide import resolve_plan
+from tests.support.batches import accumulated, evaluated, micro_batch
 from tests.support.every_family import every, small
-from tests.support.models import context
-from tests.support.one_step import one_step
 from tests.support.processes import run_ranks
+from tests.support.runs import context
 from tests.support.strategies import Strategy
 from tests.support.tier import spread
 
@@ -63,6 +67,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ALONE = ("wrap.ddp", {"static_graph": True})
+ROWS, LENGTH = 2, 16
 
 
 def fields(kind: str) -> dict[str, Any]:
@@ -86,30 +91,51 @@ def known() -> list[str]:
     return [kind for kind in found if not refusals(fields(kind), *ALONE)]
 
 
-@functools.cache
-def numbers(kind: str, layout: str) -> list[float]:
-    (use, wrap), ranks = (ALONE, 1) if layout == "alone" else (LAYOUTS[layout], 2)
-    with tempfile.TemporaryDirectory() as folder:
-        every_rank = run_ranks(one_step, ranks, folder, fields(kind), use, wrap, limit=120)
-    found: list[float] = every_rank[0]
+def one_steps(
+    dist: DistContext, folder: str, cases: list[tuple[str, str, dict[str, Any]]]
+) -> list[list[float]]:
+    """Train each type under its wrap stage for a step of two rows; return for each the mean loss
+    before and after the step, and the gradient norm."""
+    ctx, found = context(dist, folder), []
+    for kind, use, wrap in cases:
+        precision = PrecisionPolicy(compute="fp32", reduce="fp32").run(ctx)
+        plan, source = AdamW(lr=1e-3, max_grad_norm=None).run(ctx), HfModel(**fields(kind)).run(ctx)
+        engine = Strategy(use=use, fields=wrap).stage().run(ctx, source, precision, plan)
+        axis = engine.data_axis
+        rows = [(torch.arange(LENGTH + 1)[None] * 37 + 11 * n) % 900 + 50 for n in range(ROWS)]
+        batches = [micro_batch(row[:, :-1], row[:, 1:].contiguous()) for row in rows]
+        own = batches[axis.index :: axis.count]
+        before = engine.total(accumulated(engine, own, ROWS * LENGTH))
+        report = engine.step(lr_scales=[1.0])
+        after = engine.total(evaluated(engine, own))
+        engine.close()
+        losses = [float(one) / (ROWS * LENGTH) for one in (before, after)]
+        found.append([*losses, float(report.grad_norm)])
     return found
 
 
+def require_numbers(pairs: list[tuple[str, str]]) -> None:
+    """Require the numbers of one process for each layout and type, all in the same processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        every_rank = run_ranks(one_steps, 2, folder, [(k, *LAYOUTS[one]) for one, k in pairs])
+        kinds = list(dict.fromkeys(kind for _, kind in pairs))
+        (alone,) = run_ranks(one_steps, 1, folder, [(kind, *ALONE) for kind in kinds])
+    for (layout, kind), found in zip(pairs, every_rank[0], strict=True):
+        expected = alone[kinds.index(kind)]
+        if layout not in ("pipeline", "context") or kind not in RANDOM:
+            assert found[:2] == pytest.approx(expected[:2], rel=1e-5), (layout, kind)
+            assert found[2] == pytest.approx(expected[2], rel=1e-4), (layout, kind)
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [
-        ("pipeline", "gpt2"),
-        ("pipeline", "falcon"),
-        ("tensor", "qwen3_next"),
-        ("context", "gemma3_text"),
-        ("expert", "mixtral"),
-        ("zero3", "gptj"),
+def test_the_numbers_of_one_process() -> None:
+    pairs = [
+        ("pipeline", "gpt2"), ("pipeline", "falcon"), ("tensor", "qwen3_next"),
+        ("context", "gemma3_text"), ("expert", "mixtral"), ("zero3", "gptj"),
         ("zero3, tensor", "qwen3"),
-    ],
-)
-def test_the_numbers_of_one_process(layout: str, kind: str) -> None:
-    require_numbers(layout, kind)
+    ]  # fmt: skip
+    assert [refusals(fields(kind), *LAYOUTS[layout]) for layout, kind in pairs] == [[]] * len(pairs)
+    require_numbers(pairs)
 
 
 @pytest.mark.full
@@ -118,18 +144,8 @@ def test_the_numbers_of_one_process(layout: str, kind: str) -> None:
 def test_the_numbers_of_one_process_for_every_type(kind: str) -> None:
     if kind not in known():
         pytest.skip("is refused without any axis")
-    for layout, (use, wrap) in LAYOUTS.items():
-        if layout in ("pipeline", "context") and kind in RANDOM:
-            numbers(kind, layout)
-        elif not refusals(fields(kind), use, wrap):
-            require_numbers(layout, kind)
-
-
-def require_numbers(layout: str, kind: str) -> None:
-    assert refusals(fields(kind), *LAYOUTS[layout]) == []
-    found, expected = numbers(kind, layout), numbers(kind, "alone")
-    assert found[:2] == pytest.approx(expected[:2], rel=1e-5), layout
-    assert found[2] == pytest.approx(expected[2], rel=1e-4), layout
+    layouts = [name for name, wrap in LAYOUTS.items() if not refusals(fields(kind), *wrap)]
+    require_numbers([(layout, kind) for layout in layouts])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -138,7 +154,8 @@ def test_check_refuses_what_would_be_refused_later(kind: str, tmp_path: Path) ->
     if kind not in known():
         pytest.skip("is refused without any axis")
     model = fields(kind)
-    source = open_source(HfModel(**model), context(tmp_path))
+    ctx = context(DistContext(device=torch.device("cpu")), tmp_path)
+    source = open_source(HfModel(**model), ctx)
     module: Any = outline(source)
 
     def divide() -> None:
@@ -163,4 +180,4 @@ def test_a_replica_without_some_gradients_is_not_updated(tmp_path: Path) -> None
     (said,) = refusals(fields("bart"), "wrap.ddp", {})
     assert "some parameters of a bart get no gradient from text" in said
     with pytest.raises(AssertionError, match="40 parameters got no gradient"):
-        run_ranks(one_step, 2, str(tmp_path), fields("bart"), "wrap.ddp", {})
+        run_ranks(one_steps, 2, str(tmp_path), [("bart", "wrap.ddp", {})])

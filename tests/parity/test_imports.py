@@ -13,14 +13,14 @@ PROGRAM = """
 import json, os, sys
 import torch, torch.distributed
 from pipeline.distributed.process_group import DistContext
-from tests.parity.body import train_case
+from tests.parity.body import Case, train_case
 from tests.support.strategies import having
 torch.distributed.init_process_group(
     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
 )
 for name, one in having("basic").items():
     if one.use != "wrap.zero":
-        case = {"wrap": one.use, "fields": dict(one.fields), "batching": {}}
+        case = Case(wrap=one.use, fields=one.fields)
         os.mkdir(name)
         train_case(DistContext(device=torch.device("cpu")), name, case)
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import tempfile
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from pipeline.distributed.process_group import DistContext
 from stages.optimizer.lion import Lion
 from stages.optimizer.settings import GroupSettings
-from tests.parity.body import ADAMW, BATCH, SEED, STEPS, tiny_source, train_case
-from tests.parity.reference import CLIP, DECAY, WARMUP, reference
-from tests.support.processes import run_ranks
-from tests.support.runs import context, toy_data
-from tests.support.strategies import STRATEGIES, having
+from tests.parity.body import ADAMW, CLIP, DECAY, WARMUP, Case
+from tests.parity.reference import plain_loop, steps_of
+from tests.support.strategies import having
 from tests.support.tier import spread
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
@@ -41,43 +35,27 @@ OPTIMIZERS: dict[str, tuple[Any, float, float]] = {
 zero, the sign that Lion takes of it depends on the order of summation. Shards divide into other
 blocks, so a small second moment can round to 0 in one of them only: single updates are then far
 apart."""
+CASES = {
+    f"{optimizer} under {name}": Case(
+        wrap=one.use, fields=one.fields, model=MODEL, optimizer=OPTIMIZERS[optimizer][0]
+    )
+    for name, one in having("basic").items()
+    if name in spread(list(having("basic")), 2)
+    for optimizer in OPTIMIZERS
+}
 
 
-def train_cases(dist: DistContext, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
-    """Train each case in its own folder, in one process group."""
-    results = {}
-    for name, case in cases.items():
-        Path(folder, name).mkdir(exist_ok=True)
-        results[name] = train_case(dist, f"{folder}/{name}", case)
-    return results
-
-
-@functools.cache
-def plain_loop(name: str) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        ctx = context(DistContext(device=torch.device("cpu")), folder, SEED)
-        source, plan = tiny_source(ctx, **MODEL), OPTIMIZERS[name][0].run(ctx)
-    return reference(source, toy_data(), seed=SEED, steps=STEPS, batch=BATCH, plan=plan)
-
-
-@pytest.mark.parametrize("name", spread(list(having("basic")), 2))
-def test_an_optimizer_gives_the_numbers_of_a_plain_loop(name: str, tmp_path: Path) -> None:
-    wrap, fields = STRATEGIES[name].use, dict(STRATEGIES[name].fields)
-    cases = {
-        optimizer: {
-            "wrap": wrap, "fields": fields, "batching": {"micro_batch_size": 2},
-            "model": MODEL, "optimizer": stage,
-        }
-        for optimizer, (stage, *_) in OPTIMIZERS.items()
-    }  # fmt: skip
-    results = run_ranks(train_cases, 2, str(tmp_path), cases)[0]
-    for optimizer, (_, mean, largest) in OPTIMIZERS.items():
-        losses, norms, weights, _ = plain_loop(optimizer)
-        steps = [record for record in results[optimizer]["records"] if "loss" in record]
-        assert [r["loss"] for r in steps] == pytest.approx(losses, rel=mean * 10), optimizer
-        assert [r["grad_norm"] for r in steps] == pytest.approx(norms, rel=mean * 100), optimizer
-        final = load_file(tmp_path / optimizer / "final.safetensors")
-        for key, weight in weights.items():
-            wrong = (final[key] - weight).abs()
-            assert float(wrong.mean()) < mean, f"{optimizer} {key}"
-            assert float(wrong.max()) < largest, f"{optimizer} {key}"
+@pytest.mark.parametrize("name", CASES)
+def test_an_optimizer_gives_the_numbers_of_a_plain_loop(
+    name: str, trained: Callable[[str], Any]
+) -> None:
+    _, mean, largest = OPTIMIZERS[name.partition(" under ")[0]]
+    losses, norms, weights, _ = plain_loop(CASES[name])
+    result = trained(name)
+    assert steps_of(result, "loss") == pytest.approx(losses, rel=mean * 10)
+    assert steps_of(result, "grad_norm") == pytest.approx(norms, rel=mean * 100)
+    final = load_file(f"{result['folder']}/final.safetensors")
+    for key, weight in weights.items():
+        wrong = (final[key] - weight).abs()
+        assert float(wrong.mean()) < mean, key
+        assert float(wrong.max()) < largest, key

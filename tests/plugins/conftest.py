@@ -31,14 +31,8 @@ class Environment:
         """Run `python ARGS` in it, without the variables that pytest added to this process's
         environment."""
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        return subprocess.run(
-            [str(self.python), *args],
-            cwd=cwd,
-            env=kept,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [str(self.python), *args]
+        return subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True)
 
     def pipe(self, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         """Run `pipe ARGS` as if typed in the folder `cwd`."""
@@ -61,7 +55,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the package."""
     target = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target)]
     subprocess.run([*command, str(package)], check=True, capture_output=True)
@@ -71,13 +64,7 @@ def wheel(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def scratch(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """Return an environment with the package installed. Tests that uninstall it make their own."""
+    """Return an environment with the package installed."""
     environment = Environment(tmp_path_factory.mktemp("environment"))
     environment.pip("install", "--no-deps", "--no-index", str(wheel))
     return environment
-
-
-@pytest.fixture
-def empty(tmp_path: Path) -> Environment:
-    """Return an environment with only the packages of the running one."""
-    return Environment(tmp_path / "environment")

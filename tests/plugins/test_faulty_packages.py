@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.pipe import Outcome, Pipe
 from tests.support.plugins import install
 
 GOOD = """
@@ -24,14 +22,9 @@ GOOD = """
 """
 
 
-def pipe(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+def pipe(folder: Path, *args: str) -> Outcome:
     """Return a call of `pipe ARGS` where the packages in `folder` are installed."""
-    paths = [str(folder), *filter(None, sys.path)]
-    return subprocess.run(
-        [sys.executable, "-m", "pipetrain", *args],
-        cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    return Pipe(folder, folder)(*args)
 
 
 def recipe(folder: Path, use: str) -> None:
@@ -74,10 +67,10 @@ def test_a_package_at_fault_is_named(tmp_path: Path, source: str, message: str) 
     told = message.format(file=tmp_path / "acme.py")
     expected = f"stage `custom.nothing` of acme-stages 1.0 {told}"
     checked = pipe(tmp_path, "check", "r.yaml")
-    assert checked.returncode == 2
+    assert checked.code == 2
     assert checked.stderr == f"r.yaml:4:10: only.use: {expected}\n"
     explained = pipe(tmp_path, "stages", "custom.nothing")
-    assert (explained.returncode, explained.stderr) == (2, f"error: {expected}\n")
+    assert (explained.code, explained.stderr) == (2, f"error: {expected}\n")
 
 
 CHECKED = GOOD.replace("def run", "def check(self, plan):\n            {}\n\n        def run")
@@ -202,7 +195,7 @@ def test_one_name_from_two_packages(tmp_path: Path) -> None:
     install(tmp_path, "other-stages", "other", GOOD, {"custom.nothing": "Nothing"})
     recipe(tmp_path, "custom.nothing")
     checked = pipe(tmp_path, "check", "r.yaml")
-    assert checked.returncode == 2
+    assert checked.code == 2
     assert checked.stderr == (
         "r.yaml:4:10: only.use: stage `custom.nothing` is registered by acme-stages 1.0 and "
         "other-stages 1.0 (uninstall one of them)\n"
@@ -213,9 +206,9 @@ def test_recipes_without_it_do_not_suffer(tmp_path: Path) -> None:
     install(tmp_path, "acme-stages", "acme", "raise RuntimeError", {"wrap.acme": "Nothing"})
     recipe(tmp_path, "precision.policy")
     checked = pipe(tmp_path, "check", "r.yaml")
-    assert (checked.returncode, checked.stderr) == (0, "")
+    assert (checked.code, checked.stderr) == (0, "")
     listed = pipe(tmp_path, "stages")
-    assert listed.returncode == 0
+    assert listed.code == 0
     (line,) = [line for line in listed.stdout.splitlines() if line.startswith("wrap.acme ")]
     assert "acme-stages 1.0" in line
     assert "cannot be used: stage `wrap.acme` of acme-stages 1.0 cannot be loaded" in line

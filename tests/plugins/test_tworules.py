@@ -3,11 +3,13 @@ under every layout, and checkpoints that hold for each weight what its rule keep
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -31,7 +33,8 @@ from stages.formats.formats import Canonical, Dcp
 from stages.formats.stored import weights_of
 from stages.hf.trainer import HfTrainer
 from stages.precision.policy import PrecisionPolicy
-from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
+from tests.parity.body import BATCH, SEED, STEPS, Case, tiny_source, train_case
+from tests.parity.reference import steps_of
 from tests.plugins.tworules.tworules import TwoRules
 from tests.stages.checkpoint.test_layouts import saved
 from tests.support.batches import accumulated, micro_batch
@@ -46,26 +49,31 @@ from tests.support.tier import FULL
 from tests.support.tiny_project import tiny_project
 
 STAGE = TwoRules(lr=1e-3, matrix_lr=2e-3, weight_decay=0.1, max_grad_norm=0.5)
-LAYOUTS = ["one", "ddp", "fsdp on 3", "hybrid", "tensor x fsdp", "pipeline", "expert x fsdp"]
+CHAIN = ["ddp", "tensor x fsdp" if FULL else "tensor", "pipeline"]
+"""Layouts each of which continues from the others."""
+LAYOUTS = ["one", "fsdp on 3", "expert x fsdp", *CHAIN]
 if FULL:
     LAYOUTS = [name for name in ALL_LAYOUTS if "zero" not in name]
-CHAIN = ["ddp", "tensor x fsdp", "pipeline"]
-"""Layouts each of which goes on from the others."""
+Trained = dict[str, tuple[Path, list[float]]]
+
+
+def trainings(dist: DistContext, root: str, names: list[str]) -> list[list[float]]:
+    """Train under one layout after another; return the losses of the second halves."""
+    return [undisturbed(dist, f"{root}/{name}", name, "whole", STAGE) for name in names]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[float]]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Return the folder of a training under each layout, and the losses of its second half."""
-    found = {}
-    for name in LAYOUTS:
-        folder = tmp_path_factory.getbasetemp() / "tworules" / name
-        ranks = ALL_LAYOUTS[name].ranks
-        losses = run_ranks(undisturbed, ranks, str(folder), name, "whole", STAGE)[0]
-        found[name] = folder, losses
+    root, found = tmp_path_factory.mktemp("tworules"), {}
+    for ranks in {ALL_LAYOUTS[name].ranks for name in LAYOUTS}:
+        names = [name for name in LAYOUTS if ALL_LAYOUTS[name].ranks == ranks]
+        losses = run_ranks(trainings, ranks, str(root), names, limit=600)[0]
+        found |= {name: (root / name, own) for name, own in zip(names, losses, strict=True)}
     return found
 
 
-def test_every_layout_trains_the_same_numbers(trained: dict[str, tuple[Path, list[float]]]) -> None:
+def test_every_layout_trains_the_same_numbers(trained: Trained) -> None:
     folder, losses = trained["one"]
     expected = saved(folder)
     for name, (other, found) in trained.items():
@@ -78,9 +86,7 @@ def test_every_layout_trains_the_same_numbers(trained: dict[str, tuple[Path, lis
             )
 
 
-def test_a_checkpoint_holds_what_each_rule_keeps(
-    trained: dict[str, tuple[Path, list[float]]],
-) -> None:
+def test_a_checkpoint_holds_what_each_rule_keeps(trained: Trained) -> None:
     for folder, _ in trained.values():
         state = open_state(str(folder / "checkpoints" / f"step-{LAST:08d}"), Reading())
         kept = state.state.moments()
@@ -105,9 +111,7 @@ def test_a_checkpoint_holds_what_each_rule_keeps(
         state.close()
 
 
-def test_a_resume_is_exact_and_layouts_go_on_with_each_other(
-    trained: dict[str, tuple[Path, list[float]]],
-) -> None:
+def test_a_resume_is_exact_and_layouts_continue_each_other(trained: Trained) -> None:
     root = trained["ddp"][0].parent
     for name in CHAIN:
         ranks = ALL_LAYOUTS[name].ranks
@@ -126,7 +130,7 @@ def test_a_resume_is_exact_and_layouts_go_on_with_each_other(
 
 
 def test_the_own_format_is_converted_and_others_hold_adams_moments_only(
-    trained: dict[str, tuple[Path, list[float]]], tmp_path: Path
+    trained: Trained, tmp_path: Path
 ) -> None:
     state = open_state(str(trained["ddp"][0] / "checkpoints" / f"step-{LAST:08d}"), Reading())
     message = "only weights and Adam's moments can be written; here is exp_avg, exp_avg_sq, moment"
@@ -285,18 +289,14 @@ def test_a_checkpoint_of_other_kinds_names_the_parameters() -> None:
 def numbers(dist: DistContext, folder: str, wrap: str, stage: Any) -> list[float]:
     """Return the losses of a training under a strategy, or with transformers' Trainer."""
     if wrap != "trainer":
-        case = {
-            "wrap": STRATEGIES[wrap].use, "fields": dict(STRATEGIES[wrap].fields),
-            "batching": {"micro_batch_size": 2}, "optimizer": stage,
-        }  # fmt: skip
-        found = train_case(dist, folder, case)["records"]
-    else:
-        ctx = context(dist, folder, SEED)
-        precision = PrecisionPolicy(compute="fp32").run(ctx)
-        trainer = HfTrainer(global_batch_size=BATCH, steps=STEPS, micro_batch_size=2)
-        trainer.run(ctx, toy_data(), stage.run(ctx), precision, tiny_source(ctx))
-        found = list(records(Path(folder) / "metrics.jsonl"))
-    return [record["loss"] for record in found if "loss" in record]
+        one = STRATEGIES[wrap]
+        case = Case(wrap=one.use, fields=one.fields, optimizer=stage)
+        return steps_of(train_case(dist, folder, case), "loss")
+    ctx = context(dist, folder, SEED)
+    precision = PrecisionPolicy(compute="fp32").run(ctx)
+    trainer = HfTrainer(global_batch_size=BATCH, steps=STEPS, micro_batch_size=2)
+    trainer.run(ctx, toy_data(), stage.run(ctx), precision, tiny_source(ctx))
+    return steps_of({"records": records(Path(folder) / "metrics.jsonl")}, "loss")
 
 
 class OneRule(TwoRules):
@@ -308,13 +308,16 @@ class OneRule(TwoRules):
 
 
 @pytest.mark.parametrize("name", ["accelerate ddp", "accelerate fsdp2", "trainer"])
-def test_libraries_that_wrap_the_model_train_the_same_numbers(name: str, tmp_path: Path) -> None:
+def test_libraries_that_wrap_the_model_train_the_same_numbers(name: str) -> None:
     """The model's head is its embedding."""
     stage = STAGE if name != "trainer" else OneRule(lr=1e-3, matrix_lr=2e-3, max_grad_norm=0.5)
-    losses = []
-    for wrap in ("ddp", name):
-        folder = tmp_path / wrap
-        folder.mkdir()
-        losses.append(run_ranks(numbers, 2, str(folder), wrap, stage)[0])
-    assert len(losses[0]) == STEPS
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    expected, losses = losses_of("ddp", stage), losses_of(name, stage)
+    assert len(expected) == STEPS
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@functools.cache
+def losses_of(wrap: str, stage: Any) -> list[float]:
+    with TemporaryDirectory() as folder:
+        found: list[float] = run_ranks(numbers, 2, folder, wrap, stage)[0]
+    return found

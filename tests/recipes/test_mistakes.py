@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from pipeline.cli import main
 from tests.stages.data.fakes import byte_tokenizer
+from tests.support.command import pipe
 from tests.support.runs import TINY
 
 RECIPE = """\
@@ -126,7 +125,7 @@ def write(file: Path, text: str | None) -> None:
 
 def said(words: list[str], folder: Path) -> list[str]:
     """Return the lines that a command refuses its arguments with, without click's usage."""
-    refused = CliRunner().invoke(main, words)
+    refused = pipe(*words)
     assert refused.exit_code == 2, refused.output
     lines = refused.output.replace(f"{folder}/", "").splitlines()
     return [line for line in lines if line and not line.startswith(("Usage:", "Try "))]
@@ -154,5 +153,5 @@ def test_few_messages_are_weak() -> None:
 
 def test_the_project_itself_has_no_mistake(here: Path) -> None:
     write(here / "r.yaml", RECIPE)
-    checked = CliRunner().invoke(main, ["check", "r.yaml", "--data"])
+    checked = pipe("check", "r.yaml", "--data")
     assert checked.exit_code == 0, checked.output

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.pipe import Outcome, Pipe
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "You took the money for the tablet two times. Order 2030."
@@ -30,13 +30,16 @@ class Done:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    folder = tmp_path_factory.mktemp("quickstart") / "run"
-    command = [sys.executable, "-m", "pipetrain", "run", str(ROOT / "recipes/quickstart.yaml")]
-    said = subprocess.run(
-        [*command, "--run-dir", str(folder), f"train.steps={STEPS}"], capture_output=True, text=True
-    )
-    assert said.returncode == 0, said.stdout + said.stderr
-    return Done(folder, said.stdout)
+    folder = tmp_path_factory.mktemp("quickstart")
+    recipe = str(ROOT / "recipes/quickstart.yaml")
+    run = pipe("run", recipe, "--run-dir", str(folder / "run"), f"train.steps={STEPS}")
+    return Done(folder / "run", run.stdout)
+
+
+def pipe(*words: str) -> Outcome:
+    found = Pipe(ROOT / "no plugin", ROOT)(*words)
+    assert found.code == 0, found.stdout + found.stderr
+    return found
 
 
 def test_the_pretrained_model_is_trained(done: Done) -> None:
@@ -64,9 +67,7 @@ def test_its_end_shows_that_it_worked(done: Done) -> None:
 
 
 def test_the_export_answers(done: Done) -> None:
-    command = [sys.executable, "-m", "pipetrain", "generate", str(done.folder), PROMPT]
-    said = subprocess.run([*command, "--max-tokens", "4"], capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
+    said = pipe("generate", str(done.folder), PROMPT, "--max-tokens", "4")
     # A free greedy answer depends on the last bits of a processor's sums; its beginning does not.
     assert said.stdout.startswith('{"topic')
     assert f"step {STEPS}, {done.folder}/export, bf16, cpu" in said.stderr

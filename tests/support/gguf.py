@@ -33,7 +33,7 @@ def write_tensors(file: Path, tensors: Mapping[str, tuple[torch.Tensor, Kind]]) 
     writer = gguf.GGUFWriter(file, "llama")
     for name, (tensor, kind) in tensors.items():
         _add(writer, name, tensor, kind)
-    _finish(writer)
+    finish(writer)
 
 
 def write_llama(file: Path, model: Any, matrices: Kind = Kind.F32) -> None:
@@ -56,7 +56,7 @@ def write_llama(file: Path, model: Any, matrices: Kind = Kind.F32) -> None:
         if ".k_proj." in name:
             tensor = _interleaved(tensor, config.num_key_value_heads)
         _add(writer, _renamed(name), tensor, matrices if tensor.ndim > 1 else Kind.F32)
-    _finish(writer)
+    finish(writer)
 
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: Kind) -> None:
@@ -64,7 +64,7 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: Kind) -
     writer.add_tensor(name, stored, raw_dtype=kind)
 
 
-def _finish(writer: gguf.GGUFWriter) -> None:
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 OPERATIONS = (
@@ -58,6 +59,16 @@ if "pipeline.checkpoint.writer_main" in sys.orig_argv:
     install_from_environment()
 """
 """Module for the path of a run; patches its writers only."""
+
+
+def infect(folder: str, fault: Fault) -> None:
+    """Give the fault to every Python process that this process starts, if it is a writer."""
+    place = Path(folder, "site")
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    repository = Path(__file__).parent.parent.parent
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(place), str(repository)])
+    os.environ[VARIABLE] = json.dumps(dataclasses.asdict(fault))
 
 
 class _Injector:

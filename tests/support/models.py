@@ -108,7 +108,6 @@ def token_ids(count: int = 11) -> torch.Tensor:
 
 
 def logits(model: nn.Module) -> torch.Tensor:
-    """Return the logits of `token_ids()`."""
     with torch.no_grad():
         result: torch.Tensor = model(token_ids()).logits
     return result

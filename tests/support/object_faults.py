@@ -1,26 +1,17 @@
-"""Faults at the requests to an object store, and a writer over HTTP in its own process.
-
-`python -m tests.support.object_faults` reads a pickled Task from standard input and prints the
-outcome.
-"""
+"""Faults at the requests to an object store, and a writer over HTTP in its own process."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
-import pickle
 import signal
-import subprocess
-import sys
 from typing import Any
 
-from fsspec import get_filesystem_class
+from fsspec import config, get_filesystem_class
 
 from pipeline.checkpoint import object_store
 from pipeline.checkpoint.writer_main import carry_out
 from tests.support.injection import Fault
-from tests.support.sweep import REPOSITORY
 from tests.support.tiny_store import Tiny, job
 
 REQUESTS = ("makedirs", "open", "pipe_file", "rm", "rm_file")
@@ -69,40 +60,14 @@ class _Counter:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@dataclasses.dataclass
-class Task:
-    """One rank's part of a save."""
-
-    tiny: Tiny
-    step: int
-    identity: str
-    rank: int
-    fault: Fault | None = None
-
-
-def start(task: Task) -> subprocess.Popen[bytes]:
-    """Start the writer."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.object_faults"], cwd=REPOSITORY,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
-    assert process.stdin is not None
-    process.stdin.write(pickle.dumps(task))
-    process.stdin.close()
-    return process
-
-
-def main() -> None:
-    task: Task = pickle.load(sys.stdin.buffer)  # noqa: S301
-    if task.fault is not None:
-        install(task.fault)
-    setup = task.tiny.setups[task.rank]
-    arena = task.tiny.arena(task.rank, task.step)
-    print(carry_out(setup, job(task.step, task.identity), arena).model_dump_json())
-
-
-if __name__ == "__main__":
-    from tests.support import object_faults as this
-
-    this.main()
+def write_apart(
+    environment: dict[str, str], tiny: Tiny, step: int, identity: str, rank: int,
+    fault: Fault | None,
+) -> None:  # fmt: skip
+    """Write one rank's part of a save, in a process of its own."""
+    os.environ.update(environment)
+    config.set_conf_env(config.conf)
+    if fault is not None:
+        install(fault)
+    work = job(step, identity)
+    assert carry_out(tiny.setups[rank], work, tiny.arena(rank, step)).problem == ""

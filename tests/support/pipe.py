@@ -53,7 +53,6 @@ class Forked:
 
     @property
     def pid(self) -> int:
-        """Its process."""
         return int(self._process.pid)
 
     def send(self, number: int) -> None:
@@ -138,7 +137,6 @@ class Pipe:
         return (self.run_dir / "calls.txt").read_text().splitlines()
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events of the journal."""
         lines = (self.run_dir / "journal.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
@@ -181,7 +179,6 @@ class ForkedPopen:
         self._place.cleanup()
 
     def wait(self) -> None:
-        """Wait for its end."""
         self._process.join(LIMIT)
         assert self._process.exitcode is not None, "the command has not ended"
 
@@ -191,7 +188,6 @@ class ForkedPopen:
         return int(self._process.exitcode)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to it."""
         os.kill(self._process.pid, number)
 
 

@@ -28,8 +28,6 @@ MODULES = (
     "stages.consolidate.weights",
     "stages.export.safetensors",
     "stages.formats.formats",
-    "stages.formats.formats",
-    "stages.formats.formats",
     "stages.hf.checkpoint",
     "stages.model.source",
     "stages.train.loop",

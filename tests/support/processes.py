@@ -71,9 +71,8 @@ def in_turn(dist: Any, calls: Sequence[Call]) -> list[Any]:
 def _wait(ranks: list[Any], limit: int) -> None:
     deadline = time.monotonic() + limit
     while any(process.is_alive() for process in ranks):
-        if any(process.exitcode for process in ranks):
-            time.sleep(1)  # lets the other ranks report their errors
-            return
+        if any(process.exitcode for process in ranks):  # the others may yet report their errors
+            deadline = min(deadline, time.monotonic() + 1)
         if time.monotonic() > deadline:
             return
         time.sleep(0.02)

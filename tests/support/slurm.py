@@ -72,7 +72,6 @@ class Slurm:
         return done.stdout
 
     def state(self, job: str) -> str:
-        """Return the state of a job."""
         facts = self.call("scontrol", "show", "job", "--oneliner", job).split()
         return next(fact.partition("=")[2] for fact in facts if fact.startswith("JobState="))
 

@@ -154,7 +154,6 @@ def relay_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, Any
 
 
 def save_run(dist: DistContext, folder: str, setting: Setting, steps: int = 3) -> dict[str, str]:
-    """Train, save, return the state."""
     ctx = context(dist, folder)
     engine = make_engine(ctx, setting)
     checkpoints = checkpoint_stage(setting).run(ctx, engine)
@@ -178,8 +177,3 @@ def load_run(dist: DistContext, folder: str, setting: Setting, *accept: str) -> 
     checkpoints.close()
     engine.close()
     return {"state": told, "progress": None if progress is None else vars(progress)}
-
-
-def load_runs(dist: DistContext, folder: str, settings: list[Setting]) -> list[dict[str, Any]]:
-    """Run `load_run` under one setting after another, in one process group."""
-    return [load_run(dist, folder, setting) for setting in settings]

@@ -323,7 +323,6 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def having(trait: Trait) -> dict[str, Strategy]:
-    """Return the strategies that have the trait."""
     found = {name: one for name, one in STRATEGIES.items() if trait in one.traits}
     # Groups of four take the quick tier's two cores too long.
     return {name: one for name, one in found.items() if FULL or one.group <= 2}

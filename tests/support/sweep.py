@@ -1,4 +1,5 @@
-"""Two writers of a checkpoint, one of them with a fault, and the content of the store afterwards.
+"""Two writers of a checkpoint, one of them with a fault at any operation of its save, and what the
+store holds afterwards.
 
 `python -m tests.support.sweep`, a process without torch or threads that can fork in no time, reads
 a pickled Sweep from standard input and writes a list, a Seen for each fault.
@@ -21,19 +22,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.checkpoint.object_store import ObjectStore
+from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.store import LocalStore, Store
 from pipeline.checkpoint.writer_main import carry_out
 from tests.support import injection
 from tests.support.injection import Fault
+from tests.support.tier import spread
 from tests.support.tiny_store import Tiny, digests, job, read_digests
 
-PREVIOUS, NEW, NEXT = 1, 2, 3
+OLD, NEW, NEXT = "step-00000001", "step-00000002", "step-00000003"
 REPOSITORY = Path(__file__).parent.parent.parent
+PATIENT, ABANDONED = 20.0, 0.01
+"""Rank 0 ends by itself, or waits for a report that never comes."""
 
 
 class Injected(NamedTuple):
-    """A fault and its rank."""
-
     rank: int
     fault: Fault
     grace: float
@@ -83,6 +86,75 @@ class Seen:
     end: Found
 
 
+@dataclasses.dataclass
+class Recorded:
+    """A place for checkpoints, and each rank's operations of an undisturbed save there."""
+
+    tiny: Tiny
+    root: Path
+    operations: list[list[str]]
+    install: Callable[[Fault], None] = injection.install
+
+    def fault(self, **how: Any) -> Fault:
+        return Fault(root=self.tiny.setups[0].store, **how)
+
+    def sweep(
+        self, faults: list[Injected], install: Callable[[Fault], None] | None = None
+    ) -> list[Seen]:
+        own = install or self.install
+        return sweep(Sweep(tiny=self.tiny, root=str(self.root), faults=faults, install=own))
+
+    def place(self, rank: int, operation: str) -> int:
+        """Return the number of an operation."""
+        return self.operations[rank].index(operation)
+
+    @property
+    def attempt(self) -> Path:
+        """Return the folder in which the new checkpoint is written."""
+        return self.root / f"{NEW}.tmp-attempt2"
+
+    @property
+    def points(self) -> list[int]:
+        """Return rank 0's operation that makes the checkpoint appear, and rank 1's after which rank
+        0 continues without it."""
+        report = f"rename {self.attempt / 'rank-00001.report.partial'}"
+        return [self.place(0, f"rename {self.attempt}"), self.place(1, report)]
+
+    def require_killed_anywhere(self, rank: int, point: int, keep: int) -> int:
+        """Kill a rank before, in and after its operations, or `keep` of them in the quick tier, and
+        require that the new checkpoint is there after `point`, that each is whole, and that the
+        next save succeeds. Return how many ways there are to kill it."""
+        faults = []
+        for number, operation in enumerate(self.operations[rank]):
+            for how in ("before", "half", "after"):
+                if how != "half" or operation.startswith("pwrite"):
+                    new = number > point or (number == point and how == "after")
+                    grace = PATIENT if rank == 0 or new else ABANDONED
+                    faults.append((Injected(rank, self.fault(at=number, how=how), grace), new))
+        chosen = spread(faults, keep)
+        found = self.sweep([fault for fault, _ in chosen])
+        for ((_, fault, _), new), seen in zip(chosen, found, strict=True):
+            assert seen.saved.fates[rank] == -9, fault
+            assert seen.after.exact, fault
+            assert seen.after.names[-1:] == [NEW if new else OLD], fault
+            assert seen.next_saved.problems == ["", ""], fault
+            assert seen.end == Found([NEXT], True, []), fault
+        return len(faults)
+
+
+def record(folder: Path, arrangement: str = "sharded", scheme: str = "", **more: Any) -> Recorded:
+    """Save twice, keeping one checkpoint."""
+    root = folder / "store"
+    tiny = Tiny(f"{scheme}{root}", arrangement, Retention(last=1))
+    recorded = Recorded(tiny, root, [], **more)
+    logs = [folder / f"log-{rank}" for rank in range(2)]
+    calm = [Injected(rank, recorded.fault(log=str(logs[rank])), PATIENT) for rank in range(2)]
+    for seen in recorded.sweep(calm):
+        assert (seen.saved.problems, seen.after.names) == (["", ""], [NEW])
+    recorded.operations = [log.read_text().splitlines() for log in logs]
+    return recorded
+
+
 def sweep(work: Sweep, limit: float = 300) -> list[Seen]:
     """Run the sweep in its own process."""
     done = subprocess.run(
@@ -97,7 +169,7 @@ def main() -> None:
     work: Sweep = pickle.load(sys.stdin.buffer)  # noqa: S301
     root = Path(work.root)
     base = root.with_name(root.name + "-base")
-    assert save(work.tiny, PREVIOUS).problems == ["", ""]
+    assert save(work.tiny, 1).problems == ["", ""]
     root.rename(base)
     seen = []
     for injected in work.faults:
@@ -116,10 +188,10 @@ def one(work: Sweep, injected: Injected) -> Seen:
         if rank == injected.rank:
             work.install(injected.fault)
 
-    saved = save(work.tiny, NEW, prepare, injected.grace)
+    saved = save(work.tiny, 2, prepare, injected.grace)
     after = look(store, work.root)
     store.clean()
-    following = save(work.tiny, NEXT)
+    following = save(work.tiny, 3)
     return Seen(saved=saved, after=after, next_saved=following, end=look(store, work.root))
 
 

@@ -39,7 +39,6 @@ def training(
 
 
 def write(path: Path, stages: Stages, *, procs: int = 1) -> Path:
-    """Write the recipe to `path`."""
     launch = {"procs": procs, "device": "cpu"}
     path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
     return path

@@ -91,7 +91,6 @@ class Tiny:
         self.setups, self._stagings = setups(address, arrangement, retention, **content)
 
     def arena(self, rank: int, step: int) -> memoryview:
-        """Return the memory that `rank` writes at `step`."""
         memory = bytearray(self.setups[rank].buffer_size)
         for place, head in self._stagings[rank].heads:
             memory[place : place + len(head)] = head
@@ -113,7 +112,6 @@ class Tiny:
 
 
 def content_of(tensor: TensorEntry, step: int) -> bytes:
-    """Return the bytes of a tensor at a step."""
     return random.Random(f"{tensor.key}@{step}").randbytes(tensor.nbytes)
 
 

@@ -27,8 +27,6 @@ PORT = 29400
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The end of a run."""
-
     codes: list[int | None]
     """Exit codes of the nodes; None for one that had not ended."""
     seconds: float
@@ -163,7 +161,6 @@ def ask_to_stop(cluster: Cluster, chance: random.Random) -> None:
 
 
 def lose_worker(cluster: Cluster, chance: random.Random) -> None:
-    """Kill a rank."""
     os.kill(cluster.ranks(chance.randrange(len(cluster.hosts)))[0], signal.SIGKILL)
 
 

@@ -29,8 +29,7 @@ from pipeline.checkpoint.restore import Restoration
 from pipeline.checkpoint.store import LocalStore
 from pipeline.contracts.engine import WEIGHT, Fragment
 from pipeline.errors import CheckpointError
-from tests.support.columns import KEY, NAME, content, fragments, write
-from tests.support.cuts import Cut, cuts
+from tests.support.cuts import KEY, NAME, Cut, content, cuts, fragments, write
 from tests.support.tier import examples, times
 from tests.support.tiny_store import ARRANGEMENTS, Tiny, content_of, digests, read_digests
 from tests.support.tiny_store import write as write_tiny

@@ -29,7 +29,6 @@ NAME = "step-00000001"
 
 @contextlib.contextmanager
 def started(setup: WriterSetup, content: memoryview | None = None) -> Iterator[WriterProcess]:
-    """Start a writer, with this content of its buffer."""
     buffer = SnapshotBuffer(setup.buffer_size)
     if content is not None:
         buffer.memory[:] = content

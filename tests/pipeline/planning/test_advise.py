@@ -9,23 +9,19 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import Result
 from memories.cases import LLAMA_8B, LLAMA_70B
 
 from pipeline.chain.registry import Registry
-from pipeline.cli import main
 from pipeline.commands.advise import write_recipe
 from pipeline.planning.hardware import HardwareOptions, Margins
+from tests.support.command import pipe
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000,
     "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8,
 }  # fmt: skip
 MACHINE = ("--overhead", "0", "--host-memory", "8")
-
-
-def pipe(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def planned(*arguments: str | Path) -> dict[str, Any]:
@@ -101,9 +97,9 @@ def advised(
     recipe = folder / "recipe.yaml"
     machines = ("--gpus", "8", "--gpu", "H100", "--host-memory", "1500", *network)
     asked = ["advise", model, *machines, *training, "--out", str(recipe)]
-    said = CliRunner().invoke(main, asked)
+    said = pipe(*asked)
     assert said.exit_code == 0, said.output
-    planned = CliRunner().invoke(main, ["plan", str(recipe), *machines, "--json"])
+    planned = pipe("plan", recipe, *machines, "--json")
     return said.stdout, json.loads(planned.stdout)
 
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
-from pipeline.cli import main
 from pipeline.commands.options import link
 from pipeline.distributed.process_group import DistContext
 from pipeline.doctor.report import MachineReport
@@ -31,6 +29,7 @@ from pipeline.planning.hardware import (
 )
 from pipeline.planning.memory_plan import shortages
 from pipeline.planning.shapes import Topology
+from tests.support.command import pipe
 from tests.support.runs import context
 
 GIB = 1 << 30
@@ -48,10 +47,6 @@ MACHINE: dict[str, Any] = {
 def machine(name: str = "NVIDIA H100 80GB HBM3", **changed: Any) -> MachineReport:
     devices = [{"name": name, "memory_bytes": 78 * GIB, "compute_capability": "9.0"}]
     return MachineReport.model_validate_json(json.dumps(MACHINE | {"devices": devices} | changed))
-
-
-def pipe(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def test_machines_that_are_asked_about() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -10,15 +11,14 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
 
 from pipeline import Context, Data, Engine, TrainedRun
 from pipeline.chain.entry_points import BUILT_IN, Entry
 from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import Registry
 from pipeline.checkpoint.file_layout import PASSAGE
-from pipeline.cli import main
 from pipeline.planning.planner import Planners
+from tests.support.command import pipe
 from tests.support.tier import spread
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -39,10 +39,7 @@ CAVEATS = {
 MACHINE = ("--overhead", "0", "--host-memory", "8")
 
 
-def pipe(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
+@functools.cache
 def planned(*arguments: str | Path) -> dict[str, Any]:
     result = pipe("plan", "--json", *arguments)
     # pytest.fail: for nan and infinities, which JSON does not know
@@ -115,13 +112,13 @@ def test_ranks_without_samples_and_other_processes_are_told() -> None:
 
 
 def test_a_recipe_for_cpus_on_gpus() -> None:
-    given = ("plan", FSDP, "launch.procs=1", "precision.compute=fp32", "--gpus", "8")
+    given = ("plan", FSDP, *model(), "launch.procs=1", "precision.compute=fp32", "--gpus", "8")
     said = pipe(*given, "--gpu", "H100").stdout.splitlines()
     assert "the recipe says 1 process; planned for 8, as the options say" in said
     usual = "computes in fp32, as the recipe says; precision.compute={} is usual on GPUs"
     assert usual.format("bf16") in said
     assert usual.format("fp16") in pipe(*given, "--gpu", "V100").stdout.splitlines()
-    assert "computes in" not in pipe("plan", FSDP, "--gpu", "H100").stdout
+    assert "computes in" not in pipe("plan", FSDP, *model(), "--gpu", "H100").stdout
 
 
 def test_a_host_of_which_nothing_was_said_is_a_condition() -> None:

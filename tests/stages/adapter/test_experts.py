@@ -54,7 +54,7 @@ def test_every_expert_has_factors(tmp_path: Path) -> None:
     assert {layer.nested for layer in source.layers if layer.name.endswith("down_proj")} == {0}
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(("kind", "name"), spread(CASES, 5))
 def test_peft_reads_and_merges_what_is_exported(kind: str, name: str, tmp_path: Path) -> None:
     source = adapted(tmp_path, MOE[kind], **FIELDS[name])
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()

@@ -27,6 +27,7 @@ from stages.train.resuming import lineage, require_same_lineage
 from tests.support.adapters import adapted, base_of, logits, module_with, saved_by_peft, trained
 from tests.support.models import context
 from tests.support.runs import TINY
+from tests.support.tier import FULL
 from tests.support.weights import MemoryWeights
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 50, "n_embd": 12, "n_layer": 2, "n_head": 2,
@@ -141,7 +142,9 @@ OF_PEFT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 """An architecture, fields of the training, and further fields of peft's configuration."""
 
 
-@pytest.mark.parametrize("name", OF_PEFT)
+@pytest.mark.parametrize(
+    "name", [name for name in OF_PEFT if FULL or name not in ("lora", "rslora", "dora")]
+)
 def test_an_adapter_of_peft_is_read_and_written_as_peft_does(name: str, tmp_path: Path) -> None:
     config, fields, more = OF_PEFT[name]
     fresh = adapted(tmp_path, config, **fields)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Iterator
@@ -64,7 +65,6 @@ class Chats:
         return self.stage(*rows, **fields).run(self.ctx, source)
 
     def text(self, *documents: str, source: FakeSource | None = None, **fields: Any) -> Data:
-        """Run `data.text` on documents, or on the `files` of the fields."""
         rows = ({"text": document} for document in documents)
         stage = self.stage(*rows, name="d.jsonl")
         given = {"files": stage.files, "cache": stage.cache, **fields}
@@ -93,8 +93,11 @@ def chats(tmp_path: Path, ctx: Context) -> Chats:
     return Chats(tmp_path, ctx)
 
 
+fake_source = functools.cache(FakeSource)
+
+
 def decoded(ids: Any) -> str:
-    return str(FakeSource().fast.decode(ids))
+    return str(fake_source().fast.decode(ids))
 
 
 def runs(sample: Sample) -> Iterator[list[int]]:

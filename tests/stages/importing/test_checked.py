@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import Result
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from pipeline.cli import main
 from tests.stages.importing.support import config
+from tests.support.command import pipe
 from tests.support.tier import times
 
 ROWS = {
@@ -67,10 +67,6 @@ def of_torchtune(
     return {"checkpointer": checkpointer, "dataset": data, "tokenizer": tokenizer}
 
 
-def pipe(*arguments: Any) -> Result:
-    return CliRunner().invoke(main, [str(each) for each in arguments])
-
-
 def written(folder: Path, content: Mapping[str, Any], *more: Any) -> tuple[Result, Path]:
     """Import a configuration; return what was said, and the recipe that is written."""
     file, recipe = folder / "config.yaml", folder / "recipe.yaml"
@@ -93,7 +89,7 @@ def drawn(tool: str) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-@settings(max_examples=times(quick=40, full=1500), deadline=None,
+@settings(max_examples=times(quick=20, full=1500), deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 @given(data=st.data())
 def test_what_is_imported_without_a_word_is_right(

@@ -39,7 +39,6 @@ from tests.stages.importing.support import (
 )
 from tests.support.tier import times
 
-TOOLS_OF_RECIPES = ("axolotl", "llama_factory", "torchtune")
 INSTALLED = [TRANSLATORS[name] for name in ("axolotl", "trainer", "llama_factory", "torchtune")]
 RECIPES = [(tool, name) for tool, names in {
     "axolotl": "lora qlora full", "llama_factory": "lora qlora full pretrain dpo",

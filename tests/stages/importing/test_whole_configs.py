@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from click.testing import CliRunner
 
-from pipeline.cli import main
 from pipeline.contracts.metrics import records
 from pipeline.distributed.process_group import DistContext
 from tests.stages.importing.configs.tools import write_with_tools
 from tests.stages.importing.support import from_files, left_out
+from tests.support.command import pipe
 from tests.support.processes import run_ranks
 from tests.support.recipes import run_recipe
 from tests.support.tier import spread
@@ -78,7 +77,7 @@ CASES = {
     ),
 }
 
-TRAINED = spread(list(CASES), 7)
+TRAINED = spread(list(CASES), 5)
 
 EXPORTED = [CASES[name] for name in ("ddp", "fsdp1", "zero2 auto")]
 TRAINED_ONLY = ("consolidate=null", "export=null", "checkpoint.asynchronous=false")
@@ -111,7 +110,7 @@ def imported(case: Case, files: Path, model: Path, folder: Path) -> tuple[str, l
     run.mkdir(parents=True)
     text.write_text("a b c a b b c a\n" * 40, encoding="utf-8")
     arguments = ["import", *(str(files / file) for file in case.files), "-o", str(recipe)]
-    said = CliRunner().invoke(main, [*arguments, "--model", str(model), "--data", str(text)])
+    said = pipe(*arguments, "--model", model, "--data", text)
     unfinished = any(
         line.startswith(("fill in ", "pipe check: ")) for line in said.stderr.split("\n")
     )
@@ -140,7 +139,7 @@ def test_a_whole_configuration_is_imported_and_right(
 ) -> None:
     recipe, adapted, _ = jobs[name]
     assert set(left_out(from_files(files, *CASES[name].files))) == {*CASES[name].left_out}
-    checked = CliRunner().invoke(main, ["check", recipe, *adapted])
+    checked = pipe("check", recipe, *adapted)
     assert checked.exit_code == 0, checked.output
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from pipeline.cli import main
 from pipeline.errors import Problem, StageError
 from pipeline.testing import plan_view
 from pipeline.testing.helpers import checked
@@ -21,6 +19,7 @@ from stages.model.assets import config_of_recipe
 from stages.model.checks import problems
 from stages.model.config_checks import lengthwise_kind, too_long, wrong_size
 from stages.model.hf import HfModel
+from tests.support.command import pipe
 from tests.support.models import save_tokenizer, tiny_llama_config
 from tests.support.runs import TINY
 
@@ -88,10 +87,10 @@ def test_a_check_ends_with_a_mistake_and_goes_on_with_a_warning(tmp_path: Path) 
         model = {"use": "model.hf", "config": config, "tokenizer": str(tmp_path)}
         recipe = {"name": "r", "stages": {"model": {**model, "attention": "eager"}, "data": data}}
         (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-        result = CliRunner().invoke(main, ["check", str(tmp_path / "recipe.yaml")])
+        result = pipe("check", tmp_path / "recipe.yaml")
         told = f"samples of slot `data` may have 512 tokens, and the model has {256 + 255 * ok} "
         assert (result.exit_code, told in result.output) == (0 if ok else 2, True)
-    result = CliRunner().invoke(main, ["check", str(tmp_path / "recipe.yaml"), "--json"])
+    result = pipe("check", tmp_path / "recipe.yaml", "--json")
     record = json.loads(result.stdout)
     assert (record["ok"], len(record["warnings"])) == (True, 1)
 

@@ -21,7 +21,7 @@ from stages.model import gguf as product
 from stages.model.gguf import GgufTensors, quantization
 from stages.model.hf import HfModel
 from stages.weights import converted
-from tests.support.gguf import write_llama, write_tensors
+from tests.support.gguf import finish, write_llama, write_tensors
 from tests.support.models import context, filled, random_source, tiny_llama_config
 from tests.support.readers import FLOATS, ranges, raw, require_cast, require_range
 
@@ -171,13 +171,6 @@ def written(tmp_path: Path) -> Path:
 
 
 TOKENS = ["<s>", "", "größer", "a" * 300]
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_transformers_reads_quickly_what_the_package_reads(written: Path) -> None:

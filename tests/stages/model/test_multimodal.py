@@ -114,9 +114,6 @@ def test_towers_cannot_be_dropped_or_missing(tmp_path: Path) -> None:
 TEXT, WHOLE = "AutoModelForCausalLM", "AutoModelForImageTextToText"
 
 
-TEXT, WHOLE = "AutoModelForCausalLM", "AutoModelForImageTextToText"
-
-
 @pytest.mark.parametrize(
     ("kind", "stated", "name"),
     [

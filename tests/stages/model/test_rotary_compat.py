@@ -308,7 +308,6 @@ def with_angles(kind: str, angles: str, folder: Path) -> dict[str, Any] | None:
 
 
 def with_transformers_angles(model: Any) -> Any:
-    """Return a copy with its rotary modules as transformers makes them."""
     copied = copy.deepcopy(model)
     for module in copied.modules():
         if isinstance(module.__dict__.get("forward"), DocumentAngles):

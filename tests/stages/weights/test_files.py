@@ -51,7 +51,6 @@ def stored(folder: Path, contents: Mapping[str, Tensor], count: int = 1) -> list
 
 
 def header(folder: Path, table: Any, data: bytes = b"0123") -> Path:
-    """Write a file with this header, JSON or bytes."""
     text = table if isinstance(table, bytes) else json.dumps(table).encode()
     file = folder / "made.safetensors"
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)

@@ -245,7 +245,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "stages, context 2": {"strategy": staged(2) | CONTEXT[2], "accumulation": 2, "ranks": 8},
 }  # fmt: skip
 LARGE = {name: DIVIDED[name] for name in ("tensor 2", "context 2", "1F1B")}
-QUICK = ("tensor 2", "context 2, packed", "experts 2", "1F1B")
+QUICK = ("context 2, packed", "experts 2", "1F1B")
 
 
 def apart(**fields: Any) -> float:
@@ -260,7 +260,7 @@ def test_blocks_take_what_the_oracle_takes(name: str) -> None:
     assert apart(**{"length": 128, "ranks": 2, **fields}) < BOUND
 
 
-@pytest.mark.parametrize("name", spread(list(ENDS), 4))
+@pytest.mark.parametrize("name", spread(list(ENDS), 3))
 def test_embeddings_and_heads_take_what_the_oracle_takes(name: str) -> None:
     assert apart(**{"model": own(**WIDE), "ranks": 4, "length": 64, **ENDS[name]}) < BOUND
 

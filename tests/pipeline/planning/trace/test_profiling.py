@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from memories.cases import Case, llama, own
 from memories.compare import profile_and_trace
 
-from pipeline.cli import main
 from pipeline.errors import PipeError
 from pipeline.planning.planner import Job
 from pipeline.planning.profile import Line, Part, Profile
 from pipeline.planning.trace.profiling import profile
 from stages.model.declared import outline
 from stages.model.source_text_compat import attentions
+from tests.support.command import pipe
 from tests.support.every_family import every, small
 from tests.support.models import context
 from tests.support.multimodal import saved, whole_source
@@ -35,7 +34,13 @@ def job(case: Case, folder: Path) -> Job:
 
 
 def profiled(folder: Path, **changes: Any) -> Profile:
-    return profile(job(replace(CASE, **changes), folder))
+    """Return the profile of a changed case, which is made once."""
+    if repr(changes) not in _made:
+        _made[repr(changes)] = profile(job(replace(CASE, **changes), folder))
+    return _made[repr(changes)]
+
+
+_made: dict[str, Profile] = {}
 
 
 def test_a_block_by_hand(tmp_path: Path) -> None:
@@ -73,10 +78,8 @@ def test_a_block_that_is_computed_again_keeps_its_input(tmp_path: Path) -> None:
 @pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
 def test_fused_attention_is_planned_as_one_kernel(attention: str, tmp_path: Path) -> None:
     """It needs packages, or a GPU and values, to be run."""
-    plain, fused = (
-        profiled(tmp_path, model={**own(**llama()), "attention": one})
-        for one in ("sdpa", attention)
-    )
+    plain = profiled(tmp_path)
+    fused = profiled(tmp_path, model={**own(**llama()), "attention": attention})
     for moment in ("forward", "backward"):
         assert fused.part(moment, 3).kept == plain.part(moment, 3).kept
     assert fused.total("attention") == plain.total("attention")
@@ -201,7 +204,7 @@ def test_blocks_of_two_kinds(tmp_path: Path) -> None:
 
 def test_a_model_that_fails_is_told_in_a_sentence(tmp_path: Path) -> None:
     replace(CASE, model=own(**llama(num_key_value_heads=3))).plan(tmp_path)
-    said = CliRunner().invoke(main, ["plan", str(tmp_path / "recipe.yaml")])
+    said = pipe("plan", tmp_path / "recipe.yaml")
     assert said.exit_code == 1
     (line,) = said.output.splitlines()
     assert "the model cannot be run on tensors without values: " in line
