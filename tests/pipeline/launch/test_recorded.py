@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contracts.metrics import Metrics
+from pipeline.errors import ResumeRefused
 from pipeline.execution import failures
 from pipeline.execution.journal import Journal
 from pipeline.launch.recorded import SETTINGS, Before, did_nothing
@@ -62,7 +63,7 @@ def test_a_failure_under_the_same_settings_counts(tmp_path: Path) -> None:
     journal.write("run failed", problem="no")
     journal.write("run started", procs=1, changed=False)
     assert not did_nothing(tmp_path)
-    failures.record(tmp_path, 0, "train", failures.ResumeRefused("other data"))
+    failures.record(tmp_path, 0, "train", ResumeRefused("other data"))
     assert did_nothing(tmp_path)  # who refuses has done nothing, whatever has changed
 
 
