@@ -13,7 +13,7 @@ import pytest
 from pipeline.chain.plan import plan_file
 from pipeline.contracts.metrics import Metrics
 from pipeline.distributed.signals import Interrupted
-from pipeline.errors import RunFailed
+from pipeline.errors import ResumeRefused, RunFailed
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
 from pipeline.launch.job import SETTINGS, did_nothing, opened, put_back, settings_in
@@ -82,7 +82,7 @@ def test_a_failure_under_the_same_settings_counts(tmp_path: Path) -> None:
     journal.write("run failed", problem="no")
     journal.write("run started", procs=1, changed=False)
     assert not did_nothing(tmp_path)
-    failures.record(tmp_path, 0, "train", failures.ResumeRefused("other data"))
+    failures.record(tmp_path, 0, "train", ResumeRefused("other data"))
     assert did_nothing(tmp_path)  # who refuses has done nothing, whatever has changed
 
 
