@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
@@ -27,7 +27,7 @@ from stages.fields import Period, epoch_problems
 from stages.wires import mixed_problems
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint import Retention
+    from pipeline.checkpoint import CheckpointManager, Retention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,9 @@ class CheckpointSettings:
             yield Problem(key="keep_every", message=message, hint=hint)
 
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
+        return self._open(ctx, engine, model)
+
+    def _open(self, ctx: Context, engine: Engine, model: ModelSource | None) -> CheckpointManager:
         from pipeline.checkpoint import FULL, SHARDED, CheckpointManager, address
 
         return CheckpointManager(
@@ -103,13 +106,12 @@ class CheckpointSettings:
         self, ctx: Context, engine: Engine, model: ModelSource | None = None
     ) -> Checkpoints:
         """Checkpoints next to the run's own, which are gone when the dry run ends."""
-        made: Any = replace(self, start_from=None).run(ctx, engine, model)
+        made = replace(self, start_from=None)._open(ctx, engine, model)
         if ctx.dist.is_main:
             made.discard()  # those that a failed dry run has left
             ctx.on_exit(made.discard)
         ctx.dist.barrier()
-        checkpoints: Checkpoints = made
-        return checkpoints
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class Reporter(StepCallback):
             self.show()
 
     def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        self.write(step, record, progress.best)
+        self.write(step, {**record, "time": time.time()}, progress.best)
         mark = "  (the best so far)" if progress.best.get("step") == step else ""
         self._ctx.log.info(
             f"step {step}  eval_loss {record['eval_loss']:.4f}  "
@@ -123,8 +123,8 @@ class Reporter(StepCallback):
         """Write a record, and with it the best evaluation so far."""
         # The best is repeated in every record of a step, so that readers only need the last line.
         repeated = {f"best_{name}": value for name, value in best.items()}
-        now = {"step": step, "time": time.time()}
-        self._ctx.metrics.write_training({**now, **record, **repeated})
+        now = {} if "time" in record else {"time": time.time()}
+        self._ctx.metrics.write_training({"step": step, **now, **record, **repeated})
 
 
 @dataclass(kw_only=True, eq=False)

@@ -239,6 +239,7 @@ def test_a_training_ends_before_its_first_step_and_goes_on_without_the_callback(
         assert one["calls"] == [[], []]
     whole = run_ranks(train, 2, str(tmp_path), ENDLESS)[0]
     assert (whole["progress"]["step"], whole["progress"]["stopped"]) == (9, "")
+    assert saved(tmp_path, 9) == {}
 
 
 def test_a_reason_is_a_text(tmp_path: Path) -> None:
