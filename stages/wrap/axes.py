@@ -7,6 +7,7 @@ in every attention.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -280,3 +281,28 @@ def warn_of_slow_groups(ctx: Context, axes: Axes) -> None:
             "in every layer",
             axes.tensor, here,
         )  # fmt: skip
+
+
+def layer_ranges(layers: int, stages: int, head: int = 0, layer: int = 1) -> list[range]:
+    """Consecutive layers of each stage, such that the busiest stage has as little work as possible:
+    `head` and `layer` are elements of the matrices of the head, which the last stage has, and of a
+    layer. Left-over layers go to middle stages first, since the first also has the embedding.
+    Raises StageError for more stages than layers."""
+    if stages > layers:
+        raise StageError(f"pipeline_parallel: {layers} blocks do not make {stages} stages")
+    sizes, last = [1] * stages, stages - 1
+
+    def work(stage: int) -> tuple[int, bool, bool]:
+        return sizes[stage] * layer + head * (stage == last), stage == 0, stage == last
+
+    for _ in range(layers - stages):
+        sizes[min(range(stages), key=work)] += 1
+    starts = itertools.accumulate(sizes, initial=0)
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def stages_of(rank: int, ranks: int, per_rank: int, *, folded: bool) -> list[int]:
+    """Numbers of a rank's stages, of `ranks` times `per_rank`: every `ranks`-th one; `folded`, the
+    second round goes back from the last rank to the first."""
+    places = (ranks - 1 - rank if folded and turn % 2 else rank for turn in range(per_rank))
+    return [turn * ranks + place for turn, place in enumerate(places)]

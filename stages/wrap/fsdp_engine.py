@@ -18,6 +18,7 @@ from stages.wrap.axes import (
     FOLDED,
     Axes,
     expert_mesh,
+    layer_ranges,
     parameter_mesh,
     required,
     warn_of_slow_groups,
@@ -34,7 +35,7 @@ from stages.wrap.fsdp_fields import FsdpFields
 from stages.wrap.fsdp_units import DATA_AXES, UnitDivider
 from stages.wrap.optimizer_state import optimizers_of_parts
 from stages.wrap.passes import ModulePasses, Passes
-from stages.wrap.pipeline.split import TiedEmbedding, is_tied, keep_layers, layer_ranges
+from stages.wrap.pipeline.split import TiedEmbedding, is_tied, keep_layers
 from stages.wrap.tensor.divide import resolve_plan
 from stages.wrap.torch_compat import reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine, total_norm

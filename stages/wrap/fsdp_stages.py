@@ -11,10 +11,9 @@ from typing import Any
 
 from pipeline import Precision, planning
 from pipeline.planning import IN_BACKWARD, Kind, ModelShape, Moment, Pass, PipelineRank, Topology
-from stages.wrap.axes import FOLDED, least_microbatches, required
+from stages.wrap.axes import FOLDED, layer_ranges, least_microbatches, required, stages_of
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.fsdp_memory import Sharded
-from stages.wrap.pipeline.split import layer_ranges, stages_of
 from stages.wrap.torch_planner import EMBEDDINGS, ROOT, UnitAmounts
 
 TOKEN = 8

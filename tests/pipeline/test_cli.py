@@ -130,6 +130,20 @@ def test_help_imports_next_to_nothing() -> None:
     assert not any(name.startswith("pipeline.commands") for name in modules)
 
 
+def test_planners_import_no_torch() -> None:
+    """A plan of a model whose profile is known needs none."""
+    program = (
+        "import sys; from importlib.metadata import entry_points\n"
+        "for one in entry_points(group='pipe.planners'): one.load()\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "stages.planners" in done.stdout.split()
+    assert not {*done.stdout.split()} & {"torch", "transformers", "deepspeed"}
+
+
 RECIPE = """\
 name: r
 seed: 1

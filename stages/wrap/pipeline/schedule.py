@@ -22,10 +22,10 @@ from pipeline import DistContext, LossParts, Measure, MicroBatch, Scorer
 from stages.batches.layout import equal_shapes
 from stages.objectives.documents_compat import flash_documents, known_documents
 from stages.objectives.judge import StepSums, measured
-from stages.wrap.axes import FOLDED, SEVERAL_STAGES, Axes, least_microbatches
+from stages.wrap.axes import FOLDED, SEVERAL_STAGES, Axes, least_microbatches, stages_of
 from stages.wrap.passes import Around, Backward, Passes, evaluating
 from stages.wrap.pipeline import compat
-from stages.wrap.pipeline.split import StageInput, stages_of
+from stages.wrap.pipeline.split import StageInput
 
 EVALUATED = 4
 """Micro-batches for each stage that an evaluation passes on at a time."""

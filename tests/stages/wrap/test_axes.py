@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import given
@@ -14,7 +15,7 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.testing import plan_view
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.train.causal_lm import TrainCausalLm
-from stages.wrap.axes import Axes, PipelineParallel, TensorParallel
+from stages.wrap.axes import Axes, PipelineParallel, TensorParallel, layer_ranges
 from stages.wrap.fsdp import Fsdp
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -88,3 +89,15 @@ def test_partners_draw_alike_where_four_ranks_become_two_groups(tmp_path: Path) 
         "tensor_parallel: groups of 2 ranks reach over nodes of 1, and exchange activations in "
         "every layer"
     ]
+
+
+def test_the_head_counts_as_the_blocks_that_it_takes_as_long_as() -> None:
+    def sizes(*args: Any) -> list[int]:
+        return [len(one) for one in layer_ranges(*args)]
+
+    assert sizes(32, 4, 128256 * 4096, 218_112_000) == [8, 9, 9, 6]  # Llama-3.1-8B
+    assert sizes(126, 16, 66, 100) == [7, *14 * [8], 7]
+    assert sizes(5, 2, 2, 5) == [3, 2]
+    assert sizes(4, 4, 9, 1) == [1, 1, 1, 1]
+    assert sizes(7, 3) == [2, 3, 2]
+    assert [range(2), range(2, 3)] == layer_ranges(3, 2, 1, 2)

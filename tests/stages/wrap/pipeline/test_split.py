@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.errors import StageError
 from stages.wrap.pipeline.schedule import Stage
-from stages.wrap.pipeline.split import keep_layers, layer_list, layer_ranges
+from stages.wrap.pipeline.split import keep_layers, layer_list
 from tests.support.batches import micro_batch
 
 TINY = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
@@ -44,15 +43,3 @@ def test_a_model_without_one_list_of_blocks_is_refused() -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **TINY))
     with pytest.raises(StageError, match="a opt has no one list of blocks"):
         layer_list(model)
-
-
-def test_the_head_counts_as_the_blocks_that_it_takes_as_long_as() -> None:
-    def sizes(*args: Any) -> list[int]:
-        return [len(one) for one in layer_ranges(*args)]
-
-    assert sizes(32, 4, 128256 * 4096, 218_112_000) == [8, 9, 9, 6]  # Llama-3.1-8B
-    assert sizes(126, 16, 66, 100) == [7, *14 * [8], 7]
-    assert sizes(5, 2, 2, 5) == [3, 2]
-    assert sizes(4, 4, 9, 1) == [1, 1, 1, 1]
-    assert sizes(7, 3) == [2, 3, 2]
-    assert [range(2), range(2, 3)] == layer_ranges(3, 2, 1, 2)
