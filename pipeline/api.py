@@ -109,7 +109,7 @@ def run(
 
     with _file_of(recipe) as file:
         made = plan_recipe(file, overrides, for_this_machine=True)
-        Selection(last=until).again(made)  # a slot that is not there is a mistake
+        Selection(last=until).require_known(made)  # a slot that is not there is a mistake
         folder = Path(run_dir) if run_dir else rundir.create(Path(runs), made.recipe.name)
         options = ["--run-dir", str(folder), *(["--until", until] if until else [])]
         _call(["run", str(file), *overrides, *options], folder, on_event)

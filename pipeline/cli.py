@@ -21,7 +21,7 @@ import click
 from pipeline.errors import PipeError, UsageError, in_words, is_user_error
 from pipeline.execution.rank_logging import quiet_loggers
 from pipeline.utils.activities import show_in
-from pipeline.utils.packages import collect_rarely
+from pipeline.utils.packages import gc_rarely
 from pipeline.utils.terminal import redact_output
 from pipeline.view.terminal_activity import CommandActivities
 
@@ -81,7 +81,7 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         redact_output()
-        collect_rarely()
+        gc_rarely()
         return super().main(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

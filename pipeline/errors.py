@@ -58,8 +58,8 @@ class Problem:
 
 
 Restart = Literal["never", "after progress", "always"]
-"""When another start of a failed run may succeed; `after progress` if this one had come further
-than the one before."""
+"""When another start of a failed run may succeed; `after progress` if this one has
+saved a checkpoint or finished a durable slot."""
 
 
 class PipeError(Exception):

@@ -16,7 +16,7 @@ from pipeline.chain.wiring import SlotType, missing_inputs, unread_results, wire
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.plan_view import Checked, PlanView
 from pipeline.contracts.training import TrainedRun
-from pipeline.distributed.launch import Launch, LaunchInfo
+from pipeline.distributed.settings import Launch, ProcessCounts
 from pipeline.errors import Location, PluginError, Problem, RecipeError, UsageError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
@@ -109,7 +109,7 @@ class How(TypedDict, total=False):
     """Whether to leave out what only a run needs."""
     skip_checks: bool
     """Whether to leave out the stages' own checks, for a run that has passed them."""
-    started: LaunchInfo | None
+    started: ProcessCounts | None
     """What another launcher has already decided."""
 
 
@@ -228,7 +228,7 @@ def _draft(
 ) -> tuple[Plan, list[Problem]]:
     """The plan as far as there is one, and the mistakes. Needs are not looked at in an `incomplete`
     recipe, some of whose slots stand elsewhere."""
-    started, tree = how.get("started") or LaunchInfo(), recipe.tree
+    started, tree = how.get("started") or ProcessCounts(), recipe.tree
     links, stages, problems = load_slots(recipe, registry)
     wiring = wired(links)
     problems += wrong_takes(links, tree)
@@ -266,7 +266,7 @@ def _draft(
     return plan, [problem for problem in problems if not problem.warning]
 
 
-def _processes(launch: Launch, started: LaunchInfo) -> tuple[str, int, int]:
+def _processes(launch: Launch, started: ProcessCounts) -> tuple[str, int, int]:
     """The device, processes over all nodes, and processes on each node."""
     gpus, nodes = gpu_count(), started.nodes or launch.most_nodes or 1
     device: str = launch.device
@@ -300,7 +300,7 @@ def _checked(recipe: Recipe, stages: Mapping[str, Any], view: PlanView) -> Itera
             yield replace(problem, key=key, location=problem.location or place)
 
 
-def _impossible_here(launch: Launch, started: LaunchInfo) -> tuple[str, str, str] | None:
+def _impossible_here(launch: Launch, started: ProcessCounts) -> tuple[str, str, str] | None:
     """Key of `launch`, message and hint where the recipe cannot run here, or as it was started."""
     gpus, procs = gpu_count(), launch.procs or 1
     if launch.device == "cuda" and not gpus:

@@ -101,7 +101,7 @@ def overrides(context: click.Context, typed: str) -> Iterator[str]:
     values are known."""
     from pipeline.chain.registry import Registry
     from pipeline.contracts.signature import needs
-    from pipeline.distributed.launch import Launch
+    from pipeline.distributed.settings import Launch
     from pipeline.execution import rundir
     from pipeline.recipe import read_recipe
 

@@ -17,7 +17,7 @@ from pipeline.utils.foreign import json_object
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
-    from pipeline.distributed.launch import LaunchInfo
+    from pipeline.distributed.settings import ProcessCounts
     from pipeline.view.display import Display
 
 
@@ -60,7 +60,7 @@ def export(
     choose = functools.cache(lambda: chosen(source, step=step, model=model, to=out))
 
     @system_errors_as(UsageError)
-    def plan(started: LaunchInfo) -> Plan:
+    def plan(started: ProcessCounts) -> Plan:
         choice = choose()
         given = {key: value for key, value in settings.items() if value is not None}
         count = started.per_node or started.procs or procs or min(4, cores_each(1))

@@ -18,7 +18,7 @@ from pipeline.utils.text import align, plural
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
-    from pipeline.distributed.launch import LaunchInfo
+    from pipeline.distributed.settings import ProcessCounts
     from pipeline.view.display import Display
 
 SHARES = ("compute", "communication", "data", "idle")
@@ -152,7 +152,7 @@ def profile(
         file = folder / "profile.yaml"
         replace_text(file, profiled_recipe(original, steps))
 
-    def plan(started: LaunchInfo) -> Plan:
+    def plan(started: ProcessCounts) -> Plan:
         return plan_file(file, for_this_machine=True, started=started)
 
     start(Job(plan=plan, folder=lambda _: folder.resolve(), display=display))

@@ -16,7 +16,7 @@ from pipeline.execution.rank_logging import say
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
-    from pipeline.distributed.launch import LaunchInfo
+    from pipeline.distributed.settings import ProcessCounts
     from pipeline.execution.resume import Selection
     from pipeline.view.display import Display
 
@@ -58,12 +58,12 @@ def run(
     from pipeline.execution.saved_plan import require_planned
     from pipeline.importing.unknown_keys import plan_recipe
 
-    def plan(started: LaunchInfo) -> Plan:
+    def plan(started: ProcessCounts) -> Plan:
         made = plan_recipe(recipe, overrides, for_this_machine=True, started=started)
-        selection.again(made)  # a slot that is not there is a mistake
+        selection.require_known(made)  # a slot that is not there is a mistake
         if planned is not None:
             known = Journal(run_dir / rundir.JOURNAL).state().commits if run_dir else {}
-            made = resolved(made, known)
+            made = resolved(made, known)  # resolved early: --plan compares commits
             per_node = started.per_node if is_worker() else made.per_node
             require_planned(made, per_node, planned)
         if dry_run and run_dir is not None:
@@ -112,10 +112,10 @@ def resume(
     from pipeline.execution import rundir
     from pipeline.importing.unknown_keys import plan_recipe
 
-    def plan(started: LaunchInfo) -> Plan:
+    def plan(started: ProcessCounts) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE
         made = plan_recipe(path, overrides, for_this_machine=True, started=started)
-        selection.again(made)
+        selection.require_known(made)
         return made
 
     def folder(_: Plan) -> Path:
@@ -125,25 +125,24 @@ def resume(
 
 
 def _start(
-    plan: Callable[[LaunchInfo], Plan], folder: Callable[[Plan], Path], begun: Path | None,
-    selection: Selection, dry_run: bool, display: Display, accept: tuple[str, ...] = (),
-    **where: Any,
+    plan: Callable[[ProcessCounts], Plan], folder: Callable[[Plan], Path],
+    earlier_folder: Path | None, selection: Selection, dry_run: bool, display: Display,
+    accept: tuple[str, ...] = (), **where: Any,
 ) -> None:  # fmt: skip
-    """Start a run on this node, or print what would run. Where it runs out of memory, say what its
-    plan is."""
-    from pipeline.distributed.launch import LaunchInfo
+    """Start a run on this node; with `dry_run`, which is not the recipe's, print what would run."""
     from pipeline.distributed.placement import NodeOptions
+    from pipeline.distributed.settings import ProcessCounts
     from pipeline.execution.resume import preview_lines
     from pipeline.launch.job import Job
     from pipeline.launch.start import start
 
     if dry_run:
-        click.echo("\n".join(preview_lines(plan(LaunchInfo()), begun, selection)))
+        click.echo("\n".join(preview_lines(plan(ProcessCounts()), earlier_folder, selection)))
         return
-    with with_plan(plan) as kept:
+    with plan_shown_if_out_of_memory(plan) as kept:
         job = Job(
             plan=kept, folder=folder, display=display, accept=accept, selection=selection,
-            begun=begun, beside=_beside_on_gpus,
+            earlier_folder=earlier_folder, meanwhile=_beside_on_gpus,
         )  # fmt: skip
         start(job, NodeOptions(**where))
 
@@ -158,12 +157,14 @@ def _beside_on_gpus(plan: Plan, folder: Path) -> contextlib.AbstractContextManag
 
 
 @contextlib.contextmanager
-def with_plan(make: Callable[[LaunchInfo], Plan]) -> Iterator[Callable[[LaunchInfo], Plan]]:
-    """Where the body, which makes its plan by the yielded function, runs out of memory, say what
-    that plan is."""
+def plan_shown_if_out_of_memory(
+    make: Callable[[ProcessCounts], Plan],
+) -> Iterator[Callable[[ProcessCounts], Plan]]:
+    """Yield `make`. If the run in the body fails for lack of memory, add the plan that `make` made
+    to the error's text."""
     made: list[Plan] = []
 
-    def kept(started: LaunchInfo) -> Plan:
+    def kept(started: ProcessCounts) -> Plan:
         made.append(make(started))
         return made[-1]
 

@@ -48,7 +48,7 @@ class Metrics:
     def write_length(self, step: int, total: int) -> None:
         """Append the number of steps of the whole training, unless the file has it already."""
         if self.path is not None:
-            own = (one for one in records(self.path) if training_of(one) == self.training)
+            own = (one for one in records(self.path) if record_training(one) == self.training)
             known = [one["total_steps"] for one in own if one.get("total_steps")]
             if known[-1:] != [total]:
                 self.write_training({"step": step, "time": time.time(), "total_steps": total})
@@ -62,7 +62,7 @@ class Metrics:
         self._keep_foreign(len(found))
         kept = [
             record for record in found
-            if training_of(record) != self.training or (record.get("step") or 0) <= step
+            if record_training(record) != self.training or (record.get("step") or 0) <= step
         ]  # fmt: skip
         replace_text(self.path, "".join(json.dumps(r, allow_nan=False) + "\n" for r in kept))
 
@@ -92,7 +92,7 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
     return (record for record in jsonl.read_lines(path) if is_record(record))
 
 
-def training_of(record: Mapping[str, Any]) -> str:
+def record_training(record: Mapping[str, Any]) -> str:
     """The slot of the training that a record is of; empty for the recipe's first."""
     return str(record.get("slot", ""))
 

@@ -6,7 +6,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-from pipeline.distributed.launch import LaunchInfo
+from pipeline.distributed.settings import ProcessCounts
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 TOKEN = "PIPE_RDZV_TOKEN"
@@ -66,12 +66,12 @@ def worker_rank() -> int:
     return int(os.environ["RANK"]) if is_worker() else 0
 
 
-def started() -> LaunchInfo:
-    """Processes of the group that this rank belongs to: over all nodes, and on this machine as far
-    as the launcher says; None outside of a group."""
+def started() -> ProcessCounts:
+    """Processes of the group that this rank belongs to: `procs` over all nodes, and `per_node`, as
+    far as the launcher says. Each is None outside of a group, and `nodes` always is."""
     names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
     procs, per_node = (os.environ.get(name) if is_worker() else None for name in names)
-    return LaunchInfo(
+    return ProcessCounts(
         procs=int(procs) if procs else None, per_node=int(per_node) if per_node else None
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.distributed.environment import shared
-from pipeline.distributed.launch import Timeouts
+from pipeline.distributed.settings import Timeouts
 
 FIELDS = 8
 """Numbers of one rank: time, phase, step, waits, landmarks, and three that are not used, so that no

@@ -1,4 +1,10 @@
-"""Signals that ask the run to end become an exception, so that ranks are stopped and journalled."""
+"""Signals that ask the run to end become an exception, so that ranks are stopped and journalled.
+
+Interrupted     raised here, by a signal or by `StopRequest.end`; a rank's exit code is then 75
+CommandStopped  made of Interrupted by `stoppable`; exit code 128 plus the signal's number
+RunStopped      made of Interrupted by `launch/job.py` once the end is recorded, and on further
+                nodes by `launch/node.py`; of CommandStopped by `launch/start.py`; exit code 75
+"""
 
 from __future__ import annotations
 
@@ -31,6 +37,30 @@ class Interrupted(BaseException):
         self.cause = told if number is None else self.number.name
         """Which signal it was, and where, as another process has `told`; empty if not known."""
         super().__init__(self.cause or "a signal to one of the ranks")
+
+
+@contextlib.contextmanager
+def stoppable(*, force_after: float | None = 10.0) -> Iterator[None]:
+    """Leave the body at an ending signal as at an exception, so that its folders are removed and
+    its processes ended; then raise CommandStopped. See `interruptible` for `force_after`."""
+    with interruptible(force_after=force_after):
+        try:
+            yield
+        except Interrupted as interrupted:
+            number = interrupted.number
+            raise CommandStopped(number, f"stopped by {number.name}") from None
+
+
+@contextlib.contextmanager
+def interruptible(*, force_after: float | None) -> Iterator[None]:
+    """Raise Interrupted in the main thread on the first ending signal.
+
+    After it the others are ignored while the run is wound up, and a second Ctrl-C ends the process
+    at once. The process ends `force_after` seconds after the first in any case, if given, as the
+    main thread may be in a native call that never returns.
+    """
+    with _handled(_raise), _forced_end(force_after):
+        yield
 
 
 def default_signals() -> None:
@@ -109,18 +139,6 @@ class StopRequest:
         raise Interrupted(self._number)
 
 
-@contextlib.contextmanager
-def interruptible(*, force_after: float | None) -> Iterator[None]:
-    """Raise Interrupted in the main thread on the first ending signal.
-
-    After it the others are ignored while the run is wound up, and a second Ctrl-C ends the process
-    at once. The process ends `force_after` seconds after the first in any case, if given, as the
-    main thread may be in a native call that never returns.
-    """
-    with _handled(_raise), _forced_end(force_after):
-        yield
-
-
 def at_second_interrupt(words: str) -> None:
     """Print these words when a second Ctrl-C ends the process, in the body of `interruptible`."""
 
@@ -189,15 +207,3 @@ def _in_forked_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_forked_child)
-
-
-@contextlib.contextmanager
-def stoppable(*, force_after: float | None = 10.0) -> Iterator[None]:
-    """Leave the body at an ending signal as at an exception, so that its folders are removed and
-    its processes ended; then raise CommandStopped. See `interruptible` for `force_after`."""
-    with interruptible(force_after=force_after):
-        try:
-            yield
-        except Interrupted as interrupted:
-            number = interrupted.number
-            raise CommandStopped(number, f"stopped by {number.name}") from None

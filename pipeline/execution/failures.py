@@ -43,7 +43,7 @@ class Exit(NamedTuple):
     code: int
 
 
-class Report(BaseModel):
+class RankFailure(BaseModel):
     """A rank's error."""
 
     model_config = ConfigDict(strict=True)
@@ -102,7 +102,7 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
     restart: Restart = "never" if expected else "after progress"
     *_, frame = None, *traceback.extract_tb(error.__traceback__)
     line = f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
-    report = Report(
+    report = RankFailure(
         time=time.time(),
         rank=rank,
         slot=slot,
@@ -164,23 +164,25 @@ def first(
 ) -> RunFailed:
     """The error to show: of the rank that failed first.
 
-    `exits` are of ranks that did not end well, earliest first, without what the launcher itself
-    brought about; `slot` is the one that was running. `oom` says whether the system has killed a
-    process here for lack of memory, `unwritten` has reports that the run's disk did not take. A
-    rank that died without a word comes before ranks that raised, because a lost peer makes others
-    raise, or has a library abort them."""
+    `exits` are of ranks that did not end well, earliest first and in rank order within one look,
+    without what the launcher itself brought about; `slot` is the one that was running. `oom` says
+    whether the system has killed a process here for lack of memory, `unwritten` has reports that
+    the run's disk did not take. A rank that died without a word comes before ranks that raised,
+    because a lost peer makes others raise, or has a library abort them."""
     found = reports(run_dir, unwritten)
     reported = {report.rank for report in found}
     silent = [end for end in exits if end.rank not in reported]
     causes = [end for end in silent if end.code != -signal.SIGABRT] or ([] if found else silent)
-    for end in causes[:1]:
+    if causes:
+        end = causes[0]
         where = f"in slot `{slot}`" if slot else "before the first slot"
         killed = oom and -end.code == signal.SIGKILL
         how = "was killed by the system, which was out of memory," if killed else manner(end.code)
         text = f"rank {end.rank} {how} {where}\n  log: {run_dir}/logs/rank-{end.rank:05d}.log"
         text += f"\n{continuation(run_dir)}"
         return RunFailed(text, kind="died", restart="always", memory="host" if killed else "")
-    for one in found[:1]:
+    if found:
+        one = found[0]
         where = f"in slot `{one.slot}`" if one.slot else "before the first slot"
         lines = [f"rank {one.rank} failed {where}: {one.message}"]
         if not one.expected:
@@ -198,7 +200,7 @@ def first_rank(run_dir: Path) -> int | None:
     return next((report.rank for report in reports(run_dir)), None)
 
 
-def reports(run_dir: Path, unwritten: Sequence[bytes] = ()) -> list[Report]:
+def reports(run_dir: Path, unwritten: Sequence[bytes] = ()) -> list[RankFailure]:
     """Reports of ranks, earliest first, without incomplete ones."""
     texts: list[bytes] = []
     for path in (run_dir / FOLDER).glob("rank-*.json"):
@@ -209,7 +211,7 @@ def reports(run_dir: Path, unwritten: Sequence[bytes] = ()) -> list[Report]:
     found = []
     for text in texts:
         with contextlib.suppress(ValueError):  # a folder that came from elsewhere holds anything
-            found.append(Report.model_validate_json(text))
+            found.append(RankFailure.model_validate_json(text))
     return sorted(found, key=lambda report: (report.time, report.rank))
 
 

@@ -174,26 +174,30 @@ class Selection:
         if self.only is not None and (self.first or self.last):
             raise UsageError("--only excludes --from and --until")
 
-    def again(self, plan: Plan) -> list[str]:
-        """The slots that are to run even if they have finished. Raises UsageError for a slot that
-        the plan does not have, and for a range that has none."""
+    def require_known(self, plan: Plan) -> None:
+        """Raise UsageError for a slot that the plan lacks, and for a range that has none."""
         order = [planned.slot for planned in plan.slots]
         for slot in filter(None, (self.first, self.last, self.only)):
             if slot not in order:
                 raise UsageError(f"the recipe has no slot `{slot}`", hint=did_you_mean(slot, order))
+        if self.first and self.last and order.index(self.first) > order.index(self.last):
+            raise UsageError(f"--from {self.first} comes after --until {self.last}")
+
+    def again(self, plan: Plan) -> list[str]:
+        """The slots that must run even if they have finished. Raises as `require_known` does."""
+        self.require_known(plan)
+        order = [planned.slot for planned in plan.slots]
         if self.only is not None or self.first is None:
             return [self.only] if self.only is not None else []
-        if self.last and order.index(self.first) > order.index(self.last):
-            raise UsageError(f"--from {self.first} comes after --until {self.last}")
         return order[order.index(self.first) :]
 
-    def of(self, plan: Plan) -> Plan:
-        """The part of the plan that is done."""
+    def cut(self, plan: Plan) -> Plan:
+        """The plan up to the last slot that is wanted."""
         return plan.until(self.only or self.last)
 
     def set_aside(self, plan: Plan, journal: Journal) -> None:
         """Note in the journal which of the slots that have finished are to run again. Raises as
-        `again` does."""
+        `require_known` does."""
         known = journal.state().finished
         for slot in self.again(plan):
             if slot in known:
@@ -211,7 +215,7 @@ def preview_lines(plan: Plan, folder: Path | None, selection: Selection) -> Iter
     if it has one already. Raises UsageError for a slot that the plan does not have."""
     journal = Journal((folder or Path("a run that is not there")) / rundir.JOURNAL)
     plan = resolved(plan, journal.state().commits, ask=False)
-    chosen = selection.of(plan)
+    chosen = selection.cut(plan)
     todo = plan_resume(chosen, journal, thorough=False, again=selection.again(plan))
     yield f"{plan.recipe.name}: {plural(plan.view.procs, 'process')}, {plan.view.device}"
     rows = []

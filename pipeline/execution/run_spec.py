@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chain.plan import Plan, make_plan
-from pipeline.distributed.launch import LaunchInfo
+from pipeline.distributed.settings import ProcessCounts
 from pipeline.errors import Location
 from pipeline.recipe.load import recipe_of
 from pipeline.utils.terminal import display
@@ -56,7 +56,7 @@ class RunSpec:
         facts = json.loads(text)
         return cls(**facts | {key: tuple(facts[key]) for key in ("accept", "warnings")})
 
-    def plan(self, started: LaunchInfo, *, for_this_machine: bool = False) -> Plan:
+    def plan(self, started: ProcessCounts, *, for_this_machine: bool = False) -> Plan:
         """The plan, whose stages are built of the values and not checked again. `for_this_machine`
         asks whether this machine has the GPUs. Raises RecipeError."""
         place = Location(file=f"{self.run_dir}/recipe.yaml")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipeline.contracts.metrics import OWN, kind_of, numbers, training_of
+from pipeline.contracts.metrics import OWN, kind_of, numbers, record_training
 from pipeline.utils.hub import recorded
 
 State = Literal["waiting", "running", "finished", "failed", "stopped"]
@@ -187,7 +187,7 @@ class RunState:
         if "event" in one:
             self._apply_event(one)
         else:
-            slot = training_of(one)
+            slot = record_training(one)
             if slot not in self.trainings:
                 records: Any = [] if self._kept is None else deque(maxlen=self._kept)
                 self.trainings[slot] = Training(slot=slot, records=records)

@@ -9,8 +9,12 @@ journal.jsonl     stages started, finished, failed
 metrics.jsonl     one record a step
 hardware.jsonl    readings of the GPUs of the first node
 memory.json       what training took of a GPU's memory
+plan.json         what the recipe's plan says that a GPU needs
+activity.json     what rank 0 is doing
 logs/             rank-N.log
 failures/         rank-N.json and rank-N.txt (the traceback) of the newest failure
+stalls/           one folder for each stall: the stacks of all ranks and report.json
+lock              held by the process that works in the folder
 checkpoints/      step-NNNNNNNN; checkpoints-SLOT/ of each further training, by the slot that trains
 checkpoints.at    where they are
 export/           the exported model
@@ -34,7 +38,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from pipeline.checkpoint import location
-from pipeline.contracts.metrics import is_record, training_of
+from pipeline.contracts.metrics import is_record, record_training
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import RunFailed, RunLocked, UsageError, in_words, kind_of, system_errors_as
 from pipeline.recipe.nodes import walk
@@ -239,7 +243,7 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def environment() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     """Facts of the machine and the packages that this start runs on."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -294,11 +298,11 @@ def saved_step(file: Path, training: str | None = None) -> int | None:
     as the last 64 KiB of the file say; None if there is none."""
     newest = [record for record in read_tail(file) if is_record(record)]
     if training is None:
-        training = training_of(newest[-1]) if newest else ""
+        training = record_training(newest[-1]) if newest else ""
     found = location.newest_step(file.parent, training)
     saved = (
         int(one["step"])
         for one in reversed(newest)
-        if "checkpoint_seconds" in one and training_of(one) == training
+        if "checkpoint_seconds" in one and record_training(one) == training
     )
     return next(saved, None) if found is None else found

@@ -30,7 +30,7 @@ from pipeline.execution.rank_logging import IN_DISPLAY
 from pipeline.execution.resume import digests, plan_resume, restored
 from pipeline.recipe.nodes import leaves, mapped, node_of, texts_in
 from pipeline.utils.files import remove_folder
-from pipeline.utils.packages import collect_as_usual, versions
+from pipeline.utils.packages import gc_as_usual, versions
 
 Artifacts = Mapping[str, Any]
 """Artifacts by slot."""
@@ -45,8 +45,8 @@ class Runner:
         self.journal = journal
         self.artifacts: dict[str, Any] = {}
         self._digests = digests(plan) if ctx.dist.is_main else {}
-        self._imports = True
-        """Whether only declarations have run: what they make is libraries, for the most part."""
+        self._gc_rare = True
+        """Whether Python still collects garbage as rarely as at the start of the process."""
 
     def run(self) -> None:
         """Run the slots that are left. Raises whatever a stage raises; `ctx.slot` names the stage's
@@ -75,8 +75,8 @@ class Runner:
                 self._run_slot(planned)
                 if trains:
                     record_memory(ctx)
-            readers = (planned.slot, None)
-            self._drop([held for held in self.artifacts if plan.last_reader(held) in readers])
+            droppable_after = (planned.slot, None)  # None: no slot reads it
+            self._drop([one for one in self.artifacts if plan.last_reader(one) in droppable_after])
             if trains:
                 release_memory(ctx)
 
@@ -91,11 +91,14 @@ class Runner:
         if dist.is_main:
             self.journal.write("slot started", **facts)
         self.ctx.log.info("%s: %s", planned.slot, planned.use, extra=IN_DISPLAY)
-        if self._imports and any(planned.inputs.values()):
-            collect_as_usual(but_now=True)
-            self._imports = False
+        # Until the first slot that takes an input, nearly all objects are imported modules: freeze
+        # them, so that no collection walks them.
+        if self._gc_rare and any(planned.inputs.values()):
+            gc_as_usual(freeze=True)
+            self._gc_rare = False
         began = time.perf_counter()
         inputs = {name: slot and self.artifacts[slot] for name, slot in planned.inputs.items()}
+        # a copy: a stage that keeps ctx keeps its own slot
         artifact = planned.stage.run(dataclasses.replace(self.ctx), **inputs)
         if planned.gives is not None and not isinstance(artifact, planned.gives):
             raise StageError(
@@ -213,9 +216,9 @@ def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: Iterable[s
 
 
 def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
-    """Save the engine's state and have every stage with `run_dry`, up to the next training, work on
-    that checkpoint (collective). Everything written is removed again, unless it fails; random
-    states stay unchanged."""
+    """For `dry_run: true` (`pipe run --dry-run` starts no rank): save the engine's state and have
+    every stage with `run_dry`, up to the next training, work on that checkpoint (collective).
+    Everything written is removed again, unless it fails; random states stay unchanged."""
     from pipeline.checkpoint import rng_state
 
     folder, device = ctx.run_dir / f"{ctx.run_dir.name}.dry-run", ctx.dist.device
@@ -232,7 +235,7 @@ def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
         stage_ctx = dataclasses.replace(
             ctx, run_dir=folder, metrics=Metrics(None), on_exit=removals.append
         )
-        _run_stages(plan, stage_ctx, dict(artifacts), stack)
+        _rehearse(plan, stage_ctx, dict(artifacts), stack)
     # After a failure everything stays, to be looked at, until the next dry run.
     ctx.dist.barrier()
     for remove in reversed(removals):
@@ -241,7 +244,7 @@ def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
     ctx.log.info("dry run: passed in %.1f s; all of it is removed", time.monotonic() - began)
 
 
-def _run_stages(
+def _rehearse(
     plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib.ExitStack
 ) -> None:
     checkpoints: Checkpoints | None = None

@@ -15,8 +15,8 @@ from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.stage import Context
 from pipeline.distributed import environment
 from pipeline.distributed.heartbeat import LOOK_SECONDS, Watchdog
-from pipeline.distributed.launch import Timeouts
 from pipeline.distributed.process_group import DistContext, environment_dist, environment_store
+from pipeline.distributed.settings import Timeouts
 from pipeline.distributed.signals import Interrupted, default_signals
 from pipeline.errors import RunFailed, StageError
 from pipeline.execution import failures, rundir
@@ -31,7 +31,7 @@ from pipeline.execution.run_spec import RunSpec, set_current
 from pipeline.execution.runner import Runner, require_same_recipe
 from pipeline.utils.activities import in_thread, show_in
 from pipeline.utils.files import cache_folder
-from pipeline.utils.packages import collect_as_usual, collect_rarely
+from pipeline.utils.packages import gc_as_usual, gc_rarely
 from pipeline.utils.processes import received
 from pipeline.utils.terminal import hide_environment, redact_output, set_display
 
@@ -78,9 +78,9 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
     ctx: Context | None = None
     set_current(spec)
     keep_compiled()
-    collect_rarely()
+    gc_rarely()
     with rank_log(run_dir, rank) as log, contextlib.ExitStack() as stack:
-        stack.callback(collect_as_usual)
+        stack.callback(gc_as_usual)
         try:
             plan = spec.plan(environment.started(), for_this_machine=True)
             import torch
@@ -120,11 +120,11 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
         except BaseException as error:
             failures.record(run_dir, rank, ctx.slot if ctx else "", _cause(run_dir, error))
             log.debug("failed", exc_info=True)
-            if environment.is_worker():
-                with contextlib.suppress(StageError):  # the folder may be gone
-                    faulthandler.dump_traceback_later(
-                        CLEANUP_SECONDS, exit=True, file=open_log(run_dir, rank)
-                    )
+            # the deadline of the clean-up by `stack`: then this process ends wherever it is
+            with contextlib.suppress(StageError):  # the folder may be gone
+                faulthandler.dump_traceback_later(
+                    CLEANUP_SECONDS, exit=True, file=open_log(run_dir, rank)
+                )
             raise
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pipeline.distributed.launch import Attempts, Restarts, Timeouts
+from pipeline.distributed.settings import Attempts, Restarts, Timeouts
 from pipeline.errors import RunFailed
 from pipeline.execution.failures import ON_EVERY_NODE
 from pipeline.launch.messages import Beat, Over, Place, Reply, Report

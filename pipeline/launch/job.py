@@ -22,7 +22,7 @@ from pipeline.chain.plan import Plan, PlannedSlot, resolved
 from pipeline.contracts.metrics import is_record
 from pipeline.contracts.stage import ENGINE_FILE, ENVIRONMENT_FILE, engine_file
 from pipeline.contracts.training import TrainedRun
-from pipeline.distributed.launch import LaunchInfo
+from pipeline.distributed.settings import ProcessCounts
 from pipeline.distributed.signals import Interrupted, StopRequest
 from pipeline.errors import (
     JournalDamaged,
@@ -45,14 +45,14 @@ from pipeline.utils.text import align, duration, shown_path
 from pipeline.view.display import Display
 from pipeline.view.ending import next_lines, outcome
 
-Beside = Callable[[Plan, Path], AbstractContextManager[None]]
+Meanwhile = Callable[[Plan, Path], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A run to start, or to continue, as a command asks for it."""
 
-    plan: Callable[[LaunchInfo], Plan]
+    plan: Callable[[ProcessCounts], Plan]
     """Makes the plan for what a launcher has started."""
     folder: Callable[[Plan], Path]
     """Makes or finds the run's folder; called once in the whole run."""
@@ -60,70 +60,30 @@ class Job:
     accept: tuple[str, ...] = ()
     """Changes that are intended."""
     selection: Selection = field(default_factory=Selection)
-    beside: Beside = lambda plan, folder: nullcontext()
+    meanwhile: Meanwhile = lambda plan, folder: nullcontext()
     """Surrounds the run with what else this machine does for it meanwhile."""
-    begun: Path | None = None
-    """The run's folder, where it may be there already."""
+    earlier_folder: Path | None = None
+    """The run's folder, if it may hold a run already, whose commits are kept."""
 
     @contextlib.contextmanager
-    def claimed(self, given: LaunchInfo) -> Iterator[tuple[Plan, Path]]:
+    def locked_folder(self, given: ProcessCounts) -> Iterator[tuple[Plan, Path]]:
         """Hold the lock of the run's folder; yields what is left to do there, and the folder.
 
         Names of the hub have the commits that they had when the run began, or have now. Raises
         RecipeError, RunLocked, UsageError, and what `plan` raises."""
         plan = self.plan(given)
-        known = Journal(self.begun / rundir.JOURNAL).state().commits if self.begun else {}
+        earlier = self.earlier_folder
+        known = Journal(earlier / rundir.JOURNAL).state().commits if earlier else {}
         plan = resolved(plan, known)
         folder = self.folder(plan)
         with rundir.locked(folder):
             typed(str(folder))
             self.selection.set_aside(plan, Journal(folder / rundir.JOURNAL))
-            yield self.selection.of(plan), folder
-
-
-def is_done(plan: Plan, folder: Path) -> bool:
-    """Whether every stage has finished already; says so."""
-    journal = Journal(folder / rundir.JOURNAL)
-    if plan_resume(plan, journal, thorough=False).run or plan_resume(plan, journal).run:
-        return False
-    early = ends_early(plan)
-    if early is None and not journal.state().ended_well:
-        journal.write("run finished")
-    say(f"nothing to do: {'every stage' if early is None else f'all up to {early}'} has finished")
-    _show_results(plan, folder)
-    return True
-
-
-def _show_results(plan: Plan, folder: Path) -> None:
-    """Say what came out of a run that has ended well, where it is, and what to do next."""
-    measured: list[tuple[str, str]] = []
-    with contextlib.suppress(OSError):
-        measured += outcome(folder)
-    trained = _trainings(plan.slots)
-    names = {trained[0]: "checkpoint"} if len(trained) == 1 else {}
-    places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
-    found = [(names.get(name, name), shown_path(place)) for name, place in places]
-    state = "finished" if ends_early(plan) is None else "stopped"
-    for line in align([*measured, *found, *next_lines(folder, state)], left=2):
-        say(f"  {line}")
-
-
-def _trainings(slots: Iterable[PlannedSlot]) -> list[str]:
-    return [planned.slot for planned in slots if issubclass(planned.gives or object, TrainedRun)]
-
-
-def _continues(plan: Plan, folder: Path, journal: Journal) -> str:
-    """Say from where a run continues."""
-    done = finished_in(plan, journal)
-    trains = _trainings(planned for planned in plan.slots if planned.slot not in done)
-    training = training_of(plan.view.wiring, trains[0]) if trains else None
-    step = None if training is None else saved_step(folder / rundir.METRICS, training)
-    where = "" if step is None else f" at step {step}"
-    return f"continues{where} ({len(done)} of {len(plan.slots)} slots done)"
+            yield self.selection.cut(plan), folder
 
 
 @contextlib.contextmanager
-def opened(plan: Plan, folder: Path) -> Iterator[None]:
+def recorded_start_and_end(plan: Plan, folder: Path) -> Iterator[None]:
     """Record the start and the end of a run in its folder, whose lock this process has, and print a
     good end.
 
@@ -134,7 +94,7 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
         before, recipe = settings_in(folder), plan.recipe.dump()
         rundir.write_origins(folder, plan.recipe)
         replace_text(folder / rundir.RECIPE, recipe)
-        here = rundir.environment()
+        here = rundir.machine_facts()
         changes = rundir.write_environment(folder, here)
         if journal.events():
             say(_continues(plan, folder, journal))
@@ -178,6 +138,48 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
     _show_results(plan, folder)
 
 
+def is_done(plan: Plan, folder: Path) -> bool:
+    """Whether every stage has finished already; says so."""
+    journal = Journal(folder / rundir.JOURNAL)
+    # files are hashed only if the cheap look finds nothing
+    if plan_resume(plan, journal, thorough=False).run or plan_resume(plan, journal).run:
+        return False
+    early = ends_early(plan)
+    if early is None and not journal.state().ended_well:
+        journal.write("run finished")
+    say(f"nothing to do: {'every stage' if early is None else f'all up to {early}'} has finished")
+    _show_results(plan, folder)
+    return True
+
+
+def _show_results(plan: Plan, folder: Path) -> None:
+    """Say what came out of a run that has ended well, where it is, and what to do next."""
+    measured: list[tuple[str, str]] = []
+    with contextlib.suppress(OSError):
+        measured += outcome(folder)
+    trained = _trainings(plan.slots)
+    names = {trained[0]: "checkpoint"} if len(trained) == 1 else {}
+    places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
+    found = [(names.get(name, name), shown_path(place)) for name, place in places]
+    state = "finished" if ends_early(plan) is None else "stopped"
+    for line in align([*measured, *found, *next_lines(folder, state)], left=2):
+        say(f"  {line}")
+
+
+def _trainings(slots: Iterable[PlannedSlot]) -> list[str]:
+    return [planned.slot for planned in slots if issubclass(planned.gives or object, TrainedRun)]
+
+
+def _continues(plan: Plan, folder: Path, journal: Journal) -> str:
+    """Say from where a run continues."""
+    done = finished_in(plan, journal)
+    trains = _trainings(planned for planned in plan.slots if planned.slot not in done)
+    training = training_of(plan.view.wiring, trains[0]) if trains else None
+    step = None if training is None else saved_step(folder / rundir.METRICS, training)
+    where = "" if step is None else f" at step {step}"
+    return f"continues{where} ({len(done)} of {len(plan.slots)} slots done)"
+
+
 def record_end(record: Callable[[], object]) -> Interrupted | None:
     """Record an end that no signal prevents any more. Returns the signal that came meanwhile; a
     second Ctrl-C ends the process at once."""
@@ -215,7 +217,7 @@ def _journal_end(journal: Journal, folder: Path, error: BaseException, before: S
             return
         note: dict[str, bool] = {}
         with contextlib.suppress(OSError, JournalDamaged):
-            if did_nothing(folder):
+            if is_to_be_undone(folder):
                 put_back(folder, before)
                 say_undone(error, folder)
                 note = {"undone": True}
@@ -224,9 +226,9 @@ def _journal_end(journal: Journal, folder: Path, error: BaseException, before: S
 
 SETTINGS = (rundir.RECIPE, rundir.ORIGINS, ENVIRONMENT_FILE, ENGINE_FILE, rundir.PLAN)
 """Files that each command writes again."""
-DONE = ("loss", "checkpoint_stall_seconds")
+KEYS_OF_WORK = ("loss", "checkpoint_stall_seconds")
 """Keys of records of what is not undone: a step, a checkpoint."""
-UNDONE = "  the run is as it was before this command, its recipe too"
+UNDONE_LINE = "  the run is as it was before this command, its recipe too"
 Settings = Mapping[str, bytes | None]
 
 
@@ -249,7 +251,7 @@ def put_back(folder: Path, before: Settings) -> None:
     failures.undo(folder)
 
 
-def did_nothing(folder: Path) -> bool:
+def is_to_be_undone(folder: Path) -> bool:
     """Whether the newest command, which has failed, is undone: it changed the settings of a run
     that was there, or the training refused to continue under them, and it led to neither a step nor
     a checkpoint nor a durable result. Raises OSError, JournalDamaged."""
@@ -261,10 +263,10 @@ def did_nothing(folder: Path) -> bool:
     results = [event for event in command if event["event"] == "slot finished" and event["record"]]
     newest = filter(is_record, read_tail(folder / rundir.METRICS))
     since = starts[0]["time"]
-    steps = [one for one in newest if any(key in one for key in DONE)]
+    steps = [one for one in newest if any(key in one for key in KEYS_OF_WORK)]
     return not results and all((one.get("time") or 0.0) < since for one in steps)
 
 
 def say_undone(error: PipeError, folder: Path) -> None:
     """Have the error say that the run is as it was."""
-    error.args = (f"{failures.without_continuation(str(error), folder)}\n{UNDONE}",)
+    error.args = (f"{failures.without_continuation(str(error), folder)}\n{UNDONE_LINE}",)

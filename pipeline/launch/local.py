@@ -14,17 +14,18 @@ import click
 from pipeline.chain.plan import Plan
 from pipeline.distributed.environment import FINISHED, STOPPED, rank_environment
 from pipeline.distributed.heartbeat import Phase, Watchdog
-from pipeline.distributed.launch import Attempts, Launch
+from pipeline.distributed.settings import Attempts, Launch
 from pipeline.distributed.signals import ENDING, Interrupted, at_second_interrupt
 from pipeline.errors import RunFailed, in_words
 from pipeline.execution import failures, rundir
+from pipeline.execution.failures import Exit
 from pipeline.execution.journal import Journal
 from pipeline.execution.run_spec import RunSpec
 from pipeline.execution.rundir import saved_step
 from pipeline.hardware.host import cores_each
 from pipeline.launch.ranks import LocalRanks, recorder_environment, report_stall
 from pipeline.utils.files import memory_file
-from pipeline.utils.packages import collect_as_usual
+from pipeline.utils.packages import gc_as_usual
 from pipeline.utils.processes import kill_descendants
 from pipeline.utils.terminal import shown
 from pipeline.view.screen import Screen
@@ -35,7 +36,7 @@ POLL_SECONDS = 0.05
 Check = Callable[[Interrupted | None], None]
 
 
-def launch(plan: Plan, spec: RunSpec, screen: Screen) -> None:
+def run_with_restarts(plan: Plan, spec: RunSpec, screen: Screen) -> None:
     """Run every rank to its end, started again after failures as `launch.restarts` says.
 
     Raises RunFailed with the first failing rank's error, and Interrupted once a signal has stopped
@@ -90,6 +91,7 @@ def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float)
     journal.write("run failed", problem=shown(first), restarting=True)
     click.echo(f"{first}\n  starting again in {wait:g} s (restart {number})", err=True)
     failures.clear_reports(run_dir)
+    # before the wait, which readers show as a run under way, not as a failed one
     journal.write("run started", procs=plan.view.procs, device=plan.view.device, restart=number)
 
 
@@ -111,25 +113,19 @@ def supervise(ranks: LocalRanks, settings: Launch, run_dir: Path, check: Check) 
     """Watch started ranks until all have finished. Raises RunFailed when one fails or stalls; a
     signal has all of them save and end, and is raised again when they have. `check` is called now
     and then, with what has stopped them if something has, and what it raises ends them."""
-    collect_as_usual()  # this may take weeks
+    gc_as_usual()  # this may take weeks
     pids = [process.pid for process in ranks.processes]
     watch = Watchdog(ranks.heartbeats, pids, settings.timeouts)
     stop: Interrupted | None = None
     try:
         while True:
             try:
-                if ranks.finished():
+                found = judged(ranks.ends(), len(pids), stopping=stop is not None)
+                if found is None:
                     break
-                ended = ranks.ends()
-                ends = [end for end in ended if end.code != FINISHED]
-                signalled = [end for end in ends if -end.code in ENDING]
-                failed = [end for end in ends if end.code != STOPPED and end not in signalled]
-                if ends and not failed and stop is None:
-                    raise Interrupted(next((-end.code for end in signalled), None))
-                # one with nothing to save has ended at once, and the others would wait for it
-                if stop is not None and (signalled or (len(ended) == len(pids) and not failed)):
-                    break
-                _require_alive(ranks, ends if stop is None else failed, watch, run_dir)
+                if isinstance(found, Interrupted):
+                    raise found
+                _require_alive(ranks, found, watch, run_dir)
                 check(stop)
                 time.sleep(POLL_SECONDS)
             except Interrupted as interrupted:
@@ -143,6 +139,21 @@ def supervise(ranks: LocalRanks, settings: Launch, run_dir: Path, check: Check) 
         ranks.stop()
         if not ranks.finished():
             raise stop
+
+
+def judged(exits: list[Exit], ranks: int, *, stopping: bool) -> list[Exit] | Interrupted | None:
+    """What the exits up to now of so many ranks mean: failures, maybe none yet; a signal that the
+    other ranks have not got; None when there is nothing more to wait for."""
+    bad = [end for end in exits if end.code != FINISHED]
+    by_signal = [end for end in bad if -end.code in ENDING]
+    failed = [end for end in bad if end.code != STOPPED and end not in by_signal]
+    if bad and not failed and not stopping:
+        # a rank was signalled, not we: the others must hear of it
+        return Interrupted(next((-end.code for end in by_signal), None))
+    failures_now = failed if stopping else bad
+    # in a stop, one with nothing to save has ended at once, and the others would wait for it
+    over = (len(exits) == ranks and not failures_now) or (stopping and by_signal)
+    return None if over else failures_now
 
 
 def _announce(interrupted: Interrupted, ranks: LocalRanks, run_dir: Path) -> None:
@@ -163,13 +174,11 @@ def _announce(interrupted: Interrupted, ranks: LocalRanks, run_dir: Path) -> Non
         click.echo(f"{interrupted.cause}: saving after this step, then stopping{how}", err=True)
 
 
-def _require_alive(
-    ranks: LocalRanks, ends: list[failures.Exit], watch: Watchdog, run_dir: Path
-) -> None:
+def _require_alive(ranks: LocalRanks, ends: list[Exit], watch: Watchdog, run_dir: Path) -> None:
     """Raise RunFailed for ranks that did not end well, `ends`, or that stand still."""
     stalls = [] if ends else watch.stalled()
     if ends or stalls:
         slot = Journal(run_dir / rundir.JOURNAL).state().slot
         if stalls:
             raise report_stall(run_dir, slot, ranks, stalls)
-        raise ranks.failure(run_dir, ends, slot)
+        raise ranks.end_and_explain(run_dir, ends, slot)

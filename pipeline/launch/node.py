@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chain.plan import Plan
-from pipeline.distributed.launch import LaunchInfo
 from pipeline.distributed.placement import NodePlacement
+from pipeline.distributed.settings import ProcessCounts
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, RunStopped, UsageError
 from pipeline.execution import rundir
@@ -18,7 +18,7 @@ from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.agent import Agent, run_name
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Server
-from pipeline.launch.job import Job, is_done, opened
+from pipeline.launch.job import Job, is_done, recorded_start_and_end
 from pipeline.launch.local import restarted
 from pipeline.launch.messages import MOST_TEXT, Over
 from pipeline.launch.wire import token
@@ -34,7 +34,7 @@ def start_node(job: Job, found: NodePlacement) -> None:
     """Take part in the run as this node. Raises RunFailed, RunStopped, UsageError where strangers
     could take part too, and what the job raises."""
     token(found.host)  # first, while nothing has been started
-    given = LaunchInfo(per_node=found.procs, nodes=found.max_nodes)
+    given = ProcessCounts(per_node=found.procs, nodes=found.max_nodes)
     if found.node_rank > 0:
         plan = job.plan(given)
         try:
@@ -42,7 +42,7 @@ def start_node(job: Job, found: NodePlacement) -> None:
         except Interrupted as interrupted:
             raise RunStopped(f"stopped by {interrupted}") from None
         return
-    with job.claimed(given) as (plan, folder):
+    with job.locked_folder(given) as (plan, folder):
         launch = plan.recipe.launch
         coordinator = Coordinator(
             fewest=min(found.min_nodes, launch.fewest_nodes or found.min_nodes),
@@ -60,8 +60,8 @@ def start_node(job: Job, found: NodePlacement) -> None:
                 return
             with (
                 job.display.to_the_end(),
-                opened(plan, folder),
-                job.beside(plan, folder),
+                recorded_start_and_end(plan, folder),
+                job.meanwhile(plan, folder),
                 job.display.shown(plan, folder) as screen,
             ):
                 _lead(server, coordinator, plan, folder, found, screen)

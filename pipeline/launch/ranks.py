@@ -45,7 +45,9 @@ class LocalRanks:
     """Ranks on this machine, and the memory that they share with this process: their heartbeats,
     their stacks, and reports of failures that a full disk does not take.
 
-    A context manager: no rank, and nothing that a rank has started, outlives the body.
+    A context manager: no rank, and nothing that a rank has started, outlives the body. `stop`:
+    asks, then kills; `__exit__`: kills at once; `kill_descendants`: what ranks left in other
+    sessions.
     """
 
     def __init__(self, places: Sequence[dict[str, str]]) -> None:
@@ -120,7 +122,7 @@ class LocalRanks:
         kill_sessions(self.processes)
         return [end for end in ends if 0 > end.code != -signal.SIGTERM]
 
-    def failure(self, run_dir: Path, ends: Sequence[Exit], slot: str | None) -> RunFailed:
+    def end_and_explain(self, run_dir: Path, ends: Sequence[Exit], slot: str | None) -> RunFailed:
         """End the ranks that are left, and return the error of the one that failed first: `ends`
         did not end well, `slot` was running."""
         ends = [*ends, *self.stop()]

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.distributed.environment import STOPPED, is_worker, started, worker_rank
-from pipeline.distributed.launch import LaunchInfo
 from pipeline.distributed.launchers import placement, require_task
 from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlacement, combined
+from pipeline.distributed.settings import ProcessCounts
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
 from pipeline.errors import CommandStopped, JournalDamaged, RunStopped
 from pipeline.execution import failures
 from pipeline.execution.run_spec import RunSpec
-from pipeline.launch.job import Job, did_nothing, is_done, opened, say_undone
+from pipeline.launch.job import Job, is_done, is_to_be_undone, recorded_start_and_end, say_undone
 from pipeline.utils.terminal import hide_environment
 
 if TYPE_CHECKING:
@@ -39,16 +39,16 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
     found = combined(options or NodeOptions(), placement(os.environ))
     if found is None:
         require_task(os.environ)
-    name = ""
+    scheduler_job = ""
     if isinstance(found, RankPlacement):
-        os.environ |= found.environment()
-        name = found.job
+        os.environ |= found.environment()  # from here on is_worker() holds
+        scheduler_job = found.job
     if worker_rank() > 0:
         # it learns from rank 0 where the run is, and need not see the recipe
         from pipeline.distributed.process_group import receive
 
         default_signals()
-        store = _meet(name)
+        store = _meet(scheduler_job)
         text = receive(store, SPEC_KEY)
         store.add(f"{SPEC_KEY}/received", 1)
         if text:
@@ -58,14 +58,15 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
     try:
         with stoppable(force_after=3.0 if is_worker() else None):
             if is_worker():
-                _run_as_rank0(job, name)
+                _run_as_rank0(job, scheduler_job)
             elif isinstance(found, NodePlacement) and found.max_nodes > 1:
                 from pipeline.launch.node import start_node
 
                 start_node(job, found)
             else:
                 _start_here(job, found.procs if isinstance(found, NodePlacement) else None)
-    except CommandStopped as stopped:  # before there was anything to go on with
+    except CommandStopped as stopped:
+        # a signal outside `recorded_start_and_end`, so nothing was recorded
         raise RunStopped(str(stopped)) from None
     finally:
         if is_worker():  # libraries may hang in native code at the end, where Python handles none
@@ -73,41 +74,41 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
 
 
 def _start_here(job: Job, procs: int | None) -> None:
-    with job.claimed(LaunchInfo(per_node=procs)) as (plan, folder):
+    with job.locked_folder(ProcessCounts(per_node=procs)) as (plan, folder):
         if is_done(plan, folder):
             return
-        from pipeline.launch.local import launch
+        from pipeline.launch.local import run_with_restarts
 
         with (
             job.display.to_the_end(),
-            opened(plan, folder),
-            job.beside(plan, folder),
+            recorded_start_and_end(plan, folder),
+            job.meanwhile(plan, folder),
             job.display.shown(plan, folder) as screen,
         ):
-            launch(plan, RunSpec.of(plan, folder, job.accept), screen)
+            run_with_restarts(plan, RunSpec.of(plan, folder, job.accept), screen)
 
 
-def _run_as_rank0(job: Job, name: str) -> None:
+def _run_as_rank0(job: Job, scheduler_job: str) -> None:
     """Rank 0 under another launcher: it prepares the run, prints, and holds the lock."""
-    with job.claimed(started()) as (plan, folder):
-        store = _meet(name)
+    with job.locked_folder(started()) as (plan, folder):
+        store = _meet(scheduler_job)
         if is_done(plan, folder):
             _publish(store, "")
             return
-        with opened(plan, folder):
+        with recorded_start_and_end(plan, folder):
             spec = RunSpec.of(plan, folder, job.accept)
             _publish(store, spec.dump())
             _run_as_rank(spec, store)
 
 
-def _meet(job: str) -> Store:
+def _meet(scheduler_job: str) -> Store:
     """Meet the ranks of this job of a scheduler."""
     from pipeline.distributed.process_group import environment_store
     from pipeline.utils.processes import die_with
 
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own death must not leave this rank behind
         die_with(os.getppid())
-    store = environment_store(job=job)
+    store = environment_store(job=scheduler_job)
     assert store is not None
     return store
 
@@ -135,7 +136,7 @@ def _run_as_rank(spec: RunSpec, store: Store) -> None:
         if failures.first_rank(folder) == worker_rank():
             error = failures.first(folder, [])
             with contextlib.suppress(OSError, JournalDamaged):
-                if did_nothing(folder):  # as rank 0 sees, too
+                if is_to_be_undone(folder):  # as rank 0 sees, too
                     say_undone(error, folder)
             raise error from None
         sys.exit(1)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chain.plan import Plan
-from pipeline.distributed.launch import LaunchInfo
+from pipeline.distributed.settings import ProcessCounts
 from pipeline.errors import PipeError
 from pipeline.execution import rundir
 from pipeline.execution.run_spec import RunSpec
@@ -89,7 +89,7 @@ def record(found: MemoryPlan) -> dict[str, Any]:
 def main(spec: RunSpec, procs: int, per_node: int) -> int:
     """Write the plan of a run on so many processes into its folder. Returns the exit code."""
     os.nice(KINDNESS)
-    started = LaunchInfo(procs=procs, per_node=per_node, nodes=procs // per_node)
+    started = ProcessCounts(procs=procs, per_node=per_node, nodes=procs // per_node)
     try:
         found = estimated(spec.plan(started))
     except PipeError as error:

@@ -11,7 +11,7 @@ from pipeline.chain.artifacts import training_slots
 from pipeline.chain.plan import Plan
 from pipeline.chain.registry import Registry
 from pipeline.contracts.precision import Precision
-from pipeline.distributed.launch import LaunchInfo
+from pipeline.distributed.settings import ProcessCounts
 from pipeline.importing.unknown_keys import plan_recipe
 from pipeline.planning import hardware as machinery
 from pipeline.planning.estimate import Estimate, ask_planners, combine
@@ -114,7 +114,7 @@ def check(
     """Check a recipe for the machines of the options. Raises RecipeError."""
     # Options replace the recipe's device; one in the overrides contradicts them.
     lines = [*(["launch.device=cuda"] if machines.on_gpus else []), *overrides]
-    started = LaunchInfo(procs=machines.procs)
+    started = ProcessCounts(procs=machines.procs)
     return plan_recipe(recipe, lines, registry=registry, forecast=True, started=started)
 
 

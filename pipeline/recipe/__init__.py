@@ -1,6 +1,6 @@
 """Recipes: YAML files, what they extend, and overrides -> one checked `Recipe`."""
 
-from pipeline.distributed.launch import Launch
+from pipeline.distributed.settings import Launch
 from pipeline.recipe.load import (
     Recipe,
     RecipeSettings,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from pipeline.distributed.launch import Launch
+from pipeline.distributed.settings import Launch
 from pipeline.errors import Location, Problem, RecipeError
 from pipeline.recipe.dump import render
 from pipeline.recipe.fields import build

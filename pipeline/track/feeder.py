@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chain.plan import Plan
-from pipeline.contracts.metrics import UNSENT, is_record, kind_of, numbers, training_of
+from pipeline.contracts.metrics import UNSENT, is_record, kind_of, numbers, record_training
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.distributed.environment import started
 from pipeline.distributed.signals import ignore_signals
@@ -91,7 +91,7 @@ class Feeder:
         try:
             for record in new:
                 step, kind = record.get("step") or 0, kind_of(record)
-                newest = self._newest.setdefault(training_of(record), {})
+                newest = self._newest.setdefault(record_training(record), {})
                 rollback = kind == "anomaly" and record.get("action") == "rollback"
                 if rollback and record not in self._rollbacks:
                     # nothing from its step on counts as sent; one that a resumed run repeats counts
@@ -118,7 +118,7 @@ class Feeder:
     def _send(self, step: int, record: Mapping[str, Any]) -> None:
         if kind_of(record) == "step" and step % self.every:
             return
-        prefix = f"{training_of(record)}/" if training_of(record) else ""
+        prefix = f"{record_training(record)}/" if record_training(record) else ""
         metrics = {f"{prefix}{name}": value for name, value in _measurements(record)}
         if metrics:
             self.tracker.log(step, metrics, float(record.get("time") or time.time()))

@@ -86,14 +86,14 @@ def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
     return found
 
 
-def collect_rarely() -> None:
+def gc_rarely() -> None:
     """Let garbage wait while libraries are imported; for the start of a process."""
     gc.set_threshold(*RARELY)
 
 
-def collect_as_usual(*, but_now: bool = False) -> None:
-    """Undo `collect_rarely`. With `but_now` collections look at nothing that is there already,
-    until `gc.unfreeze`."""
-    if but_now:
+def gc_as_usual(*, freeze: bool = False) -> None:
+    """Undo `gc_rarely`. With `freeze` collections pass over what is there already, until
+    `gc.unfreeze`."""
+    if freeze:
         gc.freeze()
     gc.set_threshold(*AS_USUAL)

@@ -16,7 +16,7 @@ from pipeline import errors
 from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import Registry
 from pipeline.commands.launch import launch
-from pipeline.distributed.launch import Restarts, Timeouts
+from pipeline.distributed.settings import Restarts, Timeouts
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import estimate_plan
 from stages.data.forms import KEYS, first_form, read

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.chain.plan import Plan, plan_file
-from pipeline.commands.run import with_plan
-from pipeline.distributed.launch import LaunchInfo
+from pipeline.commands.run import plan_shown_if_out_of_memory
+from pipeline.distributed.settings import ProcessCounts
 from pipeline.errors import RunFailed
 from pipeline.execution import failures
 from pipeline.execution.failures import Exit
@@ -45,16 +45,16 @@ def test_what_a_plan_says_is_beside(tmp_path: Path) -> None:
     stages["data"] = {"use": "data.text", "files": "./text.txt", "sequence_length": 8}
     recipe = write(tmp_path / "recipe.yaml", stages)
 
-    def make(started: LaunchInfo) -> Plan:
+    def make(started: ProcessCounts) -> Plan:
         return plan_file(recipe, started=started)
 
-    with pytest.raises(RunFailed) as caught, with_plan(make):
+    with pytest.raises(RunFailed) as caught, plan_shown_if_out_of_memory(make):
         raise RunFailed("rank 0 failed", memory="device")
     first, second, verdict, *table = str(caught.value).splitlines()
     assert (first, second) == ("rank 0 failed", "  the plan:")
     assert re.fullmatch(r"  fits: (\d+\.\d+ GiB of \d+\.\d+ a host|if a host has .*)", verdict)
     assert any(line.startswith("  host memory per node, GiB") for line in table)
-    with pytest.raises(RunFailed, match=r"^rank 0 failed$"), with_plan(make):
+    with pytest.raises(RunFailed, match=r"^rank 0 failed$"), plan_shown_if_out_of_memory(make):
         raise RunFailed("rank 0 failed")
 
 

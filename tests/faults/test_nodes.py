@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.distributed.launch import Restarts
+from pipeline.distributed.settings import Restarts
 from pipeline.execution import failures
 from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.coordinator import Coordinator

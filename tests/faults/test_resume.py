@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from pipeline.contracts.metrics import records
-from pipeline.launch.job import SETTINGS, UNDONE
+from pipeline.launch.job import SETTINGS, UNDONE_LINE
 from pipeline.view.run import History, Run
 from tests.support.pipe import Pipe
 from tests.support.tiny_recipe import losses, training, write
@@ -150,7 +150,7 @@ def test_a_resume_that_fails_before_it_has_done_anything_leaves_the_run_as_it_wa
         refused = pipe("resume", run, wrong, "train.steps=6")
         assert refused.code == 1
         assert why in refused.stderr
-        assert refused.stderr.splitlines()[-1] == UNDONE
+        assert refused.stderr.splitlines()[-1] == UNDONE_LINE
         assert "pipe resume" not in refused.stderr
         assert settings(pipe.run_dir) == before
         assert state(pipe.run_dir) == finished

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from pipeline.chain.plan import PlannedSlot, plan_file
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.metrics import records
-from pipeline.distributed.launch import LaunchInfo
 from pipeline.distributed.process_group import DistContext
+from pipeline.distributed.settings import ProcessCounts
 from pipeline.execution.journal import Journal
 from pipeline.execution.run_state import RunState
 from pipeline.execution.runner import Runner
@@ -122,7 +122,7 @@ def bytes_of_tensors() -> int:
 
 def watch(dist: DistContext, recipe: str, folder: str) -> dict[str, int]:
     """Run the recipe; return how many objects of each engine were alive when each slot began."""
-    plan = plan_file(recipe, started=LaunchInfo(procs=dist.world_size))
+    plan = plan_file(recipe, started=ProcessCounts(procs=dist.world_size))
     with contextlib.ExitStack() as stack:
         ctx = context(dist, folder, plan.recipe.seed)
         ctx.on_exit = stack.callback

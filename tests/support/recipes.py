@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.chain.plan import plan_file
-from pipeline.distributed.launch import LaunchInfo
 from pipeline.distributed.process_group import DistContext
+from pipeline.distributed.settings import ProcessCounts
 from pipeline.execution.journal import Journal
 from pipeline.execution.runner import Runner
 from tests.support.runs import context
@@ -16,7 +16,7 @@ from tests.support.runs import context
 
 def run_recipe(dist: DistContext, recipe: str, folder: str, overrides: Sequence[str] = ()) -> None:
     """Run all stages of the recipe on this rank; `folder` is the run's."""
-    plan = plan_file(recipe, list(overrides), started=LaunchInfo(procs=dist.world_size))
+    plan = plan_file(recipe, list(overrides), started=ProcessCounts(procs=dist.world_size))
     ctx = context(dist, folder, plan.recipe.seed)
     with contextlib.ExitStack() as stack:
         ctx.on_exit = stack.callback

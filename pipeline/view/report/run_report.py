@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.contracts.metrics import kind_of, training_of
+from pipeline.contracts.metrics import kind_of, record_training
 from pipeline.execution import rundir
 from pipeline.execution.gpu_records import hardware_records
 from pipeline.execution.run_state import Training
@@ -89,7 +89,7 @@ def run_page(history: History) -> str:
 def report_plots(history: History, gpus: Records) -> Iterator[Plot]:
     """Yield the curves of each training, and of the GPUs over its steps."""
     for training in history.trainings:
-        readings = [one for one in gpus if training_of(one) == training.slot]
+        readings = [one for one in gpus if record_training(one) == training.slot]
         for plot in (*_training_plots(training), *gpu_plots(readings)):
             yield replace(plot, title=training.named(plot.title))
 

@@ -16,7 +16,7 @@ from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import TrainedRun
-from pipeline.distributed.launch import LaunchInfo
+from pipeline.distributed.settings import ProcessCounts
 from pipeline.errors import Problem, RecipeError
 from pipeline.recipe import load_recipe
 from tests.pipeline.chain.conftest import Planned
@@ -196,7 +196,7 @@ def test_device_and_processes(
 
 
 def test_processes_that_a_launcher_decided(plan: Callable[..., Plan]) -> None:
-    made = plan("launch.procs=2", started=LaunchInfo(procs=16, per_node=2))
+    made = plan("launch.procs=2", started=ProcessCounts(procs=16, per_node=2))
     assert (made.view.procs, made.per_node) == (16, 2)
     elastic = plan("launch.procs=2", "launch.nodes={min: 1, max: 4}")
     assert (elastic.view.procs, elastic.per_node) == (8, 2)
@@ -214,32 +214,32 @@ def test_cuda_is_asked_for_where_there_is_none(
     ("launch", "started", "key", "words"),
     [
         (
-            "device: cuda, procs: 16", LaunchInfo(), "procs",
+            "device: cuda, procs: 16", ProcessCounts(), "procs",
             "16 processes on each node, but this machine has 8 GPUs (set launch.procs=8 and "
             "launch.nodes, or null to take as many as there are)",
         ),
         (
-            "device: cpu, procs: 2", LaunchInfo(procs=1), "procs",
+            "device: cpu, procs: 2", ProcessCounts(procs=1), "procs",
             "2 processes, but the launcher started 1 (set launch.procs=1, or null to take as many "
             "as are started)",
         ),
         (
-            "device: cpu, procs: 2, nodes: 2", LaunchInfo(procs=6, per_node=3), "procs",
+            "device: cpu, procs: 2, nodes: 2", ProcessCounts(procs=6, per_node=3), "procs",
             "2 processes on each node, but the launcher started 3 (set launch.procs=3, or null to "
             "take as many as are started)",
         ),
         (
-            "device: cpu, procs: 2, nodes: 2", LaunchInfo(procs=6, per_node=2), "nodes",
+            "device: cpu, procs: 2, nodes: 2", ProcessCounts(procs=6, per_node=2), "nodes",
             "2 nodes, but 3 nodes were started (set launch.nodes=3, or null to take as many as "
             "there are)",
         ),
         (
-            "device: cpu, nodes: {min: 2, max: 4}", LaunchInfo(nodes=5), "nodes",
+            "device: cpu, nodes: {min: 2, max: 4}", ProcessCounts(nodes=5), "nodes",
             "2 to 4 nodes, but 5 nodes were started (set launch.nodes=5, or null to take as many "
             "as there are)",
         ),
         (
-            "device: cpu, nodes: 8", LaunchInfo(), "nodes",
+            "device: cpu, nodes: 8", ProcessCounts(), "nodes",
             "8 nodes, but this is one (on every node: pipe run RECIPE --nodes NODES --node-rank "
             "NUMBER --rdzv HOST:PORT, or have `pipe launch` write a script; or set launch.nodes=1)",
         ),
@@ -249,7 +249,7 @@ def test_what_was_started_and_the_recipe_agree(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     launch: str,
-    started: LaunchInfo,
+    started: ProcessCounts,
     key: str,
     words: str,
 ) -> None:
@@ -265,14 +265,14 @@ def test_what_was_started_and_the_recipe_agree(
 @pytest.mark.parametrize(
     "started",
     [
-        LaunchInfo(procs=16, per_node=8),
-        LaunchInfo(nodes=2),
-        LaunchInfo(procs=16),
-        LaunchInfo(procs=8, nodes=1),
+        ProcessCounts(procs=16, per_node=8),
+        ProcessCounts(nodes=2),
+        ProcessCounts(procs=16),
+        ProcessCounts(procs=8, nodes=1),
     ],
 )
 def test_what_was_started_as_the_recipe_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: LaunchInfo
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: ProcessCounts
 ) -> None:
     monkeypatch.setattr("pipeline.chain.plan.gpu_count", lambda: 8)
     path = tmp_path / "recipe.yaml"

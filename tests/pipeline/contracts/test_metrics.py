@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.contracts.metrics import Metrics, records, training_of
+from pipeline.contracts.metrics import Metrics, record_training, records
 from pipeline.view.ending import before_and_after
 
 
@@ -107,7 +107,7 @@ def test_texts_without_a_number_are_left_out(tmp_path: Path, number: object) -> 
     assert list(records(path)) == [whole]
     assert list(before_and_after(records(path))) == []
     path.write_text('{"step": 1, "loss": 1.0, "slot": 3}\n{"step": 1, "loss": 1.0}\n')
-    assert {training_of(one) for one in records(path)} == {""}  # a slot that is no text
+    assert {record_training(one) for one in records(path)} == {""}  # a slot that is no text
 
 
 def test_a_training_rewinds_its_own_records_alone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pipeline.distributed import heartbeat
 from pipeline.distributed.environment import Shared
 from pipeline.distributed.heartbeat import FIELDS, Phase, Watchdog, heartbeats, own_heartbeat
-from pipeline.distributed.launch import Timeouts
+from pipeline.distributed.settings import Timeouts
 from pipeline.utils.files import memory_file
 
 

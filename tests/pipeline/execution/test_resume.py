@@ -56,7 +56,7 @@ def finished(folder: Path, plan: Plan, slots: Iterable[str]) -> Journal:
 def left(plan: Plan, journal: Journal, selection: Selection) -> set[str]:
     """Return the slots that a start under the selection would run."""
     selection.set_aside(plan, journal)
-    return set(plan_resume(selection.of(plan), journal, thorough=False).run)
+    return set(plan_resume(selection.cut(plan), journal, thorough=False).run)
 
 
 def test_until_a_slot_and_then_the_rest(tmp_path: Path, plan: Plan) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.chain.plan import Plan, plan_file
-from pipeline.distributed.launch import LaunchInfo
+from pipeline.distributed.settings import ProcessCounts
 from pipeline.errors import RecipeError
 from pipeline.execution.resume import digests
 from pipeline.execution.run_spec import RunSpec
@@ -46,7 +46,7 @@ def test_a_rank_has_the_plan_of_its_launcher(
     train = type(plan.slots[6].stage)
     monkeypatch.setattr(train, "check", lambda *_: pytest.fail("a rank checks nothing"))
     spec = RunSpec.load(text)
-    found = spec.plan(LaunchInfo(procs=2, per_node=2))
+    found = spec.plan(ProcessCounts(procs=2, per_node=2))
     assert [step.slot for step in found.slots] == [step.slot for step in plan.slots[:7]]
     assert [step.stage for step in found.slots] == [step.stage for step in plan.slots[:7]]
     assert [step.inputs for step in found.slots] == [step.inputs for step in plan.slots[:7]]
@@ -64,7 +64,7 @@ def test_the_values_of_environment_variables_stay_at_home(
     assert "hunter2" not in text
     other = str(tmp_path / "elsewhere.txt")  # machines have their files in places of their own
     monkeypatch.setenv("DATA", other)
-    assert RunSpec.load(text).plan(LaunchInfo()).slots[2].stage.files == other
+    assert RunSpec.load(text).plan(ProcessCounts()).slots[2].stage.files == other
     monkeypatch.delenv("DATA")
     with pytest.raises(RecipeError, match=r"data\.files: environment variable `DATA` is not set"):
-        RunSpec.load(text).plan(LaunchInfo())
+        RunSpec.load(text).plan(ProcessCounts())

@@ -53,7 +53,7 @@ def test_a_given_folder_holds_one_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_environment_is_written_and_what_has_changed_is_told(tmp_path: Path) -> None:
-    now = rundir.environment()
+    now = rundir.machine_facts()
     assert {"torch", "transformers", "numpy"} <= now["packages"].keys()
     assert rundir.write_environment(tmp_path, now) == []
     facts = json.loads((tmp_path / "environment.json").read_text())

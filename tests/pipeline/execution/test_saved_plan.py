@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.cli import main
 from pipeline.distributed.environment import TORCHRUN_VARIABLES, started
-from pipeline.distributed.launch import LaunchInfo
+from pipeline.distributed.settings import ProcessCounts
 from pipeline.errors import PlanDrift, UsageError
 from pipeline.execution.saved_plan import identity, require_planned
 
@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 
 def plan(*overrides: str, recipe: Path = RECIPE, procs: int | None = None) -> Plan:
-    return plan_file(recipe, overrides, started=LaunchInfo(procs=procs))
+    return plan_file(recipe, overrides, started=ProcessCounts(procs=procs))
 
 
 def saved(file: Path, plan: Plan, per_node: int = 8) -> Record:

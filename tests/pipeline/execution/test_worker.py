@@ -21,7 +21,7 @@ import sys, time
 from pathlib import Path
 from pipeline.distributed.heartbeat import Phase
 from pipeline.distributed.process_group import DistContext
-from pipeline.distributed.launch import Timeouts
+from pipeline.distributed.settings import Timeouts
 from pipeline.execution.worker import watched
 dist = DistContext(rank=5, device=None)
 heartbeat = dist.heartbeat
@@ -52,7 +52,7 @@ STOPPED = """
 import os, signal, sys, time
 from pathlib import Path
 from pipeline.distributed.process_group import DistContext
-from pipeline.distributed.launch import Timeouts
+from pipeline.distributed.settings import Timeouts
 from pipeline.execution import worker
 worker.STOP_SECONDS = 2.0
 dist = DistContext(rank=5, device=None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.distributed.launch import Timeouts
+from pipeline.distributed.settings import Timeouts
 from pipeline.launch.agent import SILENCE, Agent, _RoundOverError
 from pipeline.launch.messages import Beat, Place, Reply
 from pipeline.recipe import Launch

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.distributed.launch import Restarts
+from pipeline.distributed.settings import Restarts
 from pipeline.launch.coordinator import (
     FIRST_CALL_SECONDS,
     GATHER_SECONDS,

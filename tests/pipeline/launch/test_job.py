@@ -16,7 +16,13 @@ from pipeline.distributed.signals import Interrupted
 from pipeline.errors import ResumeRefused, RunFailed
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
-from pipeline.launch.job import SETTINGS, did_nothing, opened, put_back, settings_in
+from pipeline.launch.job import (
+    SETTINGS,
+    is_to_be_undone,
+    put_back,
+    recorded_start_and_end,
+    settings_in,
+)
 from tests.pipeline.conftest import TinyRun
 
 FIRST_PART = """
@@ -49,7 +55,7 @@ def again(tmp_path: Path) -> Journal:
 def test_events_of_an_undone_command_do_not_count(again: Journal) -> None:
     again.write("run failed", problem="no", restarting=True)
     again.write("run started", procs=1, restart=1)
-    assert did_nothing(again.path.parent)
+    assert is_to_be_undone(again.path.parent)
     again.write("run failed", problem="no", undone=True)
     assert [one["event"] for one in again.state().events] == ["run started", "run finished"]
     assert again.state().ended_well
@@ -65,25 +71,25 @@ def test_a_step_and_a_checkpoint_stay(again: Journal, record: dict[str, float]) 
     metrics, now = Metrics(folder / "metrics.jsonl"), again.events()[-1]["time"]
     metrics.write_training({"step": 1, "time": now - 60, **record})
     metrics.write_training({"step": 1, "time": now + 1, "eval_loss": 1.0})
-    assert did_nothing(folder)
+    assert is_to_be_undone(folder)
     metrics.write_training({"step": 2, "time": now + 2, **record})
-    assert not did_nothing(folder)
+    assert not is_to_be_undone(folder)
 
 
 def test_a_durable_result_stays(again: Journal) -> None:
     again.write("slot finished", slot="train", use="train.a", digest="d", record={"file": "a"})
-    assert not did_nothing(again.path.parent)
+    assert not is_to_be_undone(again.path.parent)
 
 
 def test_a_failure_under_the_same_settings_counts(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
     journal.write("run started", procs=1)
-    assert not did_nothing(tmp_path)
+    assert not is_to_be_undone(tmp_path)
     journal.write("run failed", problem="no")
     journal.write("run started", procs=1, changed=False)
-    assert not did_nothing(tmp_path)
+    assert not is_to_be_undone(tmp_path)
     failures.record(tmp_path, 0, "train", ResumeRefused("other data"))
-    assert did_nothing(tmp_path)  # who refuses has done nothing, whatever has changed
+    assert is_to_be_undone(tmp_path)  # who refuses has done nothing, whatever has changed
 
 
 def test_settings_are_put_back_whatever_they_hold(tmp_path: Path) -> None:
@@ -127,7 +133,7 @@ def test_a_folder_that_is_gone_at_the_end(
     folder.mkdir()
 
     def work() -> None:
-        with rundir.locked(folder), opened(plan, folder):
+        with rundir.locked(folder), recorded_start_and_end(plan, folder):
             shutil.rmtree(folder)
             if error is not None:
                 raise error

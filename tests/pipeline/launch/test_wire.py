@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipeline.distributed.environment import TOKEN
-from pipeline.distributed.launch import Restarts
+from pipeline.distributed.settings import Restarts
 from pipeline.errors import RunFailed, UsageError
 from pipeline.launch import wire
 from pipeline.launch.coordinator import Coordinator

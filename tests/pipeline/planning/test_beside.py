@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pipeline.chain.plan import Plan, plan_file
-from pipeline.commands.run import with_plan
-from pipeline.distributed.launch import LaunchInfo
+from pipeline.commands.run import plan_shown_if_out_of_memory
+from pipeline.distributed.settings import ProcessCounts
 from pipeline.errors import RunFailed
 from pipeline.execution import rundir
 from pipeline.execution.run_spec import RunSpec
@@ -21,11 +21,11 @@ from pipeline.planning import beside
 from tests.support.nvml import library
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"
-STARTED = LaunchInfo(procs=8, per_node=4, nodes=2)
+STARTED = ProcessCounts(procs=8, per_node=4, nodes=2)
 WHERE = "llama8b_fsdp on 2 nodes, 8 x GPU"
 
 
-def make(started: LaunchInfo) -> Plan:
+def make(started: ProcessCounts) -> Plan:
     overrides = ["launch.device=cuda", "launch.procs=null"]
     return plan_file(RECIPE, overrides, forecast=True, started=started)
 
@@ -50,7 +50,7 @@ def test_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (given,) = messages
     spec = RunSpec.load(given["spec"])
     assert (given["procs"], given["per_node"], spec.run_dir) == (8, 4, str(tmp_path))
-    assert spec.plan(LaunchInfo()).recipe.launch.procs is None
+    assert spec.plan(ProcessCounts()).recipe.launch.procs is None
     monkeypatch.setattr("os.nice", lambda more: None)
     assert beside.main(spec, 8, 4) == 0
     assert json.loads((tmp_path / rundir.PLAN).read_text())["lines"][1] == WHERE
@@ -60,7 +60,7 @@ def test_out_of_memory_the_plan_is_that_of_the_run() -> None:
     def fail(plan: Plan) -> None:
         raise RunFailed("rank 0 failed", memory="device")
 
-    with pytest.raises(RunFailed) as caught, with_plan(make) as kept:
+    with pytest.raises(RunFailed) as caught, plan_shown_if_out_of_memory(make) as kept:
         fail(kept(STARTED))
     assert f"  {WHERE}" in str(caught.value).splitlines()
 

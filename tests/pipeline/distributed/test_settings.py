@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.distributed.launch import Attempts, Restarts
+from pipeline.distributed.settings import Attempts, Restarts
 from pipeline.errors import RunFailed
 
 

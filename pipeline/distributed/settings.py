@@ -33,9 +33,9 @@ class Restarts:
     """Automatic restarts after a failure, each from the newest checkpoint.
 
     A rank that was killed, that stalled, or whose node was lost is restarted. One that raised an
-    error is restarted only if this start had saved a checkpoint before: otherwise the same would
-    happen again. An error that a person has to act on (a full disk, broken data, a loss that is not
-    a number) ends the run."""
+    error is restarted only if this start had saved a checkpoint or finished a durable slot:
+    otherwise the same would happen again. An error that a person has to act on (a full disk, broken
+    data, a loss that is not a number) ends the run."""
 
     limit: Annotated[int, Field(ge=0)] = 3
     """Restarts in a row without a new checkpoint or a finished stage; 0 never restarts."""
@@ -129,7 +129,7 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchInfo:
+class ProcessCounts:
     """Processes that a launcher has started, or is about to start, as far as that is known."""
 
     procs: int | None = None
