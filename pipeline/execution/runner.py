@@ -45,8 +45,7 @@ class Runner:
         self.journal = journal
         self.artifacts: dict[str, Any] = {}
         self._digests = digests(plan) if ctx.dist.is_main else {}
-        self._gc_rare = True
-        """Whether Python still collects garbage as rarely as at the start of the process."""
+        self._gc_rare = True  # as since the start of the process
 
     def run(self) -> None:
         """Run the slots that are left. Raises whatever a stage raises; `ctx.slot` names the stage's

@@ -72,9 +72,8 @@ class Job:
         Names of the hub have the commits that they had when the run began, or have now. Raises
         RecipeError, RunLocked, UsageError, and what `plan` raises."""
         plan = self.plan(given)
-        earlier = self.earlier_folder
-        known = Journal(earlier / rundir.JOURNAL).state().commits if earlier else {}
-        plan = resolved(plan, known)
+        was = self.earlier_folder
+        plan = resolved(plan, Journal(was / rundir.JOURNAL).state().commits if was else {})
         folder = self.folder(plan)
         with rundir.locked(folder):
             typed(str(folder))

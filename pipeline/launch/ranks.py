@@ -45,9 +45,8 @@ class LocalRanks:
     """Ranks on this machine, and the memory that they share with this process: their heartbeats,
     their stacks, and reports of failures that a full disk does not take.
 
-    A context manager: no rank, and nothing that a rank has started, outlives the body. `stop`:
-    asks, then kills; `__exit__`: kills at once; `kill_descendants`: what ranks left in other
-    sessions.
+    No rank, nor what it has started, outlives the body of this context manager. `stop`: asks, then
+    kills; `__exit__`: kills at once; `kill_descendants`: what ranks left in other sessions.
     """
 
     def __init__(self, places: Sequence[dict[str, str]]) -> None:

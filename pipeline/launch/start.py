@@ -65,8 +65,7 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
                 start_node(job, found)
             else:
                 _start_here(job, found.procs if isinstance(found, NodePlacement) else None)
-    except CommandStopped as stopped:
-        # a signal outside `recorded_start_and_end`, so nothing was recorded
+    except CommandStopped as stopped:  # outside `recorded_start_and_end`: nothing was recorded
         raise RunStopped(str(stopped)) from None
     finally:
         if is_worker():  # libraries may hang in native code at the end, where Python handles none
