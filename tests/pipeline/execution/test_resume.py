@@ -61,7 +61,7 @@ def left(plan: Plan, journal: Journal, selection: Selection) -> set[str]:
 
 def test_until_a_slot_and_then_the_rest(tmp_path: Path, plan: Plan) -> None:
     assert left(plan, finished(tmp_path, plan, []), Selection(last="train")) == set(ORDER[:7])
-    assert ends_early(Selection(last="train").of(plan)) == "train"
+    assert ends_early(Selection(last="train").cut(plan)) == "train"
     journal = finished(tmp_path, plan, ORDER[:7])
     assert left(plan, journal, Selection(last="train")) == set()
     assert left(plan, journal, Selection()) == {"model", "consolidate", "export"}
