@@ -30,7 +30,7 @@ class Write(NamedTuple):
     place: Tile
     """Bytes of the file that the whole item takes."""
     place_offset: int
-    """Number of the first byte among those of `place`."""
+    """Number of the first byte within `place`."""
     buffer_offset: int
     """First byte in the snapshot buffer."""
     size: int
