@@ -48,10 +48,9 @@ class CheckpointManager(Checkpoints):
     """Checkpoints of an engine in a store, written by a process of each rank; `open` comes before
     anything else. What waits for a save:
 
-    - in the background: the engine, before its state changes, until the copies are made
-    - in the foreground, where an engine cannot wait: `save`, as long
-    - synchronous (not `asynchronous`): `save`, until everything is on disk
-    """
+    - background: the engine, before its state changes, until the copies are made
+    - foreground, where an engine cannot wait: `save`, as long
+    - not `asynchronous`: `save`, until everything is on disk"""
 
     ctx: Context
     engine: Engine
@@ -142,8 +141,8 @@ class CheckpointManager(Checkpoints):
             shutil.rmtree(self.address, ignore_errors=True)
 
     def poll(self) -> Sequence[WrittenCheckpoint]:
-        # The first call comes after step 1: the writer must be made by the main thread, must not
-        # slow step 1, and is there before the first save.
+        # The first call comes after step 1: the writer must be made by the main thread, and must
+        # not slow step 1.
         self.start_writer()
         if self.snapshot.filled.done():
             self.snapshot.filled.result()  # raises what has kept the memory from being allocated
@@ -231,9 +230,8 @@ class CheckpointManager(Checkpoints):
         location.require_never_saved(self.ctx.run_dir, self.address, self.ctx.training)
         if self.start_from is None:
             return None
-        store, name = location.open_checkpoint(
-            location.agreed_start(self.start_from, self.ctx.dist)
-        )
+        start = location.agreed_start(self.start_from, self.ctx.dist)
+        store, name = location.open_checkpoint(start)
         other = Restoration(self.ctx, self.engine, store, self.frozen_base).named(name, validate)
         return other.as_new_run()
 

@@ -54,16 +54,14 @@ class Strip(NamedTuple):
 
 
 class RankTable(NamedTuple):
-    """Places of a rank's pieces, as columns in the order of `keys`."""
+    """Number of a rank's checksums; columns of its pieces in the order of their keys
+    (`_table_key`): file, offset, number of the first checksum."""
 
     sums: int
-    """Number of the rank's checksums."""
     keys: Sequence[int]
-    """What `_table_key` returns for each piece."""
     files: Sequence[int]
     offsets: Sequence[int]
     first_sums: Sequence[int]
-    """Number of each piece's first checksum."""
 
 
 def _table_key(tensor: int, first_element: int) -> int:

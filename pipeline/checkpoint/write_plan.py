@@ -117,8 +117,7 @@ def plan_writes(
     template = ManifestTemplate.model_validate_json(dist.broadcast_str(text))
     own_tiles = template.division.of_rank(dist.rank)
     rank_files = file_layout.lay_out(dist.rank, own_tiles, template.tensors)
-    own_files = json.dumps([file.model_dump() for file in rank_files.described])
-    described = dist.collect(own_files.encode())
+    described = dist.collect(json.dumps([f.model_dump() for f in rank_files.described]).encode())
     files = [DataFile(**file) for files in described for file in json.loads(files)]
     template = template.model_copy(update={"files": files})
     keys = {shard.key for shard in own}
@@ -155,11 +154,9 @@ def divide(
     for rank, (common, _) in enumerate(messages):
         members[common].append(rank)
     groups = [(ranks, json.loads(zlib.decompress(text))) for text, ranks in members.items()]
-    tile_lists = list[list[list[Tile]]]()
-    for rank, (_, own) in enumerate(messages):
-        listed_tiles, random = json.loads(zlib.decompress(own))
-        tile_lists.append([[Tile(*tile) for tile in tiles] for tiles in listed_tiles])
-        groups.append(([rank], random))
+    own_parts = [json.loads(zlib.decompress(own)) for _, own in messages]
+    tile_lists = [[[Tile(*tile) for tile in tiles] for tiles in lists] for lists, _ in own_parts]
+    groups += [([rank], random) for rank, (_, random) in enumerate(own_parts)]
     facts: dict[str, tuple[str, list[int]]] = {}
     parts: dict[str, list[tuple[int, int]]] = defaultdict(list)
     """The groups that hold some of a tensor, and the number of its list of tiles on their ranks."""
@@ -174,8 +171,8 @@ def divide(
     )
     alike: dict[tuple[tuple[int, int], ...], int] = {}
     holder_pattern = [alike.setdefault(tuple(parts[tensor.key]), len(alike)) for tensor in tensors]
-    ranks_of = [ranks for ranks, _ in groups]
-    holders = [_holders(own, ranks_of, tile_lists) for own in alike]
+    held_by = (sorted((rank, n) for group, n in own for rank in groups[group][0]) for own in alike)
+    holders = [_holders((rank, tile_lists[rank][n]) for rank, n in own) for own in held_by]
     division = share_writing(holder_pattern, holders, len(messages))
     try:
         division.require_whole({tensor.key: tensor.shape for tensor in tensors}, len(messages))
@@ -186,25 +183,13 @@ def divide(
     )
 
 
-def _holders(
-    parts: Iterable[tuple[int, int]],
-    ranks_of: Sequence[Sequence[int]],
-    tile_lists: Sequence[Sequence[Sequence[Tile]]],
-) -> Holders:
-    """Who holds the tiles of a tensor, whose `parts` are groups and numbers of lists of tiles."""
+def _holders(lists: Iterable[tuple[int, Sequence[Tile]]]) -> Holders:
+    """Who holds which tiles, given ranks and their lists of tiles."""
     holders: dict[Tile, list[int]] = defaultdict(list)
-    for rank, number in sorted((rank, n) for group, n in parts for rank in ranks_of[group]):
-        for tile in tile_lists[rank][number]:
+    for rank, tiles in lists:
+        for tile in tiles:
             holders[tile].append(rank)
     return holders
-
-
-class _Batch(NamedTuple):
-    """Tiles with equally many holders, no two of them with the same list."""
-
-    tiles: list[Tile]
-    holders: np.ndarray
-    """The rank that is holder number n of a tile, at [tile, n]."""
 
 
 def share_writing(
@@ -213,7 +198,7 @@ def share_writing(
     """Divide the writing of tensors; tensor n is held as `holders[holder_pattern[n]]` says.
 
     Of tiles that several ranks hold, large ones are cut evenly between them. Small ones are put in
-    batches; for each tensor, one column of a batch's [tile, holder] writes all of it: the one whose
+    batches; for each tensor, one column of a batch's [tile, holder] writes all its tiles: the one whose
     busiest rank has least to write. That keeps distinct patterns few, and the manifest small.
     """
     load = np.zeros(ranks, np.int64)
@@ -221,19 +206,22 @@ def share_writing(
     for number, times in Counter(holder_pattern).items():
         for piece in split[number][0]:
             load[piece.rank] += piece.tile.numel * times
-    largest = [max((t.numel for batch in own for t in batch.tiles), default=0) for _, own in split]
+    largest = [max((t.numel for tiles, _ in own for t in tiles), default=0) for _, own in split]
     patterns: dict[tuple[Piece, ...], int] = {}
     seen: dict[tuple[int, ...], int] = {}
     chosen = [0] * len(holder_pattern)
     for tensor in sorted(range(len(chosen)), key=lambda tensor: -largest[holder_pattern[tensor]]):
         number = holder_pattern[tensor]
         fixed, batches = split[number]
-        columns = [_take_column(batch, load) for batch in batches]
+        columns = list[int]()
+        for tiles, holder_ranks in batches:
+            columns.append(int(load[holder_ranks].max(axis=0).argmin()))
+            np.add.at(load, holder_ranks[:, columns[-1]], [tile.numel for tile in tiles])
         if (number, *columns) not in seen:
             taken = [
                 Piece(int(rank), *tile)
-                for batch, column in zip(batches, columns, strict=True)
-                for tile, rank in zip(batch.tiles, batch.holders[:, column], strict=True)
+                for (tiles, holder_ranks), column in zip(batches, columns, strict=True)
+                for tile, rank in zip(tiles, holder_ranks[:, column], strict=True)
             ]
             pieces = tuple(sorted(fixed + taken, key=lambda piece: piece[1:]))
             seen[number, *columns] = patterns.setdefault(pieces, len(patterns))
@@ -241,8 +229,9 @@ def share_writing(
     return Division.model_construct(tensors=chosen, patterns=[*patterns])
 
 
-def _in_batches(holders: Holders) -> tuple[list[Piece], list[_Batch]]:
-    """The pieces that have no choice of rank, and the batches of the other tiles."""
+def _in_batches(holders: Holders) -> tuple[list[Piece], list[tuple[list[Tile], np.ndarray]]]:
+    """The pieces that have no choice of rank, and batches of the other tiles: tiles with equally
+    many holders, no two with the same list, and a matrix [tile, holder] of ranks."""
     fixed: list[Piece] = []
     batches: dict[tuple[int, int], list[Tile]] = defaultdict(list)
     seen: Counter[tuple[int, ...]] = Counter()
@@ -252,16 +241,7 @@ def _in_batches(holders: Holders) -> tuple[list[Piece], list[_Batch]]:
         else:
             batches[len(ranks), seen[tuple(ranks)]].append(tile)
             seen[tuple(ranks)] += 1
-    return fixed, [
-        _Batch(own, np.array([holders[tile] for tile in own])) for own in batches.values()
-    ]
-
-
-def _take_column(batch: _Batch, load: np.ndarray) -> int:
-    """The column of a batch whose busiest rank has least to write; adds it to the ranks' `load`."""
-    column = int(load[batch.holders].max(axis=0).argmin())
-    np.add.at(load, batch.holders[:, column], [tile.numel for tile in batch.tiles])
-    return column
+    return fixed, [(own, np.array([holders[tile] for tile in own])) for own in batches.values()]
 
 
 def _cut(tile: Tile, ranks: Sequence[int]) -> Iterator[Piece]:
