@@ -198,7 +198,7 @@ def share_writing(
     """Divide the writing of tensors; tensor n is held as `holders[holder_pattern[n]]` says.
 
     Of tiles that several ranks hold, large ones are cut evenly between them. Small ones are put in
-    batches; for each tensor, one column of a batch's [tile, holder] writes all its tiles: the one whose
+    batches; for each tensor, one column of a batch's [tile, holder] writes its tiles: the one whose
     busiest rank has least to write. That keeps distinct patterns few, and the manifest small.
     """
     load = np.zeros(ranks, np.int64)
