@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from pipeline.checkpoint.division import Tile
-from pipeline.checkpoint.file_layout import SHARDED, Layout, plan_staging
+from pipeline.checkpoint.file_layout import SHARDED, RankFiles, plan_staging
 from pipeline.checkpoint.manifest import DataFile, Manifest, ManifestTemplate, RankShare
 from pipeline.checkpoint.reader import Places
-from pipeline.checkpoint.write_plan import LocalShard, divide, random_key, report
+from pipeline.checkpoint.write_plan import HeldTile, divide, random_key, report
 from pipeline.contracts.engine import EngineState, ParameterGroup
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ def measured(strategy: str, ranks: int) -> dict[str, Any]:
     return {
         "strategy": strategy, "ranks": ranks, "received_mb": round(received / 1e6, 2),
         "shared_mb": round(len(text) / 1e6, 2), "manifest_mb": round(len(data) / 1e6, 2),
-        "layouts": len(shares.division.layouts), "pieces": sum(map(len, shares.division.layouts)),
+        "layouts": len(shares.division.patterns), "pieces": sum(map(len, shares.division.patterns)),
         "rank_0": main, "another": other, "opened": opened,
     }  # fmt: skip
 
@@ -154,7 +154,7 @@ def _rank_0(reports: list[tuple[bytes, bytes]]) -> str:
     return text
 
 
-def _another(text: str, rank: int) -> tuple[ManifestTemplate, Layout]:
+def _another(text: str, rank: int) -> tuple[ManifestTemplate, RankFiles]:
     """Return what a rank makes of rank 0's division."""
     shares = ManifestTemplate.model_validate_json(text)
     layout = SHARDED.lay_out(rank, shares.division.of_rank(rank), shares.tensors)
@@ -172,20 +172,20 @@ def _opened(data: bytes, rank: int) -> None:
 
 def _report(strategy: str, rank: int, ranks: int) -> tuple[bytes, bytes]:
     own = [
-        LocalShard(f"{kind}/{name}", "F32", shape, tile)
+        HeldTile(f"{kind}/{name}", "F32", shape, tile)
         for name, shape, tile in STRATEGIES[strategy](rank, ranks)
         for kind in KINDS
         if tile.numel
     ]
     sizes = {"torch": 5056, "python": 2509, "numpy": 2509, "cuda": 16}
     random = [
-        LocalShard(random_key(rank, name), "U8", (size,), Tile(0, size))
+        HeldTile(random_key(rank, name), "U8", (size,), Tile(0, size))
         for name, size in sizes.items()
     ]
     return report(own, random)
 
 
-def _manifest(ranks: int, shares: ManifestTemplate, layout: Layout) -> Manifest:
+def _manifest(ranks: int, shares: ManifestTemplate, layout: RankFiles) -> Manifest:
     """Return the manifest of files and checksums that do not exist."""
     (file,) = layout.described
     state = EngineState(

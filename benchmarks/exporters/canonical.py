@@ -16,11 +16,11 @@ from apart.child import Job, Place, Work
 
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
 from pipeline.checkpoint.division import Tile
-from pipeline.checkpoint.file_layout import SHARDED, Layout, Staging, plan_staging
+from pipeline.checkpoint.file_layout import SHARDED, RankFiles, Staging, plan_staging
 from pipeline.checkpoint.manifest import ManifestTemplate
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.store import step_name
-from pipeline.checkpoint.write_plan import LocalShard, divide, report
+from pipeline.checkpoint.write_plan import HeldTile, divide, report
 from pipeline.checkpoint.writer import SaveRequest as Save
 from pipeline.checkpoint.writer import WriterSetup
 from pipeline.checkpoint.writer_main import carry_out
@@ -60,11 +60,11 @@ def write(job: Job, place: Place) -> Work:
     return work
 
 
-def lay_out(model: Trained, strategy: str, ranks: int) -> tuple[ManifestTemplate, list[Layout]]:
+def lay_out(model: Trained, strategy: str, ranks: int) -> tuple[ManifestTemplate, list[RankFiles]]:
     """Return who writes what, and each rank's layout, as `plan_writes` has them."""
     held = [
         [
-            LocalShard(f"{kind}/{name}", "F32", model.shapes[name], Tile(start, stop))
+            HeldTile(f"{kind}/{name}", "F32", model.shapes[name], Tile(start, stop))
             for name, start, stop in HOLDERS[strategy](model, rank, ranks)
             for kind in KINDS
         ]
@@ -91,7 +91,7 @@ def _facts(model: Trained) -> dict[str, Any]:
     return {"step": STEP, "state": state, "progress": vars(Progress(step=STEP))}
 
 
-def _needed(folder: Path, layouts: list[Layout]) -> Iterator[tuple[str, int, int]]:
+def _needed(folder: Path, layouts: list[RankFiles]) -> Iterator[tuple[str, int, int]]:
     """Yield the file and bytes [begin, end) of all weights."""
     for layout in layouts:
         for item in layout.items:
@@ -104,7 +104,7 @@ class _Snapshot:
 
     def __init__(self, staging: Staging) -> None:
         writes = (write for own in staging.rounds for write in own if write.key)
-        content = [*staging.heads, *((write.start, write) for write in writes)]
+        content = [*staging.heads, *((write.buffer_offset, write) for write in writes)]
         content.sort(key=lambda item: item[0])
         self._starts = [start for start, _ in content]
         self._content = [found for _, found in content]
@@ -116,5 +116,5 @@ class _Snapshot:
         content = self._content[number]
         if isinstance(content, bytes):
             return memoryview(content)[begin:end]
-        first = content.element
+        first = content.first_element
         return values.array(content.key, first + begin // ITEM, first + end // ITEM).data.cast("B")

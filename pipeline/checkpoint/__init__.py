@@ -7,7 +7,18 @@
 
 A logical tensor has a key `KIND/NAME` (`weight/model.norm.weight`, `exp_avg/...`, `random/...`) and
 is stored as pieces: ranges of its row-major flattening, or columns of its rows. Pieces of a tensor
-are disjoint and cover it, whoever wrote them; any range can be read and verified by itself."""
+are disjoint and cover it, whoever wrote them; any range can be read and verified by itself.
+
+Who does what (`A -> B`: A uses B):
+
+    open      manager -> write_plan (who writes) -> division (tiles, pieces)
+              -> file_layout (where in the files and in the snapshot buffer)
+    save      manager -> snapshot (copies) -> writer <-> writer_main (a process) -> store
+    restore   manager -> restore -> reader -> store
+    convert   formats (a state to read) -> whole (a checkpoint in one stream) -> store
+
+`manifest` and `file_format` say what is on disk, `location` where a run's checkpoints are,
+`retention` which of them stay; `rng_state` has the generators of random numbers."""
 
 from __future__ import annotations
 
@@ -39,12 +50,12 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.retention import expected_count as expected_count
     from pipeline.checkpoint.rng_state import start_random_streams as start_random_streams
     from pipeline.checkpoint.store import LocalStore as LocalStore
+    from pipeline.checkpoint.whole import appearing as appearing
+    from pipeline.checkpoint.whole import step_target as step_target
+    from pipeline.checkpoint.whole import write_checkpoint as write_checkpoint
     from pipeline.checkpoint.write_plan import CODES as CODES
     from pipeline.checkpoint.write_plan import DTYPES as DTYPES
     from pipeline.checkpoint.write_plan import as_bytes as as_bytes
     from pipeline.checkpoint.write_plan import random_key as random_key
-    from pipeline.checkpoint.writer_main import appearing as appearing
-    from pipeline.checkpoint.writer_main import step_target as step_target
-    from pipeline.checkpoint.writer_main import write_checkpoint as write_checkpoint
 else:
     __getattr__, __dir__ = lazily(__name__, __file__)

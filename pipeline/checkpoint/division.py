@@ -1,4 +1,13 @@
-"""Tiles, which are elements of a tensor, and the division of a checkpoint's tensors into them."""
+"""Tiles, which are elements of a tensor, and the division of a checkpoint's tensors into them.
+
+Portions of a tensor, from the engine to the files:
+
+    Fragment   what an engine holds: elements and their values
+    Tile       elements, by their numbers in the tensor
+    Piece      a tile, and the rank that writes it; each element is in one piece
+    Item       a piece of this rank, and its bytes in a file (`file_layout`)
+    Write      bytes of an item that pass through the snapshot buffer in one round (`writer`)
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 from annotated_types import Ge
-from pydantic import BaseModel, ConfigDict, PlainSerializer
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 Count = Annotated[int, Ge(0)]
 Positive = Annotated[int, Ge(1)]
@@ -24,9 +33,10 @@ class CoverageError(ValueError):
 class Tile(NamedTuple):
     """Elements [start, stop) of a flattened tensor, and `count` - 1 runs more of the same length,
     each `stride` after the one before. A flat range has the stride 0 and the count 1; columns have
-    the length of the tensor's rows as their stride, also in a single row.
+    the length of the tensor's rows as their stride, also in a single row. `stop` is the end of the
+    first run, `end` the last one's.
 
-    Bytes of a file are tiles too: [start, stop), or runs that begin `stride` apart.
+    A tile counts elements of a tensor, or bytes where it is a `place` in a file.
     """
 
     start: Count
@@ -112,40 +122,40 @@ class Piece(NamedTuple):
         return Tile(*self[1:])
 
 
-_Layouts = Annotated[
+_Patterns = Annotated[
     Sequence[Sequence[Piece]],
     PlainSerializer(lambda all: [[one if one.stride else one[:3] for one in own] for own in all]),
 ]
 
 
 class Division(BaseModel):
-    """Which rank writes what. Most tensors share one of a few layouts, which list the pieces of all
-    ranks; so its size grows with the ranks or the tensors, not with both."""
+    """Which rank writes what. Most tensors share one of a few patterns, which list the pieces of
+    all ranks; so its size grows with the ranks or the tensors, not with both."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", serialize_by_alias=True)
 
     tensors: Sequence[Count]
-    """Number of each tensor's layout, in the order of the tensors."""
-    layouts: _Layouts
+    """Number of each tensor's pattern, in the order of the tensors."""
+    patterns: _Patterns = Field(alias="layouts")
 
     @classmethod
     def of(cls, pieces: Iterable[Sequence[Piece]]) -> Division:
         """The division with these pieces of each tensor."""
-        layouts: dict[tuple[Piece, ...], int] = {}
-        tensors = [layouts.setdefault(tuple(own), len(layouts)) for own in pieces]
-        return cls.model_construct(tensors=tensors, layouts=[*layouts])
+        patterns: dict[tuple[Piece, ...], int] = {}
+        tensors = [patterns.setdefault(tuple(own), len(patterns)) for own in pieces]
+        return cls.model_construct(tensors=tensors, patterns=[*patterns])
 
     def pieces(self, tensor: int) -> Sequence[Piece]:
         """All pieces of tensor number `tensor`."""
-        return self.layouts[self.tensors[tensor]]
+        return self.patterns[self.tensors[tensor]]
 
     def of_rank(self, rank: int) -> list[tuple[int, Tile]]:
         """The tiles that a rank writes, each with its tensor's number, in order."""
         members, ranks = self._index
         found = [
             (tensor, tile)
-            for layout, tiles in ranks.get(rank, {}).items()
-            for tensor in members[layout]
+            for pattern, tiles in ranks.get(rank, {}).items()
+            for tensor in members[pattern]
             for tile in tiles
         ]
         return sorted(found, key=lambda one: one[0])
@@ -158,12 +168,12 @@ class Division(BaseModel):
             if (number, tuple(shape)) in known:
                 continue
             try:
-                if number >= len(self.layouts):
+                if number >= len(self.patterns):
                     raise CoverageError("has an unknown layout")
-                width = require_cover(self.layouts[number], math.prod(shape))
+                width = require_cover(self.patterns[number], math.prod(shape))
                 if width and width not in [math.prod(shape[dim:]) for dim in range(1, len(shape))]:
                     raise CoverageError("is divided by columns of other rows")
-                if any(piece.rank >= ranks for piece in self.layouts[number]):
+                if any(piece.rank >= ranks for piece in self.patterns[number]):
                     raise CoverageError("divided among ranks that do not exist")
             except CoverageError as error:
                 raise CoverageError(f"{key}: {error}") from None
@@ -171,22 +181,22 @@ class Division(BaseModel):
 
     @functools.cached_property
     def _index(self) -> tuple[dict[int, list[int]], dict[int, dict[int, list[Tile]]]]:
-        """Tensors of each layout; each rank's tiles in each layout that it has some of."""
+        """Tensors of each pattern; each rank's tiles in each pattern that it has some of."""
         members: dict[int, list[int]] = defaultdict(list)
-        for tensor, layout in enumerate(self.tensors):
-            members[layout].append(tensor)
+        for tensor, pattern in enumerate(self.tensors):
+            members[pattern].append(tensor)
         ranks: dict[int, dict[int, list[Tile]]] = defaultdict(dict)
-        for number, pieces in enumerate(self.layouts):
+        for number, pieces in enumerate(self.patterns):
             for piece in pieces:
                 ranks[piece.rank].setdefault(number, []).append(piece.tile)
         return members, ranks
 
 
-class Searchable:
-    """The pieces of one layout, in the order of their first elements."""
+class PatternIndex:
+    """The pieces of one pattern, in the order of their first elements."""
 
-    def __init__(self, layout: Iterable[Piece]) -> None:
-        self._pieces = sorted(layout, key=lambda piece: piece.start)
+    def __init__(self, pattern: Iterable[Piece]) -> None:
+        self._pieces = sorted(pattern, key=lambda piece: piece.start)
         self._starts = [piece.start for piece in self._pieces]
         self._ends = list(itertools.accumulate((piece.tile.end for piece in self._pieces), max))
         self.width = max((piece.stride for piece in self._pieces), default=0)

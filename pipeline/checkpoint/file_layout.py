@@ -4,8 +4,10 @@ buffer, on their way to the writer.
 Files are one a rank, or whole tensors in shared files; no rank ever holds a whole tensor that it
 does not train whole. Some pieces are copied to the buffer whole before training continues. The
 others are streamed in rounds through the two halves of a memory of a given size: one is filled
-while the writer takes the other. Only the last two rounds are still unwritten when training
-continues."""
+while the writer takes the other. Round r uses half r % 2, so the writer must have acknowledged
+round r - 2 before; it never acknowledges the last two, R - 2 and R - 1, which are still unwritten
+when training continues. Rounds 0 and 1 are announced only when round 2 needs room: until then the
+writer does not compete with the copies."""
 
 from __future__ import annotations
 
@@ -28,6 +30,8 @@ ALIGN = 4096
 PASSAGE = 1 << 30
 """Upper bound, in bytes, of the memory of a rank for streamed pieces, plus two pages for
 alignment."""
+HALVES = 2
+"""Parts of that memory, each for one round at a time."""
 
 
 class Item(NamedTuple):
@@ -42,8 +46,8 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Files of one rank, and what it writes into each."""
+class RankFiles:
+    """What one rank writes into which files."""
 
     files: Sequence[tuple[str, int]]
     """Names and sizes."""
@@ -64,6 +68,8 @@ class FileLayout:
 
     def in_order(self, tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
         """The order in which ranks write; if they share files, with the number of each file."""
+        # Larger elements first: every piece begins at a multiple of its itemsize, as safetensors
+        # leaves no gaps.
         ordered = sorted(tensors, key=lambda tensor: (self._file(tensor.key), -tensor.itemsize))
         files = sorted({self._file(tensor.key) for tensor in ordered})
         numbers = {name: number if self.shared else None for number, name in enumerate(files)}
@@ -72,7 +78,7 @@ class FileLayout:
 
     def lay_out(
         self, rank: int, own: Sequence[tuple[int, Tile]], tensors: Sequence[TensorEntry]
-    ) -> Layout:
+    ) -> RankFiles:
         """The files of `rank`, which writes the tiles `own`, each with the number of its tensor.
         `tensors` are all ranks'; both are in order."""
         files, described, items = [], [], []
@@ -100,7 +106,7 @@ class FileLayout:
                     if self.shared:
                         place = tile_in_file(tile, begin, tensor.itemsize)
                     items.append(Item(file, place, tensor.key, tile))
-        return Layout(files=files, shared=self.shared, described=described, items=items)
+        return RankFiles(files=files, shared=self.shared, described=described, items=items)
 
     def _file(self, key: str) -> str:
         """Name of the file that holds the whole tensor, if ranks share files."""
@@ -131,8 +137,8 @@ FULL = FileLayout("full", shared=True)
 
 def tile_in_file(tile: Tile, begin: int, itemsize: int) -> Tile:
     """The bytes of a tile in a file that has the whole tensor from byte `begin` on."""
-    start, stop, stride, count = (number * itemsize for number in tile)
-    return Tile(begin + start, begin + stop, stride, count // itemsize)
+    start, stop = begin + tile.start * itemsize, begin + tile.stop * itemsize
+    return Tile(start, stop, tile.stride * itemsize, tile.count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +148,7 @@ class Staging:
     size: int
     """Bytes of the snapshot buffer."""
     heads: Sequence[tuple[int, bytes]]
-    """Places in the buffer, and bytes there that are the same at every save."""
+    """Offsets in the buffer, and bytes there that are the same at every save."""
     rounds: Sequence[Sequence[Write]]
     """Writes of each round: file by file, each from its start to its end."""
     streamed: Set[str]
@@ -150,38 +156,41 @@ class Staging:
     written."""
 
 
-def plan_staging(layout: Layout, streamed: Set[str], passage: int = PASSAGE) -> Staging:
-    """The staging of a layout. Tensors whose keys are `streamed` take at most `passage` bytes."""
+def plan_staging(own: RankFiles, streamed: Set[str], passage: int = PASSAGE) -> Staging:
+    """The staging of what a rank writes. Tensors whose keys are `streamed` take at most `passage`
+    bytes."""
     heads, rounds, end = [], list[list[Write]]([[]]), 0
-    places = dict[Item, int]()
-    for item in layout.items:
+    buffer_offsets = dict[Item, int]()
+    for item in own.items:
         if item.key not in streamed:
-            places[item] = _aligned(end, item.place.start)
-            end = places[item] + item.place.numel
-            heads += [] if item.key else [(places[item], item.head)]
+            offset = buffer_offsets[item] = _aligned(end, item.place.start)
+            end = offset + item.place.numel
+            heads += [] if item.key else [(offset, item.head)]
     # Double buffer from `base` on. Each half has a spare page for alignment.
-    base, half, used = _aligned(end, 0), passage // 2 // BLOCK * BLOCK + PAGE, 0
+    base, half, used = _aligned(end, 0), passage // HALVES // BLOCK * BLOCK + PAGE, 0
     end = base
-    for item in layout.items:
+    for item in own.items:
         size, done = item.place.numel, 0
-        if item in places:
+        if item in buffer_offsets:
+            offset = buffer_offsets[item]
             rounds[-1].append(
-                Write(item.file, item.place, 0, places[item], size, item.key, item.tile.start)
+                Write(item.file, item.place, 0, offset, size, item.key, item.tile.start)
             )
             continue
+        itemsize = size // item.tile.numel
         while done < size:
-            start = base + half * ((len(rounds) - 1) % 2)
-            place = _aligned(start + used, item.place.start + done)
-            cut = min(size - done, start + half - place)
+            start = base + half * ((len(rounds) - 1) % HALVES)
+            offset = _aligned(start + used, item.place.start + done)
+            cut = min(size - done, start + half - offset)
             if done + cut < size:
-                cut -= cut % BLOCK  # so that the checksums of blocks stay the same
+                cut -= cut % BLOCK  # whole blocks: sums of the cuts in a row are the piece's sums
             if cut <= 0:
                 rounds.append([])
                 used = 0
                 continue
-            first = item.tile.element(done // (size // item.tile.numel))
-            rounds[-1].append(Write(item.file, item.place, done, place, cut, item.key, first))
-            used, end, done = place + cut - start, max(end, place + cut), done + cut
+            first = item.tile.element(done // itemsize)
+            rounds[-1].append(Write(item.file, item.place, done, offset, cut, item.key, first))
+            used, end, done = offset + cut - start, max(end, offset + cut), done + cut
     return Staging(size=end, heads=heads, rounds=rounds, streamed=streamed)
 
 

@@ -107,7 +107,7 @@ def remember(run_dir: Path, address: str, training: str = "") -> None:
         raise CheckpointError(f"{file}: {error.strerror}") from error
 
 
-def require_none(run_dir: Path, address: str, training: str = "") -> None:
+def require_never_saved(run_dir: Path, address: str, training: str = "") -> None:
     """Raise ResumeRefused if the training saved a checkpoint, as `address` has none."""
     found, file = places(run_dir), run_dir / ADDRESS_FILE
     if training in found:
@@ -126,7 +126,7 @@ def open_store(address: str) -> Store:
     return ObjectStore(address) if "://" in address else LocalStore(address)
 
 
-def locate(checkpoint: str) -> tuple[Store, str]:
+def open_checkpoint(checkpoint: str) -> tuple[Store, str]:
     """The store that holds the checkpoint at an address, and its name there."""
     root, _, name = checkpoint.rstrip("/").rpartition("/")
     return open_store(root or ("/" if checkpoint.startswith("/") else ".")), name
@@ -165,7 +165,7 @@ def find(named: str) -> tuple[Store, str]:
             raise UsageError(f"{named} is not there", hint=near_path(named) or hint)
         if is_local and (Path(named) / RECIPE).is_file():
             named = known(Path(named)) or default(Path(named))
-        store, name = locate(named)
+        store, name = open_checkpoint(named)
         if step_number(name) is not None or store.size(name, MANIFEST) is not None:
             return store, name
         store = open_store(named)

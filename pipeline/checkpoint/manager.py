@@ -46,8 +46,11 @@ COST = {"seconds", "ended", "size", "user_seconds", "system_seconds"}
 @dataclass(kw_only=True, eq=False)
 class CheckpointManager(Checkpoints):
     """Checkpoints of an engine in a store, written by a process of each rank; `open` comes before
-    anything else. The engine waits before its state changes, or a save until it may, or, unless
-    `asynchronous`, until everything is on disk."""
+    anything else. What waits for a save:
+
+    - background: the engine, before its state changes, until the copies are made
+    - foreground, where an engine cannot wait: `save`, as long
+    - not `asynchronous`: `save`, until everything is on disk"""
 
     ctx: Context
     engine: Engine
@@ -64,8 +67,8 @@ class CheckpointManager(Checkpoints):
     """Steps between checkpoints; None: not known, or at the end only."""
     _writer: WriterProcess | None = field(default=None, init=False)
     _attempts: int = field(default=0, init=False)
-    _last: str | None = field(default=None, init=False)
-    """Name of the newest checkpoint of this process's training."""
+    _last_begun: str | None = field(default=None, init=False)
+    """Name of the newest save that has begun, or of the checkpoint that was restored."""
     _pending: str | None = field(default=None, init=False)
     """Name of the checkpoint that is being written."""
     _copying: bool = field(default=False, init=False)
@@ -77,7 +80,7 @@ class CheckpointManager(Checkpoints):
         """Clean the store, agree with all ranks who writes what, and begin to allocate memory
         (collective). Raises CheckpointError, and StageError for too little memory."""
         dist = self.ctx.dist
-        self.begin(TrainingLength())
+        self.begin(TrainingLength())  # for a train stage that never calls it: `every` may be steps
         with system_errors_as(CheckpointError), dist.rank0_first() as main:
             self.store = location.open_store(self.address)
             if main:
@@ -87,8 +90,8 @@ class CheckpointManager(Checkpoints):
         location.require_shared(self.store, dist, self._identity)
         self.plan = plan_writes(self.engine, dist, self.file_layout, without=self.frozen_base)
         # The next update waits for what is streamed: all that need not be copied whole.
-        streamed = self.plan.on_host if self.asynchronous else self.plan.held
-        self.staging = plan_staging(self.plan.layout, streamed)
+        streamed = self.plan.on_host if self.asynchronous else self.plan.own_keys
+        self.staging = plan_staging(self.plan.rank_files, streamed)
         size = self.staging.size
         what = f"copies of the training state, {human(size)} for each process here"
         memory = size * dist.local_world_size
@@ -104,7 +107,7 @@ class CheckpointManager(Checkpoints):
             setup = WriterSetup(
                 store=self.address, rank=dist.rank, world_size=dist.world_size,
                 buffer_size=self.staging.size, rounds=self.staging.rounds,
-                files=plan.layout.files, shared=plan.layout.shared,
+                files=plan.rank_files.files, shared=plan.rank_files.shared,
                 template=plan.template if dist.is_main else None, retention=self.retention,
             )  # fmt: skip
             self._writer = WriterProcess(setup, self.snapshot.buffer.descriptor)
@@ -138,7 +141,9 @@ class CheckpointManager(Checkpoints):
             shutil.rmtree(self.address, ignore_errors=True)
 
     def poll(self) -> Sequence[WrittenCheckpoint]:
-        self.start_writer()  # during the next step, so that no save waits for it
+        # The first call comes after step 1: the writer must be made by the main thread, and must
+        # not slow step 1.
+        self.start_writer()
         if self.snapshot.filled.done():
             self.snapshot.filled.result()  # raises what has kept the memory from being allocated
         self._reap(wait=False)
@@ -158,14 +163,15 @@ class CheckpointManager(Checkpoints):
     def save(self, progress: Progress) -> None:
         name = step_name(progress.step)
         self._reap()
-        if name == self._last:  # the state is the same, but more may be known now
+        if name == self._last_begun:  # the state is the same, but more may be known now
             with system_errors_as(CheckpointError):
                 if self.ctx.dist.is_main:
                     update_progress(self.store, name, progress)
             return
         began = time.monotonic()
         if self._attempts:
-            # Rank 0's writer ends last; the next collective must not wait for it.
+            # Rank 0 is here only after its writer's commit. This barrier has no timeout; the
+            # engine's next collective has one.
             self.ctx.dist.barrier()
         self._attempts += 1
         state = without_frozen_base(self.engine, self.frozen_base)
@@ -177,7 +183,7 @@ class CheckpointManager(Checkpoints):
         in_background = self.asynchronous and self.engine.before_change(self._end_copies)
         stable = {*state.updates, *state.frozen} if in_background else None
         self.snapshot.start(self.start_writer(), request, stable)
-        self._pending = self._last = name
+        self._pending = self._last_begun = name
         self._copying = True
         if not in_background:
             self._end_copies()
@@ -207,9 +213,9 @@ class CheckpointManager(Checkpoints):
         with activity("writing the last checkpoint"):
             self._reap()
             self.ctx.dist.barrier()
-        if self._last is None:
+        if self._last_begun is None:
             raise CheckpointError("nothing was saved")
-        return self.store.locate(self._last)
+        return self.store.locate(self._last_begun)
 
     def best(self) -> TrainedRun:
         return best_run(self.store, self.ctx.dist)
@@ -219,12 +225,13 @@ class CheckpointManager(Checkpoints):
         restoration = Restoration(self.ctx, self.engine, self.store, self.frozen_base)
         progress = restoration.newest(validate)
         if progress is not None:
-            self._last = step_name(progress.step)
+            self._last_begun = step_name(progress.step)
             return progress
-        location.require_none(self.ctx.run_dir, self.address, self.ctx.training)
+        location.require_never_saved(self.ctx.run_dir, self.address, self.ctx.training)
         if self.start_from is None:
             return None
-        store, name = location.locate(location.agreed_start(self.start_from, self.ctx.dist))
+        start = location.agreed_start(self.start_from, self.ctx.dist)
+        store, name = location.open_checkpoint(start)
         other = Restoration(self.ctx, self.engine, store, self.frozen_base).named(name, validate)
         return other.as_new_run()
 
@@ -237,7 +244,7 @@ class CheckpointManager(Checkpoints):
                 self._copying = self._copying and not self.snapshot.copied.done()
                 self._reap(wait=False)
                 # What rank 0's writer commits is this rank's save too.
-                others = None if self.ctx.dist.is_main or not self._attempts else self._last
+                others = None if self.ctx.dist.is_main or not self._attempts else self._last_begun
                 is_there = others is None or self.store.size(others, MANIFEST) is not None
                 if is_there and not self._pending:
                     break
@@ -260,20 +267,20 @@ class CheckpointManager(Checkpoints):
         self._pending = None
         for warning in result.warnings:
             self.ctx.log.warning(warning)
-        if result.place:
+        if result.address:
             location.remember(self.ctx.run_dir, self.address, self.ctx.training)
             self.ctx.dist.heartbeat.landmark()
             cost = result.model_dump(include=COST)
             self._written.append(WrittenCheckpoint(step=step_number(result.name) or 0, **cost))
             self.ctx.log.info(
-                "saved %s  %.1f MB  %.1f s", result.place, result.size / 1e6, result.seconds
+                "saved %s  %.1f MB  %.1f s", result.address, result.size / 1e6, result.seconds
             )
 
     def _require_saved(self, result: SaveResult) -> None:
         """Raise CheckpointError for a save that has failed, and forget it."""
         if not result.problem:
             return
-        self._pending = self._last = None
+        self._pending = self._last_begun = None
         raise CheckpointError(
             f"{result.name} could not be saved: {result.problem}",
             hint="earlier checkpoints are unchanged",

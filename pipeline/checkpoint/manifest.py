@@ -25,8 +25,8 @@ from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-LARGEST = 1 << 42
-"""Limit of a tensor's elements: a tensor's number and an element's make a 64-bit key."""
+MAX_ELEMENTS = 1 << 42
+"""Limit of a tensor's elements: its number and an element's make a 64-bit key (`reader`)."""
 _NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)
 
 
@@ -250,7 +250,7 @@ class Manifest(_Model):
             if file.data_start > file.size:
                 yield f"{file.name}: its header is longer than the file"
         for tensor in self.tensors:
-            if tensor.numel >= LARGEST:
+            if tensor.numel >= MAX_ELEMENTS:
                 yield f"{tensor.key}: {tensor.numel} elements"
             in_parts = self.version != 1 and tensor.file is None
             known = not in_parts or len(self.files) == len(self.parts)

@@ -14,12 +14,12 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import file_format
-from pipeline.checkpoint.division import Searchable, Tile
+from pipeline.checkpoint.division import PatternIndex, Tile
 from pipeline.checkpoint.file_format import BLOCK, SUM_BYTES, block_sums
 from pipeline.checkpoint.file_layout import tile_in_file
 from pipeline.checkpoint.formats import Formats, Reading, StateSource
-from pipeline.checkpoint.location import locate
-from pipeline.checkpoint.manifest import LARGEST, MANIFEST, Damaged, Manifest, sums_name
+from pipeline.checkpoint.location import open_checkpoint
+from pipeline.checkpoint.manifest import MANIFEST, MAX_ELEMENTS, Damaged, Manifest, sums_name
 from pipeline.checkpoint.store import Store, step_number
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import page_aligned
@@ -53,9 +53,20 @@ class Strip(NamedTuple):
     data: memoryview
 
 
-_Table = tuple[int, list[Sequence[int]]]
-"""Number of a rank's checksums; columns of its pieces in the order of the first, the tensor and the
-first element in one number: file, offset, number of the first checksum."""
+class RankTable(NamedTuple):
+    """Number of a rank's checksums; columns of its pieces in the order of their keys
+    (`_table_key`): file, offset, number of the first checksum."""
+
+    sums: int
+    keys: Sequence[int]
+    files: Sequence[int]
+    offsets: Sequence[int]
+    first_sums: Sequence[int]
+
+
+def _table_key(tensor: int, first_element: int) -> int:
+    """The numbers of a piece's tensor and of its first element, in one."""
+    return tensor * MAX_ELEMENTS + first_element
 
 
 class Places:
@@ -67,39 +78,39 @@ class Places:
         self._where = where
         self._division = manifest.divided
         self._numbers = {entry.key: number for number, entry in enumerate(manifest.tensors)}
-        self._layouts: dict[int, Searchable] = {}
-        self._tables: dict[int, _Table] = {}
-        self._whole: dict[int, int] = {}
+        self._indexes: dict[int, PatternIndex] = {}
+        self._tables: dict[int, RankTable] = {}
+        self._shared_offsets: dict[int, int] = {}
         """First byte of the tensors that are whole in a file, one after the other, by number."""
         ends: dict[int, int] = {}
         for number, entry in enumerate(manifest.tensors):
             if entry.file is not None:
                 start = ends.get(entry.file) or manifest.files[entry.file].data_start
-                self._whole[number], ends[entry.file] = start, start + entry.nbytes
+                self._shared_offsets[number], ends[entry.file] = start, start + entry.nbytes
         self._require_filled(ends)
 
-    def layout(self, key: str) -> Searchable:
-        """All pieces of a tensor."""
+    def index_of(self, key: str) -> PatternIndex:
+        """All pieces of a tensor, to search."""
         number = self._division.tensors[self._numbers[key]]
-        if number not in self._layouts:
-            self._layouts[number] = Searchable(self._division.layouts[number])
-        return self._layouts[number]
+        if number not in self._indexes:
+            self._indexes[number] = PatternIndex(self._division.patterns[number])
+        return self._indexes[number]
 
     def find(self, key: str, wanted: Tile) -> Iterator[PlacedTile]:
         """The pieces that have elements of a tile, in the order of their first ones. The stride of
         the tile is the tensor's columns', or one of them is 0."""
-        number, layout = self._numbers[key], self.layout(key)
+        number, index = self._numbers[key], self.index_of(key)
         entry = self._manifest.tensors[number]
-        for piece in layout.find(wanted, layout.width or wanted.stride or max(entry.numel, 1)):
-            tile, (_, (keys, *columns)) = piece.tile, self.table(piece.rank)
-            at = bisect_left(keys, number * LARGEST + tile.start)
-            file, offset, first_sum = (column[at] for column in columns)
+        for piece in index.find(wanted, index.width or wanted.stride or max(entry.numel, 1)):
+            tile, table = piece.tile, self.table(piece.rank)
+            at = bisect_left(table.keys, _table_key(number, tile.start))
+            offset = table.offsets[at]
             place = Tile(offset, offset + tile.numel * entry.itemsize)
-            if number in self._whole:
-                place = tile_in_file(tile, self._whole[number], entry.itemsize)
-            yield PlacedTile(tile, file, place, piece.rank, first_sum)
+            if number in self._shared_offsets:
+                place = tile_in_file(tile, self._shared_offsets[number], entry.itemsize)
+            yield PlacedTile(tile, table.files[at], place, piece.rank, table.first_sums[at])
 
-    def table(self, rank: int) -> _Table:
+    def table(self, rank: int) -> RankTable:
         """The places of a rank's pieces."""
         if rank in self._tables:
             return self._tables[rank]
@@ -107,7 +118,7 @@ class Places:
         # tensor, file, first byte there, first element, and as if it was a range the last one
         placed: list[tuple[int, int, int, int, int]] = [*self._manifest.parts[rank].pieces]
         for number, tile in self._division.of_rank(rank) if self._manifest.version > 1 else ():
-            file, offset = tensors[number].file, self._whole.get(number, 0)
+            file, offset = tensors[number].file, self._shared_offsets.get(number, 0)
             if file is None:
                 file, offset = rank, end or self._manifest.files[rank].data_start
                 end = offset + tile.numel * tensors[number].itemsize
@@ -115,10 +126,11 @@ class Places:
         self._require_filled({rank: end} if end else {})
         rows, sums = [], 0
         for number, file, offset, start, stop in placed:  # in the order of the checksums
-            rows.append((number * LARGEST + start, file, offset, sums))
+            rows.append((_table_key(number, start), file, offset, sums))
             sums += -(-(stop - start) * tensors[number].itemsize // BLOCK)
         rows.sort()
-        self._tables[rank] = sums, [array("Q", [row[field] for row in rows]) for field in range(4)]
+        columns = (array("Q", [row[field] for row in rows]) for field in range(4))
+        self._tables[rank] = RankTable(sums, *columns)
         return self._tables[rank]
 
     def _require_filled(self, ends: Mapping[int, int]) -> None:
@@ -169,7 +181,7 @@ class CheckpointReader(StateSource):
             raise CheckpointError(
                 f"{self.where}: {key} has {numel} elements, {start} to {stop} were asked for"
             )
-        width = self.places.layout(key).width
+        width = self.places.index_of(key).width
         if not width:
             for place in self.places.find(key, Tile(start, stop)) if start < stop else ():
                 first, last, *_ = place.tile
@@ -197,7 +209,7 @@ class CheckpointReader(StateSource):
 
     def read_tile(self, key: str, wanted: Tile) -> Iterator[Strip]:
         """The elements of a tile, in any order; of columns none of those next to them."""
-        width = self.places.layout(key).width or wanted.stride or max(self.entry(key).numel, 1)
+        width = self.places.index_of(key).width or wanted.stride or max(self.entry(key).numel, 1)
         if wanted.stride in (0, width):
             for place in self.places.find(key, wanted):
                 for common in place.tile.common(wanted, width):
@@ -220,7 +232,7 @@ class CheckpointReader(StateSource):
         for file in self.manifest.files:
             self._require_size(file.name, file.size)
         for rank, part in enumerate(self.manifest.parts):
-            self._require_size(part.sums, self.places.table(rank)[0] * SUM_BYTES)
+            self._require_size(part.sums, self.places.table(rank).sums * SUM_BYTES)
 
     def require_headers(self) -> None:
         """Raise Damaged unless every file is there and has its header."""
@@ -325,7 +337,7 @@ class CheckpointReader(StateSource):
                 data = self._store.get(self.name, part.sums)
             if xxh3_64_intdigest(data) != part.digest:
                 raise Damaged(f"{where}: damaged")
-            if len(data) != self.places.table(rank)[0] * SUM_BYTES:
+            if len(data) != self.places.table(rank).sums * SUM_BYTES:
                 raise Damaged(f"{where}: of another file")
             self._sums[rank] = memoryview(data).cast("Q")  # a view, as there can be millions
         return self._sums[rank]
@@ -346,7 +358,7 @@ class CheckpointReader(StateSource):
 def open_state(address: str, reading: Reading) -> StateSource:
     """The state at a path, in any format, or at an address. Raises CheckpointError, UsageError."""
     if "://" in address:
-        return CheckpointReader(*locate(address))
+        return CheckpointReader(*open_checkpoint(address))
     folder = Path(address)
     return Formats.installed().detect(folder).open(folder, reading)
 

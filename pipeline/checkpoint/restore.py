@@ -49,7 +49,8 @@ class Restoration:
     """Bytes of tensors that this rank read."""
 
     def named(self, name: str, validate: Callable[[Progress], None]) -> Progress:
-        """Load this checkpoint. Raises CheckpointError, and moves nothing, if that fails."""
+        """Load this checkpoint. Raises CheckpointError if that fails, and puts nothing in
+        quarantine; the engine's state is undefined afterwards."""
         self._require_same(name)
         progress = self._load(name, validate)
         self.ctx.dist.barrier()
@@ -60,11 +61,15 @@ class Restoration:
     def newest(self, validate: Callable[[Progress], None]) -> Progress | None:
         """Load the newest checkpoint that verifies; None if none exists. `validate` may refuse a
         progress before anything is loaded. A damaged checkpoint goes into quarantine, and all ranks
-        take the one before it. Raises CheckpointError if all are damaged, or if one is of another
-        model, and StageError on ranks that see different ones."""
+        take the one before it. Raises CheckpointError if all are damaged, if one is of another
+        model, or if rank 0 reads well what another rank cannot, and StageError on ranks that see
+        different ones.
+
+        Values are loaded into the live state before all ranks agree; only `sync_compute_weights`
+        waits. That is safe: an earlier checkpoint overwrites all of it, or the run ends."""
         dist, damage = self.ctx.dist, ""
         while True:
-            own = json.dumps(self._newest_whole()) if dist.is_main else None
+            own = json.dumps(self._newest_complete()) if dist.is_main else None
             name, found = json.loads(dist.broadcast_str(own))
             damage = found or damage
             if not name:
@@ -123,7 +128,7 @@ class Restoration:
             )
         return text
 
-    def _newest_whole(self) -> tuple[str, str]:
+    def _newest_complete(self) -> tuple[str, str]:
         """The newest checkpoint that is whole (or empty), and the damage of one put aside."""
         damage = ""
         with system_errors_as(CheckpointError):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.division import Tile
-from pipeline.checkpoint.file_layout import Staging
+from pipeline.checkpoint.file_layout import HALVES, Staging
 from pipeline.checkpoint.write_plan import DTYPES, WritePlan, random_key, tile_of
 from pipeline.checkpoint.writer import SaveRequest, SaveResult, Write, WriterProcess
 from pipeline.contracts.resources import ResourceNeed
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
     from pipeline.contracts.engine import Engine
     from pipeline.distributed.process_group import DistContext
 
-TAKEN_AT_ONCE = 64 << 20
+ALLOCATED_AT_ONCE = 64 << 20
 """Bytes of memory that are allocated at once: some hundredths of a second."""
 _BUFFERS: weakref.WeakSet[SnapshotBuffer] = weakref.WeakSet()
+"""All of this process: a recipe may train several times."""
 Source = tuple[int, Write, Tile, Tensor]
 """A copy to make: its round, where it goes, and the elements of a tensor that it is taken from."""
 
 
 def memory_need(dist: DistContext) -> ResourceNeed:
-    """Memory for copies of the state that this machine's processes are still allocating."""
-    memory = sum(buffer.to_take for buffer in _BUFFERS) * dist.local_world_size
+    """Memory that this machine's processes are still allocating for all snapshots (`_BUFFERS`)."""
+    memory = sum(buffer.unallocated for buffer in _BUFFERS) * dist.local_world_size
     return ResourceNeed(what="copies of the training state", memory=memory, kept=True)
 
 
@@ -53,22 +54,22 @@ class PageLock:
     there. Without effect where the system allows no more of them."""
 
     def __init__(self, memory: memoryview) -> None:
-        self._address, self.held = address(memory), False
+        self._address, self.locked = address(memory), False
         if self._address:
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            self.held = int(runtime.cudaHostRegister(self._address, memory.nbytes, 0)) == 0
-            if not self.held:
+            self.locked = int(runtime.cudaHostRegister(self._address, memory.nbytes, 0)) == 0
+            if not self.locked:
                 # CUDA's last error is no failure, and the next kernel would be taken for its cause
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device="cuda")
 
     def close(self) -> None:
         """Unlock the pages, once nothing is copied any more."""
-        if self.held:
+        if self.locked:
             with contextlib.suppress(RuntimeError):  # of a device that is lost
                 torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]
-            self.held = False
+            self.locked = False
 
 
 class SnapshotBuffer:
@@ -78,21 +79,21 @@ class SnapshotBuffer:
         self.descriptor = memory_file("snapshot", max(size, 1))
         self._map = mmap.mmap(self.descriptor, max(size, 1))
         self.memory = memoryview(self._map)[:size]
-        self.to_take = size
+        self.unallocated = size
         """Bytes that are not allocated yet."""
         self._lock: PageLock | None = None
         self.closing = False
-        """Has `take`, which another thread may be in, return soon."""
+        """Has `allocate`, which another thread may be in, return soon."""
         _BUFFERS.add(self)
 
-    def take(self, device: torch.device) -> None:
+    def allocate(self, device: torch.device) -> None:
         """Allocate the memory, so that no page fault stops the training loop, and lock the pages
         for copies from a GPU. Seconds for tens of GB, in which other threads continue. Raises
         CheckpointError for memory that the system does not give."""
-        for start in range(0, len(self.memory), TAKEN_AT_ONCE):
+        for start in range(0, len(self.memory), ALLOCATED_AT_ONCE):
             if self.closing:
                 return
-            with self.memory[start : start + TAKEN_AT_ONCE] as part:
+            with self.memory[start : start + ALLOCATED_AT_ONCE] as part:
                 try:
                     os.posix_fallocate(self.descriptor, start, len(part))
                 except OSError as error:
@@ -101,14 +102,14 @@ class SnapshotBuffer:
                     ) from None
                 # Pages that are there are still to be mapped, which takes a fault for each.
                 ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(part)), 0, len(part))
-            self.to_take -= min(TAKEN_AT_ONCE, self.to_take)
+            self.unallocated -= min(ALLOCATED_AT_ONCE, self.unallocated)
         if device.type == "cuda":
             with torch.cuda.device(device):  # each thread has a current one
                 self._lock = PageLock(self.memory)
 
     def close(self) -> None:
         """Release the memory, once no view of it is left."""
-        self.to_take = 0
+        self.unallocated = 0
         if self._lock is not None:
             self._lock.close()
         self.memory.release()
@@ -127,7 +128,7 @@ class Snapshot:
         self._dist = dist
         self.staging = staging
         self._dtypes = {entry.key: DTYPES[entry.dtype] for entry in plan.template.tensors}
-        self._whole: dict[str, list[Write]] = defaultdict(list)
+        self._upfront: dict[str, list[Write]] = defaultdict(list)
         """Copies to make before anything is written, by tensor."""
         self._streamed: list[tuple[int, Write]] = []
         """Copies to make round by round, in order, each with its round."""
@@ -136,7 +137,7 @@ class Snapshot:
                 if write.key in staging.streamed:
                     self._streamed.append((number, write))
                 elif write.key:
-                    self._whole[write.key].append(write)
+                    self._upfront[write.key].append(write)
         self.buffer = SnapshotBuffer(staging.size)
         self._address = address(self.buffer.memory)
         self._pool = ThreadPoolExecutor(1, "pipe-snapshot")
@@ -147,9 +148,9 @@ class Snapshot:
 
     def _fill(self) -> None:
         """Allocate the memory and write what is the same in every save, during the first steps."""
-        self.buffer.take(self._dist.device)
-        for place, head in self.staging.heads:
-            self.buffer.memory[place : place + len(head)] = head
+        self.buffer.allocate(self._dist.device)
+        for offset, head in self.staging.heads:
+            self.buffer.memory[offset : offset + len(head)] = head
 
     def close(self) -> None:
         """Release the memory."""
@@ -161,19 +162,20 @@ class Snapshot:
         self, writer: WriterProcess, request: SaveRequest, stable: Set[str] | None = None
     ) -> None:
         """Begin to let the writer carry out `request`. Tensors of the names in `stable` do not
-        change until `copied` is done, and are copied in the background; None: all is copied now.
-        Raises what has kept the memory from being allocated."""
+        change until `copied` is done, and are copied in the background; None: everything is copied
+        now, in this thread. Raises what has kept the memory from being allocated."""
         self.filled.result()
         with torch.no_grad():
-            sources = itertools.chain(self._whole_sources(), self._streamed_sources())
+            sources = itertools.chain(self._upfront_sources(), self._streamed_sources())
             if stable is None:
                 self.copied = Future()
                 self.copied.set_result(self._copy_all(writer, request, sources))
                 return
             kept = []
-            for number, write, held, tensor in sources:
+            for number, write, tile, tensor in sources:
                 is_stable = write.key.partition("/")[2] in stable
-                kept.append((number, write, held, tensor if is_stable else tensor.clone()))
+                # Buffers change in the next forward: small, so cloned.
+                kept.append((number, write, tile, tensor if is_stable else tensor.clone()))
         reached: torch.cuda.Event | None = None
         if self._dist.device.type == "cuda":  # the state to save is there when this is over
             reached = torch.cuda.current_stream(self._dist.device).record_event()
@@ -196,15 +198,15 @@ class Snapshot:
                 own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
                 own.wait_event(reached)
                 stack.enter_context(torch.cuda.stream(own))
-            for number, write, held, tensor in sources:
+            for number, write, tile, tensor in sources:
                 # Copies have the processors to themselves until they need the room of others.
-                while number >= 2 and announced < number:
+                while number >= HALVES and announced < number:
                     self._announce(writer, request, announced)
                     announced += 1
-                    failed = writer.wait_taken() if announced >= 2 else None
+                    failed = writer.wait_written() if announced >= HALVES else None
                     if failed is not None:
                         return failed
-                self._copy(write, held, tensor)
+                self._copy(write, tile, tensor)
             for number in range(announced, len(self.staging.rounds)):
                 self._announce(writer, request, number)
         return None
@@ -215,9 +217,9 @@ class Snapshot:
             torch.cuda.current_stream(self._dist.device).synchronize()
         writer.go_on() if number else writer.begin(request)
 
-    def _whole_sources(self) -> Iterator[Source]:
+    def _upfront_sources(self) -> Iterator[Source]:
         """Copies of whole pieces: random states, and others in the engine's order."""
-        left = set(itertools.chain(*self._whole.values()))
+        left = set(itertools.chain(*self._upfront.values()))
         random = (
             (
                 random_key(self._engine.random_stream, name), Tile(0, len(state)),
@@ -225,10 +227,10 @@ class Snapshot:
             )
             for name, state in rng_state.capture(self._dist.device).items()
         )  # fmt: skip
-        for key, held, tensor in itertools.chain(random, self._tensors()):
-            for write in self._whole.get(key, ()):
-                if held.position(write.element) is not None:
-                    yield 0, write, held, tensor
+        for key, tile, tensor in itertools.chain(random, self._tensors()):
+            for write in self._upfront.get(key, ()):
+                if tile.position(write.first_element) is not None:
+                    yield 0, write, tile, tensor
                     left.discard(write)
             if not left:
                 return
@@ -240,13 +242,13 @@ class Snapshot:
         left = self._streamed[::-1]
         while left:
             before = len(left)
-            for key, held, tensor in self._tensors():
+            for key, tile, tensor in self._tensors():
                 while left and left[-1][1].key == key:
                     number, write = left[-1]
-                    if held.position(write.element) is None:
+                    if tile.position(write.first_element) is None:
                         break
                     left.pop()
-                    yield number, write, held, tensor
+                    yield number, write, tile, tensor
                 if not left:
                     return
             assert len(left) < before, f"{left[-1][1].key} no longer exists"
@@ -254,21 +256,21 @@ class Snapshot:
     def _tensors(self) -> Iterator[tuple[str, Tile, Tensor]]:
         """Keys of tensors, this rank's tiles of them, and the elements."""
         for fragment in self._engine.fragments():
-            held = tile_of(fragment)
+            tile = tile_of(fragment)
             for kind, tensor in fragment.state.items():
-                yield f"{kind}/{fragment.name}", held, tensor
+                yield f"{kind}/{fragment.name}", tile, tensor
 
-    def _copy(self, write: Write, held: Tile, tensor: Tensor) -> None:
+    def _copy(self, write: Write, tile: Tile, tensor: Tensor) -> None:
         """Copy into the buffer, from the elements of a tile; a GPU may still copy afterwards. In
         host memory the C library copies faster than torch."""
-        first, dtype = held.position(write.element), self._dtypes[write.key]
+        first, dtype = tile.position(write.first_element), self._dtypes[write.key]
         numel = write.size // dtype.itemsize
         assert first is not None, f"{write.key} no longer exists"
         assert first + numel <= tensor.numel(), f"{write.key} changed its size"
         if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == dtype:
             source = tensor.data_ptr() + first * dtype.itemsize
-            ctypes.memmove(self._address + write.start, source, write.size)
+            ctypes.memmove(self._address + write.buffer_offset, source, write.size)
         else:
-            memory = self.buffer.memory[write.start : write.start + write.size]
+            memory = self.buffer.memory[write.buffer_offset : write.buffer_offset + write.size]
             target = torch.frombuffer(memory, dtype=dtype)
             target.copy_(tensor[first : first + numel], non_blocking=True)

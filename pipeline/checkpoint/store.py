@@ -276,7 +276,7 @@ class _File:
     def __init__(self, path: Path, size: int, *, shared: bool, direct: bool = True) -> None:
         self._path = path
         self._direct: int | None = None
-        self._taken = False
+        self._direct_worked = False
         """Whether the disk has taken any pages directly."""
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(path, flags | os.O_CREAT | (0 if shared else os.O_EXCL), 0o600)
@@ -324,10 +324,10 @@ class _File:
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
-            if not self._taken:
+            if not self._direct_worked:
                 self._close_direct()
             return False  # at least these pages lie where the disk cannot fetch them
-        self._taken = True
+        self._direct_worked = True
         return True
 
     def _close_direct(self) -> None:

@@ -1,7 +1,9 @@
 """The division of a state's writing among ranks, settled once a run, before the first save.
 
-Every rank reports its shards to rank 0, which divides the work, replicas sharing it; then each rank
-lays out its own files. Only rank 0's work grows with the ranks.
+Every rank reports its shards to rank 0 in two messages, `common` and `own`. `common` is the same
+byte for byte on replicas and on ranks with shards that are alike, so rank 0 groups the ranks by it.
+It divides the work, replicas sharing it; then each rank lays out its own files. Only rank 0's work
+grows with the ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import dataclasses
 import json
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +21,7 @@ import torch
 
 from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.division import CoverageError, Division, Piece, Tile
-from pipeline.checkpoint.file_layout import FileLayout, Layout
+from pipeline.checkpoint.file_layout import FileLayout, RankFiles
 from pipeline.checkpoint.manifest import DataFile, ManifestTemplate, TensorEntry
 from pipeline.errors import StageError
 from pipeline.utils.packages import versions
@@ -70,7 +72,7 @@ def without_frozen_base(engine: Engine, frozen_base: Set[str]) -> EngineState:
     )
 
 
-class LocalShard(NamedTuple):
+class HeldTile(NamedTuple):
     """A tile of a tensor that a rank holds."""
 
     key: str
@@ -81,12 +83,12 @@ class LocalShard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WritePlan:
-    """A rank's layout, and what the manifest of every checkpoint says about all ranks."""
+    """A rank's files, and what the manifest of every checkpoint says about all ranks."""
 
-    layout: Layout
+    rank_files: RankFiles
     template: ManifestTemplate
     """Manifest template; it lists files on rank 0 only."""
-    held: Set[str]
+    own_keys: Set[str]
     """Keys of the tensors that this rank's engine has a part of."""
     on_host: Set[str]
     """Keys of those in this machine's memory."""
@@ -96,17 +98,17 @@ def plan_writes(
     engine: Engine, dist: DistContext, file_layout: FileLayout, without: Set[str] = frozenset()
 ) -> WritePlan:
     """Agree with all ranks (collective), `without` some parameters. Raises StageError."""
-    own, on_host = list[LocalShard](), set[str]()
+    own, on_host = list[HeldTile](), set[str]()
     for fragment in engine.fragments():
         for kind, tensor in fragment.state.items() if fragment.name not in without else ():
             if tensor.numel():
                 key = f"{kind}/{fragment.name}"
                 shape, tile = tuple(fragment.shape), tile_of(fragment)
-                own.append(LocalShard(key, CODES[tensor.dtype], shape, tile))
+                own.append(HeldTile(key, CODES[tensor.dtype], shape, tile))
                 if tensor.device.type == "cpu":
                     on_host.add(key)
     random = [
-        LocalShard(random_key(engine.random_stream, name), "U8", (len(state),), Tile(0, len(state)))
+        HeldTile(random_key(engine.random_stream, name), "U8", (len(state),), Tile(0, len(state)))
         for name, state in rng_state.capture(dist.device).items()
     ]
     reports = zip(*(dist.collect(message) for message in report(own, random)), strict=True)
@@ -114,33 +116,33 @@ def plan_writes(
     text = divide(list(reports), file_layout, writer).model_dump_json() if dist.is_main else None
     template = ManifestTemplate.model_validate_json(dist.broadcast_str(text))
     own_tiles = template.division.of_rank(dist.rank)
-    layout = file_layout.lay_out(dist.rank, own_tiles, template.tensors)
-    described = dist.collect(json.dumps([file.model_dump() for file in layout.described]).encode())
+    rank_files = file_layout.lay_out(dist.rank, own_tiles, template.tensors)
+    described = dist.collect(json.dumps([f.model_dump() for f in rank_files.described]).encode())
     files = [DataFile(**file) for files in described for file in json.loads(files)]
     template = template.model_copy(update={"files": files})
-    held = {shard.key for shard in own}
-    return WritePlan(layout=layout, template=template, held=held, on_host=on_host)
+    keys = {shard.key for shard in own}
+    return WritePlan(rank_files=rank_files, template=template, own_keys=keys, on_host=on_host)
 
 
-def report(shards: Sequence[LocalShard], random: Sequence[LocalShard]) -> tuple[bytes, bytes]:
-    """Messages of a rank to rank 0. The first has its tensors: key, dtype, shape, and a number for
-    the tiles; as it is the same on most ranks, it is decoded once. The second has the tiles, and
-    the `random` states as in the first."""
+def report(shards: Sequence[HeldTile], random: Sequence[HeldTile]) -> tuple[bytes, bytes]:
+    """The messages of a rank, common and own. The common one has its tensors: key, dtype, shape,
+    and the number of its list of tiles. The own one has these lists, and the `random` states as in
+    the common one."""
     tiles: dict[str, list[Tile]] = defaultdict(list)
     for shard in (*shards, *random):
         tiles[shard.key].append(shard.tile)
     numbers: dict[tuple[object, ...], int] = {}
 
-    def listed(own: Sequence[LocalShard]) -> dict[str, tuple[object, ...]]:
+    def listed(own: Sequence[HeldTile]) -> dict[str, tuple[object, ...]]:
         return {
             key: (dtype, shape, numbers.setdefault((shape, *tiles[key]), len(numbers)))
             for key, dtype, shape, _ in own
         }
 
-    first, second = listed(shards), listed(random)
-    held = [own for _, *own in numbers]
-    first_text, second_text = json.dumps(first), json.dumps([held, second])
-    return zlib.compress(first_text.encode()), zlib.compress(second_text.encode())
+    common, random_states = listed(shards), listed(random)
+    tile_lists = [own for _, *own in numbers]
+    common_text, own_text = json.dumps(common), json.dumps([tile_lists, random_states])
+    return zlib.compress(common_text.encode()), zlib.compress(own_text.encode())
 
 
 def divide(
@@ -149,15 +151,15 @@ def divide(
     """Divide the work, given every rank's report. Returns a manifest without files. Raises
     StageError unless the reports agree and make up every tensor."""
     members: dict[bytes, list[int]] = defaultdict(list)
-    for rank, (first, _) in enumerate(messages):
-        members[first].append(rank)
-    seconds = [json.loads(zlib.decompress(second)) for _, second in messages]
-    tiles = [[[Tile(*tile) for tile in own] for own in held] for held, _ in seconds]
+    for rank, (common, _) in enumerate(messages):
+        members[common].append(rank)
     groups = [(ranks, json.loads(zlib.decompress(text))) for text, ranks in members.items()]
-    groups += [([rank], random) for rank, (_, random) in enumerate(seconds)]
+    own_parts = [json.loads(zlib.decompress(own)) for _, own in messages]
+    tile_lists = [[[Tile(*tile) for tile in tiles] for tiles in lists] for lists, _ in own_parts]
+    groups += [([rank], random) for rank, (_, random) in enumerate(own_parts)]
     facts: dict[str, tuple[str, list[int]]] = {}
     parts: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    """The groups that hold some of a tensor, and the number of its tiles on their ranks."""
+    """The groups that hold some of a tensor, and the number of its list of tiles on their ranks."""
     for group, (_, listed) in enumerate(groups):
         for key, (dtype, shape, number) in listed.items():
             if facts.setdefault(key, (dtype, shape)) != (dtype, shape):
@@ -168,13 +170,10 @@ def divide(
         for key, (dtype, shape) in facts.items()
     )
     alike: dict[tuple[tuple[int, int], ...], int] = {}
-    numbers = [alike.setdefault(tuple(parts[tensor.key]), len(alike)) for tensor in tensors]
-    holders: list[dict[Tile, list[int]]] = [defaultdict(list) for _ in alike]
-    for number, own in enumerate(alike):
-        for rank, held in sorted((rank, n) for group, n in own for rank in groups[group][0]):
-            for tile in tiles[rank][held]:
-                holders[number][tile].append(rank)
-    division = share_writing(numbers, holders, len(messages))
+    holder_pattern = [alike.setdefault(tuple(parts[tensor.key]), len(alike)) for tensor in tensors]
+    held_by = (sorted((rank, n) for group, n in own for rank in groups[group][0]) for own in alike)
+    holders = [_holders((rank, tile_lists[rank][n]) for rank, n in own) for own in held_by]
+    division = share_writing(holder_pattern, holders, len(messages))
     try:
         division.require_whole({tensor.key: tensor.shape for tensor in tensors}, len(messages))
     except CoverageError as error:
@@ -184,48 +183,65 @@ def divide(
     )
 
 
-def share_writing(held: Sequence[int], holders: Sequence[Holders], ranks: int) -> Division:
-    """Divide the writing of tensors; tensor n is held as `holders[held[n]]` says.
+def _holders(lists: Iterable[tuple[int, Sequence[Tile]]]) -> Holders:
+    """Who holds which tiles, given ranks and their lists of tiles."""
+    holders: dict[Tile, list[int]] = defaultdict(list)
+    for rank, tiles in lists:
+        for tile in tiles:
+            holders[tile].append(rank)
+    return holders
 
-    Of tiles that several ranks hold, large ones are cut evenly between them; of the small ones of a
-    tensor, holder number n of each writes all. Either goes where the least is to write.
+
+def share_writing(
+    holder_pattern: Sequence[int], holders: Sequence[Holders], ranks: int
+) -> Division:
+    """Divide the writing of tensors; tensor n is held as `holders[holder_pattern[n]]` says.
+
+    Of tiles that several ranks hold, large ones are cut evenly between them. Small ones are put in
+    batches; for each tensor, one column of a batch's [tile, holder] writes its tiles: the one whose
+    busiest rank has least to write. That keeps distinct patterns few, and the manifest small.
     """
     load = np.zeros(ranks, np.int64)
-    fixed: list[list[Piece]] = [[] for _ in holders]
-    free: list[list[tuple[list[Tile], np.ndarray]]] = [[] for _ in holders]
-    """Tiles with as many holders, other ones each, which are the rows of a matrix."""
-    times = Counter(held)
-    for number, tiles in enumerate(holders):
-        small: dict[tuple[int, int], list[Tile]] = defaultdict(list)
-        known: Counter[tuple[int, ...]] = Counter()
-        for tile, own in tiles.items():
-            if len(own) == 1 or tile.numel >= WORTH_A_CUT * len(own):
-                fixed[number] += _cut(tile, own)
-            else:
-                small[len(own), known[tuple(own)]].append(tile)
-                known[tuple(own)] += 1
-        free[number] = [(few, np.array([tiles[tile] for tile in few])) for few in small.values()]
-        for piece in fixed[number]:
-            load[piece.rank] += piece.tile.numel * times[number]
-    largest = [max((tile.numel for few, _ in own for tile in few), default=0) for own in free]
-    layouts: dict[tuple[Piece, ...], int] = {}
-    known_choices: dict[tuple[int, ...], int] = {}
-    chosen = [0] * len(held)
-    for tensor in sorted(range(len(held)), key=lambda tensor: -largest[held[tensor]]):
-        number, choice = held[tensor], []
-        for few, matrix in free[number]:
-            choice.append(int(load[matrix].max(axis=0).argmin()))
-            np.add.at(load, matrix[:, choice[-1]], [tile.numel for tile in few])
-        if (number, *choice) not in known_choices:
+    split = [_in_batches(tiles) for tiles in holders]
+    for number, times in Counter(holder_pattern).items():
+        for piece in split[number][0]:
+            load[piece.rank] += piece.tile.numel * times
+    largest = [max((t.numel for tiles, _ in own for t in tiles), default=0) for _, own in split]
+    patterns: dict[tuple[Piece, ...], int] = {}
+    seen: dict[tuple[int, ...], int] = {}
+    chosen = [0] * len(holder_pattern)
+    for tensor in sorted(range(len(chosen)), key=lambda tensor: -largest[holder_pattern[tensor]]):
+        number = holder_pattern[tensor]
+        fixed, batches = split[number]
+        columns = list[int]()
+        for tiles, holder_ranks in batches:
+            columns.append(int(load[holder_ranks].max(axis=0).argmin()))
+            np.add.at(load, holder_ranks[:, columns[-1]], [tile.numel for tile in tiles])
+        if (number, *columns) not in seen:
             taken = [
-                Piece(int(own[n]), *tile)
-                for n, (few, matrix) in zip(choice, free[number], strict=True)
-                for tile, own in zip(few, matrix, strict=True)
+                Piece(int(rank), *tile)
+                for (tiles, holder_ranks), column in zip(batches, columns, strict=True)
+                for tile, rank in zip(tiles, holder_ranks[:, column], strict=True)
             ]
-            pieces = tuple(sorted(fixed[number] + taken, key=lambda piece: piece[1:]))
-            known_choices[number, *choice] = layouts.setdefault(pieces, len(layouts))
-        chosen[tensor] = known_choices[number, *choice]
-    return Division.model_construct(tensors=chosen, layouts=[*layouts])
+            pieces = tuple(sorted(fixed + taken, key=lambda piece: piece[1:]))
+            seen[number, *columns] = patterns.setdefault(pieces, len(patterns))
+        chosen[tensor] = seen[number, *columns]
+    return Division.model_construct(tensors=chosen, patterns=[*patterns])
+
+
+def _in_batches(holders: Holders) -> tuple[list[Piece], list[tuple[list[Tile], np.ndarray]]]:
+    """The pieces that have no choice of rank, and batches of the other tiles: tiles with equally
+    many holders, no two with the same list, and a matrix [tile, holder] of ranks."""
+    fixed: list[Piece] = []
+    batches: dict[tuple[int, int], list[Tile]] = defaultdict(list)
+    seen: Counter[tuple[int, ...]] = Counter()
+    for tile, ranks in holders.items():
+        if len(ranks) == 1 or tile.numel >= WORTH_A_CUT * len(ranks):
+            fixed += _cut(tile, ranks)
+        else:
+            batches[len(ranks), seen[tuple(ranks)]].append(tile)
+            seen[tuple(ranks)] += 1
+    return fixed, [(own, np.array([holders[tile] for tile in own])) for own in batches.values()]
 
 
 def _cut(tile: Tile, ranks: Sequence[int]) -> Iterator[Piece]:

@@ -22,18 +22,21 @@ from pipeline.utils.processes import start_child
 
 
 class Write(NamedTuple):
-    """`size` bytes of the snapshot buffer, from byte `start` on, which are bytes of file number
-    `file`: those from byte `begin` on of the bytes `place`. They are elements of tensor `key` that
-    follow each other in this rank's part of it, from element `element` on; of no tensor, without
-    block checksums, if the key is empty."""
+    """`size` bytes of the snapshot buffer, which go into file number `file`. They are elements of
+    tensor `key` that follow each other in this rank's part of it; of no tensor, without block
+    checksums, if the key is empty."""
 
     file: int
     place: Tile
-    begin: int
-    start: int
+    """Bytes of the file that the whole item takes."""
+    place_offset: int
+    """Number of the first byte within `place`."""
+    buffer_offset: int
+    """First byte in the snapshot buffer."""
     size: int
     key: str
-    element: int
+    first_element: int
+    """Number of the first element within the tensor."""
 
 
 class WriterSetup(BaseModel):
@@ -73,7 +76,7 @@ class SaveResult(BaseModel):
     problem: str = ""
     digest: int = 0
     """Digest of the rank's checksums."""
-    place: str = ""
+    address: str = ""
     size: int = 0
     """Bytes of the whole checkpoint's data, on rank 0."""
     seconds: float = 0.0
@@ -110,7 +113,7 @@ class WriterProcess:
         """Announce that the next round is in the buffer."""
         self._send("")
 
-    def wait_taken(self) -> SaveResult | None:
+    def wait_written(self) -> SaveResult | None:
         """Wait until one more round is in the files; the result, if that has failed."""
         line = self._line()
         return SaveResult.model_validate_json(line) if line.strip() else None

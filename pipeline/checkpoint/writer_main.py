@@ -1,5 +1,5 @@
-"""Write checkpoints: the process that writes one rank's part of each while training continues, and
-the stream that writes a whole one from a state of any format. Imports no torch.
+"""The process that writes one rank's part of each checkpoint while training continues. Imports no
+torch.
 
 It is started with a message (`pipeline.utils.processes`): the WriterSetup as JSON, and the
 descriptor of the snapshot buffer. Standard input is a line of JSON with a SaveRequest for each
@@ -15,36 +15,32 @@ import contextlib
 import itertools
 import mmap
 import os
-import shutil
 import sys
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from resource import RUSAGE_SELF, getrusage, struct_rusage
 
 from xxhash import xxh3_64_intdigest
 
-from pipeline.checkpoint.division import Division, Piece, Tile
-from pipeline.checkpoint.file_format import CHUNK, block_sums, pack_sums
-from pipeline.checkpoint.file_layout import FileLayout, Layout
-from pipeline.checkpoint.formats import StateSource
+from pipeline.checkpoint.division import Tile
+from pipeline.checkpoint.file_format import block_sums, pack_sums
+from pipeline.checkpoint.file_layout import HALVES, RankFiles
 from pipeline.checkpoint.location import open_store
-from pipeline.checkpoint.manifest import ManifestTemplate, sums_name
+from pipeline.checkpoint.manifest import sums_name
 from pipeline.checkpoint.retention import purge
-from pipeline.checkpoint.store import Store, Transaction, step_name, step_number
+from pipeline.checkpoint.store import Transaction
 from pipeline.checkpoint.writer import SaveRequest, SaveResult, Write, WriterSetup
 from pipeline.distributed.signals import ignore_signals
-from pipeline.errors import CheckpointError, UsageError, in_words
-from pipeline.utils.files import page_aligned, sync, sync_tree
+from pipeline.errors import CheckpointError, in_words
 from pipeline.utils.processes import received
 from pipeline.utils.terminal import hide_environment, redact_output
 
 NICENESS = 10
 """Training on the same processors keeps nine tenths of one while a writer is at work, and a writer
 that nothing competes with is as fast as ever."""
-Part = tuple[int, Tile, int, memoryview, bool]
-"""File, a place in it, and bytes from this byte of the place on; whether they are of a piece."""
+FileBytes = tuple[int, Tile, int, memoryview, bool]
+"""File, a place in it, number of the first byte in that place, bytes; whether they are of a
+piece, and so have checksums."""
 REPORT = "rank-{rank:05d}.report"
 """Name of a rank's report."""
 LONGEST_PAUSE = 0.2
@@ -72,7 +68,7 @@ def main(argument: str) -> None:
             if number and not requests.readline():
                 raise CheckpointError("the process that trains has ended")
             yield from round_
-            if number + 2 < len(setup.rounds):
+            if number + HALVES < len(setup.rounds):
                 answers.write(b"\n")
                 answers.flush()
 
@@ -101,10 +97,16 @@ def carry_out(
         transaction = store.begin(request.name, request.identity)
         given = writes or itertools.chain(*setup.rounds)
         parts = (
-            (w.file, w.place, w.begin, buffer[w.start : w.start + w.size], bool(w.key))
+            (
+                w.file,
+                w.place,
+                w.place_offset,
+                buffer[w.buffer_offset : w.buffer_offset + w.size],
+                bool(w.key),
+            )
             for w in given
         )
-        digest = _write(setup, parts, transaction, setup.rank)
+        digest = write_files(setup, parts, transaction, setup.rank)
         if setup.template is None:
             result.digest = digest
             reported = True  # rank 0 may see it, and commit the files, even if this raises
@@ -128,7 +130,7 @@ def carry_out(
         with contextlib.suppress(OSError):  # this rank also ends the run by itself
             _report(setup, transaction, result)  # to rank 0, whose disk may be another one
         return result
-    result.place = store.locate(request.name)
+    result.address = store.locate(request.name)
     result.size = sum(file.size for file in setup.template.files)
     result.seconds, result.ended = time.monotonic() - request.began, time.time()
     result.warnings = purge(store, setup.retention)
@@ -165,8 +167,11 @@ def _collect(transaction: Transaction, world_size: int) -> list[SaveResult]:
     return reports
 
 
-def _write(
-    own: WriterSetup | Layout, parts: Iterable[Part], transaction: Transaction, rank: int = 0
+def write_files(
+    own: WriterSetup | RankFiles,
+    parts: Iterable[FileBytes],
+    transaction: Transaction,
+    rank: int = 0,
 ) -> int:
     """Write a rank's files and their checksums; returns the digest of these."""
     sums: list[int] = []
@@ -179,67 +184,6 @@ def _write(
     packed = pack_sums(sums)
     transaction.put(sums_name(rank), packed)
     return xxh3_64_intdigest(packed)
-
-
-def step_target(folder: Path, step: int) -> Path:
-    """A folder `step-N` itself, any other with `step-N` in it. Raises UsageError for another N."""
-    number = step_number(folder.name)
-    if number is None:
-        return folder / step_name(step)
-    if number != step:
-        raise UsageError(
-            f"{folder}: the state is of step {step}",
-            hint=f"call the folder {step_name(step)}, or give the folder to put that in",
-        )
-    return folder
-
-
-def write_checkpoint(source: StateSource, store: Store, name: str, file_layout: FileLayout) -> None:
-    """Commit `source` as the checkpoint `name`, with checksums, in memory for one chunk. Raises
-    OSError, and whatever reading `source` raises."""
-    entries = file_layout.in_order(entry for entry in source.tensors.values() if entry.numel)
-    division = Division.of([Piece(0, 0, entry.numel)] for entry in entries)
-    layout = file_layout.lay_out(0, division.of_rank(0), entries)
-    template = ManifestTemplate(
-        world_size=source.world_size, writer=source.writer, tensors=entries, division=division,
-        files=layout.described,
-    )  # fmt: skip
-    facts = {"step": source.step, "progress": source.progress, "state": source.state}
-    transaction = store.begin(name, uuid.uuid4().hex[:12])
-    try:
-        digest = _write(layout, _stream(source, layout), transaction)
-        store.commit(transaction, template.fill(facts, transaction.prefix, [digest]).dump())
-    except BaseException:
-        store.abandon(transaction)
-        raise
-
-
-def _stream(source: StateSource, layout: Layout) -> Iterator[Part]:
-    """All bytes of the files, each part valid until the next is taken."""
-    for item in layout.items:
-        if not item.key:
-            yield item.file, item.place, 0, memoryview(item.head), False
-            continue
-        size, buffer = item.place.numel, page_aligned(min(CHUNK, item.place.numel))
-        for begin in range(0, size, CHUNK):  # whole blocks, but for the last
-            data = buffer[: size - begin]
-            source.read_into(item.key, begin // source.entry(item.key).itemsize, data)
-            yield item.file, item.place, begin, data, True
-
-
-@contextlib.contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
-    """A folder to write into. It appears as `folder` when the body ends, durably, or not at all."""
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        sync_tree(partial)
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    sync(folder.parent)
 
 
 if __name__ == "__main__":

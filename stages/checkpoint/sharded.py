@@ -52,9 +52,9 @@ class CheckpointSettings:
     saved after every evaluation with the lowest loss so far, regardless of `every`."""
 
     asynchronous: bool = True
-    """Write while training continues, from a copy of the state on a GPU. For state in host memory,
-    the next update waits until all but 1 GiB per rank is in files. false makes training wait until
-    the checkpoint is on disk, and makes no copy."""
+    """Write while training continues: from a copy of the state on a GPU; state in host memory
+    passes through at most 1 GiB per rank, and the next update waits until all but that is in files.
+    false makes training wait until the checkpoint is on disk, and passes all state through that."""
 
     start_from: str | None = None
     """A checkpoint (folder or address), or a run, whose newest it is, to start a new run from;

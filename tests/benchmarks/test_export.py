@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.checkpoint.division import Tile
-from pipeline.checkpoint.location import locate
+from pipeline.checkpoint.location import open_checkpoint
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
@@ -69,7 +69,7 @@ def save(dist: DistContext, folder: str, config: dict[str, Any]) -> None:
 def placed(folder: Path) -> dict[tuple[str, int, int], tuple[str, int]]:
     """Return the file of each part of a tensor, and its place behind the header, random states left
     out."""
-    reader = CheckpointReader(*locate(str(folder)))
+    reader = CheckpointReader(*open_checkpoint(str(folder)))
     found = {}
     for key, tensor in reader.tensors.items():
         for piece in reader.places.find(key, Tile(0, tensor.numel)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.location import locate
+from pipeline.checkpoint.location import open_checkpoint
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.snapshot import PageLock, SnapshotBuffer
 from pipeline.checkpoint.write_plan import DTYPES
@@ -43,7 +43,7 @@ def overwrite(engine: Engine) -> None:
 
 def assert_holds(folder: Path, expected: dict[str, Tensor]) -> None:
     """Compare every tensor of a checkpoint."""
-    reader = CheckpointReader(*locate(str(folder)))
+    reader = CheckpointReader(*open_checkpoint(str(folder)))
     assert set(expected) == {key for key in reader.tensors if not key.startswith("random/")}
     for key, values in expected.items():
         dtype = DTYPES[reader.entry(key).dtype]
@@ -85,13 +85,13 @@ def test_snapshot(wrap: str, asynchronous: bool, gpu: DistContext, tmp_path: Pat
 def test_pages_of_the_buffer_are_locked(gpu: DistContext) -> None:
     buffer = SnapshotBuffer(1 << 24)
     assert not torch.frombuffer(buffer.memory, dtype=torch.uint8).is_pinned()
-    buffer.take(gpu.device)
+    buffer.allocate(gpu.device)
     assert torch.frombuffer(buffer.memory, dtype=torch.uint8).is_pinned()
     values = torch.arange(1 << 22, device=gpu.device, dtype=torch.int32)
     torch.frombuffer(buffer.memory, dtype=torch.int32).copy_(values, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(torch.frombuffer(buffer.memory, dtype=torch.int32), values.cpu())
     again = PageLock(buffer.memory)  # refused: they are locked
-    assert not again.held
+    assert not again.locked
     assert float(torch.ones(3, device=gpu.device).sum()) == 3.0
     buffer.close()

@@ -19,7 +19,7 @@ from pipeline.checkpoint.division import Tile
 from pipeline.checkpoint.file_layout import FileLayout, Staging, plan_staging
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.snapshot import Snapshot
-from pipeline.checkpoint.write_plan import LocalShard, divide, report
+from pipeline.checkpoint.write_plan import HeldTile, divide, report
 from pipeline.checkpoint.writer import SaveRequest, Write, WriterSetup
 from pipeline.checkpoint.writer_main import carry_out
 from pipeline.contracts.engine import WEIGHT, Fragment
@@ -153,7 +153,7 @@ def write(root: Path, cut: Cut, form: FileLayout, *, passage: int | None = None)
     many bytes."""
     flat = content(cut)
     held = [
-        [LocalShard(KEY, "I32", cut.shape, tile) for tile in cut.tiles(rank)]
+        [HeldTile(KEY, "I32", cut.shape, tile) for tile in cut.tiles(rank)]
         for rank in range(cut.ranks)
     ]
     shares = divide([report(own, []) for own in held], form, {})
@@ -200,8 +200,10 @@ class _Writer:
 
     def go_on(self) -> None:
         for write in next(self._rounds):
-            self.writes.append(write._replace(start=len(self.memory)))
-            self.memory += self._snapshot.buffer.memory[write.start : write.start + write.size]
+            self.writes.append(write._replace(buffer_offset=len(self.memory)))
+            self.memory += self._snapshot.buffer.memory[
+                write.buffer_offset : write.buffer_offset + write.size
+            ]
 
-    def wait_taken(self) -> None:
+    def wait_written(self) -> None:
         return None

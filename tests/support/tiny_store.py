@@ -96,7 +96,7 @@ class Tiny:
             memory[place : place + len(head)] = head
         template = self.setups[0].template
         assert template is not None
-        writes = {(w.key, w.element): w for w in self._stagings[rank].rounds[0] if w.key}
+        writes = {(w.key, w.first_element): w for w in self._stagings[rank].rounds[0] if w.key}
         for number, tile in template.division.of_rank(rank):
             tensor = template.tensors[number]
             size, whole, write = (
@@ -107,7 +107,7 @@ class Tiny:
             assert write.size == tile.numel * size
             runs = range(tile.start, tile.end, tile.stride or tile.run)
             part = b"".join(whole[low * size : (low + tile.run) * size] for low in runs)
-            memory[write.start : write.start + write.size] = part
+            memory[write.buffer_offset : write.buffer_offset + write.size] = part
         return memoryview(memory).toreadonly()
 
 

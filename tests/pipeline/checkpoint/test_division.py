@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pipeline.checkpoint.division import (
     CoverageError,
     Division,
+    PatternIndex,
     Piece,
-    Searchable,
     Tile,
     require_cover,
 )
@@ -107,7 +107,7 @@ def test_tensors_that_are_not_whole(pieces: list[Piece], problem: str) -> None:
 @given(cuts(), st.data())
 def test_pieces_are_found_by_their_elements(cut: Cut, data: st.DataObject) -> None:
     pieces = [Piece(rank, *tile) for rank in range(cut.ranks) for tile in cut.tiles(rank)]
-    layout = Searchable(pieces)
+    layout = PatternIndex(pieces)
     low = data.draw(st.integers(0, cut.numel))
     wanted = Tile(low, data.draw(st.integers(low, cut.numel)))
     hits = [p for p in pieces if set(elements(p.tile)) & set(range(*wanted[:2]))]

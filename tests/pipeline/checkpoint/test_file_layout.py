@@ -16,7 +16,7 @@ from pipeline.checkpoint.file_layout import (
     PASSAGE,
     SHARDED,
     FileLayout,
-    Layout,
+    RankFiles,
     plan_staging,
 )
 from pipeline.checkpoint.manifest import TensorEntry
@@ -26,7 +26,7 @@ from pipeline.utils.files import PAGE
 KINDS = st.sampled_from(["F32", "BF16", "U8", "F64"])
 
 
-def laid_out(sizes: list[tuple[str, int]]) -> tuple[dict[str, TensorEntry], Layout]:
+def laid_out(sizes: list[tuple[str, int]]) -> tuple[dict[str, TensorEntry], RankFiles]:
     entries = SHARDED.in_order(
         TensorEntry(key=f"weight/{number}", dtype=dtype, shape=(count,))
         for number, (dtype, count) in enumerate(sizes)
@@ -51,9 +51,9 @@ def test_rounds(sizes: list[tuple[str, int]], whole: set[int], passage: int) -> 
 
     def copy(writes: Iterable[Write]) -> None:
         for write in writes:
-            end = write.element + write.size // tensors[write.key].itemsize
-            data = content(tensors, write.key, write.element, end)
-            memory[write.start : write.start + write.size] = data
+            end = write.first_element + write.size // tensors[write.key].itemsize
+            data = content(tensors, write.key, write.first_element, end)
+            memory[write.buffer_offset : write.buffer_offset + write.size] = data
 
     copy(w for own in made.rounds for w in own if w.key and w.key not in passes)
     file, sums = bytearray(), list[int]()
@@ -61,9 +61,9 @@ def test_rounds(sizes: list[tuple[str, int]], whole: set[int], passage: int) -> 
         copy(write for write in writes if write.key in passes)
         for write in writes:
             # the disk fetches whole pages of the file from whole pages of memory
-            assert (write.place.start + write.begin - write.start) % PAGE == 0
-            assert write.place.start + write.begin == len(file)
-            data = memory[write.start : write.start + write.size]
+            assert (write.place.start + write.place_offset - write.buffer_offset) % PAGE == 0
+            assert write.place.start + write.place_offset == len(file)
+            data = memory[write.buffer_offset : write.buffer_offset + write.size]
             file += data
             sums += block_sums(memoryview(data)) if write.key else []
     every = [content(tensors, key, 0, entry.numel) for key, entry in tensors.items()]
@@ -81,7 +81,7 @@ def content(tensors: dict[str, TensorEntry], key: str, start: int, stop: int) ->
 def test_a_round_is_filled_while_the_one_before_is_taken() -> None:
     tensors, layout = laid_out([("F32", 3 * BLOCK), ("F32", 2 * BLOCK)])
     made = plan_staging(layout, tensors.keys(), 4 * BLOCK)
-    starts = [[write.start for write in writes if write.key] for writes in made.rounds]
+    starts = [[write.buffer_offset for write in writes if write.key] for writes in made.rounds]
     assert len(starts) == 10
     for before, after in itertools.pairwise(starts):
         assert max(before) < min(after) or min(after) < min(before)
@@ -98,8 +98,10 @@ def test_every_part_of_the_buffer_can_be_viewed_in_its_dtype(arrangement: FileLa
     layout = arrangement.lay_out(0, [(number, Tile(0, 7)) for number in range(4)], entries)
     staging = plan_staging(layout, {"weight/b", "exp_avg/a"})
     writes = [write for own in staging.rounds for write in own if write.key]
-    assert [write.start % sizes[write.key] for write in writes] == [0] * 4
-    taken = sorted((write.start, write.start + 7 * sizes[write.key]) for write in writes)
+    assert [write.buffer_offset % sizes[write.key] for write in writes] == [0] * 4
+    taken = sorted(
+        (write.buffer_offset, write.buffer_offset + 7 * sizes[write.key]) for write in writes
+    )
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
     assert taken[-1][1] <= staging.size
 

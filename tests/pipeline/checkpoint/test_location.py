@@ -16,7 +16,7 @@ from pipeline.execution.rundir import saved_step
 
 def test_nothing_saved_nothing_known(tmp_path: Path) -> None:
     assert location.known(tmp_path) is None
-    location.require_none(tmp_path, "s3://bucket/run")
+    location.require_never_saved(tmp_path, "s3://bucket/run")
     (tmp_path / "checkpoints.at").write_text("")  # as a full disk leaves it
     assert location.known(tmp_path) is None
 
@@ -25,9 +25,9 @@ def test_an_address_is_remembered(tmp_path: Path) -> None:
     location.remember(tmp_path, "s3://bucket/run")
     assert location.known(tmp_path) == "s3://bucket/run"
     with pytest.raises(ResumeRefused, match="saved checkpoints in s3://bucket/run, and now there"):
-        location.require_none(tmp_path, "s3://bucket/run")
+        location.require_never_saved(tmp_path, "s3://bucket/run")
     with pytest.raises(ResumeRefused, match="in s3://bucket/run, and now there are none in /else"):
-        location.require_none(tmp_path, "/else")
+        location.require_never_saved(tmp_path, "/else")
 
 
 def test_what_is_in_the_runs_folder_moves_with_it(tmp_path: Path) -> None:
@@ -97,10 +97,10 @@ def test_each_training_has_its_own_place(tmp_path: Path) -> None:
     }
     assert location.known(moved) == "s3://bucket/all/run-last"
     assert location.known(moved, "chat") == str(moved / "checkpoints-chat")
-    location.require_none(moved, "/else", "another")
+    location.require_never_saved(moved, "/else", "another")
     line = f"delete the line of `chat` in {moved / 'checkpoints.at'}"
     with pytest.raises(ResumeRefused, match=re.escape(line)):
-        location.require_none(moved, "/else", "chat")
+        location.require_never_saved(moved, "/else", "chat")
 
 
 def test_a_line_that_leads_out_of_the_folder_is_no_training(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pipeline.checkpoint.division import Tile
 from pipeline.checkpoint.file_layout import SHARDED, plan_staging
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.snapshot import (
-    TAKEN_AT_ONCE,
+    ALLOCATED_AT_ONCE,
     Snapshot,
     SnapshotBuffer,
     memory_need,
@@ -27,18 +27,18 @@ from tests.support.tiny_store import job
 
 
 def test_the_memory_is_taken_before_a_save_needs_it() -> None:
-    size = 3 * TAKEN_AT_ONCE // 2
+    size = 3 * ALLOCATED_AT_ONCE // 2
     buffer = SnapshotBuffer(size)
     assert os.fstat(buffer.descriptor).st_blocks == 0
-    buffer.take(torch.device("cpu"))
+    buffer.allocate(torch.device("cpu"))
     assert os.fstat(buffer.descriptor).st_blocks * 512 >= size
     buffer.close()
 
 
 def test_taking_memory_ends_when_it_is_not_wanted_any_more() -> None:
-    buffer = SnapshotBuffer(TAKEN_AT_ONCE)
+    buffer = SnapshotBuffer(ALLOCATED_AT_ONCE)
     buffer.closing = True
-    buffer.take(torch.device("cpu"))
+    buffer.allocate(torch.device("cpu"))
     assert os.fstat(buffer.descriptor).st_blocks == 0
     buffer.close()
 
@@ -66,9 +66,9 @@ def test_memory_that_is_still_to_be_allocated_is_known() -> None:
         return memory_need(dist).memory // 2
 
     before = needed()
-    buffer = SnapshotBuffer(TAKEN_AT_ONCE + 5)
-    assert needed() == before + TAKEN_AT_ONCE + 5
-    buffer.take(torch.device("cpu"))
+    buffer = SnapshotBuffer(ALLOCATED_AT_ONCE + 5)
+    assert needed() == before + ALLOCATED_AT_ONCE + 5
+    buffer.allocate(torch.device("cpu"))
     assert needed() == before
     other = SnapshotBuffer(7)
     assert needed() == before + 7
@@ -132,7 +132,7 @@ def test_what_does_not_last_is_kept_before_training_goes_on(
     assert not snapshot.copied.done()
     go_on.set()
     assert snapshot.copied.result() is None
-    places = {write.key: write.start for own in snapshot.staging.rounds for write in own}
+    places = {write.key: write.buffer_offset for own in snapshot.staging.rounds for write in own}
     memory = snapshot.buffer.memory
     found = [bytes(memory[places[key] : places[key] + 36]) for key in keys]
     assert found == [torch.ones(9).numpy().tobytes(), bytes(36)]

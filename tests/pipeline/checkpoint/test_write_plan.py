@@ -15,7 +15,7 @@ from pipeline.checkpoint.division import Division, Piece, Tile, require_cover
 from pipeline.checkpoint.file_layout import FULL, SHARDED, FileLayout
 from pipeline.checkpoint.write_plan import (
     WORTH_A_CUT,
-    LocalShard,
+    HeldTile,
     divide,
     random_key,
     report,
@@ -49,7 +49,7 @@ def irregular(draw: st.DrawFn) -> tuple[Held, list[int]]:
 def divided(held: Held, numels: list[int]) -> Division:
     """Divide as ranks with these reports do."""
     reports = [
-        report([LocalShard(f"a/{n:03d}", "U8", (numels[n],), tile) for n, tile in own], [])
+        report([HeldTile(f"a/{n:03d}", "U8", (numels[n],), tile) for n, tile in own], [])
         for own in held
     ]
     shares = divide(reports, SHARDED, {})
@@ -84,7 +84,7 @@ def test_columns_are_written_once_by_who_holds_them(cut: Cut, reverse: bool, wor
             holders.setdefault(tile, []).append(rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_plan, "WORTH_A_CUT", worth)
-        (pieces,) = share_writing([0], [holders], cut.ranks).layouts
+        (pieces,) = share_writing([0], [holders], cut.ranks).patterns
     written: Counter[int] = Counter()
     for piece in pieces:
         assert any(is_within(piece.tile, tile) for tile in cut.tiles(piece.rank))
@@ -125,7 +125,7 @@ def test_replicas_share_large_tiles(
     """The mesh is 2 replicas of 8 shards of 8 tensor-parallel ranks."""
     cut = Cut(shape, 2, 8, 8, shard_dim, tp_dim)
     reports = [
-        report([LocalShard("a/a", "F32", shape, tile) for tile in cut.tiles(rank)], [])
+        report([HeldTile("a/a", "F32", shape, tile) for tile in cut.tiles(rank)], [])
         for rank in range(cut.ranks)
     ]
     division = divide(reports, SHARDED, {}).division
@@ -140,8 +140,8 @@ def told(rank: int, ranks: int, dtype: str = "F32") -> tuple[bytes, bytes]:
         chunk = -(-rows // ranks) * columns
         start, stop = min(rank * chunk, rows * columns), min((rank + 1) * chunk, rows * columns)
         if start < stop:
-            own.append(LocalShard(key, dtype, (rows, columns), Tile(start, stop)))
-    return report(own, [LocalShard(random_key(rank, "torch"), "U8", (9,), Tile(0, 9))])
+            own.append(HeldTile(key, dtype, (rows, columns), Tile(start, stop)))
+    return report(own, [HeldTile(random_key(rank, "torch"), "U8", (9,), Tile(0, 9))])
 
 
 @pytest.mark.parametrize("arrangement", [SHARDED, FULL], ids=lambda one: one.name)
@@ -157,9 +157,9 @@ def test_layouts_are_shared(arrangement: FileLayout) -> None:
             -(-rows // -(-rows // ranks)) for _, (rows, _) in SHAPES
         ]
         assert division.tensors[count:] == list(range(count, count + ranks))
-        assert list(division.layouts[count:]) == [(Piece(rank, 0, 9),) for rank in range(ranks)]
+        assert list(division.patterns[count:]) == [(Piece(rank, 0, 9),) for rank in range(ranks)]
     alike = [
-        report([LocalShard(f"a/{n}", "F32", (8,), Tile(4 * r, 4 * r + 4)) for n in range(9)], [])
+        report([HeldTile(f"a/{n}", "F32", (8,), Tile(4 * r, 4 * r + 4)) for n in range(9)], [])
         for r in range(2)
     ]
     assert divide(alike, arrangement, {}).division == Division.of(
@@ -172,6 +172,6 @@ def test_ranks_that_do_not_fit_together() -> None:
         divide([told(0, 2), told(1, 2, "BF16")], SHARDED, {})
     with pytest.raises(StageError, match="the ranks' parts do not make up weight/0: ends at"):
         divide([told(0, 3), told(1, 3)], SHARDED, {})
-    half = report([LocalShard("a/a", "F32", (100,), Tile(40, 100))], [])
+    half = report([HeldTile("a/a", "F32", (100,), Tile(40, 100))], [])
     with pytest.raises(StageError, match="a/a: elements 40 to 50 are there twice"):
-        divide([report([LocalShard("a/a", "F32", (100,), Tile(0, 50))], []), half], SHARDED, {})
+        divide([report([HeldTile("a/a", "F32", (100,), Tile(0, 50))], []), half], SHARDED, {})

@@ -67,8 +67,8 @@ def test_neither_the_locale_nor_the_users_files_matter(
             writer.begin(job(1, "x"))
         outcomes = [writer.wait() for writer in writers]
     assert [outcome.problem for outcome in outcomes] == ["", ""]
-    assert outcomes[0].place == str(root / NAME)
-    assert Path(outcomes[0].place, "manifest.json").is_file()
+    assert outcomes[0].address == str(root / NAME)
+    assert Path(outcomes[0].address, "manifest.json").is_file()
 
 
 def pid(writer: WriterProcess) -> int:
@@ -81,7 +81,7 @@ def test_outcomes(writers: list[WriterProcess], tmp_path: Path) -> None:
         writer.begin(job(1, "x"))
     outcomes = [writer.wait() for writer in writers]
     assert [outcome.problem for outcome in outcomes] == ["", ""]
-    assert [outcome.place for outcome in outcomes] == [str(tmp_path / NAME), ""]
+    assert [outcome.address for outcome in outcomes] == [str(tmp_path / NAME), ""]
     assert outcomes[0].size == sum(path.stat().st_size for path in tmp_path.glob("*/*.safetensors"))
     assert read_digests(LocalStore(tmp_path), NAME) == digests(1)
 
@@ -120,14 +120,16 @@ def test_a_dead_writer_is_told_by_whatever_asks_it(writers: list[WriterProcess])
 
 def test_a_failure_told_together_with_a_round_is_not_overlooked(tmp_path: Path) -> None:
     setup = Tiny(str(tmp_path)).setups[1]
-    impossible = Write(99, Tile(0, 1), begin=0, start=0, size=1, key="", element=0)
+    impossible = Write(
+        99, Tile(0, 1), place_offset=0, buffer_offset=0, size=1, key="", first_element=0
+    )
     rounds = [*setup.rounds, [impossible], []]
     with started(setup.model_copy(update={"rounds": rounds})) as writer:
         writer.begin(job(1, "x"))
         writer.go_on()
         while waiting(writer) < len("\n{}\n"):
             pass
-        assert writer.wait_taken() is None
+        assert writer.wait_written() is None
         outcome = writer.poll()
     assert outcome is not None
     assert outcome.problem

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.checkpoint.file_format import BLOCK
 from pipeline.checkpoint.file_layout import plan_staging
-from pipeline.checkpoint.location import locate
+from pipeline.checkpoint.location import open_checkpoint
 from pipeline.checkpoint.manager import CheckpointManager
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.snapshot import Snapshot
@@ -122,9 +122,9 @@ def save(
         train(engine, 2, 3)  # while it is still being written
         place = kept.finish()
         size, rounds = kept.staging.size, len(kept.staging.rounds)
-        share = kept.plan.layout.files[0][1]
+        share = kept.plan.rank_files.files[0][1]
         kept.close()
-    reader = CheckpointReader(*locate(place))
+    reader = CheckpointReader(*open_checkpoint(place))
     found = {
         key: hashed(torch.frombuffer(bytearray(reader.read_bytes(key)), dtype=DTYPES[entry.dtype]))
         for key, entry in reader.tensors.items()
