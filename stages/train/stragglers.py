@@ -88,7 +88,8 @@ class StragglerWatch:
         return True
 
     def _arithmetic(self) -> float:
-        """Shortest of a few timings: what else the machine does at a moment is not its speed."""
+        """Shortest of a few timings: what else the machine does at a moment is not its speed, and
+        the first may wait for what the device has left of the step."""
         device = self.ctx.dist.device
         if self._matrices is None:
             rows = ROWS[device.type]
