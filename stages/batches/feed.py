@@ -143,9 +143,8 @@ class Feed:
         if count <= 0:
             return []
         indices = self._indices(position, count).tolist()
-        return [
-            indices[start:end] for start, end in microbatch_ranges(count, self._axis, self._micro)
-        ]
+        ranges = microbatch_ranges(count, self._axis, self._micro)
+        return [indices[start:end] for start, end in ranges]
 
     def _following(self, key: BatchKey) -> Iterator[BatchKey]:
         """This rank's micro-batches from one on, to the end of epochs or of the training."""

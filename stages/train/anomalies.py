@@ -102,12 +102,8 @@ class AnomalyMonitor:
             restored = self.restore()
             if restored is None:
                 raise StageError(f"{what}, and there is no checkpoint to go back to")
-            overrides = {
-                "samples": stop,
-                "lineage": progress.lineage,
-                "left_out": progress.left_out,
-            }
-            overrides["rollbacks"] = progress.rollbacks + 1
+            overrides: dict[str, Any] = {"samples": stop, "rollbacks": progress.rollbacks + 1}
+            overrides |= {"lineage": progress.lineage, "left_out": progress.left_out}
             vars(progress).update(vars(restored) | overrides)
             start = restored.samples
         exclude(progress, start, stop)

@@ -34,14 +34,7 @@ from stages.train.flops import known_cost
 from stages.train.generate import TextGenerator
 from stages.train.profiling import Profiler
 from stages.train.report import Reporter, Saves
-from stages.train.resuming import (
-    Done,
-    has_trained,
-    hint_to_retrain,
-    lineage,
-    require_same_lineage,
-    require_steps_left,
-)
+from stages.train.resuming import Done, has_trained, hint_to_retrain, lineage, require_same_lineage
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES, CausalLmFields
 from stages.train.step import LaunchedSteps, StepMeter, StepResult, TrainStep
 from stages.train.stragglers import StragglerWatch
@@ -58,8 +51,7 @@ class Training:
         self, config: CausalLmFields, ctx: Context, engine: Engine, data: Data, plan: OptimizerPlan,
         checkpoints: Checkpoints, model: ModelSource, callback: StepCallback | None = None,
     ) -> None:  # fmt: skip
-        """Restore the newest checkpoint, if there is one, and put together what takes part
-        (collective). Raises StageError for a training that cannot start."""
+        """Restore the newest checkpoint, if there is one; build what takes part (collective)."""
         if config.fields_needing_heldout and not data.heldout:
             raise StageError(f"{config.fields_needing_heldout[0]} {NO_SAMPLES}", hint=GIVE_SAMPLES)
         if not engine.state().groups:
@@ -68,15 +60,14 @@ class Training:
             )
         self.config, self.ctx, self.data, self.checkpoints = config, ctx, data, checkpoints
         self.measure, self.dist, self.engine = config.measure(model), ctx.dist, engine
-        progress, restore = self._restore(model)
-        self.progress = progress
+        self.progress, restore = self._restore(model)
+        progress = self.progress
         self.feed = Feed(
             config, data, ctx.seed, engine.data_axis, engine.device,
             workers=config.workers, vocabulary=model.vocab_size,
         )  # fmt: skip
         self.done = Done.of(config, data, progress)
-        total = self.feed.total_steps(progress)
-        require_steps_left(ctx, checkpoints, self.done, progress, total)
+        self.done.require_steps_left(ctx, checkpoints, progress, self.feed.total_steps(progress))
         self.monitor = AnomalyMonitor(config.anomalies, engine.total, restore)
         self.meter = StepMeter(engine, ctx.dist, progress, known_cost(engine, model))
         self.train_step = TrainStep(
@@ -107,15 +98,14 @@ class Training:
 
     def _restore(self, model: ModelSource) -> tuple[Progress, Callable[[], Progress | None]]:
         """Restore the newest checkpoint, if there is one (collective). Returns the progress, and a
-        function that restores again, for rollbacks.
-
-        Random streams start from the seed before, as restoring replaces them. Records of steps
-        after the checkpoint are dropped; without one all are, step 0's too: hence -1."""
-        config, ctx, checkpoints = self.config, self.ctx, self.checkpoints
+        function that restores again, for rollbacks. Random streams start from the seed before, as
+        restoring replaces them. Records of steps after the checkpoint are dropped; without one all
+        are, step 0's too: hence -1."""
+        ctx, checkpoints = self.ctx, self.checkpoints
         start_random_streams(zlib.crc32(f"{ctx.seed}/{self.engine.random_stream}".encode()))
-        identity = lineage(config, ctx, self.data, model)
-        length = config.length_on(self.data, checkpoints)
-        self.eval_every = length.in_steps(config.eval_every)
+        identity = lineage(self.config, ctx, self.data, model)
+        length = self.config.length_on(self.data, checkpoints)
+        self.eval_every = length.in_steps(self.config.eval_every)
         checkpoints.begin(length)
         hint = hint_to_retrain(ctx)
         validate = functools.partial(require_same_lineage, identity, ctx.accept, hint=hint)
@@ -160,9 +150,8 @@ class Training:
             return
         self.evaluated = False
         stop = self.dist.stop.asked
-        launched.pending.append(
-            self.meter.launched_step(result, before, progress, profile, stop=stop)
-        )
+        step = self.meter.launched_step(result, before, progress, profile, stop=stop)
+        launched.pending.append(step)
         collect_after(number)
         with launched.reported_on_failure():
             self.saves.poll()
@@ -179,12 +168,8 @@ class Training:
 
     def _pause_due(self) -> bool:
         """Whether something comes between this step and the next."""
-        return (
-            self._is_last()
-            or self._evaluation_due()
-            or self._texts_due()
-            or self.checkpoints.due(self.progress)
-        )
+        due = self._is_last() or self._evaluation_due() or self._texts_due()
+        return due or self.checkpoints.due(self.progress)
 
     def _begin(self) -> None:
         """Check that training can start; run what is asked for before the first step, and what an
@@ -228,10 +213,8 @@ class Training:
         if progress.step < total:
             stopping = self.config.early_stopping
             reason = reason_to_stop(progress, stopping) or self.callbacks.agree_to_end(self.dist)
-            # Decided again, as early_stopping may have been changed; an end that is confirmed keeps
-            # its first wording.
-            if reason:
-                progress.stopped = known or reason
+            if reason:  # decided again, as early_stopping may have been changed; an end that is
+                progress.stopped = known or reason  # confirmed keeps its first wording
         if progress.stopped:
             self.launched.report()
             self.reporter.ended_early(progress.step, total, progress.stopped, again=bool(known))

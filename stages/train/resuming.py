@@ -69,6 +69,11 @@ def require_same_lineage(
     )
 
 
+def has_trained(progress: Progress) -> bool:
+    """Whether this run has trained, and not only another one, from whose checkpoint it starts."""
+    return "loss" in progress.metrics
+
+
 class Done(NamedTuple):
     """How much of a training is done, next to its length by the recipe."""
 
@@ -98,27 +103,20 @@ class Done(NamedTuple):
             "the weights are unchanged"
         )
 
-
-def has_trained(progress: Progress) -> bool:
-    """Whether this run has trained. With the weights of another run, from which it starts, it has
-    no metrics yet (`Progress.as_new_run`)."""
-    return "loss" in progress.metrics
-
-
-def require_steps_left(
-    ctx: Context, checkpoints: Checkpoints, done: Done, progress: Progress, total: int
-) -> None:
-    """Raise StageError if a run that starts from another's checkpoint has no step to take."""
-    starts_from_another = getattr(checkpoints, "start_from", None) and not has_trained(progress)
-    if not starts_from_another or progress.step < total:
-        return
-    field, more = f"{ctx.slot}.{done.name}", f"{done.amount + done.given:.10g}"
-    counts = f"step count ({progress.step})"
-    if done.name == "epochs":
-        counts = f"position in the data ({done.amount:.3g} epochs)"
-    raise StageError(
-        f"`start_from` continues its {counts}, and `{field}` is {done.given:.10g}: nothing "
-        "would be trained",
-        hint=f"to continue: {field}={more}; to train its weights again: its export as the model "
-        "slot's path, without start_from",
-    )
+    def require_steps_left(
+        self, ctx: Context, checkpoints: Checkpoints, progress: Progress, total: int
+    ) -> None:
+        """Raise StageError if a run that starts from another's checkpoint has no step to take."""
+        starts_from_another = getattr(checkpoints, "start_from", None) and not has_trained(progress)
+        if not starts_from_another or progress.step < total:
+            return
+        field, more = f"{ctx.slot}.{self.name}", f"{self.amount + self.given:.10g}"
+        counts = f"step count ({progress.step})"
+        if self.name == "epochs":
+            counts = f"position in the data ({self.amount:.3g} epochs)"
+        raise StageError(
+            f"`start_from` continues its {counts}, and `{field}` is {self.given:.10g}: nothing "
+            "would be trained",
+            hint=f"to continue: {field}={more}; to train its weights again: its export as the "
+            "model slot's path, without start_from",
+        )

@@ -135,14 +135,12 @@ class Moment:
 
 
 class Maxima(NamedTuple):
-    """The greatest of all ranks' numbers after a step."""
+    """The greatest of all ranks' peaks of memory in bytes (0: not known), of torch's tensors on a
+    GPU and of host memory for the model and its training; and 1 if any was asked to stop."""
 
     gpu: int
-    """Peak of torch's tensors on a GPU, in bytes; 0: not known."""
     host: int
-    """Peak of host memory for the model and its training, in bytes; 0: not known."""
     stop: int
-    """1 if any rank was asked to stop."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -228,8 +226,8 @@ class StepMeter:
         loss, *sums = result.sums.read()
         named = len(sums) - len(result.metrics)
         total = BatchStats(*sums[:named])
-        maxima = pending.maxima()
-        peaks = {"peak_memory_bytes": maxima.gpu, "peak_host_memory_bytes": maxima.host}
+        gpu, host, _ = pending.maxima()
+        peaks = {"peak_memory_bytes": gpu, "peak_host_memory_bytes": host}
         record = {
             "grad_norm": float(result.report.grad_norm),
             **result.rates,

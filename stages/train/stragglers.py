@@ -89,7 +89,7 @@ class StragglerWatch:
 
     def _arithmetic(self) -> float:
         """Shortest of a few timings: what else the machine does at a moment is not its speed, and
-        the first may wait for what the device has left of the step."""
+        the first may include the device's work on the step that is launched."""
         device = self.ctx.dist.device
         if self._matrices is None:
             rows = ROWS[device.type]

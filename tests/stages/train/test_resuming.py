@@ -38,10 +38,9 @@ def test_a_further_training_can_be_begun_again(tmp_path: Path) -> None:
     ctx = context(DistContext(device=torch.device("cpu")), tmp_path)
     assert hint_to_retrain(ctx) == ""
     ctx.slot = ctx.training = "chat"
+    before = Progress(step=5, lineage={"model": "d"})
     with pytest.raises(ResumeRefused) as refused:
-        require_same_lineage(
-            NOW, (), Progress(step=5, lineage={"model": "d"}), hint_to_retrain(ctx)
-        )
+        require_same_lineage(NOW, (), before, hint_to_retrain(ctx))
     assert str(refused.value).endswith(
         f"(to train `chat` again, delete its checkpoints and their line in "
         f"{tmp_path / 'checkpoints.at'}; else start a new run, or if that is intended, the same "
