@@ -36,6 +36,7 @@ from stages.train.report import Reporter
 from stages.train.stragglers import StragglerWatch
 
 UNITS: Mapping[Unit, str] = {"targets": "target token", "rows": "row", "groups": "group of rows"}
+PEAKS = ("peak_memory_bytes", "peak_host_memory_bytes")
 OTHERS = ("step", "eval_loss", "perplexity")
 """Further names in `metrics.jsonl`."""
 
@@ -227,7 +228,6 @@ class StepMeter:
         named = len(sums) - len(result.metrics)
         total = BatchStats(*sums[:named])
         gpu, host, _ = pending.maxima()
-        peaks = {"peak_memory_bytes": gpu, "peak_host_memory_bytes": host}
         record = {
             "grad_norm": float(result.report.grad_norm),
             **result.rates,
@@ -243,7 +243,7 @@ class StepMeter:
             "tokens_per_second": total.tokens / seconds,
             "tokens_per_second_per_rank": total.tokens / seconds / ranks,
             "data_wait_share": total.seconds / seconds / shares,
-            **{name: size for name, size in peaks.items() if size},
+            **{name: size for name, size in zip(PEAKS, (gpu, host), strict=True) if size},
         }
         if self._cost is not None:
             spent = seconds * ranks
