@@ -30,7 +30,7 @@ from stages.train.anomalies import AnomalyMonitor
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.loop import collect_after
 from stages.train.report import Reporter
-from stages.train.step import StepMeter, TakenStep, TrainStep
+from stages.train.step import PendingStep, StepMeter, TrainStep
 
 
 def run_context(job: Job, dist: DistContext, log: Any, on_exit: Any) -> Context:
@@ -83,20 +83,20 @@ class OurLoop:
     def run(self, steps: int) -> float:
         """Train `steps` steps; return the global loss of the last one."""
         progress, loss = self._progress, 0.0
-        taken: list[TakenStep] = []
+        pending: list[PendingStep] = []
         gc.disable()  # as stages.train.loop; what it does once before training is not timed
         for left in reversed(range(steps)):
             before = replace(progress)
             result = self._step(progress)
-            taken.append(self._meter.end(result, before, progress))
+            pending.append(self._meter.launched_step(result, before, progress))
             collect_after(progress.step)
-            while len(taken) > (left > 0):  # as LaunchedSteps
-                loss = self._tell(taken.pop(0))
+            while len(pending) > (left > 0):  # as LaunchedSteps
+                loss = self._tell(pending.pop(0))
         gc.enable()
         return loss
 
-    def _tell(self, taken: TakenStep) -> float:
-        record = self._meter.record(taken)
+    def _tell(self, step: PendingStep) -> float:
+        record = self._meter.record(step)
         assert math.isfinite(record["grad_norm"])
-        self._reporter.on_step(taken.progress.step, taken.progress, record)
+        self._reporter.on_step(step.progress.step, step.progress, record)
         return record["loss"]

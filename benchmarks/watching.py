@@ -91,9 +91,9 @@ def metrics_seconds(folder: Path) -> float:
     loss, stats = torch.tensor(2.0), BatchStats()
     began = time.perf_counter()
     for step in range(1, CALLS + 1):
-        sums = meter.sums(loss, stats)
+        sums = meter.start_reduction(loss, stats)
         result = StepResult(report=report, rates={"lr": 1e-4}, stats=stats, sums=sums)
-        taken = meter.end(result, progress, progress)
+        taken = meter.launched_step(result, progress, progress)
         reporter.on_step(step, progress, meter.record(taken))
     return (time.perf_counter() - began) / CALLS
 

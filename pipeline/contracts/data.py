@@ -150,8 +150,8 @@ class Samples(ABC):
         """Number of this sample's labels that are trained on, known without reading the sample."""
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
-        """Sum of `targets` over `indices`, which may repeat. Every rank asks for it once per global
-        batch, so sets that can answer for many indices at once override it."""
+        """Sum of `targets` over `indices`, which may repeat. Every rank asks for each global batch
+        and its micro-batches, so sets that can answer for many indices at once override it."""
         return sum(map(self.targets, indices.tolist()))
 
     def total_rows(self, indices: NDArray[np.int64]) -> int:

@@ -34,7 +34,8 @@ class StepReport:
     """L2 norm of the whole model's gradient before clipping, over all ranks: a float, or what the
     device still computes, for which `float(grad_norm)` waits (`pipeline.utils.HostCopy`)."""
     applied: bool
-    """False when the update was left out: after an overflow, or because the step guard refused."""
+    """False when the update was left out: after an overflow, or because the step guard refused.
+    True also where only the device knew, and left it out (fused kernels)."""
     loss_scale: float = 1.0
     """1.0 without scaling."""
 

@@ -58,7 +58,8 @@ class Progress:
     tokens: int = 0
     """Target tokens trained on."""
     skipped: int = 0
-    """Steps skipped for overflow."""
+    """Steps whose update was skipped for overflow, and no others: batches that the anomaly action
+    `skip` drops are in `left_out`."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The latest `loss`; `eval_loss` and `perplexity` if these weights were evaluated."""
     best: dict[str, float] = field(default_factory=dict)

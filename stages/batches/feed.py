@@ -26,14 +26,14 @@ from stages.batches.settings import BatchPlan
 WAIT = "pipe: wait for data"
 """Annotation of a profile around each wait for a micro-batch."""
 CPU = torch.device("cpu")
-Place = tuple[int, int]
+BatchKey = tuple[int, int]
 """A step's position, and the number of a micro-batch in it."""
 Prepared = tuple[Callable[[], MicroBatch], list[int]]
 """A function that returns a micro-batch on the device, and the lengths of its samples without
 padding."""
 
 
-def microbatches(count: int, axis: DataAxis, micro_batch_size: int) -> list[tuple[int, int]]:
+def microbatch_ranges(count: int, axis: DataAxis, micro_batch_size: int) -> list[tuple[int, int]]:
     """Ranges of this rank's micro-batches within a batch of `count` samples. Every rank gets the
     same number of ranges, as collectives need; ranges may be empty."""
     share, extra = divmod(count, axis.count)  # shares differ by at most one
@@ -74,21 +74,21 @@ class Feed:
         self._batch, self._steps = plan.global_batch_size, plan.steps
         self._micro = plan.microbatch_size(axis.count)
         order = data.train.order(seed, shuffle=plan.shuffle)
-        # Every step asks twice; as many steps as there are micro-batches may be begun.
+        # Shared by counts and micro-batches; as many steps as there are micro-batches may be begun.
         self._indices = functools.lru_cache(maxsize=workers + 3)(order.indices)
         self._shares = functools.lru_cache(maxsize=workers + 3)(self._divided)
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._pool = ThreadPoolExecutor(workers, "pipe-feed") if workers else None
         self._workers = workers
-        self._begun: deque[tuple[Place, Future[Prepared]]] = deque()
-        self._places: Iterator[Place] = iter(())
+        self._begun: deque[tuple[BatchKey, Future[Prepared]]] = deque()
+        self._keys: Iterator[BatchKey] = iter(())
         self._end = None if plan.epochs is None else round(plan.epochs * len(data.train))
         if self._end == 0:
             raise StageError(
                 f"{plan.epochs} epochs of {len(data.train)} samples are less than one sample"
             )
-        self._behind: int | None = None
+        self._prepare_until: int | None = None
         """Position after the last step of the training, if it is known."""
 
     def total_steps(self, progress: Progress) -> int:
@@ -100,14 +100,14 @@ class Feed:
         left = max(self._end - progress.samples, 0)
         return progress.step + -(-left // self._batch)
 
-    def count(self, position: int) -> int:
+    def samples_in_step(self, position: int) -> int:
         """Samples of the step at `position`; fewer than a batch only at the end of epochs."""
         return self._batch if self._end is None else min(self._batch, self._end - position)
 
-    def counts(self, position: int, units: Iterable[Unit] = ()) -> dict[Unit, int]:
+    def unit_counts(self, position: int, units: Iterable[Unit] = ()) -> dict[Unit, int]:
         """Target tokens of the whole step on all ranks, and its number of other units, known
         without communication."""
-        indices = self._indices(position, self.count(position))
+        indices = self._indices(position, self.samples_in_step(position))
         return count_units(self._data, self._data.train, indices, units)
 
     def samples(self, position: int) -> Iterator[Sample]:
@@ -122,11 +122,11 @@ class Feed:
         """This rank's micro-batches of a step, each with its statistics. Raises DataError for a
         sample that is not as the set says. Nothing after the `left` steps of the training, this one
         included, is prepared; None: the end is not known."""
-        self._behind = None if left is None else position + left * self._batch
+        self._prepare_until = None if left is None else position + left * self._batch
         for number in range(len(self._shares(position))):
             began = time.perf_counter()
             with record_function(WAIT):
-                received, lengths = self._take((position, number))
+                received, lengths = self._next_prepared((position, number))
                 batch = received()
             seconds = time.perf_counter() - began
             squares = sum(length * length for length in lengths)
@@ -139,51 +139,52 @@ class Feed:
 
     def _divided(self, position: int) -> list[list[int]]:
         """Samples of each micro-batch of this rank in the step at `position`."""
-        count = self.count(position)
+        count = self.samples_in_step(position)
         if count <= 0:
             return []
         indices = self._indices(position, count).tolist()
-        return [indices[start:end] for start, end in microbatches(count, self._axis, self._micro)]
+        ranges = microbatch_ranges(count, self._axis, self._micro)
+        return [indices[start:end] for start, end in ranges]
 
-    def _following(self, place: Place) -> Iterator[Place]:
-        """This rank's micro-batches from a place on, to the end of epochs or of the training."""
-        position, first = place
-        while self._behind is None or position < self._behind:
+    def _following(self, key: BatchKey) -> Iterator[BatchKey]:
+        """This rank's micro-batches from one on, to the end of epochs or of the training."""
+        position, first = key
+        while self._prepare_until is None or position < self._prepare_until:
             count = len(self._shares(position))
             if not count:
                 return
             for number in range(first, count):
                 yield position, number
-            position, first = position + self.count(position), 0
+            position, first = position + self.samples_in_step(position), 0
 
-    def _take(self, place: Place) -> Prepared:
+    def _next_prepared(self, key: BatchKey) -> Prepared:
         """A micro-batch, and have threads prepare those after it; raises what preparing this one
         raised. Others that were begun are dropped, if this one is not the next."""
         if self._pool is None:
-            return self._prepare(place)
-        if not self._begun or self._begun[0][0] != place:
+            return self._prepare(key)
+        if not self._begun or self._begun[0][0] != key:
             for _, future in self._begun:
                 future.cancel()
             self._begun.clear()
-            self._places = self._following(place)
-            self._begun.append((place, self._pool.submit(self._prepare, next(self._places))))
-        taken = self._begun.popleft()[1].result()
+            self._keys = self._following(key)
+            self._begun.append((key, self._pool.submit(self._prepare, next(self._keys))))
+        prepared = self._begun.popleft()[1].result()
         while len(self._begun) <= self._workers:  # one is ready while each thread has one in hand
             try:
-                following = next(self._places, None)
-            except Exception:  # raised again if this place is ever asked for
-                self._places, following = iter(()), None
+                following = next(self._keys, None)
+            except Exception:  # raised again if this key is ever asked for
+                self._keys, following = iter(()), None
             if following is None:
                 break
             self._begun.append((following, self._pool.submit(self._prepare, following)))
-        return taken
+        return prepared
 
-    def _prepare(self, place: Place) -> Prepared:
+    def _prepare(self, key: BatchKey) -> Prepared:
         """Lay a micro-batch out, and begin to copy it to the device; any thread may. A copy to a
         GPU has a separate stream and page-locked memory, so that neither the host nor the device
         waits: what the thread that receives the copy then launches waits for it."""
-        position, number = place
-        first = int(self._indices(position, self.count(position))[0])
+        position, number = key
+        first = int(self._indices(position, self.samples_in_step(position))[0])
         indices, data = self._shares(position)[number], self._data
         batch, lengths = micro_batch(data, data.train, indices, first, CPU, self.vocabulary)
         device, stream = self._device, self._stream

@@ -38,14 +38,14 @@ def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> Mic
     }
     real = tokens["real"] = np.zeros(shape, dtype=np.bool_)
     positions = np.zeros(shape if packed else 0, dtype=np.int64)
-    for row, line in enumerate(lines):
+    for number, line in enumerate(lines):
         size = len(line["input_ids"])
-        real[row, :size] = True
+        real[number, :size] = True
         for name in columns:
-            tokens[name][row, :size] = line[name]
+            tokens[name][number, :size] = line[name]
         if packed:
-            own = line.get("positions", np.arange(size))
-            positions[row] = np.concatenate([own, np.arange(length - size)])
+            counted = line.get("positions", np.arange(size))
+            positions[number] = np.concatenate([counted, np.arange(length - size)])
     if real.all():
         del tokens["real"]
     if packed:
@@ -55,11 +55,12 @@ def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> Mic
         rows=_tensors(*(sample.rows for sample in samples)),
         free=_tensors(*(sample.free for sample in samples)),
         # A document ends where positions start again at 0.
-        documents=[np.diff(np.flatnonzero(row == 0), append=length).tolist() for row in positions]
+        documents=[np.diff(np.flatnonzero(line == 0), append=length).tolist() for line in positions]
         if packed
         else None,
         size=sum(sample.documents for sample in samples),
     )
+    # The feed asks for tensors on the CPU, and sends them by itself on a separate stream.
     on_gpu = device.type == "cuda"
     return batch.changed(
         lambda one: (one.pin_memory() if on_gpu else one).to(device, non_blocking=on_gpu)
@@ -68,8 +69,8 @@ def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> Mic
 
 def _lines(sample: Sample) -> list[dict[str, Array]]:
     """The per-token columns of each line of a sample."""
-    own = {"input_ids": sample.input_ids, "labels": sample.labels}
-    columns = {name: np.asarray(one, np.int64) for name, one in own.items()}
+    ids = {"input_ids": sample.input_ids, "labels": sample.labels}
+    columns = {name: np.asarray(one, np.int64) for name, one in ids.items()}
     columns |= {name: np.asarray(one) for name, one in sample.tokens.items()}
     if sample.positions is None:
         return [columns]
@@ -86,7 +87,7 @@ def _tensors(*columns: Mapping[str, Array]) -> dict[str, Tensor]:
     """Columns of several samples, joined."""
     names = dict.fromkeys(itertools.chain.from_iterable(columns))
     return {
-        name: torch.from_numpy(np.concatenate([own[name] for own in columns if name in own]))
+        name: torch.from_numpy(np.concatenate([one[name] for one in columns if name in one]))
         for name in names
     }
 
@@ -124,7 +125,7 @@ def pad(batch: MicroBatch, lines: int, length: int, *, packed: bool) -> MicroBat
     if packed and (batch.positions is None or batch.documents is not None):
         known = batch.documents or [[length]] * before
         more = [length - columns] if batch.positions is not None and length > columns else []
-        documents = [*([*row, *more] for row in known), *[[length]] * (lines - before)]
+        documents = [*([*line, *more] for line in known), *[[length]] * (lines - before)]
     return replace(batch, tokens=tokens, documents=documents)
 
 

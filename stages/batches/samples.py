@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pipeline import NO_TARGET, Data, DataError, MicroBatch, Sample, Samples, Unit
 from stages.batches.layout import collate, filler_like
 
-TAKEN = ("input_ids", "labels", "positions", "real")
+RESERVED_COLUMNS = ("input_ids", "labels", "positions", "real")
 """Per-token columns of a micro-batch that a sample's own may not be called."""
 Mistake = tuple[str, str]
 """A message, and a hint."""
@@ -89,9 +89,9 @@ def _of_counts(
     counted = [int(np.count_nonzero(np.asarray(one.labels) != NO_TARGET)) for one in found]
     whole, said = sum(counted), samples.total_targets(np.array(indices, np.int64))
     if whole != said:
-        for index, own in zip(indices, counted, strict=True):
-            if own != (one := samples.targets(index)):
-                yield f"sample {index} has {own} targets, and targets({index}) says {one}", ""
+        for index, count in zip(indices, counted, strict=True):
+            if count != (one := samples.targets(index)):
+                yield f"sample {index} has {count} targets, and targets({index}) says {one}", ""
         yield f"{len(indices)} samples have {whole} targets, and total_targets says {said}", ""
     if type(samples).total_rows is not Samples.total_rows:  # which reads them
         rows, said = sum(one.documents for one in found), samples.total_rows(np.array(indices))
@@ -105,8 +105,8 @@ def _of_tokens(data: Data, index: int, sample: Sample) -> Iterator[Mistake]:
     """Columns that have not an entry for each token, labels that are not tokens, positions that are
     not of whole documents, and names that are taken."""
     labels, places = np.asarray(sample.labels), sample.positions
-    own = {"labels": labels, **({} if places is None else {"positions": places}), **sample.tokens}
-    for name, column in own.items():
+    given = {"labels": labels, **({} if places is None else {"positions": places}), **sample.tokens}
+    for name, column in given.items():
         if len(column) != len(sample.input_ids):
             yield f"sample {index}: {len(sample.input_ids)} input_ids, {len(column)} {name}", ""
     if odd := labels[(labels < 0) & (labels != NO_TARGET)].tolist():
@@ -121,7 +121,7 @@ def _of_tokens(data: Data, index: int, sample: Sample) -> Iterator[Mistake]:
             begin = f"[{', '.join(map(str, places[:8]))}{', ...' * (len(places) > 8)}]"
             hint = "positions count the tokens of each document from 0"
             yield f"sample {index} has positions {begin}", hint
-    for name in TAKEN:
+    for name in RESERVED_COLUMNS:
         if name in sample.tokens:
             message = f"sample {index} has a further column {name!r}, a name that is taken"
             yield message, "give it another name"

@@ -40,7 +40,7 @@ from pipeline import (
 )
 from pipeline.checkpoint import address
 from pipeline.utils import sync, sync_tree
-from stages.batches.feed import BatchStats, Feed, microbatches
+from stages.batches.feed import BatchStats, Feed, microbatch_ranges
 from stages.batches.layout import collate
 from stages.batches.samples import read
 from stages.formats.stored import PROGRESS, read_json
@@ -52,7 +52,7 @@ from stages.objectives.judge import judged, measured
 from stages.objectives.scoring import ModelScorer
 from stages.train.evaluation import heldout_targets, record_evaluation
 from stages.train.report import Reporter
-from stages.train.resuming import Length, lineage, require_same_lineage
+from stages.train.resuming import Done, lineage, require_same_lineage
 from stages.train.step import advance
 from stages.wrap.build import build_module
 from stages.wrap.optimizer_state import make_optimizers
@@ -83,7 +83,7 @@ def train(
     reporter = Reporter(ctx, log_every=config.log_every, total_steps=loader.feed.total_steps)
     ctx.metrics.rewind(progress.step)
     if newest is not None and progress.step >= loader.steps:
-        shortfall = Length.of(config, data, progress).shortfall(ctx.slot)
+        shortfall = Done.of(config, data, progress).shortfall(ctx.slot)
         reporter.nothing_left(progress.step, loader.steps, shortfall)
         progress.stopped = ""
         return TrainedRun(checkpoint=str(newest), progress=progress)
@@ -127,7 +127,7 @@ class MicroBatches:
         ctx.on_exit(self.feed.close)
         self.steps = self.feed.total_steps(progress)
         self.size, batch = config.microbatch_size(self.axis.count), config.global_batch_size
-        self.accumulation = len(microbatches(batch, self.axis, self.size))
+        self.accumulation = len(microbatch_ranges(batch, self.axis, self.size))
         self.taken: list[BatchStats] = []
         """Statistics of the micro-batches that were handed out; who reads them clears them."""
 
@@ -142,7 +142,7 @@ class MicroBatches:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         position = self.progress.samples
         for _ in range(self.progress.step, self.steps):
-            scale = self.axis.count / self.feed.counts(position)["targets"]
+            scale = self.axis.count / self.feed.unit_counts(position)["targets"]
             found = list(self.feed.microbatches(position))
             batches = [batch for batch, _ in found]
             self.taken += [stats for _, stats in found]
@@ -150,7 +150,7 @@ class MicroBatches:
             for batch in [*batches, *[empty] * (self.accumulation - len(batches))]:
                 # The Trainer estimates the work by the ids.
                 yield {"input_ids": batch.input_ids, "batch": batch, "scale": scale}
-            position += self.feed.count(position)
+            position += self.feed.samples_in_step(position)
 
 
 class _RecipeTrainer(Trainer):  # type: ignore[misc]
@@ -346,7 +346,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         summed = torch.zeros((), dtype=torch.float64, device=device)
         model.eval()
         with torch.no_grad():
-            for start, end in microbatches(len(data.heldout), loader.axis, loader.size):
+            for start, end in microbatch_ranges(len(data.heldout), loader.axis, loader.size):
                 samples = read(data, data.heldout, range(start, end))
                 batch = placed(model, collate(samples, data.pad_id, device))
                 summed += measured(measure, scorer, batch, batch).sum()

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline import StageError
 from pipeline.utils import local_part
 from stages.objectives.logits_loss import LossOfLogits, loss_of_logits
-from stages.objectives.token_scores import OF_LABELS, TokenScores
+from stages.objectives.token_scores import OF_LABELS, ScoreColumns
 from stages.objectives.vocabulary import VocabularyShard
 
 PIECE = 1 << 26
@@ -28,17 +28,17 @@ class _Work(NamedTuple):
     of_logits: LossOfLogits
     shard: VocabularyShard | None
     candidates: Tensor | None = None
-    scores: TokenScores = OF_LABELS
+    scores: ScoreColumns = OF_LABELS
 
     def slices(self) -> Iterator[slice]:
         """The tokens of each chunk."""
         starts = range(0, len(self.labels), self.chunk)
         return (slice(start, start + self.chunk) for start in starts)
 
-    def scored(self, logits: Tensor, rows: slice) -> Tensor:
-        """The scores of the tokens `rows` from their logits."""
-        own = None if self.candidates is None else self.candidates[rows]
-        return self.scores(logits, self.labels[rows], own, self.shard)
+    def scored(self, logits: Tensor, tokens: slice) -> Tensor:
+        """The scores of `tokens` from their logits."""
+        candidates = None if self.candidates is None else self.candidates[tokens]
+        return self.scores(logits, self.labels[tokens], candidates, self.shard)
 
 
 def chunked_cross_entropy(
@@ -69,7 +69,7 @@ def chunked_cross_entropy(
 
 def chunked_scores(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, candidates: Tensor | None,
-    chunk: int, scores: TokenScores, of_logits: LossOfLogits = loss_of_logits,
+    chunk: int, scores: ScoreColumns, of_logits: LossOfLogits = loss_of_logits,
 ) -> Tensor:  # fmt: skip
     """The `scores` of each token, shape (tokens, columns), as `chunked_cross_entropy` computes one
     sum. Backward computes the logits of each chunk again."""
@@ -79,8 +79,8 @@ def chunked_scores(
     if scores == OF_LABELS and not torch.is_grad_enabled():  # in the fewest passes over logits
         of_logits = of_logits if shard is None else shard.loss_of_logits
         losses = [
-            of_logits(F.linear(hidden[rows], weight, bias), labels[rows], False)[0]
-            for rows in work.slices()
+            of_logits(F.linear(hidden[tokens], weight, bias), labels[tokens], False)[0]
+            for tokens in work.slices()
         ]
         return -torch.cat(losses)[:, None]
     columns: Tensor = _ChunkedScores.apply(hidden, weight, bias, work)  # type: ignore[no-untyped-call]
@@ -101,19 +101,21 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias)
         ctx.work = work
-        found = [work.scored(F.linear(hidden[rows], weight, bias), rows) for rows in work.slices()]
+        found = [
+            work.scored(F.linear(hidden[tokens], weight, bias), tokens) for tokens in work.slices()
+        ]
         return torch.cat(found)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         hidden, weight, bias = ctx.saved_tensors
         grads = _Gradients.needed(ctx, hidden, weight, bias)
-        for rows in ctx.work.slices():
-            logits = F.linear(hidden[rows], weight, bias).requires_grad_()
+        for tokens in ctx.work.slices():
+            logits = F.linear(hidden[tokens], weight, bias).requires_grad_()
             with torch.enable_grad():
-                found = ctx.work.scored(logits, rows)
-            (gradient,) = torch.autograd.grad(found, logits, upstream[rows])
-            grads.add(gradient, hidden, weight, rows)
+                found = ctx.work.scored(logits, tokens)
+            (gradient,) = torch.autograd.grad(found, logits, upstream[tokens])
+            grads.add(gradient, hidden, weight, tokens)
         return *grads.whole(ctx.work.shard, hidden, weight, bias), None
 
 
@@ -124,9 +126,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grads = _Gradients.needed(ctx, hidden, weight, bias)
-        for rows in work.slices():
+        for tokens in work.slices():
             # In a function, whose tensors are freed before the next chunk.
-            total += _chunk(hidden, weight, bias, work, rows, grads).sum()
+            total += _chunk(hidden, weight, bias, work, tokens, grads).sum()
         # Not as saved tensors, which may not be scaled in place: the weight's is a large one.
         ctx.grads = grads.whole(work.shard, hidden, weight, bias)
         return total
@@ -144,7 +146,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class _Gradients(NamedTuple):
-    """Gradients to which chunks add, to `hidden` in their own rows; None if not needed."""
+    """Gradients to which chunks add, to `hidden` in their own tokens; None if not needed."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -160,12 +162,12 @@ class _Gradients(NamedTuple):
             torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None,  # type: ignore[arg-type]
         )
 
-    def add(self, gradient: Tensor, hidden: Tensor, weight: Tensor, rows: slice) -> None:
-        """Add what the gradient of the logits of tokens `rows` makes of each."""
+    def add(self, gradient: Tensor, hidden: Tensor, weight: Tensor, tokens: slice) -> None:
+        """Add what the gradient of the logits of `tokens` makes of each."""
         if self.hidden is not None:
-            torch.mm(gradient, weight, out=self.hidden[rows])
+            torch.mm(gradient, weight, out=self.hidden[tokens])
         if self.weight is not None:
-            _add_product(self.weight, gradient, hidden[rows])
+            _add_product(self.weight, gradient, hidden[tokens])
         if self.bias is not None:
             self.bias.add_(gradient.sum(0, dtype=torch.float32))
 
@@ -181,14 +183,15 @@ class _Gradients(NamedTuple):
 
 
 def _chunk(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work, rows: slice, grads: _Gradients
-) -> Tensor:
-    """Add the gradients of the tokens `rows`; returns their losses."""
-    logits, wanted = F.linear(hidden[rows], weight, bias), grads != (None, None, None)
-    loss, gradient = work.of_logits(logits, work.labels[rows], wanted)
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work, tokens: slice,
+    grads: _Gradients,
+) -> Tensor:  # fmt: skip
+    """Add the gradients of `tokens`; returns their losses."""
+    logits, wanted = F.linear(hidden[tokens], weight, bias), grads != (None, None, None)
+    loss, gradient = work.of_logits(logits, work.labels[tokens], wanted)
     del logits
     if gradient is not None:
-        grads.add(gradient, hidden, weight, rows)
+        grads.add(gradient, hidden, weight, tokens)
     return loss
 
 
@@ -201,5 +204,5 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     else:
         height = max(PIECE // total.shape[1], 1)
         parts = zip(torch.split(total, height), torch.split(left, height, dim=1), strict=True)
-        for rows, columns in parts:
-            rows.add_(columns.T @ right)
+        for part, columns in parts:
+            part.add_(columns.T @ right)

@@ -22,12 +22,12 @@ _lengths: Sequence[Sequence[int]] | None = None
 
 
 def has_several(batch: MicroBatch) -> bool | None:
-    """Whether a sample has several documents; None if only the device knows."""
+    """Whether a line has several documents; None if only the device knows."""
     if batch.positions is None:
         return False
     if batch.documents is None:
         return None
-    return any(len(row) > 1 for row in batch.documents)
+    return any(len(line) > 1 for line in batch.documents)
 
 
 @contextlib.contextmanager
@@ -64,8 +64,8 @@ def _no(position_ids: Tensor | None, batch_size: int) -> bool:
 
 
 def _numbers(position_ids: Tensor) -> Tensor:
-    """The number of each token's document, shape (samples, length), as transformers has it for
-    samples that are not one document each."""
+    """The number of each token's document, shape (lines, length), as transformers has it for lines
+    that are not one document each."""
     import torch
 
     first = position_ids[:, :1] - 1
@@ -73,9 +73,9 @@ def _numbers(position_ids: Tensor) -> Tensor:
 
 
 def flash_documents(model: nn.Module, positions: Tensor) -> dict[str, Any]:
-    """Arguments that tell flash attention where documents begin in the flattened samples, given
-    positions of shape (samples, length), of the micro-batch in `known_documents`, if there is one;
-    empty for a model with another attention. By itself it takes a batch of several packed samples
+    """Arguments that tell flash attention where documents begin in the flattened lines, given
+    positions of shape (lines, length), of the micro-batch in `known_documents`, if there is one;
+    empty for a model with another attention. By itself it takes a batch of several packed lines
     for unpacked ones."""
     import torch
 

@@ -81,6 +81,8 @@ class StepSums:
             self._terms[unit] = self._terms[unit] + term.detach()
         for name, value in parts.sums.items():
             self._sums[name] = self._sums[name] + _scalar(name, value).detach()
+        # Only what is run backward from is divided, and multiplied by `factor`, since the strategy
+        # averages gradients; `part` has the plain sums.
         first, *more = (term * self._scales[unit] for unit, term in terms.items())
         return sum(more, first)
 

@@ -25,19 +25,19 @@ def loss_of_logits(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tens
     All is computed in fp32 and rounded at the end: softmax, less one at the target; zero for tokens
     without target. In addition to `logits`, one fp32 matrix of their shape is in memory."""
     largest = logits.amax(-1, keepdim=True).float()
-    columns, own = _targets(logits, labels, largest)
+    columns, target_logit = _targets(logits, labels, largest)
     # Kernels of GPUs read and write numbers of several dtypes; those of CPUs copy all to one first.
     mixed = logits.is_cuda
     wide = logits - largest if mixed else logits.float().sub_(largest)
     total = wide.exp_().sum(-1, keepdim=True)
-    loss, scale, at_target = _of_tokens(labels, total, own)
+    loss, scale, at_target = _of_tokens(labels, total, target_logit)
     if not gradient:
         return loss, None
     if mixed:
         torch.mul(wide, scale, out=logits)
     else:
         logits.copy_(wide.mul_(scale))
-    logits[_rows(logits), columns] = at_target.to(logits.dtype)
+    logits[_token_indices(logits), columns] = at_target.to(logits.dtype)
     return loss, logits
 
 
@@ -63,13 +63,13 @@ def _pure(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tenso
     order of operations."""
     wide = logits.float()
     largest = wide.amax(-1, keepdim=True)
-    columns, own = _targets(logits, labels, largest)
+    columns, target_logit = _targets(logits, labels, largest)
     powers = (wide - largest).exp()
-    loss, scale, at_target = _of_tokens(labels, powers.sum(-1, keepdim=True), own)
+    loss, scale, at_target = _of_tokens(labels, powers.sum(-1, keepdim=True), target_logit)
     if not gradient:
         return loss, None
     found = (powers * scale).to(logits.dtype)
-    found[_rows(logits), columns] = at_target.to(logits.dtype)
+    found[_token_indices(logits), columns] = at_target.to(logits.dtype)
     return loss, found
 
 
@@ -77,17 +77,19 @@ def _targets(logits: Tensor, labels: Tensor, largest: Tensor) -> tuple[Tensor, T
     """The column of each token's target, or 0 without one, and its logit less the `largest`
     (tokens, 1), in fp32."""
     columns = labels.clamp(min=0)
-    return columns, logits[_rows(logits), columns].float() - largest[:, 0]
+    return columns, logits[_token_indices(logits), columns].float() - largest[:, 0]
 
 
-def _of_tokens(labels: Tensor, total: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of_tokens(
+    labels: Tensor, total: Tensor, target_logit: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of each token, the factor by which its exponentials (sum: `total`) are its gradient
     (tokens, 1), and the gradient at its target (tokens,)."""
     trained = labels != NO_TARGET
-    loss = torch.where(trained, total[:, 0].log() - own, 0.0)
+    loss = torch.where(trained, total[:, 0].log() - target_logit, 0.0)
     scale = trained[:, None] / total
-    return loss, scale, own.exp() * scale[:, 0] - trained.to(own.dtype)
+    return loss, scale, target_logit.exp() * scale[:, 0] - trained.to(target_logit.dtype)
 
 
-def _rows(logits: Tensor) -> Tensor:
+def _token_indices(logits: Tensor) -> Tensor:
     return torch.arange(len(logits), device=logits.device)

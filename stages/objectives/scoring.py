@@ -26,7 +26,7 @@ from stages.collectives import SEQUENCE, all_reduce, gather
 from stages.objectives.chunked import chunked_cross_entropy, chunked_scores
 from stages.objectives.documents_compat import flash_documents
 from stages.objectives.logits_loss import compiled_loss, loss_of_logits
-from stages.objectives.token_scores import TokenScores, whole_vocabulary
+from stages.objectives.token_scores import ScoreColumns, whole_vocabulary
 from stages.objectives.vocabulary import VocabularyShard, sharded_cross_entropy
 
 HINT = "leave out loss_chunk_size"
@@ -79,16 +79,16 @@ class ReplacedHead:
 
     def require_unchanged(self, output: Tensor) -> None:
         """Raise StageError unless the model's `output` is what this head returned."""
-        own, same = self._scores, False
-        if own is not None and (output.shape, output.dtype) == (own.shape, own.dtype):
+        returned, same, kind = self._scores, False, (output.shape, output.dtype)
+        if returned is not None and kind == (returned.shape, returned.dtype):
             # Wrappers return another tensor with the same memory, or a copy. Comparing values waits
             # for the device, so only copies are compared; a trace has no values, and nothing copies
             # there.
             real = has_values(output)
-            if output is own or (real and output.data_ptr() == own.data_ptr()):
-                same = own._version == self._version
+            if output is returned or (real and output.data_ptr() == returned.data_ptr()):
+                same = returned._version == self._version
             else:
-                same = real and torch.equal(output.view(torch.int32), own.view(torch.int32))
+                same = real and torch.equal(output.view(torch.int32), returned.view(torch.int32))
         if not same:
             raise StageError(
                 "loss_chunk_size: this model computes something with its logits (caps or scales "
@@ -124,7 +124,7 @@ class ModelScorer:
     ) -> Scores:
         """See `pipeline.Scorer`. Raises StageError with `chunk` for a model whose head is not a
         plain linear layer, or that changes its logits (caps or scales them)."""
-        columns = TokenScores.asked(request, own)
+        columns = ScoreColumns.asked(request, own)
         if request.values and (columns or request.total or request.logits):
             raise StageError("an objective asks for values, and for scores of a vocabulary")
         if request.router is not None and (self._group is not None or inputs):
@@ -166,7 +166,7 @@ class ModelScorer:
 
     def _of_logits(
         self, logits: Tensor, own: MicroBatch, whole: MicroBatch, request: ScoreRequest,
-        columns: TokenScores,
+        columns: ScoreColumns,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Scores from all logits, shape (lines, length, vocabulary), whole or divided among
         ranks."""
@@ -195,13 +195,13 @@ class ModelScorer:
         line, place = ends // length, ends % length - rank * size
         here = (place >= 0) & (place < size)
         found = local_part(logits)[line, torch.where(here, place, 0)]
-        own = torch.where(here[:, None], found, 0.0)
-        found = whole_vocabulary(own, VocabularyShard.find(logits))
+        found = torch.where(here[:, None], found, 0.0)
+        found = whole_vocabulary(found, VocabularyShard.find(logits))
         return found if self._group is None else all_reduce(found, self._group)
 
 
 def _in_chunks(
-    hidden: Tensor, head: nn.Linear, own: MicroBatch, request: ScoreRequest, columns: TokenScores
+    hidden: Tensor, head: nn.Linear, own: MicroBatch, request: ScoreRequest, columns: ScoreColumns
 ) -> Tensor:
     """Return the sum of log-probabilities, or the token scores, shape (lines, length, columns),
     instead of the head's logits."""
@@ -240,15 +240,14 @@ class RouterLoss:
         else:
             message = "router_loss: the model's architecture has no loss of its router"
             raise StageError(message, hint="leave out router_loss")
-        self._loss, own = loss, [getattr(module, name) for name in SIZES]
-        self._experts, self._picks = int(own[0]), int(own[1])
-        self.weight = float(own[2]) if weight == "config" else weight
+        experts, picks, coefficient = (getattr(module, name) for name in SIZES)
+        self._loss, self._experts, self._picks = loss, int(experts), int(picks)
+        self.weight = float(coefficient) if weight == "config" else weight
 
     def __call__(self, output: Any, real: Tensor | None = None) -> Tensor:
-        """The weighted loss of `output`; `real`, shape (samples, length), is False for padding,
-        which is left out. A batch that is only padding is not left out."""
-        mask = None if real is None else real | ~real.any()
-        loss: Tensor = self._loss(output.router_logits, self._experts, self._picks, mask)
+        """The weighted loss of `output`; `real`, shape (lines, length), is False for padding,
+        which is left out."""
+        loss: Tensor = self._loss(output.router_logits, self._experts, self._picks, real)
         return self.weight * loss.float()
 
 

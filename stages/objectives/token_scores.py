@@ -13,8 +13,8 @@ from stages.collectives import all_reduce, sum_gradients
 from stages.objectives.vocabulary import VocabularyShard
 
 
-class TokenScores(NamedTuple):
-    """The scores of each token that are asked for, as columns of one tensor."""
+class ScoreColumns(NamedTuple):
+    """Which scores of each token are asked for, and their computation as columns of one tensor."""
 
     tokens: bool
     entropy: bool
@@ -22,11 +22,12 @@ class TokenScores(NamedTuple):
     """Number of ids whose log-probabilities are asked for."""
 
     @classmethod
-    def asked(cls, request: ScoreRequest, batch: MicroBatch) -> TokenScores:
+    def asked(cls, request: ScoreRequest, batch: MicroBatch) -> ScoreColumns:
         """The columns that a request asks for."""
         name = request.candidates
         count = batch.tokens[name].shape[-1] if name else 0
         others = request.entropy or count > 0
+        # The total is then summed from tokens: one pass.
         return cls(request.tokens or (request.total and others), request.entropy, count)
 
     def __bool__(self) -> bool:
@@ -56,14 +57,14 @@ class TokenScores(NamedTuple):
         normaliser = vocabulary.normaliser()
         columns = []
         if self.tokens:
-            own = vocabulary.at(labels.clamp(min=0)[:, None])
-            columns.append(own - normaliser)
+            target_logit = vocabulary.at(labels.clamp(min=0)[:, None])
+            columns.append(target_logit - normaliser)
         if self.entropy:
             # An id whose logit is -inf adds 0, not 0 times -inf.
             least = torch.finfo(torch.float32).min
             # Each rank uses it for its own part of the vocabulary.
-            own = normaliser if shard is None else sum_gradients(normaliser, shard.group)
-            log_shares = (wide - own).clamp(min=least)
+            shared = normaliser if shard is None else sum_gradients(normaliser, shard.group)
+            log_shares = (wide - shared).clamp(min=least)
             columns.append(-vocabulary.sum(log_shares.exp() * log_shares))
         if candidates is not None:
             # Not 1 less the candidates' mass, which cancels where they have nearly all of it.
@@ -77,7 +78,7 @@ class TokenScores(NamedTuple):
         return torch.where(trained[:, None], torch.cat(columns, dim=-1), 0.0)
 
 
-OF_LABELS = TokenScores(tokens=True, entropy=False, candidates=0)
+OF_LABELS = ScoreColumns(tokens=True, entropy=False, candidates=0)
 
 
 class _Vocabulary(NamedTuple):
@@ -88,8 +89,8 @@ class _Vocabulary(NamedTuple):
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums over the whole vocabulary; shape (tokens, 1)."""
-        own = values.sum(-1, keepdim=True)
-        return own if self.shard is None else all_reduce(own, self.shard.group)
+        part = values.sum(-1, keepdim=True)
+        return part if self.shard is None else all_reduce(part, self.shard.group)
 
     def normaliser(self) -> Tensor:
         """log sum exp of each token's logits; shape (tokens, 1)."""
@@ -105,12 +106,12 @@ class _Vocabulary(NamedTuple):
             return self.logits.gather(-1, ids)
         columns, here = self.shard.columns(ids)
         if not self.shard.size:
-            own = torch.zeros_like(ids, dtype=self.logits.dtype)
+            part = torch.zeros_like(ids, dtype=self.logits.dtype)
         else:
-            own = torch.where(here, self.logits.gather(-1, columns), 0.0)
+            part = torch.where(here, self.logits.gather(-1, columns), 0.0)
         # An id that no rank has is an error of an index elsewhere.
         known = (ids >= 0) & (ids < self.shard.whole)
-        return all_reduce(own, self.shard.group).masked_fill(~known, torch.nan)
+        return all_reduce(part, self.shard.group).masked_fill(~known, torch.nan)
 
 
 def whole_vocabulary(logits: Tensor, shard: VocabularyShard | None) -> Tensor:

@@ -20,12 +20,12 @@ from pipeline.utils import local_part, own_chunk
 
 
 class VocabularyShard(NamedTuple):
-    """The rows of the vocabulary that this rank has."""
+    """The entries of the vocabulary that this rank has."""
 
     first: int
     size: int
     whole: int
-    """Rows of all ranks."""
+    """Entries of all ranks."""
     group: ProcessGroup
 
     @classmethod
@@ -37,9 +37,9 @@ class VocabularyShard(NamedTuple):
             return None
         mesh, (placement,) = whole.device_mesh, whole.placements
         assert placement.is_shard(), f"the vocabulary is not sharded: {placement}"
-        rows = whole.shape[placement.dim]  # type: ignore[union-attr]
-        own = own_chunk(rows, mesh)
-        return cls(own.start, len(own), rows, mesh.get_group())
+        entries = whole.shape[placement.dim]  # type: ignore[union-attr]
+        here = own_chunk(entries, mesh)
+        return cls(here.start, len(here), entries, mesh.get_group())
 
     def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The columns of `ids` in this rank's logits, 0 for others', and whether they are here."""
@@ -66,19 +66,19 @@ class VocabularyShard(NamedTuple):
         self, logits: Tensor, labels: Tensor, gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The loss of each token, and with `gradient` the gradient of their sum by this rank's
-        `logits` (tokens, own rows of the vocabulary) of fp32, in their memory (collective)."""
+        `logits` (tokens, own entries of the vocabulary) of fp32, in their memory (collective)."""
         columns, here = self.columns(labels)
         columns = columns[:, None]
         largest = self.largest(logits)
         logits.sub_(largest[:, None])
-        own = torch.zeros_like(largest)
+        target_logit = torch.zeros_like(largest)
         if self.size:  # a product with `here` would be NaN where the first column is -inf
-            own = torch.where(here, logits.gather(-1, columns)[:, 0], 0.0)
-        sums = torch.stack([logits.exp_().sum(-1), own])
+            target_logit = torch.where(here, logits.gather(-1, columns)[:, 0], 0.0)
+        sums = torch.stack([logits.exp_().sum(-1), target_logit])
         dist.all_reduce(sums, group=self.group)
-        total, target = sums
+        total, target_logit = sums
         trained = labels != NO_TARGET
-        loss = torch.where(trained, total.log() - target, 0.0)
+        loss = torch.where(trained, total.log() - target_logit, 0.0)
         if not gradient:
             return loss, None
         wide = logits.div_(total[:, None])
@@ -100,8 +100,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard) -> Tensor:
         # A copy, even of fp32 logits, as it is overwritten.
-        own = logits.to(torch.float32, copy=True)
-        loss, gradient = shard.loss_and_gradient(own, labels, ctx.needs_input_grad[0])
+        wide = logits.to(torch.float32, copy=True)
+        loss, gradient = shard.loss_and_gradient(wide, labels, ctx.needs_input_grad[0])
         ctx.dtype = logits.dtype
         if gradient is not None:
             ctx.save_for_backward(gradient)

@@ -41,7 +41,7 @@ class AnomalyMonitor:
             self._spikes = is_spike(self.loss, progress.recent_losses, self.policy)
 
     @property
-    def should_step(self) -> StepGuard | None:
+    def guard(self) -> StepGuard | None:
         """Guard for the engine's update; None if it would always allow it."""
         if self.policy.spike is None and self.policy.non_finite == "stop":
             return None
@@ -66,8 +66,8 @@ class AnomalyMonitor:
 
     def require_finite(self, report: StepReport, before: Progress, after: Progress) -> None:
         """Raise StageError if the gradient of an unguarded step from `before` to `after` is not
-        finite. Its update has been applied."""
-        if self.should_step is None and self.anomaly(report):
+        finite. Its update may have been applied; nothing of it is saved."""
+        if self.guard is None and self.anomaly(report):
             norm = float(report.grad_norm)
             what = self._describe(NON_FINITE, norm, before, after.samples)
             raise StageError(what, hint=HINT)
@@ -102,9 +102,9 @@ class AnomalyMonitor:
             restored = self.restore()
             if restored is None:
                 raise StageError(f"{what}, and there is no checkpoint to go back to")
-            own = {"samples": stop, "lineage": progress.lineage, "left_out": progress.left_out}
-            own["rollbacks"] = progress.rollbacks + 1
-            vars(progress).update(vars(restored) | own)
+            overrides: dict[str, Any] = {"samples": stop, "rollbacks": progress.rollbacks + 1}
+            overrides |= {"lineage": progress.lineage, "left_out": progress.left_out}
+            vars(progress).update(vars(restored) | overrides)
             start = restored.samples
         exclude(progress, start, stop)
         return {**facts, "samples_from": start, "samples_to": stop}

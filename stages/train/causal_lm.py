@@ -39,7 +39,7 @@ class TrainCausalLm(CausalLmFields):
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
         yield from self._saving_problems(plan.producer(self, Checkpoints))
-        yield from heldout_problems(self, plan, self.evaluates)
+        yield from heldout_problems(self, plan, self.fields_needing_heldout)
         yield from epoch_problems([self], plan, eval_every=self.eval_every)
         yield from self._router_problems(config_of(self, plan))
         yield from self._generation_problems(plan)

@@ -22,7 +22,7 @@ from pipeline import (
     StageError,
 )
 from pipeline.utils import plural
-from stages.batches.feed import microbatches
+from stages.batches.feed import microbatch_ranges
 from stages.batches.samples import micro_batch
 from stages.train.settings import EarlyStopping
 
@@ -44,7 +44,7 @@ def rows_in_order(
     step = axis.count * micro_batch_size * BLOCK
     blocks = [(start, min(start + step, total)) for start in range(0, total, step)]
     shares = [
-        [(a + start, a + end) for start, end in microbatches(b - a, axis, micro_batch_size)]
+        [(a + start, a + end) for start, end in microbatch_ranges(b - a, axis, micro_batch_size)]
         for a, b in blocks
     ]
     stopped = False
@@ -56,15 +56,15 @@ def rows_in_order(
             stopped = dist.any(dist.stop.asked)
             if stopped:
                 return
-            own = range(start, end)
-            yield layout(micro_batch(data, samples, own, 0, engine.device, vocabulary)[0])
+            indices = range(start, end)
+            yield layout(micro_batch(data, samples, indices, 0, engine.device, vocabulary)[0])
 
     with contextlib.closing(engine.evaluate(batches(), measure)) as results:
-        for (first, last), own in zip(blocks, shares, strict=True):
-            place = samples.total_rows(np.arange(first, own[0][0]))
-            rows = place + samples.total_rows(np.arange(own[0][0], last))
+        for (first, last), share in zip(blocks, shares, strict=True):
+            place = samples.total_rows(np.arange(first, share[0][0]))
+            rows = place + samples.total_rows(np.arange(share[0][0], last))
             found = torch.zeros(rows, measure.width, dtype=torch.float64, device=engine.device)
-            for part in itertools.islice(results, len(own)):
+            for part in itertools.islice(results, len(share)):
                 if part is not None:
                     found[place : place + len(part)] = part
                     place += len(part)

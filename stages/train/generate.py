@@ -40,7 +40,7 @@ SHOWN = 40
 """Characters of a prompt that an error has."""
 
 
-class Writer:
+class TextGenerator:
     """Continues the prompts of a recipe with the weights that an engine holds."""
 
     def __init__(self, settings: Generation, source: ModelSource, seed: int) -> None:
@@ -80,7 +80,7 @@ class Writer:
                 )
             self._prompts.append(ids)
 
-    def write(self, engine: Engine, dist: DistContext, step: int) -> list[dict[str, Any]] | None:
+    def generate(self, engine: Engine, dist: DistContext, step: int) -> list[dict[str, Any]] | None:
         """Continue every prompt (collective). Returns `number`, `prompt` and `text` of each; None
         if a rank was asked to stop meanwhile."""
         texts: list[list[int]] = [[] for _ in self._prompts]

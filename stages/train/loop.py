@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NoReturn
 
@@ -31,14 +31,14 @@ from stages.batches.feed import Feed
 from stages.train.anomalies import AnomalyMonitor
 from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation
 from stages.train.flops import known_cost
-from stages.train.generate import Writer
+from stages.train.generate import TextGenerator
 from stages.train.profiling import Profiler
 from stages.train.report import Reporter, Saves
-from stages.train.resuming import Length, again, lineage, require_same_lineage, require_steps_left
+from stages.train.resuming import Done, has_trained, hint_to_retrain, lineage, require_same_lineage
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES, CausalLmFields
 from stages.train.step import LaunchedSteps, StepMeter, StepResult, TrainStep
 from stages.train.stragglers import StragglerWatch
-from stages.train.verify_loss import verify_packing
+from stages.train.verify_packing import verify_packing
 
 COLLECTED = 50
 """Steps between two collections of reference cycles."""
@@ -51,36 +51,26 @@ class Training:
         self, config: CausalLmFields, ctx: Context, engine: Engine, data: Data, plan: OptimizerPlan,
         checkpoints: Checkpoints, model: ModelSource, callback: StepCallback | None = None,
     ) -> None:  # fmt: skip
-        """Restore the newest checkpoint, if there is one (collective)."""
-        if config.evaluates and not data.heldout:
-            raise StageError(f"{config.evaluates[0]} {NO_SAMPLES}", hint=GIVE_SAMPLES)
+        """Restore the newest checkpoint, if there is one; build what takes part (collective)."""
+        if config.fields_needing_heldout and not data.heldout:
+            raise StageError(f"{config.fields_needing_heldout[0]} {NO_SAMPLES}", hint=GIVE_SAMPLES)
         if not engine.state().groups:
             raise StageError(
                 "the model of this engine is not trained: its optimizer is optimizer.none"
             )
         self.config, self.ctx, self.data, self.checkpoints = config, ctx, data, checkpoints
-        self.measure, self.dist = config.measure(model), ctx.dist
-        start_random_streams(zlib.crc32(f"{ctx.seed}/{engine.random_stream}".encode()))
-        identity = lineage(config, ctx, data, model)
-        length = config.length_on(data, checkpoints)
-        self.eval_every = length.in_steps(config.eval_every)
-        checkpoints.begin(length)
-        validate = functools.partial(require_same_lineage, identity, ctx.accept, again=again(ctx))
-        restore = functools.partial(checkpoints.restore, validate)
-        restored = restore()
-        ctx.metrics.rewind(-1 if restored is None else restored.step)
-        self.progress = progress = restored or Progress()
-        progress.lineage = identity
+        self.measure, self.dist, self.engine = config.measure(model), ctx.dist, engine
+        self.progress, restore = self._restore(model)
+        progress = self.progress
         self.feed = Feed(
             config, data, ctx.seed, engine.data_axis, engine.device,
             workers=config.workers, vocabulary=model.vocab_size,
         )  # fmt: skip
-        self.length = Length.of(config, data, progress)
-        total = self.feed.total_steps(progress)
-        require_steps_left(ctx, checkpoints, self.length, progress, total)
+        self.done = Done.of(config, data, progress)
+        self.done.require_steps_left(ctx, checkpoints, progress, self.feed.total_steps(progress))
         self.monitor = AnomalyMonitor(config.anomalies, engine.total, restore)
         self.meter = StepMeter(engine, ctx.dist, progress, known_cost(engine, model))
-        self.step = TrainStep(
+        self.train_step = TrainStep(
             engine=engine,
             objective=config.objective(model),
             feed=self.feed,
@@ -91,7 +81,7 @@ class Training:
         folder = ctx.run_dir / (f"profile-{ctx.training}" if ctx.training else "profile")
         self.profiler = Profiler(config.profile_steps, folder, engine, ctx.dist)
         texts = config.generate
-        self.writer = None if texts is None else Writer(texts, model, ctx.seed)
+        self.generator = None if texts is None else TextGenerator(texts, model, ctx.seed)
         self.reporter = Reporter(ctx, log_every=config.log_every, total_steps=self.feed.total_steps)
         self.saves = Saves(checkpoints=checkpoints, reporter=self.reporter, newest=progress.step)
         self.callbacks = Callbacks(self.reporter, self.saves, callback)
@@ -105,6 +95,26 @@ class Training:
         )
         self.evaluated = "eval_loss" in progress.metrics
         """Whether the current weights have been evaluated."""
+
+    def _restore(self, model: ModelSource) -> tuple[Progress, Callable[[], Progress | None]]:
+        """Restore the newest checkpoint, if there is one (collective). Returns the progress, and a
+        function that restores again, for rollbacks. Random streams start from the seed before, as
+        restoring replaces them. Records of steps after the checkpoint are dropped; without one all
+        are, step 0's too: hence -1."""
+        ctx, checkpoints = self.ctx, self.checkpoints
+        start_random_streams(zlib.crc32(f"{ctx.seed}/{self.engine.random_stream}".encode()))
+        identity = lineage(self.config, ctx, self.data, model)
+        length = self.config.length_on(self.data, checkpoints)
+        self.eval_every = length.in_steps(self.config.eval_every)
+        checkpoints.begin(length)
+        hint = hint_to_retrain(ctx)
+        validate = functools.partial(require_same_lineage, identity, ctx.accept, hint=hint)
+        restore = functools.partial(checkpoints.restore, validate)
+        restored = restore()
+        ctx.metrics.rewind(-1 if restored is None else restored.step)
+        progress = restored or Progress()
+        progress.lineage = identity
+        return progress, restore
 
     def run(self) -> TrainedRun:
         """Train to the last step, and save (collective). Raises Interrupted when a rank was asked
@@ -134,17 +144,18 @@ class Training:
             launched.report()  # so that the device does nothing else
         before = replace(progress)
         with launched.reported_on_failure():
-            result, profile = self.profiler.run(number, lambda: self.step(progress))
+            result, profile = self.profiler.run(number, lambda: self.train_step(progress))
         if result.anomaly:
             self._recover(result)
             return
         self.evaluated = False
         stop = self.dist.stop.asked
-        launched.taken.append(self.meter.end(result, before, progress, profile, stop=stop))
+        step = self.meter.launched_step(result, before, progress, profile, stop=stop)
+        launched.pending.append(step)
         collect_after(number)
         with launched.reported_on_failure():
             self.saves.poll()
-            at_once = profiled or self.monitor.should_step is not None or self._pause_due()
+            at_once = profiled or self.monitor.guard is not None or self._pause_due()
         launched.report(but=0 if at_once else 1)
         if launched.stop:
             self._stop()
@@ -157,23 +168,23 @@ class Training:
 
     def _pause_due(self) -> bool:
         """Whether something comes between this step and the next."""
-        evaluates = self._is_last() or self._evaluation_due() or self._texts_due()
-        return evaluates or self.checkpoints.due(self.progress)
+        due = self._is_last() or self._evaluation_due() or self._texts_due()
+        return due or self.checkpoints.due(self.progress)
 
     def _begin(self) -> None:
         """Check that training can start; run what is asked for before the first step, and what an
         interrupted run missed."""
         progress, config = self.progress, self.config
-        verify_packing(self.step.engine, self.data, self.feed.samples(progress.samples))
+        verify_packing(self.engine, self.data, self.feed.samples(progress.samples))
         self.callbacks.restore(progress.callbacks)
         self.callbacks.state()  # one that cannot be saved is found before anything is trained
         self.meter.restart(progress)
         total = self.feed.total_steps(progress)
         if progress.step >= total:
-            shortfall = self.length.shortfall(self.ctx.slot)
+            shortfall = self.done.shortfall(self.ctx.slot)
             self.reporter.nothing_left(progress.step, total, shortfall)
         else:
-            for warning in self.step.plan.schedule_warnings(total):
+            for warning in self.train_step.plan.schedule_warnings(total):
                 self.ctx.log.warning("%s", warning)
             self._make_up()
         if config.anomalies.rolls_back:
@@ -184,10 +195,10 @@ class Training:
         progress, settings = self.progress, self.config.generate
         asked = bool(self.data.heldout) and self.config.eval_first
         first = asked and not progress.step and not progress.best
-        own = "loss" in progress.metrics  # not the weights of a run from which this one starts
-        evaluates = first or (own and self._evaluation_due() and not self.evaluated)
+        trained = has_trained(progress)
+        evaluates = first or (trained and self._evaluation_due() and not self.evaluated)
         at_first = settings is not None and settings.first and not progress.step
-        writes = (own and self._texts_due()) or (at_first and progress.texts_step is None)
+        writes = (trained and self._texts_due()) or (at_first and progress.texts_step is None)
         if evaluates:
             self._evaluate()
         if writes:
@@ -202,7 +213,8 @@ class Training:
         if progress.step < total:
             stopping = self.config.early_stopping
             reason = reason_to_stop(progress, stopping) or self.callbacks.agree_to_end(self.dist)
-            progress.stopped = reason and (known or reason)  # the end of before, after a resume
+            if reason:  # decided again, as early_stopping may have been changed; an end that is
+                progress.stopped = known or reason  # confirmed keeps its first wording
         if progress.stopped:
             self.launched.report()
             self.reporter.ended_early(progress.step, total, progress.stopped, again=bool(known))
@@ -226,10 +238,10 @@ class Training:
         return last or (settings.every is not None and step % settings.every == 0)
 
     def _write_texts(self) -> None:
-        assert self.writer is not None
+        assert self.generator is not None
         step = self.progress.step
         with self._paused(Phase.EVALUATE), activity("generating texts"):
-            texts = self.writer.write(self.step.engine, self.dist, step)
+            texts = self.generator.generate(self.engine, self.dist, step)
             if texts is None:
                 self._stop()  # a resumed run writes them first
             self.progress.texts_step = step
@@ -246,7 +258,7 @@ class Training:
         self.meter.restart(self.progress)
 
     def _evaluate(self) -> None:
-        engine, progress = self.step.engine, self.progress
+        engine, progress = self.engine, self.progress
         with self._paused(Phase.EVALUATE):
             size = self.config.microbatch_size(engine.data_axis.count)
             known = self.feed.vocabulary
@@ -272,9 +284,10 @@ class Training:
 
     def _recover(self, result: StepResult) -> None:
         """Skip an anomalous batch, or go back to a checkpoint and skip it from there."""
+        # With a guard every step is reported at once: nothing is pending here.
         self.reporter.show()
         progress = self.progress
-        step, samples = progress.step, self.feed.count(progress.samples)
+        step, samples = progress.step, self.feed.samples_in_step(progress.samples)
         norm = float(result.report.grad_norm)
         facts = self.monitor.recover(result.anomaly, norm, progress, samples)
         if progress.step < step:

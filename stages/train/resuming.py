@@ -31,7 +31,7 @@ def lineage(config: BatchPlan, ctx: Context, data: Data, model: ModelSource) -> 
     }
 
 
-def again(ctx: Context) -> str:
+def hint_to_retrain(ctx: Context) -> str:
     """Hint for a further training whose predecessor has trained on; empty for the first one."""
     file = ctx.run_dir / "checkpoints.at"
     over = f"to train `{ctx.slot}` again, delete its checkpoints and their line in {file}; else "
@@ -39,10 +39,10 @@ def again(ctx: Context) -> str:
 
 
 def require_same_lineage(
-    now: Mapping[str, Any], accept: Collection[str], progress: Progress, again: str = ""
+    now: Mapping[str, Any], accept: Collection[str], progress: Progress, hint: str = ""
 ) -> None:
     """Raise ResumeRefused if a part differs from the checkpoint's and is not accepted; its hint
-    begins with `again`. Checkpoints of other tools have no lineage, and checkpoints of earlier
+    begins with `hint`. Checkpoints of other tools have no lineage, and checkpoints of earlier
     versions may lack parts. Where only one of both has frozen weights, restoring says their
     names."""
     then = progress.lineage
@@ -64,25 +64,30 @@ def require_same_lineage(
                 found.append(f"{name} was {in_short(was)}, is {in_short(value)}")
     raise ResumeRefused(
         f"the checkpoint at step {progress.step} belongs to another training: " + "; ".join(found),
-        hint=f"{again}start a new run, or if that is intended, the same command with "
+        hint=f"{hint}start a new run, or if that is intended, the same command with "
         + " ".join(f"--accept {part}" for part in refused),
     )
 
 
-class Length(NamedTuple):
-    """The length of a training by its recipe, and how much of it is done."""
+def has_trained(progress: Progress) -> bool:
+    """Whether this run has trained, and not only another one, from whose checkpoint it starts."""
+    return "loss" in progress.metrics
+
+
+class Done(NamedTuple):
+    """How much of a training is done, next to its length by the recipe."""
 
     name: str
     """The field: `steps` or `epochs`."""
     given: float
-    done: float
-    """In the field's unit."""
+    amount: float
+    """What is done, in the field's unit."""
     over: bool
     """Whether more is done than the recipe asks for."""
 
     @classmethod
-    def of(cls, config: BatchPlan, data: Data, progress: Progress) -> Length:
-        """Return the length by the one of both fields that is set."""
+    def of(cls, config: BatchPlan, data: Data, progress: Progress) -> Done:
+        """Return what is done by the one of both fields that is set."""
         if config.epochs is None:
             steps = config.steps or 0
             return cls("steps", steps, progress.step, progress.step > steps)
@@ -92,27 +97,26 @@ class Length(NamedTuple):
 
     def shortfall(self, slot: str) -> str:
         """Say that the recipe asks for less than is done; empty if it does not."""
-        done = f"{self.done:.10g}" if self.name == "steps" else f"{self.done:.3g}"
+        done = f"{self.amount:.10g}" if self.name == "steps" else f"{self.amount:.3g}"
         return self.over * (
             f"{slot}.{self.name}={self.given:.10g} is below the {done} {self.name} that are done: "
             "the weights are unchanged"
         )
 
-
-def require_steps_left(
-    ctx: Context, checkpoints: Checkpoints, length: Length, progress: Progress, total: int
-) -> None:
-    """Raise StageError if a run that starts from another's checkpoint has no step to take."""
-    own = "loss" in progress.metrics or not getattr(checkpoints, "start_from", None)
-    if own or progress.step < total:
-        return
-    field, more = f"{ctx.slot}.{length.name}", f"{length.done + length.given:.10g}"
-    counts = f"step count ({progress.step})"
-    if length.name == "epochs":
-        counts = f"position in the data ({length.done:.3g} epochs)"
-    raise StageError(
-        f"`start_from` continues its {counts}, and `{field}` is {length.given:.10g}: nothing "
-        "would be trained",
-        hint=f"to continue: {field}={more}; to train its weights again: its export as the model "
-        "slot's path, without start_from",
-    )
+    def require_steps_left(
+        self, ctx: Context, checkpoints: Checkpoints, progress: Progress, total: int
+    ) -> None:
+        """Raise StageError if a run that starts from another's checkpoint has no step to take."""
+        starts_from_another = getattr(checkpoints, "start_from", None) and not has_trained(progress)
+        if not starts_from_another or progress.step < total:
+            return
+        field, more = f"{ctx.slot}.{self.name}", f"{self.amount + self.given:.10g}"
+        counts = f"step count ({progress.step})"
+        if self.name == "epochs":
+            counts = f"position in the data ({self.amount:.3g} epochs)"
+        raise StageError(
+            f"`start_from` continues its {counts}, and `{field}` is {self.given:.10g}: nothing "
+            "would be trained",
+            hint=f"to continue: {field}={more}; to train its weights again: its export as the "
+            "model slot's path, without start_from",
+        )

@@ -44,7 +44,8 @@ class Anomalies:
     state and the schedule stay where they are, and the next batch takes the step's place.
     `rollback` restores the newest checkpoint and continues with the batch after the anomalous one
     (as in Chowdhery et al. 2022, PaLM, section 5.1). Positions of batches without an update are
-    kept in the checkpoint's progress (`left_out`) and recorded in `metrics.jsonl`.
+    kept in the checkpoint's progress (`left_out`; its `skipped` counts overflows) and recorded in
+    `metrics.jsonl`.
     """
 
     non_finite: Action = "stop"
@@ -123,9 +124,8 @@ class CausalLmFields(BatchPlan):
     """The settings of a training, its length and its loss."""
 
     workers: Annotated[int, Ge(0)] = 1
-    """Threads that prepare the next micro-batches while the device computes, one more than there
-    are threads, also of the next step; 0 prepares each just before its use. Changes no sample and
-    no order."""
+    """Threads that prepare micro-batches ahead: at most `workers + 1` are ready or in work, the
+    next step's included; 0 prepares each just before its use. Changes no sample and no order."""
 
     loss_chunk_size: Count | None = None
     """Tokens whose logits are in memory at a time, for large vocabularies; null computes all logits
@@ -170,13 +170,14 @@ class CausalLmFields(BatchPlan):
     the run folder; `metrics.jsonl` has the step's share of communication."""
 
     @property
-    def evaluates(self) -> list[str]:
+    def fields_needing_heldout(self) -> list[str]:
         """The fields that ask for held-out samples."""
         names = ("eval_every", "eval_first", "early_stopping")
         return [n for n in names if getattr(self, n)] + ["result"] * (self.result == "best")
 
     def length(self, samples: int | None = None) -> TrainingLength:
-        """Length of the training; with epochs, its steps are known if `samples` are."""
+        """Length of the training; with epochs, its steps are known if `samples` are. Planned;
+        `Feed.total_steps` follows what was skipped."""
         steps, batch = self.steps, self.global_batch_size
         if self.epochs is not None and samples is not None:
             steps = -(-round(self.epochs * samples) // batch)

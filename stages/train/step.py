@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed
@@ -49,7 +50,7 @@ class StepResult:
     """Learning rates of the step, by name of metric (`OptimizerPlan.rates`)."""
     stats: BatchStats
     sums: HostCopy
-    """Sums over all ranks, on the way: the mean loss, the batch statistics, the metrics."""
+    """Sums over all ranks, on the way, as `StepMeter.start_reduction` lays them out."""
     metrics: Sequence[str] = ()
     """Names of the objective's metrics."""
     anomaly: str = ""
@@ -60,8 +61,8 @@ class StepResult:
 def advance(progress: Progress, feed: Feed) -> None:
     """Advance `progress` past the step at its position."""
     position = progress.samples
-    progress.tokens += feed.counts(position)["targets"]
-    progress.samples += feed.count(position)
+    progress.tokens += feed.unit_counts(position)["targets"]
+    progress.samples += feed.samples_in_step(position)
     progress.step += 1
     for name in ("eval_loss", "perplexity"):  # of the weights before the update
         progress.metrics.pop(name, None)
@@ -83,28 +84,28 @@ class TrainStep:
         loss is divided by."""
         feed, monitor, steps = self.feed, self.monitor, self.feed.total_steps(progress)
         units, metrics = self.objective.units, self.objective.metrics
-        counts = feed.counts(progress.samples, {*units, *metrics.values()})
+        counts = feed.unit_counts(progress.samples, {*units, *metrics.values()})
         for unit in units:
             if not counts[unit]:
                 what = UNITS[unit]
                 raise StageError(f"step {progress.step + 1}: no {what} in the whole batch")
-        taken: list[BatchStats] = []
+        batch_stats: list[BatchStats] = []
 
         def batches() -> Iterator[MicroBatch]:
             for batch, stats in feed.microbatches(progress.samples, left=steps - progress.step):
                 self.meter.dist.heartbeat.beat()
-                taken.append(stats)
+                batch_stats.append(stats)
                 yield batch
 
         parts = self.engine.accumulate(batches(), self.objective, counts=counts)
         loss, *more = (parts.terms[unit] / counts[unit] for unit in units)
         loss = sum(more, loss)
-        stats = BatchStats.total(taken)
+        stats = BatchStats.total(batch_stats)
         monitor.observe(loss, progress)
         measured = [parts.sums[name] / counts[unit] for name, unit in metrics.items()]
-        sums = self.meter.sums(loss, stats, measured)
+        sums = self.meter.start_reduction(loss, stats, measured)
         scales = self.plan.lr_scales(progress.step, steps)
-        guard = monitor.should_step
+        guard = monitor.guard
         report = self.engine.step(lr_scales=scales, should_step=guard)
         anomaly = "" if guard is None else monitor.anomaly(report)
         if not anomaly:
@@ -134,8 +135,17 @@ class Moment:
         return float(earlier._event.elapsed_time(self._event)) / 1000  # type: ignore[union-attr]
 
 
+class Maxima(NamedTuple):
+    """The greatest of all ranks' peaks of memory in bytes (0: not known), of torch's tensors on a
+    GPU and of host memory for the model and its training; and 1 if any was asked to stop."""
+
+    gpu: int
+    host: int
+    stop: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TakenStep:
+class PendingStep:
     """A step that the device was given, and its numbers, which may be on the way."""
 
     before: Progress
@@ -149,8 +159,8 @@ class TakenStep:
     ended: Moment
     trained: tuple[int, int]
     """Target tokens and samples of the time between."""
-    greatest: Callable[[], list[int]]
-    """Waits for the greatest of all ranks' PEAKS (0: not known) and of their wishes to stop."""
+    maxima: Callable[[], Maxima]
+    """Waits for ranks that have not come as far."""
 
 
 class StepMeter:
@@ -167,31 +177,34 @@ class StepMeter:
         self._since = Moment(self._engine.device)
         self._tokens, self._samples = progress.tokens, progress.samples
 
-    def sums(self, loss: Tensor, stats: BatchStats, metrics: Sequence[Tensor] = ()) -> HostCopy:
+    def start_reduction(
+        self, loss: Tensor, stats: BatchStats, metrics: Sequence[Tensor] = ()
+    ) -> HostCopy:
         """Ask for the sums over all ranks of this rank's part of a step's mean loss (a scalar on
         the device, in nats), its batch statistics, and its parts of metrics (collective). Called
         before the update, so that the host waits for the gradients only."""
         # Ranks that run one model together have the statistics of the same samples.
         alike = self.dist.world_size // self._engine.data_axis.count
-        own = [0.0, *(value / alike for value in stats), *[0.0] * len(metrics)]
-        host = torch.tensor(own, dtype=torch.float64, pin_memory=loss.is_cuda)
-        sums = host.to(loss.device, non_blocking=True)
-        sums[0] = loss.detach()
-        for place, value in enumerate(metrics, len(own) - len(metrics)):
-            sums[place] = value.detach()
-        return HostCopy(self._engine.total(sums))
+        # [loss, BatchStats..., metrics...]; `record` reads it back.
+        known = [0.0, *(value / alike for value in stats), *[0.0] * len(metrics)]
+        host = torch.tensor(known, dtype=torch.float64, pin_memory=loss.is_cuda)
+        parts = host.to(loss.device, non_blocking=True)
+        parts[0] = loss.detach()
+        for place, value in enumerate(metrics, len(known) - len(metrics)):
+            parts[place] = value.detach()
+        return HostCopy(self._engine.total(parts))
 
-    def end(
+    def launched_step(
         self, result: StepResult, before: Progress, progress: Progress,
         profile: Profile | None = None, *, stop: bool = False,
-    ) -> TakenStep:  # fmt: skip
-        """Take the step that has brought `before` to `progress`: ask for the greatest of the ranks'
-        peaks of memory, and whether any of them was asked to `stop` (collective). The host waits
-        for nothing."""
+    ) -> PendingStep:  # fmt: skip
+        """Return the step that has brought `before` to `progress`, and ask for the ranks' maxima:
+        their peaks of memory, and whether any of them was asked to `stop` (collective). The host
+        waits for nothing."""
         device = self._engine.device
-        # of torch's tensors on its GPU, and of host memory for the model and its training
         on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        taken = TakenStep(
+        own = Maxima(on_gpu, peak_beyond() or 0, int(stop))
+        pending = PendingStep(
             before=before,
             progress=replace(progress, metrics=dict(progress.metrics)),
             result=result,
@@ -200,20 +213,21 @@ class StepMeter:
             began=self._since,
             ended=Moment(device),
             trained=(progress.tokens - self._tokens, progress.samples - self._samples),
-            greatest=greatest([on_gpu, peak_beyond() or 0, int(stop)], self.dist.world_size),
+            maxima=ask_maxima(own, self.dist.world_size),
         )
-        self._since, self._tokens, self._samples = taken.ended, progress.tokens, progress.samples
-        return taken
+        self._since, self._tokens, self._samples = pending.ended, progress.tokens, progress.samples
+        return pending
 
-    def record(self, taken: TakenStep) -> dict[str, float]:
+    def record(self, pending: PendingStep) -> dict[str, float]:
         """The record of a step. The host waits until the device has taken it."""
-        result, profile, progress = taken.result, taken.profile, taken.progress
-        seconds = taken.ended.since(taken.began) if profile is None else profile.seconds
-        targets, samples = taken.trained
+        result, profile, progress = pending.result, pending.profile, pending.progress
+        seconds = pending.ended.since(pending.began) if profile is None else profile.seconds
+        targets, samples = pending.trained
         ranks, shares = self.dist.world_size, self._engine.data_axis.count
         loss, *sums = result.sums.read()
         named = len(sums) - len(result.metrics)
         total = BatchStats(*sums[:named])
+        gpu, host, _ = pending.maxima()
         record = {
             "grad_norm": float(result.report.grad_norm),
             **result.rates,
@@ -221,7 +235,7 @@ class StepMeter:
             "samples": progress.samples,
             "applied": result.report.applied,
             "loss_scale": result.report.loss_scale,
-            "time": taken.time,
+            "time": pending.time,
             "step_seconds": seconds,
             "target_tokens_per_second": targets / seconds,
             "samples_per_second": samples / seconds,
@@ -229,7 +243,7 @@ class StepMeter:
             "tokens_per_second": total.tokens / seconds,
             "tokens_per_second_per_rank": total.tokens / seconds / ranks,
             "data_wait_share": total.seconds / seconds / shares,
-            **{name: size for name, size in zip(PEAKS, taken.greatest(), strict=False) if size},
+            **{name: size for name, size in zip(PEAKS, (gpu, host), strict=True) if size},
         }
         if self._cost is not None:
             spent = seconds * ranks
@@ -245,19 +259,18 @@ class StepMeter:
         return record | dict(zip(result.metrics, sums[named:], strict=True))
 
 
-def greatest(values: Sequence[int], ranks: int) -> Callable[[], list[int]]:
+def ask_maxima(own: Maxima, ranks: int) -> Callable[[], Maxima]:
     """Ask for the greatest of every rank's numbers (collective). The function that is returned
     waits for ranks that have not come as far, and returns them."""
-    found, work = torch.tensor(values), None  # of the hosts: the device is not asked
+    found, work = torch.tensor(own), None  # of the hosts: the device is not asked
     if ranks > 1:
         maximum = torch.distributed.ReduceOp.MAX
         work = torch.distributed.all_reduce(found, maximum, async_op=True)
 
-    def read() -> list[int]:
+    def read() -> Maxima:
         if work is not None:
             work.wait()
-        numbers: list[int] = found.tolist()
-        return numbers
+        return Maxima(*found.tolist())
 
     return read
 
@@ -278,17 +291,17 @@ class LaunchedSteps:
     stragglers: StragglerWatch
     stop: bool = field(default=False, init=False)
     """Whether any rank was asked to stop, by the steps that were reported."""
-    taken: deque[TakenStep] = field(default_factory=deque, init=False)
+    pending: deque[PendingStep] = field(default_factory=deque, init=False)
     """Steps that were launched and not yet reported."""
 
     def report(self, *, but: int = 0) -> None:
         """Wait for the numbers of all steps but the newest `but`, and report them (collective).
         Raises StageError for a step whose gradient is not finite."""
-        while len(self.taken) > but:
-            taken, record = self._next()
-            self.callbacks.on_step(taken.progress.step, taken.progress, record)
-            seconds, data = record["step_seconds"], taken.result.stats.seconds
-            if self.stragglers.look(taken.progress.step, seconds=seconds, data=data):
+        while len(self.pending) > but:
+            step, record = self._next()
+            self.callbacks.on_step(step.progress.step, step.progress, record)
+            seconds, data = record["step_seconds"], step.result.stats.seconds
+            if self.stragglers.look(step.progress.step, seconds=seconds, data=data):
                 self.meter.restart(self.progress)
 
     @contextlib.contextmanager
@@ -300,17 +313,17 @@ class LaunchedSteps:
             yield
         except Exception:
             with contextlib.suppress(RuntimeError):  # a peer or the device is lost
-                while self.taken:
-                    taken, record = self._next()
-                    self.reporter.on_step(taken.progress.step, taken.progress, record)
+                while self.pending:
+                    step, record = self._next()
+                    self.reporter.on_step(step.progress.step, step.progress, record)
             raise
 
-    def _next(self) -> tuple[TakenStep, dict[str, float]]:
+    def _next(self) -> tuple[PendingStep, dict[str, float]]:
         """The oldest step, and its record, whose loss becomes the progress's."""
-        taken = self.taken.popleft()
-        self.monitor.require_finite(taken.result.report, taken.before, taken.progress)
-        record = self.meter.record(taken)
-        for progress in (self.progress, taken.progress):
+        step = self.pending.popleft()
+        self.monitor.require_finite(step.result.report, step.before, step.progress)
+        record = self.meter.record(step)
+        for progress in (self.progress, step.progress):
             set_metric(progress, "loss", record["loss"])
-        self.stop |= taken.greatest()[-1] > 0
-        return taken, record
+        self.stop |= step.maxima().stop > 0
+        return step, record

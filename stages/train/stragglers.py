@@ -88,7 +88,8 @@ class StragglerWatch:
         return True
 
     def _arithmetic(self) -> float:
-        """Shortest of a few timings: what else the machine does at a moment is not its speed."""
+        """Shortest of a few timings: what else the machine does at a moment is not its speed, and
+        the first may include the device's work on the step that is launched."""
         device = self.ctx.dist.device
         if self._matrices is None:
             rows = ROWS[device.type]

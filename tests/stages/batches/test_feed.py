@@ -17,7 +17,7 @@ from pipeline.contracts.data import Data, Sample
 from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.sample_order import SampleOrder
 from pipeline.contracts.training import Progress
-from stages.batches.feed import Feed, microbatches
+from stages.batches.feed import Feed, microbatch_ranges
 from stages.batches.settings import BatchPlan
 from tests.support.runs import ToySamples, toy_data
 from tests.support.tier import examples
@@ -27,7 +27,7 @@ ALONE, CPU = DataAxis(index=0, count=1), torch.device("cpu")
 
 @given(count=st.integers(1, 200), ranks=st.integers(1, 9), micro=st.integers(1, 12))
 def test_shares_joined_in_rank_order_are_the_batch(count: int, ranks: int, micro: int) -> None:
-    cuts = [microbatches(count, DataAxis(index=r, count=ranks), micro) for r in range(ranks)]
+    cuts = [microbatch_ranges(count, DataAxis(index=r, count=ranks), micro) for r in range(ranks)]
     joined = [place for cut in cuts for start, end in cut for place in range(start, end)]
     assert joined == list(range(count))
     assert len({len(cut) for cut in cuts}) == 1, "ranks must make the same collectives"
@@ -115,7 +115,7 @@ def test_micro_batches_and_targets_of_a_step() -> None:
         pieces = list(feed.microbatches(0))
         assert [len(piece.labels) for piece, _ in pieces] == [[2, 2], [2, 1]][rank]
         counted += sum(int((piece.labels != -100).sum()) for piece, _ in pieces)
-    assert counted == feed.counts(0)["targets"]
+    assert counted == feed.unit_counts(0)["targets"]
 
 
 def test_an_epoch_ends_at_its_last_sample_also_after_steps_of_another_size() -> None:
@@ -123,7 +123,7 @@ def test_an_epoch_ends_at_its_last_sample_also_after_steps_of_another_size() -> 
     config = BatchPlan(global_batch_size=7, epochs=1.0)
     feed = Feed(config, data, 0, ALONE, CPU)
     assert feed.total_steps(Progress(step=5, samples=50)) == 5 + 8
-    assert [feed.count(50 + 7 * step) for step in range(8)] == [7] * 7 + [1]
+    assert [feed.samples_in_step(50 + 7 * step) for step in range(8)] == [7] * 7 + [1]
     assert feed.total_steps(Progress()) == 15
     assert feed.total_steps(Progress(step=15, samples=100)) == 15
 
@@ -139,7 +139,7 @@ def test_a_step_asks_the_order_once(monkeypatch) -> None:  # type: ignore[no-unt
     monkeypatch.setattr(SampleOrder, "indices", indices)
     feed = Feed(BatchPlan(global_batch_size=4, steps=9), toy_data(), 3, ALONE, CPU)
     for step in range(3):
-        feed.counts(4 * step)["targets"]
+        feed.unit_counts(4 * step)["targets"]
         list(feed.microbatches(4 * step))
     assert asked == [(0, 4), (4, 4), (8, 4)]
 

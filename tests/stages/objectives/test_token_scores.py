@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from pipeline.distributed.process_group import DistContext
 from stages.collectives import sum_gradients
 from stages.objectives.chunked import chunked_scores
-from stages.objectives.token_scores import TokenScores, whole_vocabulary
+from stages.objectives.token_scores import ScoreColumns, whole_vocabulary
 from stages.objectives.vocabulary import VocabularyShard
 from tests.stages.objectives.test_vocabulary import (
     CHUNKS,
@@ -28,10 +28,10 @@ from tests.stages.objectives.test_vocabulary import (
 from tests.support.processes import run_ranks
 
 ASKED = [
-    TokenScores(tokens=True, entropy=False, candidates=0),
-    TokenScores(tokens=False, entropy=True, candidates=0),
-    TokenScores(tokens=False, entropy=False, candidates=3),
-    TokenScores(tokens=True, entropy=True, candidates=2),
+    ScoreColumns(tokens=True, entropy=False, candidates=0),
+    ScoreColumns(tokens=False, entropy=True, candidates=0),
+    ScoreColumns(tokens=False, entropy=False, candidates=3),
+    ScoreColumns(tokens=True, entropy=True, candidates=2),
 ]
 
 
@@ -43,7 +43,7 @@ def ids_of(vocabulary: int, count: int) -> torch.Tensor | None:
 
 
 def plain(
-    asked: TokenScores, logits: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor | None
+    asked: ScoreColumns, logits: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor | None
 ) -> torch.Tensor:
     """Compute the same from torch's log_softmax."""
     log_probs, columns = F.log_softmax(logits.double(), -1), []
@@ -58,7 +58,7 @@ def plain(
 
 
 def compared(
-    mesh: Any, vocabulary: int, asked: TokenScores, chunk: int | None, *, excludes: bool = False
+    mesh: Any, vocabulary: int, asked: ScoreColumns, chunk: int | None, *, excludes: bool = False
 ) -> list[float]:
     """Return the largest differences of scores, and of gradients relative to the largest."""
     # Softer than the other test's: the mass of all others must not vanish.
@@ -116,7 +116,7 @@ def test_scores_and_gradients_are_torchs(ranks: int) -> None:
 
 
 def test_excluded_ids_have_no_share_of_the_entropy() -> None:
-    asked = TokenScores(tokens=False, entropy=True, candidates=0)
+    asked = ScoreColumns(tokens=False, entropy=True, candidates=0)
     logits = torch.tensor([[1.0, -torch.inf, 2.0]], requires_grad=True)
     found = asked(logits, torch.tensor([0]), None, None)
     found.sum().backward()
@@ -131,7 +131,7 @@ def test_excluded_ids_have_no_share_of_the_entropy() -> None:
 
 
 def test_the_mass_of_all_others_may_vanish() -> None:
-    asked = TokenScores(tokens=False, entropy=False, candidates=1)
+    asked = ScoreColumns(tokens=False, entropy=False, candidates=1)
     logits = torch.tensor([[60.0, 0.0, 0.0]], requires_grad=True)
     found = asked(logits, torch.tensor([0]), torch.tensor([[0]]), None)
     found.sum().backward()

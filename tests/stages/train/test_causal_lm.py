@@ -13,7 +13,7 @@ from pipeline.contracts.engine import DataAxis
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.testing import plan_view
-from stages.batches.feed import Feed, microbatches
+from stages.batches.feed import Feed, microbatch_ranges
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
@@ -58,7 +58,7 @@ def test_a_micro_batch_larger_than_its_step_is_said(procs: int, share: int) -> N
     (told,) = stage.check(view)
     assert told.warning
     assert told.message.endswith(f": micro-batches have {share}")
-    cut = [microbatches(8, DataAxis(index=index, count=procs), 16) for index in range(procs)]
+    cut = [microbatch_ranges(8, DataAxis(index=index, count=procs), 16) for index in range(procs)]
     assert max(end - start for ranges in cut for start, end in ranges) == share
     assert problems(procs, global_batch_size=8, steps=1, micro_batch_size=share) == []
 

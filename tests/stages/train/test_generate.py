@@ -26,7 +26,7 @@ from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.generate import NextToken, Writer
+from stages.train.generate import NextToken, TextGenerator
 from stages.train.settings import EarlyStopping, Generation
 from tests.support.batches import micro_batch
 from tests.support.processes import run_ranks
@@ -230,14 +230,14 @@ class Refusing(Letters):
         raise ValueError("a system message comes first")
 
 
-def writer(made: Generation, most: int | None = None, tokenizer: Any = Letters) -> Writer:
+def generator(made: Generation, most: int | None = None, tokenizer: Any = Letters) -> TextGenerator:
     model: Any = SimpleNamespace(name="the model", tokenizer=tokenizer, most_positions=most)
-    return Writer(made, model, seed=0)
+    return TextGenerator(made, model, seed=0)
 
 
 def test_a_text_ends_at_its_end() -> None:
     engine: Any = Fixed(on=False)
-    found = writer(settings(0.0)).write(engine, DistContext(device=engine.device), 1)
+    found = generator(settings(0.0)).generate(engine, DistContext(device=engine.device), 1)
     assert found is not None
     assert [one["text"] for one in found] == ["100", "50 50 50 50 50"]
     assert engine.lengths == [64] * 6
@@ -246,7 +246,7 @@ def test_a_text_ends_at_its_end() -> None:
 def test_no_padding_goes_beyond_the_positions() -> None:
     engine: Any = Fixed(on=True)
     made = Generation(prompts=("1 2 3",), every=1, max_tokens=68)
-    assert writer(made, 70).write(engine, DistContext(device=engine.device), 1)
+    assert generator(made, 70).generate(engine, DistContext(device=engine.device), 1)
     assert engine.lengths == [64] * 62 + [70] * 6
 
 
@@ -266,7 +266,7 @@ def test_texts_that_cannot_be_written(
 ) -> None:
     made = Generation(**{"prompts": ("5",), "every": 1, **fields})
     with pytest.raises(StageError, match=re.escape(f"generate: {message}")):
-        writer(made, most, tokenizer)
+        generator(made, most, tokenizer)
 
 
 GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 50}

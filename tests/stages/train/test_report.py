@@ -56,9 +56,9 @@ class Steps:
         self, loss: float, stats: BatchStats | None = None, profile: Profile | None = None
     ) -> None:
         report, stats = StepReport(grad_norm=1.5, applied=True), stats or BatchStats(tokens=7)
-        sums = self.meter.sums(torch.tensor(loss), stats)
+        sums = self.meter.start_reduction(torch.tensor(loss), stats)
         done = StepResult(report=report, rates={"lr": 0.25}, stats=stats, sums=sums)
-        taken = self.meter.end(done, self.progress, self.progress, profile)
+        taken = self.meter.launched_step(done, self.progress, self.progress, profile)
         record = self.meter.record(taken)
         set_metric(self.progress, "loss", record["loss"])
         self.reporter.on_step(self.progress.step, self.progress, record)

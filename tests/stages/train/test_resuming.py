@@ -15,7 +15,7 @@ from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import ResumeRefused
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.resuming import again, lineage, require_same_lineage
+from stages.train.resuming import hint_to_retrain, lineage, require_same_lineage
 from tests.support.runs import context, tiny_model, toy_data
 
 DATA = {"contents": "a" * 64, "sequence_length": 128}
@@ -36,10 +36,11 @@ def refusal(then: dict[str, Any], *accept: str) -> str:
 
 def test_a_further_training_can_be_begun_again(tmp_path: Path) -> None:
     ctx = context(DistContext(device=torch.device("cpu")), tmp_path)
-    assert again(ctx) == ""
+    assert hint_to_retrain(ctx) == ""
     ctx.slot = ctx.training = "chat"
+    before = Progress(step=5, lineage={"model": "d"})
     with pytest.raises(ResumeRefused) as refused:
-        require_same_lineage(NOW, (), Progress(step=5, lineage={"model": "d"}), again(ctx))
+        require_same_lineage(NOW, (), before, hint_to_retrain(ctx))
     assert str(refused.value).endswith(
         f"(to train `chat` again, delete its checkpoints and their line in "
         f"{tmp_path / 'checkpoints.at'}; else start a new run, or if that is intended, the same "

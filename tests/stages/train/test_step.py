@@ -70,7 +70,7 @@ def step_of(
     engine: Any, objective: Any, progress: Progress, **counts: int
 ) -> tuple[TrainStep, StepMeter]:
     feed: Any = SimpleNamespace(
-        counts=lambda position, units=(): counts, count=lambda position: 2,
+        unit_counts=lambda position, units=(): counts, samples_in_step=lambda position: 2,
         microbatches=lambda position: [], total_steps=lambda progress: 9,
     )  # fmt: skip
     plan: Any = SimpleNamespace(
@@ -94,7 +94,7 @@ def test_the_sums_are_asked_for_before_the_update_and_read_behind_it() -> None:
     step, meter = step_of(engine, CrossEntropy(), progress, targets=3)
     result = step(progress)
     assert engine.calls == ["accumulate", "total", "step"]
-    record = meter.record(meter.end(result, Progress(), progress))
+    record = meter.record(meter.launched_step(result, Progress(), progress))
     assert engine.calls == ["accumulate", "total", "step"]
     assert (record["loss"], record["lr"], progress.step, progress.samples) == (2.0, 0.05, 1, 2)
 
@@ -104,7 +104,7 @@ def test_a_metric_does_not_take_the_name_of_another_number(name: str) -> None:
     engine, progress = Recording(), Progress()
     for metric in ("margin", name):
         step, meter = step_of(engine, Pairs(metric), progress, targets=3, rows=4, groups=2)
-        taken = meter.end(step(progress), Progress(), progress)
+        taken = meter.launched_step(step(progress), Progress(), progress)
         if metric == "margin":
             record = meter.record(taken)
             assert (record["loss"], record["margin"]) == (3.0, 1.5)
@@ -133,9 +133,9 @@ def test_tokens_of_a_group_count_once_and_its_devices_all(monkeypatch: pytest.Mo
     dist = DistContext(rank=0, world_size=4, device=torch.device("cpu"))
     meter = StepMeter(engine, dist, Progress(), Cost(multiplied=1.0, attention=0.0, peak=1.0))
     report = StepReport(grad_norm=1.0, applied=True)
-    sums = meter.sums(torch.tensor(2.0), BatchStats(tokens=7))
+    sums = meter.start_reduction(torch.tensor(2.0), BatchStats(tokens=7))
     done = StepResult(report=report, rates={"lr": 0.1}, stats=BatchStats(tokens=7), sums=sums)
-    record = meter.record(meter.end(done, Progress(), Progress(step=1)))
+    record = meter.record(meter.launched_step(done, Progress(), Progress(step=1)))
     tokens = record["tokens_per_second"] * record["step_seconds"]
     assert tokens == pytest.approx(14)
     assert record["mfu"] * record["step_seconds"] == pytest.approx(14 / 4)

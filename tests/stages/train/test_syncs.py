@@ -79,7 +79,7 @@ def steps(dist: DistContext, folder: str, case: dict[str, Any], planted: bool) -
     with Syncs() as found:
         for _ in range(2):
             before = Progress()
-            meter.end(step(progress), before, progress)
+            meter.launched_step(step(progress), before, progress)
     engine.close()
     return found
 

@@ -1,4 +1,4 @@
-"""Check before the first step that this model keeps packed documents apart."""
+"""Check before the first step that no packed document sees another one of its line."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def verify_packing(engine: Engine, data: Data, samples: Iterable[Sample]) -> Non
         return
     first, second = documents
     other = Sample(input_ids=np.full_like(first.input_ids, data.pad_id), labels=first.labels)
-    own, after, after_other = (_loss(engine, data, second, one) for one in (None, first, other))
+    single, after, after_other = (_loss(engine, data, second, one) for one in (None, first, other))
     what = "a document sees the one before it in the same sample"
     _require_close(what, after_other, after, LEAK)
     what = "a document's loss in a packed sample differs from its loss in its own sample"
     dtypes = engine.describe().get("compute", ["fp32"])
-    _require_close(what, after, own, max(TOLERANCE.get(name, 1e-4) for name in dtypes))
+    _require_close(what, after, single, max(TOLERANCE.get(name, 1e-4) for name in dtypes))
 
 
 def _two_documents(samples: Iterable[Sample]) -> tuple[Sample, Sample] | None:
@@ -67,8 +67,8 @@ def _loss(engine: Engine, data: Data, sample: Sample, before: Sample | None) -> 
         )
     batch = collate([sample, sample], data.pad_id, engine.device)
     (rows,) = engine.evaluate([batch], RowLoss())
-    own = torch.zeros((), device=engine.device) if rows is None else rows[:, 0].sum()
-    return float(engine.total(own)) / (2 * engine.data_axis.count)
+    part = torch.zeros((), device=engine.device) if rows is None else rows[:, 0].sum()
+    return float(engine.total(part)) / (2 * engine.data_axis.count)
 
 
 def _require_close(what: str, found: float, expected: float, tolerance: float) -> None:
