@@ -159,8 +159,7 @@ class PendingStep:
     ended: Moment
     trained: tuple[int, int]
     """Target tokens and samples of the time between."""
-    maxima: Callable[[], Maxima]
-    """Waits for ranks that have not come as far."""
+    maxima: Callable[[], Maxima]  # see `ask_maxima`
 
 
 class StepMeter:
