@@ -80,15 +80,13 @@ def _targets(logits: Tensor, labels: Tensor, largest: Tensor) -> tuple[Tensor, T
     return columns, logits[_token_indices(logits), columns].float() - largest[:, 0]
 
 
-def _of_tokens(
-    labels: Tensor, total: Tensor, target_logit: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _of_tokens(labels: Tensor, total: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of each token, the factor by which its exponentials (sum: `total`) are its gradient
-    (tokens, 1), and the gradient at its target (tokens,)."""
+    (tokens, 1), and the gradient at its target (tokens,); `target` is the target's logit."""
     trained = labels != NO_TARGET
-    loss = torch.where(trained, total[:, 0].log() - target_logit, 0.0)
+    loss = torch.where(trained, total[:, 0].log() - target, 0.0)
     scale = trained[:, None] / total
-    return loss, scale, target_logit.exp() * scale[:, 0] - trained.to(target_logit.dtype)
+    return loss, scale, target.exp() * scale[:, 0] - trained.to(target.dtype)
 
 
 def _token_indices(logits: Tensor) -> Tensor:

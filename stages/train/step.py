@@ -159,8 +159,7 @@ class PendingStep:
     ended: Moment
     trained: tuple[int, int]
     """Target tokens and samples of the time between."""
-    maxima: Callable[[], Maxima]
-    """Waits for ranks that have not come as far."""
+    maxima: Callable[[], Maxima]  # see `ask_maxima`
 
 
 class StepMeter:
@@ -198,9 +197,8 @@ class StepMeter:
         self, result: StepResult, before: Progress, progress: Progress,
         profile: Profile | None = None, *, stop: bool = False,
     ) -> PendingStep:  # fmt: skip
-        """Return the step that has brought `before` to `progress`, and ask for the ranks' maxima:
-        their peaks of memory, and whether any of them was asked to `stop` (collective). The host
-        waits for nothing."""
+        """Return the step that has brought `before` to `progress`, and ask for the ranks' maxima;
+        `stop`: this one was asked to (collective). The host waits for nothing."""
         device = self._engine.device
         on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         own = Maxima(on_gpu, peak_beyond() or 0, int(stop))
