@@ -35,8 +35,8 @@ HALVES = 2
 
 
 class Item(NamedTuple):
-    """What a rank writes into file number `file`, at the bytes `place`: a tile of tensor `key`, or
-    the header (`head`) if the key is empty."""
+    """A tile of tensor `key` that a rank writes into file number `file`, at the bytes `place`; the
+    header (`head`) if the key is empty."""
 
     file: int
     place: Tile
@@ -47,7 +47,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankFiles:
-    """What one rank writes into which files."""
+    """The files of one rank, and all that it writes into them."""
 
     files: Sequence[tuple[str, int]]
     """Names and sizes."""

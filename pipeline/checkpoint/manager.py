@@ -35,7 +35,7 @@ from pipeline.contracts.training import (
 from pipeline.distributed.heartbeat import Phase
 from pipeline.errors import CheckpointError, system_errors_as
 from pipeline.utils.activities import activity
-from pipeline.utils.text import human
+from pipeline.utils.text import human, plural
 
 CLOSING_SECONDS = 4.0
 """Less than the time that a failed rank is given to release what it holds."""
@@ -128,7 +128,7 @@ class CheckpointManager(Checkpoints):
         number = expected_count(self.retention, self.every, length)
         missing = max(number - len(self.store.names()), 1)
         size = sum(file.size for file in self.plan.template.files)
-        what = f"{missing} checkpoint{'s' * (missing > 1)}"
+        what = plural(missing, "checkpoint")
         yield ResourceNeed(what=what, disk=missing * size, folder=Path(self.address))
 
     def discard(self) -> None:

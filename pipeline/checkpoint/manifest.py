@@ -237,8 +237,8 @@ class Manifest(_Model):
         return Division.of(pieces)
 
     def _problems(self) -> Iterator[str]:
-        """What `dump` has not written: names that lead out of the folder, pieces out of their
-        files, tensors that are not whole."""
+        """Yield the mistakes, which `dump` never writes: names that lead out of the folder, pieces
+        out of their files, tensors that are not whole."""
         names = [*(file.name for file in self.files), *(part.sums for part in self.parts)]
         for name in names:
             if not _NAME.fullmatch(name):

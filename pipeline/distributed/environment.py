@@ -24,8 +24,8 @@ LOOPBACK = "lo"
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What a rank that `pipe` has started shares with its launcher: descriptors of files in memory
-    that no one else can open and that end with the two."""
+    """Descriptors of files in memory that a rank shares with the `pipe` that has started it, that
+    no one else can open, and that end with the two."""
 
     heartbeats: int
     failures: int
@@ -46,7 +46,7 @@ def join(shared: Shared) -> None:
 
 
 def shared() -> Shared | None:
-    """What this process shares with the `pipe` that has started it as a rank, if one has."""
+    """The descriptors of a rank that `pipe` has started; None in any other process."""
     return _shared
 
 

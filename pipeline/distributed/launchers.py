@@ -91,14 +91,16 @@ def expand_hosts(text: str) -> list[str]:
     """Hosts of a Slurm host list, as in `n[001-003,7]-ib,gpu-a`. Raises UsageError."""
     if not re.fullmatch(f"{HOST}(?:,{HOST})*", text):
         raise UsageError(f"the host list {text} is not one of Slurm's")
-    found: list[str] = []
-    for part in re.findall(HOST, text):
-        names = [""]
-        for word, ranges in re.findall(r"([^][]+)|\[(.*?)\]", part):
-            ends = _at_most(text, _numbers(ranges)) if ranges else [word]
-            names = _at_most(text, (f"{name}{end}" for name in names for end in ends))
-        found = _at_most(text, itertools.chain(found, names))
-    return found
+    hosts = (name for part in re.findall(HOST, text) for name in _names(text, part))
+    return _at_most(text, hosts)
+
+
+def _names(text: str, part: str) -> list[str]:
+    names = [""]
+    for word, ranges in re.findall(r"([^][]+)|\[(.*?)\]", part):
+        ends = _at_most(text, _numbers(ranges)) if ranges else [word]
+        names = _at_most(text, (f"{name}{end}" for name in names for end in ends))
+    return names
 
 
 def _numbers(ranges: str) -> Iterator[str]:

@@ -108,7 +108,7 @@ class Journal:
         return events
 
     def state(self) -> RunState:
-        """What the events come to. Raises JournalDamaged."""
+        """The state of the run after all events. Raises JournalDamaged."""
         return RunState.of(self.events())
 
     def newest_command(self) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""What the launching process decides of a run, handed over once: ranks, trackers and the plan made
-next to a run read no recipe file and check nothing."""
+"""The decisions of the process that launches a run, handed over once: ranks, trackers and the plan
+made next to a run read no recipe file and check nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RunSpec:
     warnings: tuple[str, ...] = ()
     """Findings of the checks that are probably mistakes."""
     display: str = ""
-    """What rank 0 prints: words of `pipeline.utils.terminal.set_display`."""
+    """Words of `pipeline.utils.terminal.set_display` for rank 0."""
 
     @classmethod
     def of(cls, plan: Plan, run_dir: Path, accept: tuple[str, ...] = ()) -> RunSpec:

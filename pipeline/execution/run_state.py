@@ -1,4 +1,4 @@
-"""What the events and records of a run come to: one fold, for resumes, displays, reports and lists.
+"""The state of a run, by its events and records: one fold, for resumes, displays, reports, lists.
 
 Events are lines of the journal (`event`, `time`), records are lines of `metrics.jsonl` (`step`)."""
 

@@ -122,7 +122,7 @@ def existing(folder: Path) -> Path:
 
 
 def run_meant(folder: Path) -> str:
-    """What to do about a path that is not the folder of a run."""
+    """A hint for a path that is not the folder of a run."""
     if folder.is_file() and folder.suffix in (".yaml", ".yml"):
         return f"it is a recipe: pipe run {folder}"
     recipe, in_runs = folder.with_name(f"{folder.name}.yaml"), Path("runs") / folder

@@ -75,7 +75,7 @@ class Telemetry:
 
     @property
     def uuids(self) -> list[str]:
-        """Of all GPUs of the machine, by number."""
+        """The UUIDs of all GPUs of the machine, by number."""
         return [_text(self._nvml.nvmlDeviceGetUUID(handle)) for handle in self._all]
 
     def links(self) -> list[tuple[int, int, str]]:
@@ -157,7 +157,7 @@ class Telemetry:
         return found
 
     def _asked(self, function: str, *arguments: Any) -> Any:
-        """What NVML answers; None where this GPU or driver does not support the question."""
+        """NVML's answer; None where this GPU or driver does not support the question."""
         try:
             return getattr(self._nvml, function)(*arguments)
         except (self._nvml.NVMLError, AttributeError):

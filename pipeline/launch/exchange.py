@@ -173,7 +173,7 @@ class Link:
                 self.reply = self._exchange(self.beat)
                 self._contact = time.monotonic()
             except (OSError, http.client.HTTPException, ValueError):
-                pass
+                pass  # no answer this time: `silent_for` counts the seconds
             except Exception as error:
                 self._failure = error
                 return

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +18,9 @@ from pathlib import Path
 import click
 
 from pipeline.chain.artifacts import training_of
-from pipeline.chain.plan import Plan, PlannedSlot, resolved
+from pipeline.chain.plan import Plan, resolved
 from pipeline.contracts.metrics import is_record
 from pipeline.contracts.stage import ENGINE_FILE, ENVIRONMENT_FILE, engine_file
-from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.settings import ProcessCounts
 from pipeline.distributed.signals import Interrupted, StopRequest
 from pipeline.errors import (
@@ -156,7 +155,7 @@ def _show_results(plan: Plan, folder: Path) -> None:
     measured: list[tuple[str, str]] = []
     with contextlib.suppress(OSError):
         measured += outcome(folder)
-    trained = _trainings(plan.slots)
+    trained = [planned.slot for planned in plan.trainings]
     names = {trained[0]: "checkpoint"} if len(trained) == 1 else {}
     places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
     found = [(names.get(name, name), shown_path(place)) for name, place in places]
@@ -165,14 +164,10 @@ def _show_results(plan: Plan, folder: Path) -> None:
         say(f"  {line}")
 
 
-def _trainings(slots: Iterable[PlannedSlot]) -> list[str]:
-    return [planned.slot for planned in slots if issubclass(planned.gives or object, TrainedRun)]
-
-
 def _continues(plan: Plan, folder: Path, journal: Journal) -> str:
     """Say from where a run continues."""
     done = finished_in(plan, journal)
-    trains = _trainings(planned for planned in plan.slots if planned.slot not in done)
+    trains = [planned.slot for planned in plan.trainings if planned.slot not in done]
     training = training_of(plan.view.wiring, trains[0]) if trains else None
     step = None if training is None else saved_step(folder / rundir.METRICS, training)
     where = "" if step is None else f" at step {step}"

@@ -142,7 +142,7 @@ def supervise(ranks: LocalRanks, settings: Launch, run_dir: Path, check: Check) 
 
 
 def judged(exits: list[Exit], ranks: int, *, stopping: bool) -> list[Exit] | Interrupted | None:
-    """What the exits up to now of so many ranks mean: failures, maybe none yet; a signal that the
+    """Judge the exits so far of this many ranks: the failures, maybe none yet; a signal that the
     other ranks have not got; None when there is nothing more to wait for."""
     bad = [end for end in exits if end.code != FINISHED]
     by_signal = [end for end in bad if -end.code in ENDING]

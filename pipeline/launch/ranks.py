@@ -130,7 +130,7 @@ class LocalRanks:
         return failures.first(run_dir, ends, slot, oom=oom, unwritten=unwritten)
 
     def stacks(self, since: Sequence[int] = ()) -> list[str]:
-        """What each rank has written of its threads' stacks, from character `since` on."""
+        """The stacks that each rank has written of its threads, from character `since` on."""
         texts = [read_all(stacks).decode(errors="replace") for stacks in self._stacks]
         return [text[at:] for text, at in zip(texts, since or [0] * len(texts), strict=True)]
 

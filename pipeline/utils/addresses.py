@@ -17,7 +17,7 @@ PROTOCOLS = (
     "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "hf", "http", "https",
     "file", "memory",
 )  # fmt: skip
-"""What an address can begin with: object stores, HDFS, the Hugging Face hub, web servers, local
+"""Protocols that an address can have: object stores, HDFS, the Hugging Face hub, web servers, local
 files, and the memory of one process, which is for tests."""
 
 

@@ -107,7 +107,7 @@ _hidden: dict[str, str] = {}
 _guessed: dict[str, str] = {}
 """More of them, which nothing but a variable's being unknown speaks for."""
 _typed: set[str] = set()
-"""What people have written themselves."""
+"""Texts that people have written themselves."""
 
 
 def set_display(words: str) -> None:
@@ -118,7 +118,7 @@ def set_display(words: str) -> None:
 
 
 def display() -> str:
-    """What `set_display` was given last."""
+    """The words that `set_display` was given last."""
     return _display
 
 

@@ -109,7 +109,7 @@ class Target:
     """A scheduler, or a machine with Docker."""
 
     name: str
-    """Of its template."""
+    """Its name, and its template's."""
     submit: Sequence[str]
     """Command that takes the text on standard input, or in the file that stands for `{file}`;
     `{env}` stands for the variables that the nodes get from here, by name."""
