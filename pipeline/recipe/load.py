@@ -112,7 +112,7 @@ def read_recipe(
     if tree is None:
         return None, sources.problems
     from_files = list(lost(tree, common))
-    tree, wrong_overrides, stayed = apply(tree, overrides, common)
+    tree, wrong_overrides, stayed = apply(tree, overrides, HEADER_KEYS, common)
     tree, former = without_former(drop_removed(tree))
     # so that interpolations do not find the values of other keys
     entries = {key: node for key, node in tree.entries().items() if key in TOP_LEVEL}
