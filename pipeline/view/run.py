@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import statistics
 import time
@@ -14,7 +13,7 @@ from pipeline.chain.artifacts import trains
 from pipeline.chain.registry import Registry
 from pipeline.contracts.metrics import is_record, records
 from pipeline.contracts.stage import ENVIRONMENT_FILE, engine_file
-from pipeline.errors import PluginError, RecipeError
+from pipeline.errors import RecipeError
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal, is_event
 from pipeline.execution.rank_logging import ACTIVITY_FILE
@@ -258,8 +257,5 @@ class History(Run):
 def slots_that_train(uses: Mapping[str, str]) -> list[str]:
     """The slots that train, of slots with the names of their stages, without those whose stage is
     not installed here."""
-    registry, found = Registry.installed(), list[str]()
-    for slot, use in uses.items():
-        with contextlib.suppress(PluginError):
-            found += [slot] if use in registry and trains(registry.load(use)) else []
-    return found
+    registry = Registry.installed()
+    return [slot for slot, use in uses.items() if trains(registry.find(use))]
