@@ -152,7 +152,7 @@ def _stage_meant(slot: str, slots: Slots, foreign: Foreign | None) -> tuple[str,
     for field, value in slots.values[slot].items():
         if isinstance(value, str) and value in slots.registry:
             return f"write `use: {value}` for `{field}: {value}`", value
-    use = next(iter(by_use(slots.registry.names(slot))), "")
+    use = slots.usual(slot)
     if not use and foreign is not None:  # `lora:` and `peft:`
         named = UnknownKey(message="", path=(slot,), value=True)
         places = foreign([named], slots)[0].places
