@@ -42,7 +42,7 @@ class Slots:
 
     def __init__(self, recipe: Recipe, registry: Registry) -> None:
         self.registry = registry
-        self.uses = {slot: spec.use for slot, spec in recipe.stages.items()}
+        self.uses = recipe.uses
         self.values = {slot: spec.fields for slot, spec in recipe.stages.items()}
 
     def with_field(self, field: str) -> list[str]:

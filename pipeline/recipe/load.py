@@ -77,6 +77,11 @@ class Recipe(RecipeSettings):
     replaced: tuple[Problem, ...] = field(default=(), compare=False, repr=False)
     """Warnings of fields that stayed or were lost with another `use`, and of earlier versions."""
 
+    @property
+    def uses(self) -> dict[str, str]:
+        """Slot -> the name of its stage, in order."""
+        return {slot: spec.use for slot, spec in self.stages.items()}
+
     def origin(self, path: KeyPath) -> str:
         """`file:line:column` or the override that set the value at `path`; `default` if nothing."""
         node = self.tree.find(path)

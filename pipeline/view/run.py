@@ -159,21 +159,16 @@ class History(Run):
 
     def __init__(self, folder: Path, *, ended: bool = False) -> None:
         """Read the folder; with `ended` it is known that nothing continues there. Raises UsageError
-        if it holds no run, RecipeError if its recipe cannot be read, and JournalDamaged. A recipe
-        that names variables which are not set here is read."""
-        rundir.existing(folder)
-        recipe, problems = read_recipe(folder / rundir.RECIPE)
-        if recipe is None:
-            raise RecipeError(problems)
-        super().__init__(folder, {slot: spec.use for slot, spec in recipe.stages.items()})
-        self.recipe: Recipe = recipe
+        if it holds no run, RecipeError if its recipe cannot be read, and JournalDamaged."""
+        self.recipe = recipe_in(folder)
+        super().__init__(folder, self.recipe.uses)
         self._over, self.now = ended, RunState()
         self._apply(Journal(folder / rundir.JOURNAL).events(), records(folder / rundir.METRICS))
         self.environment: Mapping[str, Any] = json_in(folder / ENVIRONMENT_FILE, SURROUNDINGS)
         """Packages and machine of the newest start; empty if not known."""
         self.engines: Mapping[str, Mapping[str, Any]] = {
             slot: json_in(folder / engine_file(slot), {})
-            for slot in ("", *recipe.stages)
+            for slot in ("", *self.recipe.stages)
             if (folder / engine_file(slot)).is_file()
         }
         """Facts of the live engine of each training that has begun, by its slot (empty: the
@@ -252,6 +247,15 @@ class History(Run):
         procs = plural(newest["procs"], "process") if "procs" in newest else ""
         device = next((str(one["device"]) for one in engines if "device" in one), "")
         return ", ".join(filter(None, (kinds, procs, device or str(newest.get("device", "")))))
+
+
+def recipe_in(folder: Path) -> Recipe:
+    """The recipe of the run in a folder, also where variables that it names are not set. Raises
+    UsageError if it holds no run, and RecipeError if the recipe cannot be read."""
+    recipe, problems = read_recipe(rundir.existing(folder) / rundir.RECIPE)
+    if recipe is None:
+        raise RecipeError(problems)
+    return recipe
 
 
 def slots_that_train(uses: Mapping[str, str]) -> list[str]:
