@@ -169,6 +169,7 @@ def _draw(run: Run, *, follow: bool) -> None:
 
     from pipeline.view.ending import next_lines
     from pipeline.view.live import ASCII, LABEL_WIDTH, UNICODE, Header, drawing
+    from pipeline.view.run import LOOK_SECONDS
 
     console = Console(file=bare(sys.stdout), highlight=False)
     marks = ASCII if console.options.ascii_only else UNICODE
@@ -186,7 +187,7 @@ def _draw(run: Run, *, follow: bool) -> None:
                 live.update(picture(), refresh=True)
                 if run.state != "running":
                     break
-                time.sleep(0.5)
+                time.sleep(LOOK_SECONDS)
     lines = next_lines(run.folder, run.state)
     width = max([LABEL_WIDTH, *(len(label) for label, _ in lines)])
     for label, text in lines:
