@@ -101,7 +101,7 @@ class Plan:
 
 
 class How(TypedDict, total=False):
-    """What a plan is made for."""
+    """Options for making a plan."""
 
     for_this_machine: bool
     """Whether to ask whether this machine can run it too."""
@@ -110,7 +110,7 @@ class How(TypedDict, total=False):
     skip_checks: bool
     """Whether to leave out the stages' own checks, for a run that has passed them."""
     started: ProcessCounts | None
-    """What another launcher has already decided."""
+    """Numbers of processes that another launcher has already decided."""
 
 
 def make_plan(recipe: Recipe, *, registry: Registry | None = None, **how: Unpack[How]) -> Plan:

@@ -20,7 +20,7 @@ NO_SPACE = (
     "    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=/] ]] && compopt -o nospace\n"
     "    return 0\n",
 )
-"""Where click's function for bash ends, and that end without a space after a key or a folder."""
+"""The end of click's function for bash, and one that adds no space after a key or a folder."""
 
 
 @click.command("completion")

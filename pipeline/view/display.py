@@ -1,4 +1,4 @@
-"""What a launching process shows of its run: a live display, lines of rank 0, or events as JSON.
+"""Output of a launching process about its run: a live display, lines of rank 0, or events as JSON.
 
 The events (`pipe run --json`) are for other programs, one a line. Every event has `schema_version`,
 `time` (seconds since 1970) and `event`. The version changes when a field is removed or means

@@ -119,7 +119,7 @@ class Run:
         return "running" if rundir.is_locked(self.folder) else ended(self.folder, self.now)
 
     def activity(self) -> dict[str, Any]:
-        """What rank 0 is doing: `name`, `done`, `total`, `unit`, `seconds`; empty if it has not
+        """The activity of rank 0: `name`, `done`, `total`, `unit`, `seconds`; empty if it has not
         said so, or if the run is not under way: a killed rank leaves its file there."""
         if self.state != "running":
             return {}
