@@ -53,10 +53,14 @@ class Plan:
     hub: tuple[Mapping[str, str], ...] = ()
     """Names of the hub that a start has replaced by commits, as `HubName.record` writes them."""
 
+    def giving(self, kind: type) -> list[PlannedSlot]:
+        """The slots that return an artifact of a type, in order."""
+        return [one for one in self.slots if issubclass(one.gives or object, kind)]
+
     @property
     def trainings(self) -> list[PlannedSlot]:
         """The slots that train, in order."""
-        return [one for one in self.slots if issubclass(one.gives or object, TrainedRun)]
+        return self.giving(TrainedRun)
 
     def wrap_of(self, train: PlannedSlot) -> PlannedSlot | None:
         """The slot that wraps the model for a slot that trains; None without one."""

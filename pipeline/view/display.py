@@ -80,8 +80,8 @@ class Display:
             return JsonEvents(run, self._events)
         from pipeline.view.live import Header, LiveDisplay
 
-        wraps = (one.use for one in plan.slots if issubclass(one.gives or object, Engine))
-        where = [*[*wraps][:1], plural(plan.view.procs, "process"), plan.view.device]
+        wraps = [one.use for one in plan.giving(Engine)]
+        where = [*wraps[:1], plural(plan.view.procs, "process"), plan.view.device]
         return LiveDisplay(run, Header(name=folder.name, where=", ".join(filter(None, where))))
 
 
