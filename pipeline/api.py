@@ -67,9 +67,8 @@ class RunOutcome:
         """The exported model's folder, if there is one."""
         from pipeline.contracts.export import ExportedModel
 
-        found, slots = self.results(), self._plan().slots
-        exports = [one.slot for one in slots if issubclass(one.gives or object, ExportedModel)]
-        return next((found[slot] for slot in exports if slot in found), None)
+        found, exports = self.results(), self._plan().giving(ExportedModel)
+        return next((found[one.slot] for one in exports if one.slot in found), None)
 
     def results(self) -> dict[str, Path]:
         """Return slot -> place of its result, if it lies on this machine's disk."""

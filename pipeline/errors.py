@@ -261,7 +261,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _owner(error: OSError) -> str:
-    """Who can open the file or folder that is denied to this user, as the end of a message."""
+    """The owner of what is denied to this user, who can open it, as the end of a message."""
     if error.errno != errno.EACCES or not isinstance(error.filename, str):
         return ""
     for path in (Path(error.filename), *Path(error.filename).absolute().parents):

@@ -117,7 +117,7 @@ def threads(plan: Plan, most: int) -> int | None:
 
 
 def _wrap_slot(plan: Plan) -> PlannedSlot:
-    engines = (one for one in plan.slots if issubclass(one.gives or object, Engine))
+    engines = iter(plan.giving(Engine))
     wrap = plan.wrap_of(plan.trainings[0]) if plan.trainings else next(engines, None)
     if wrap is not None:
         return wrap

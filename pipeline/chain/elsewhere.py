@@ -42,7 +42,7 @@ class Slots:
 
     def __init__(self, recipe: Recipe, registry: Registry) -> None:
         self.registry = registry
-        self.uses = {slot: spec.use for slot, spec in recipe.stages.items()}
+        self.uses = recipe.uses
         self.values = {slot: spec.fields for slot, spec in recipe.stages.items()}
 
     def with_field(self, field: str) -> list[str]:
@@ -152,7 +152,7 @@ def _stage_meant(slot: str, slots: Slots, foreign: Foreign | None) -> tuple[str,
     for field, value in slots.values[slot].items():
         if isinstance(value, str) and value in slots.registry:
             return f"write `use: {value}` for `{field}: {value}`", value
-    use = next(iter(by_use(slots.registry.names(slot))), "")
+    use = slots.usual(slot)
     if not use and foreign is not None:  # `lora:` and `peft:`
         named = UnknownKey(message="", path=(slot,), value=True)
         places = foreign([named], slots)[0].places

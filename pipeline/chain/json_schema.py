@@ -66,7 +66,7 @@ def recipe_schema(registry: Registry) -> dict[str, Any]:
 
 
 def _each(then: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What holds for a slot with each stage; nothing without any."""
+    """Conditions on a slot by the stage that it uses; empty without any."""
     branches = [
         {
             "if": {"type": "object", "properties": {"use": {"const": name}}, "required": ["use"]},

@@ -53,10 +53,14 @@ class Plan:
     hub: tuple[Mapping[str, str], ...] = ()
     """Names of the hub that a start has replaced by commits, as `HubName.record` writes them."""
 
+    def giving(self, kind: type) -> list[PlannedSlot]:
+        """The slots that return an artifact of a type, in order."""
+        return [one for one in self.slots if issubclass(one.gives or object, kind)]
+
     @property
     def trainings(self) -> list[PlannedSlot]:
         """The slots that train, in order."""
-        return [one for one in self.slots if issubclass(one.gives or object, TrainedRun)]
+        return self.giving(TrainedRun)
 
     def wrap_of(self, train: PlannedSlot) -> PlannedSlot | None:
         """The slot that wraps the model for a slot that trains; None without one."""
@@ -101,7 +105,7 @@ class Plan:
 
 
 class How(TypedDict, total=False):
-    """What a plan is made for."""
+    """Options for making a plan."""
 
     for_this_machine: bool
     """Whether to ask whether this machine can run it too."""
@@ -110,7 +114,7 @@ class How(TypedDict, total=False):
     skip_checks: bool
     """Whether to leave out the stages' own checks, for a run that has passed them."""
     started: ProcessCounts | None
-    """What another launcher has already decided."""
+    """Numbers of processes that another launcher has already decided."""
 
 
 def make_plan(recipe: Recipe, *, registry: Registry | None = None, **how: Unpack[How]) -> Plan:

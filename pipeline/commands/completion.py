@@ -20,7 +20,7 @@ NO_SPACE = (
     "    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=/] ]] && compopt -o nospace\n"
     "    return 0\n",
 )
-"""Where click's function for bash ends, and that end without a space after a key or a folder."""
+"""The end of click's function for bash, and one that adds no space after a key or a folder."""
 
 
 @click.command("completion")
@@ -85,7 +85,7 @@ def recipes(context: click.Context, typed: str) -> Iterator[str]:
 def stages(context: click.Context, typed: str) -> Iterator[str]:
     from pipeline.chain.registry import Registry
 
-    yield from (entry.name for entry in Registry.installed().entries())
+    yield from Registry.installed().names()
 
 
 @_quietly
@@ -99,6 +99,7 @@ def shipped(context: click.Context, typed: str) -> Iterator[str]:
 def overrides(context: click.Context, typed: str) -> Iterator[str]:
     """Yield `slot.field=` for every field of the recipe's stages, and the values of a field whose
     values are known."""
+    from pipeline.chain.entry_points import kind_of
     from pipeline.chain.registry import Registry
     from pipeline.contracts.signature import needs
     from pipeline.distributed.settings import Launch
@@ -117,9 +118,7 @@ def overrides(context: click.Context, typed: str) -> Iterator[str]:
         kinds |= _fields(slot, stage)
         kinds |= {f"{slot}.takes.{one.parameter}": Literal[tuple(earlier)] for one in needs(stage)}
         earlier.append(slot)
-        alike = f"{spec.use.partition('.')[0]}."
-        names = [one.name for one in registry.entries() if one.name.startswith(alike)]
-        kinds[f"{slot}.use"] = Literal[tuple(names)]
+        kinds[f"{slot}.use"] = Literal[tuple(registry.names(kind_of(spec.use)))]
     key, head = _key_in(typed, context.params.get("overrides") or ())
     if key is None:
         yield from (f"{path}=" for path in kinds)

@@ -20,7 +20,6 @@ from pipeline.commands.options import PATH, Count, flag, option
 from pipeline.errors import (
     JournalDamaged,
     PipeError,
-    RecipeError,
     RunLocked,
     UsageError,
     in_words,
@@ -130,17 +129,11 @@ def status(run: Path, follow: bool, as_json: bool) -> None:
 
     Works from any terminal that sees the run's folder, and does not slow training down.
     """
-    from pipeline.execution import rundir
-    from pipeline.recipe import read_recipe
-    from pipeline.view.run import Run
+    from pipeline.view.run import Run, recipe_in
 
     if follow and as_json:
         raise click.UsageError("--follow excludes --json")
-    folder = rundir.existing(run)
-    recipe, problems = read_recipe(folder / rundir.RECIPE)  # its variables may not be set here
-    if recipe is None:
-        raise RecipeError(problems)
-    found = Run(folder, {slot: spec.use for slot, spec in recipe.stages.items()})
+    found = Run(run, recipe_in(run).uses)
     found.look()
     if as_json:
         click.echo(json.dumps(_facts(found), indent=1, allow_nan=False))
@@ -176,6 +169,7 @@ def _draw(run: Run, *, follow: bool) -> None:
 
     from pipeline.view.ending import next_lines
     from pipeline.view.live import ASCII, LABEL_WIDTH, UNICODE, Header, drawing
+    from pipeline.view.run import LOOK_SECONDS
 
     console = Console(file=bare(sys.stdout), highlight=False)
     marks = ASCII if console.options.ascii_only else UNICODE
@@ -193,7 +187,7 @@ def _draw(run: Run, *, follow: bool) -> None:
                 live.update(picture(), refresh=True)
                 if run.state != "running":
                     break
-                time.sleep(0.5)
+                time.sleep(LOOK_SECONDS)
     lines = next_lines(run.folder, run.state)
     width = max([LABEL_WIDTH, *(len(label) for label, _ in lines)])
     for label, text in lines:

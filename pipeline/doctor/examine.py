@@ -89,7 +89,7 @@ class Session:
     _began: float = field(default_factory=time.monotonic)
 
     def torch(self) -> dict[str, Any]:
-        """What torch and the driver report, or nothing. The total time begins after it."""
+        """Facts that torch and the driver report, or none. The total time begins after it."""
         found = _merged(self._run("torch", procs=1))
         self._began = time.monotonic()
         return found

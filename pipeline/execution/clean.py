@@ -154,10 +154,9 @@ def _retention(plan: Plan, training: str) -> Retention:
 
 def _is_exported(plan: Plan, finished: dict[str, Finished]) -> bool:
     """Whether the run's model lies on this machine, with all its files."""
-    for planned in plan.slots:
-        if issubclass(planned.gives or object, ExportedModel):
-            done = finished.get(planned.slot)
-            with contextlib.suppress(PipeError, KeyError, TypeError):
-                ExportedModel.restore((done and done.record) or {})
-                return True
+    for planned in plan.giving(ExportedModel):
+        done = finished.get(planned.slot)
+        with contextlib.suppress(PipeError, KeyError, TypeError):
+            ExportedModel.restore((done and done.record) or {})
+            return True
     return False

@@ -88,7 +88,7 @@ def _needs_live_state(
     """A finished slot whose work was only in memory and which later slots that now run may need: no
     slot reads its result, and nothing of it is on disk. A slot that would be the only one to need a
     model does not count."""
-    durable = {one.slot for one in plan.slots if issubclass(one.gives or object, Durable)}
+    durable = {one.slot for one in plan.giving(Durable)}
     later = {one.slot for one in plan.slots}
     for planned in plan.slots:
         later.discard(planned.slot)

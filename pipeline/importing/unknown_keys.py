@@ -131,9 +131,8 @@ def _owner(spot: Spot, slots: Slots) -> type | None:
     """Return the dataclass that has the field; None if there is no such field."""
     if not spot.slot or spot.slot in HEADER_KEYS:
         return owner_of(RecipeSettings, tuple(spot.key.split(".")))
-    use = slots.usual(spot.slot)
     with contextlib.suppress(PluginError):
-        stage = slots.registry.load(use) if use in slots.registry else None
+        stage = slots.registry.find(slots.usual(spot.slot))
         if stage is not None:
             return stage if spot.field == "use" else owner_of(stage, tuple(spot.field.split(".")))
     return None

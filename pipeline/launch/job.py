@@ -153,7 +153,7 @@ def is_done(plan: Plan, folder: Path) -> bool:
 def _show_results(plan: Plan, folder: Path) -> None:
     """Say what came out of a run that has ended well, where it is, and what to do next."""
     measured: list[tuple[str, str]] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, PipeError):
         measured += outcome(folder)
     trained = [planned.slot for planned in plan.trainings]
     names = {trained[0]: "checkpoint"} if len(trained) == 1 else {}

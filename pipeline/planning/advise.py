@@ -131,7 +131,7 @@ def advise(
         base = based("recipe.yaml")
         try:
             base.checked({})
-        except RecipeError as error:  # of mistakes, a strategy changes those of its own slot
+        except RecipeError as error:  # another strategy may mend only mistakes of its slot
             own = [one for one in error.problems if one.key.split(".")[0] != WRAP]
             if own:
                 said = "; ".join(one.message for one in own)

@@ -154,7 +154,7 @@ def _estimated(plan: Plan, machines: HardwareOptions, margins: Margins) -> Memor
     hardware = machinery.resolve_hardware(machines, topology, compute=compute)
     time, wider = step_time(estimate, topology, hardware), ""
     if topology.device != "cpu" and compute == "fp32":
-        slots = (one.slot for one in plan.slots if issubclass(one.gives or object, Precision))
+        slots = (one.slot for one in plan.giving(Precision))
         narrow = machinery.narrow_dtype(machines)
         usual = f"{next(slots, 'precision')}.compute={narrow}"
         wider = f"computes in fp32, as the recipe says; {usual} is usual on GPUs"

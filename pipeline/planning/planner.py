@@ -209,8 +209,7 @@ class Job:
         results, _ = forecasts(plan, topology, planners, Results())
         samples, step = results.latest(SampleShape), results.latest(Step)
         if samples is None:
-            data = [one.slot for one in plan.slots if issubclass(one.gives or object, Data)]
-            why = "; ".join(silent[slot] for slot in data if slot in silent)
+            why = "; ".join(silent[one.slot] for one in plan.giving(Data) if one.slot in silent)
             raise UsageError(
                 "nothing can be planned without the length of samples: "
                 f"{why or 'the recipe has no data slot'}"

@@ -73,10 +73,8 @@ def spare(memory_plan: MemoryPlan) -> Iterator[str]:
     left, known = memory_plan.left, memory_plan.hardware.device_memory
     if memory_plan.short or left is None or known is None:
         return
-    free, share = (
-        f"{gib(left)} GiB of a GPU are left, {left / known:.0%}",
-        memory_plan.margins.headroom,
-    )
+    free = f"{gib(left)} GiB of a GPU are left, {left / known:.0%}"
+    share = memory_plan.margins.headroom
     little = f": it may not fit, as one training in three took over {share:.0%} more"
     yield free if memory_plan.roomy else free + little
 

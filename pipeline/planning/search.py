@@ -189,7 +189,7 @@ def _offered(plan: Plan) -> list[AppliedSaving]:
                 continue  # the host is the device
             changes = {f"{slot}.{name}": value for name, value in saving.fields.items()}
             for given, fields in saving.beside.items():
-                kind = [one.slot for one in plan.slots if issubclass(one.gives or object, given)]
+                kind = [one.slot for one in plan.giving(given)]
                 changes |= {f"{at}.{name}": value for at in kind for name, value in fields.items()}
             found.append(AppliedSaving(saving.order, saving.what, changes))
     return sorted(found, key=lambda one: one.order)

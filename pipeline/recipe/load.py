@@ -77,6 +77,11 @@ class Recipe(RecipeSettings):
     replaced: tuple[Problem, ...] = field(default=(), compare=False, repr=False)
     """Warnings of fields that stayed or were lost with another `use`, and of earlier versions."""
 
+    @property
+    def uses(self) -> dict[str, str]:
+        """Slot -> the name of its stage, in order."""
+        return {slot: spec.use for slot, spec in self.stages.items()}
+
     def origin(self, path: KeyPath) -> str:
         """`file:line:column` or the override that set the value at `path`; `default` if nothing."""
         node = self.tree.find(path)
@@ -112,7 +117,7 @@ def read_recipe(
     if tree is None:
         return None, sources.problems
     from_files = list(lost(tree, common))
-    tree, wrong_overrides, stayed = apply(tree, overrides, common)
+    tree, wrong_overrides, stayed = apply(tree, overrides, HEADER_KEYS, common)
     tree, former = without_former(drop_removed(tree))
     # so that interpolations do not find the values of other keys
     entries = {key: node for key, node in tree.entries().items() if key in TOP_LEVEL}

@@ -5,9 +5,9 @@ Mappings merge key by key, anything else replaces. In `stages`, an overlay slot 
 Order is the base's. A new slot comes right after the one that precedes it in the overlay, or last
 if none does. Works on nodes, so every value keeps the place it was written.
 
-The path of an override starts with a slot (`train.steps=50`, `wrap.use=wrap.ddp`) or name, seed,
-launch or env; numbers address a list's entries. The value is YAML: `50`, `[1, 2]`, `{device: cpu}`,
-`null`, `''`."""
+The path of an override starts with a slot (`train.steps=50`, `wrap.use=wrap.ddp`) or a key of the
+recipe's header (`seed=1`); numbers address a list's entries. The value is YAML: `50`, `[1, 2]`,
+`{device: cpu}`, `null`, `''`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ LIKE_ONE = re.compile(
     r"[-+~]*(?P<path>[A-Za-z_][\w-]*(?:[./][\w-]+)*)\s*(?P<mark>[:=]?)\s*(?P<value>.*)"
 )
 EXAMPLE = "such as train.steps=50"
-TOP_LEVEL = ("name", "seed", "launch", "env", "dry_run")
 Common = Callable[[str, str], Collection[str]]
 """Fields that two stages, by name, have with the same type."""
 
@@ -225,7 +224,7 @@ class _RefusedError(Exception):
 
 
 def apply(
-    root: Node, overrides: Sequence[str], common: Common
+    root: Node, overrides: Sequence[str], header: Sequence[str], common: Common
 ) -> tuple[Node, list[Problem], list[Problem]]:
     """The tree with the overrides applied in order, the problems of wrong ones, and warnings of
     slots that got another `use`, in which fields of `common` stay."""
@@ -244,7 +243,7 @@ def apply(
             del words[: meant.words]
             continue
         try:
-            overlay, found = _overlay(root, override, place)
+            overlay, found = _overlay(root, override, header, place)
         except _RefusedError as error:
             problems.append(error.problem(override, place))
             continue
@@ -263,7 +262,9 @@ def put(root: Node, path: KeyPath, value: Node) -> Node:
         raise RecipeError([root.problem(path, str(error))]) from error
 
 
-def _overlay(root: Node, override: str, place: Location) -> tuple[Node, list[Problem]]:
+def _overlay(
+    root: Node, override: str, header: Sequence[str], place: Location
+) -> tuple[Node, list[Problem]]:
     path, _, text = override.partition("=")
     parts = path.split(".")
     if not all(parts):
@@ -273,14 +274,14 @@ def _overlay(root: Node, override: str, place: Location) -> tuple[Node, list[Pro
         hint = f"write {path}=null or {path}=''; put quotes around text that starts with #"
         raise _RefusedError("there is no value after =", hint)
     value = value or Node(value=None, at=place)
-    first, known = parts[0], [*root.slots(), *TOP_LEVEL]
+    first, known = parts[0], [*root.slots(), *header]
     if first == "stages" and len(parts) > 1:
         raise _RefusedError("a path starts with the slot", f"write {'.'.join(parts[1:])}=...")
     if first not in known:
         near, path_of = closest(first, known) or "", tuple(parts)
         message, hint = f"the recipe has no slot `{first}`", did_you_mean(first, known)
         raise _RefusedError(message, hint, path=path_of, value=plain(value), closest=near)
-    return _nest(root, parts if first in TOP_LEVEL else ["stages", *parts], 0, value), found
+    return _nest(root, parts if first in header else ["stages", *parts], 0, value), found
 
 
 def _nest(base: Node | None, parts: list[str], depth: int, value: Node) -> Node:

@@ -77,7 +77,7 @@ def parse(text: str, *, locate: Locate, folder: Path) -> tuple[Node | None, list
         # PyYAML lets chr() and int() fail on absurd escapes and version numbers
         place = locate(loader.line, loader.column)
         parser.say(place, "this is not a character or number that exists")
-    except _StopError:
+    except _StopError:  # its problem is noted
         pass
     return parser.root, parser.problems
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.chain.entry_points import kind_of
 from pipeline.chain.registry import Registry
 from pipeline.errors import UsageError
 
@@ -48,7 +49,7 @@ class NewStage:
     @property
     def kind(self) -> str:
         """The part before the dot."""
-        return self.name.partition(".")[0]
+        return kind_of(self.name)
 
     @property
     def template(self) -> str:

@@ -1,4 +1,4 @@
-"""What a launching process shows of its run: a live display, lines of rank 0, or events as JSON.
+"""Output of a launching process about its run: a live display, lines of rank 0, or events as JSON.
 
 The events (`pipe run --json`) are for other programs, one a line. Every event has `schema_version`,
 `time` (seconds since 1970) and `event`. The version changes when a field is removed or means
@@ -80,8 +80,8 @@ class Display:
             return JsonEvents(run, self._events)
         from pipeline.view.live import Header, LiveDisplay
 
-        wraps = (one.use for one in plan.slots if issubclass(one.gives or object, Engine))
-        where = [*[*wraps][:1], plural(plan.view.procs, "process"), plan.view.device]
+        wraps = [one.use for one in plan.giving(Engine)]
+        where = [*wraps[:1], plural(plan.view.procs, "process"), plan.view.device]
         return LiveDisplay(run, Header(name=folder.name, where=", ".join(filter(None, where))))
 
 

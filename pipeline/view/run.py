@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import statistics
 import time
@@ -14,7 +13,7 @@ from pipeline.chain.artifacts import trains
 from pipeline.chain.registry import Registry
 from pipeline.contracts.metrics import is_record, records
 from pipeline.contracts.stage import ENVIRONMENT_FILE, engine_file
-from pipeline.errors import PluginError, RecipeError
+from pipeline.errors import RecipeError
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal, is_event
 from pipeline.execution.rank_logging import ACTIVITY_FILE
@@ -120,7 +119,7 @@ class Run:
         return "running" if rundir.is_locked(self.folder) else ended(self.folder, self.now)
 
     def activity(self) -> dict[str, Any]:
-        """What rank 0 is doing: `name`, `done`, `total`, `unit`, `seconds`; empty if it has not
+        """The activity of rank 0: `name`, `done`, `total`, `unit`, `seconds`; empty if it has not
         said so, or if the run is not under way: a killed rank leaves its file there."""
         if self.state != "running":
             return {}
@@ -160,21 +159,16 @@ class History(Run):
 
     def __init__(self, folder: Path, *, ended: bool = False) -> None:
         """Read the folder; with `ended` it is known that nothing continues there. Raises UsageError
-        if it holds no run, RecipeError if its recipe cannot be read, and JournalDamaged. A recipe
-        that names variables which are not set here is read."""
-        rundir.existing(folder)
-        recipe, problems = read_recipe(folder / rundir.RECIPE)
-        if recipe is None:
-            raise RecipeError(problems)
-        super().__init__(folder, {slot: spec.use for slot, spec in recipe.stages.items()})
-        self.recipe: Recipe = recipe
+        if it holds no run, RecipeError if its recipe cannot be read, and JournalDamaged."""
+        self.recipe = recipe_in(folder)
+        super().__init__(folder, self.recipe.uses)
         self._over, self.now = ended, RunState()
         self._apply(Journal(folder / rundir.JOURNAL).events(), records(folder / rundir.METRICS))
         self.environment: Mapping[str, Any] = json_in(folder / ENVIRONMENT_FILE, SURROUNDINGS)
         """Packages and machine of the newest start; empty if not known."""
         self.engines: Mapping[str, Mapping[str, Any]] = {
             slot: json_in(folder / engine_file(slot), {})
-            for slot in ("", *recipe.stages)
+            for slot in ("", *self.recipe.stages)
             if (folder / engine_file(slot)).is_file()
         }
         """Facts of the live engine of each training that has begun, by its slot (empty: the
@@ -255,11 +249,17 @@ class History(Run):
         return ", ".join(filter(None, (kinds, procs, device or str(newest.get("device", "")))))
 
 
+def recipe_in(folder: Path) -> Recipe:
+    """The recipe of the run in a folder, also where variables that it names are not set. Raises
+    UsageError if it holds no run, and RecipeError if the recipe cannot be read."""
+    recipe, problems = read_recipe(rundir.existing(folder) / rundir.RECIPE)
+    if recipe is None:
+        raise RecipeError(problems)
+    return recipe
+
+
 def slots_that_train(uses: Mapping[str, str]) -> list[str]:
     """The slots that train, of slots with the names of their stages, without those whose stage is
     not installed here."""
-    registry, found = Registry.installed(), list[str]()
-    for slot, use in uses.items():
-        with contextlib.suppress(PluginError):
-            found += [slot] if use in registry and trains(registry.load(use)) else []
-    return found
+    registry = Registry.installed()
+    return [slot for slot, use in uses.items() if trains(registry.find(use))]

@@ -59,9 +59,9 @@ class Screen:
         self._lines = deque[str]()
         with self._guarded():
             self._view = make()
-        if self._view.prints:
-            self._pipe = LinePipe()
-            self.output = self._pipe.write
+            if self._view.prints:
+                self._pipe = LinePipe()
+                self.output = self._pipe.write
 
     def refresh(self) -> None:
         """Show what is new, and record the GPUs. Called often."""

@@ -16,13 +16,7 @@ from pipeline.distributed.signals import Interrupted
 from pipeline.errors import ResumeRefused, RunFailed
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
-from pipeline.launch.job import (
-    SETTINGS,
-    is_to_be_undone,
-    put_back,
-    recorded_start_and_end,
-    settings_in,
-)
+from pipeline.launch import job
 from tests.pipeline.conftest import TinyRun
 
 FIRST_PART = """
@@ -55,14 +49,13 @@ def again(tmp_path: Path) -> Journal:
 def test_events_of_an_undone_command_do_not_count(again: Journal) -> None:
     again.write("run failed", problem="no", restarting=True)
     again.write("run started", procs=1, restart=1)
-    assert is_to_be_undone(again.path.parent)
+    assert job.is_to_be_undone(again.path.parent)
     again.write("run failed", problem="no", undone=True)
     assert [one["event"] for one in again.state().events] == ["run started", "run finished"]
     assert again.state().ended_well
     assert again.state().finished == {}
-    assert [event["event"] for event in again.newest_command()][:2] == [
-        "slot set aside", "run started",
-    ]  # fmt: skip
+    newest = [event["event"] for event in again.newest_command()]
+    assert newest[:2] == ["slot set aside", "run started"]
 
 
 @pytest.mark.parametrize("record", [{"loss": 1.0}, {"checkpoint_stall_seconds": 0.1}])
@@ -71,35 +64,35 @@ def test_a_step_and_a_checkpoint_stay(again: Journal, record: dict[str, float]) 
     metrics, now = Metrics(folder / "metrics.jsonl"), again.events()[-1]["time"]
     metrics.write_training({"step": 1, "time": now - 60, **record})
     metrics.write_training({"step": 1, "time": now + 1, "eval_loss": 1.0})
-    assert is_to_be_undone(folder)
+    assert job.is_to_be_undone(folder)
     metrics.write_training({"step": 2, "time": now + 2, **record})
-    assert not is_to_be_undone(folder)
+    assert not job.is_to_be_undone(folder)
 
 
 def test_a_durable_result_stays(again: Journal) -> None:
     again.write("slot finished", slot="train", use="train.a", digest="d", record={"file": "a"})
-    assert not is_to_be_undone(again.path.parent)
+    assert not job.is_to_be_undone(again.path.parent)
 
 
 def test_a_failure_under_the_same_settings_counts(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
     journal.write("run started", procs=1)
-    assert not is_to_be_undone(tmp_path)
+    assert not job.is_to_be_undone(tmp_path)
     journal.write("run failed", problem="no")
     journal.write("run started", procs=1, changed=False)
-    assert not is_to_be_undone(tmp_path)
+    assert not job.is_to_be_undone(tmp_path)
     failures.record(tmp_path, 0, "train", ResumeRefused("other data"))
-    assert is_to_be_undone(tmp_path)  # who refuses has done nothing, whatever has changed
+    assert job.is_to_be_undone(tmp_path)  # who refuses has done nothing, whatever has changed
 
 
 def test_settings_are_put_back_whatever_they_hold(tmp_path: Path) -> None:
-    kept, *others = SETTINGS
+    kept, *others = job.SETTINGS
     (tmp_path / kept).write_bytes(b"name: r\r\n\xff")
     (tmp_path / others[0]).write_bytes(b"")
-    before = settings_in(tmp_path)
-    for name in SETTINGS:
+    before = job.settings_in(tmp_path)
+    for name in job.SETTINGS:
         (tmp_path / name).write_text("of the command that fails")
-    put_back(tmp_path, before)
+    job.put_back(tmp_path, before)
     assert (tmp_path / kept).read_bytes() == b"name: r\r\n\xff"
     assert (tmp_path / others[0]).read_bytes() == b""
     assert not any((tmp_path / name).exists() for name in others[1:])
@@ -133,7 +126,7 @@ def test_a_folder_that_is_gone_at_the_end(
     folder.mkdir()
 
     def work() -> None:
-        with rundir.locked(folder), recorded_start_and_end(plan, folder):
+        with rundir.locked(folder), job.recorded_start_and_end(plan, folder):
             shutil.rmtree(folder)
             if error is not None:
                 raise error
@@ -141,3 +134,12 @@ def test_a_folder_that_is_gone_at_the_end(
     with pytest.raises(RunFailed, match="run is gone: it was deleted or moved during"):
         work()
     assert not folder.exists()
+
+
+def test_a_recipe_that_was_damaged_meanwhile_hides_no_good_end(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_file(tiny_run.recipe)
+    with rundir.locked(tmp_path), job.recorded_start_and_end(plan, tmp_path):
+        (tmp_path / rundir.RECIPE).write_text("{")
+    assert "run folder" in capsys.readouterr().out

@@ -10,16 +10,6 @@ import pytest
 
 from pipeline.execution.rundir import locked
 from pipeline.view.report import compare
-from pipeline.view.report.compare import (
-    comparison_page,
-    environment_differences,
-    holds_runs,
-    lines,
-    recipe_differences,
-    results,
-    runs_in,
-    write_folder_report,
-)
 from pipeline.view.run import History
 from tests.pipeline.view.folders import EVENTS, METRICS, RECIPE, TRAINING, drawn, made, step
 from tests.pipeline.view.test_run_report import Tags
@@ -29,16 +19,16 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     other = {**RECIPE, "seed": 7, "stages": {**RECIPE["stages"], "wrap": {"use": "wrap.fsdp"}}}
     one = History(made(tmp_path / "one", EVENTS, METRICS))
     two = History(made(tmp_path / "two", TRAINING, METRICS[:3], other))
-    differ = {row.name: row.values for row in recipe_differences([one, two])}
+    differ = {row.name: row.values for row in compare.recipe_differences([one, two])}
     assert differ == {"seed": ("-", "7"), "stages.wrap.use": ("wrap.ddp", "wrap.fsdp")}
-    assert environment_differences([one, two]) == []
-    found = {row.name: row for row in results([one, two])}
+    assert compare.environment_differences([one, two]) == []
+    found = {row.name: row for row in compare.results([one, two])}
     assert found["state"].values == ("finished", "stopped")
     assert found["training loss"].values == ("3.4000", "3.7000")
     assert found["steps"].values == ("6", "3")
     assert found["training loss"].better == (0,)
     assert {found[name].better for name in ("state", "steps", "tokens/s (mean)")} == {()}
-    page = comparison_page([one, two])
+    page = compare.comparison_page([one, two])
     assert Tags(page).loaded == []
     plots = drawn(page)
     assert [series["label"] for series in plots[0]["series"]] == ["one", "two"]
@@ -53,13 +43,15 @@ def test_of_equal_values_none_is_better(tmp_path: Path) -> None:
     for number, (speed, loss) in enumerate(zip(speeds, kinds, strict=True)):
         metrics = [step(1, tokens_per_second=speed, loss=loss, accuracy=number / 8)]
         histories.append(History(made(tmp_path / str(number), EVENTS, metrics)))
-    found = {row.name: row for row in results(histories)}
+    found = {row.name: row for row in compare.results(histories)}
     assert found["tokens/s (mean)"].better == (1, 2)
     assert found["training loss"].better == (2, 3)
     assert found["training loss"].values[0] == "not a number"
     assert found["accuracy"].better == ()
     assert found["state"].equal
-    text = "\n".join(lines(list("abcd"), recipes=[], environments=[], results=[*found.values()]))
+    text = "\n".join(
+        compare.lines(list("abcd"), recipes=[], environments=[], results=[*found.values()])
+    )
     assert re.search(r"^tokens/s \(mean\) +100 +300 \* +300 \* +200$", text, re.MULTILINE)
     assert "the same in all: state finished" in text
     assert "recipes are the same" in text
@@ -89,7 +81,7 @@ def rows(page: str) -> list[list[str]]:
 
 
 def test_all_runs_newest_first(runs: Path) -> None:
-    page = write_folder_report(runs).read_text("utf-8")
+    page = compare.write_folder_report(runs).read_text("utf-8")
     damaged, new, old = rows(page)  # the damaged one has no start but its folder's change, now
     assert (damaged[0].split()[0], damaged[1]) == ("damaged", "damaged")
     assert "not valid YAML" in damaged[0]
@@ -108,14 +100,14 @@ def test_all_runs_newest_first(runs: Path) -> None:
 
 
 def test_links_lead_from_where_the_page_is(runs: Path, tmp_path: Path) -> None:
-    page = write_folder_report(runs, tmp_path / "page.html").read_text("utf-8")
+    page = compare.write_folder_report(runs, tmp_path / "page.html").read_text("utf-8")
     assert 'href="runs/old/report.html"' in page
     assert not (runs / "report.html").exists()
 
 
 def test_a_run_under_way_is_shown_as_such(runs: Path) -> None:
     with locked(runs / "new #1"):
-        _, new, _ = rows(write_folder_report(runs).read_text("utf-8"))
+        _, new, _ = rows(compare.write_folder_report(runs).read_text("utf-8"))
     assert new[1] == "running"
     assert "killed" not in new[0]
 
@@ -123,7 +115,7 @@ def test_a_run_under_way_is_shown_as_such(runs: Path) -> None:
 def test_texts_of_runs_stay_texts(tmp_path: Path) -> None:
     name = "<img src=x onerror=alert(1)>"
     made(tmp_path / name, later(0.0), METRICS).joinpath("report.html").touch()
-    found = Tags(write_folder_report(tmp_path).read_text("utf-8"))
+    found = Tags(compare.write_folder_report(tmp_path).read_text("utf-8"))
     assert "img" not in found.tags
     assert found.tags.count("script") == 3
 
@@ -132,14 +124,14 @@ def test_curves_of_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(compare, "MOST_DRAWN", 2)
     for number in range(4):
         made(tmp_path / f"r{number}", later(100.0 * number), METRICS)
-    page = write_folder_report(tmp_path).read_text("utf-8")
+    page = compare.write_folder_report(tmp_path).read_text("utf-8")
     assert len(rows(page)) == 4
     assert "The newest 2 runs" in page
     assert [one["label"] for one in drawn(page)[0]["series"]] == ["r3", "r2"]
 
 
 def test_which_folders_hold_runs(runs: Path, tmp_path: Path) -> None:
-    assert holds_runs(runs)
-    assert not holds_runs(runs / "old")
-    assert not holds_runs(tmp_path / "nowhere")
-    assert [run.name for _, run, _ in runs_in(runs)][1:] == ["new #1", "old"]
+    assert compare.holds_runs(runs)
+    assert not compare.holds_runs(runs / "old")
+    assert not compare.holds_runs(tmp_path / "nowhere")
+    assert [run.name for _, run, _ in compare.runs_in(runs)][1:] == ["new #1", "old"]

@@ -60,15 +60,20 @@ def test_a_view_that_fails_ends_nothing_else(
     assert lines == [f"line {number}" for number in (1, 2, 3, 4)]
 
 
-def test_a_view_that_cannot_be_made_ends_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_view_or_pipe_that_cannot_be_made_ends_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def make() -> View:
         raise OSError(28, "no space left")
 
-    screen = Screen(make)
-    screen.refresh()
-    screen.close()
-    assert screen.output is None
-    assert "no space left" in capsys.readouterr().err
+    monkeypatch.setattr("pipeline.view.screen.LinePipe", make)
+    failing = Failing(OSError("closed"))
+    for screen in (Screen(make), Screen(lambda: failing)):
+        screen.refresh()
+        screen.close()
+        assert screen.output is None
+    assert capsys.readouterr().err.count("no space left") == 2
+    assert (failing.refreshed, failing.abandoned) == (0, 1)
 
 
 def test_a_signal_is_not_a_failure_of_the_view() -> None:
