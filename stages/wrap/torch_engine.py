@@ -122,7 +122,7 @@ class _Stored(NamedTuple):
     tiles: list[Tile]
     """Its elements on this rank; empty without any."""
     live: LivePart | None
-    """What updates it; None for a tensor that is not trained."""
+    """Part of the plan that updates it; None for a tensor that is not trained."""
 
 
 class TorchEngine(Engine):
