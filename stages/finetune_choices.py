@@ -71,7 +71,7 @@ class DataSurvey:
     guessed: str = ""
     """Why lengths are estimates; empty if the model's tokenizer has counted."""
     parameters: int | None = None
-    """Of the model."""
+    """Number of the model's parameters."""
     weights: str = ""
     """Type that the model's weights are quantized to; empty if they are not."""
     positions: int | None = None
@@ -98,7 +98,7 @@ class DataSurvey:
 
     def lines(self) -> Iterator[str]:
         """Yield the survey in words."""
-        broken = sum(one.number for one in self.broken)
+        broken = self.rows - self.usable
         told = f", {broken:,} of them broken" if broken else ""
         yield f"data: {counted(self.rows, 'rows')} of {self.form} in {self.name}{told}"
         for one in self.broken:
@@ -165,7 +165,7 @@ def choose(survey: DataSurvey, *, sequence: int | None, batch: int | None, ranks
     evaluated = max(1, _round(steps / EVALUATIONS))
     saved = evaluated * max(1, round(steps / SAVES / evaluated))
     warmup = 0.1 if steps < SHORT else 0.03
-    broken = sum(one.number for one in survey.broken)
+    broken = survey.rows - survey.usable
     drop = bool(survey.broken) or not survey.all_read
     why = {
         "sequence_length": covers,

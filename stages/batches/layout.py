@@ -15,8 +15,8 @@ from torch import Tensor
 from pipeline import NO_TARGET, MicroBatch, Sample
 
 PADDING = {"labels": NO_TARGET}
-"""What fills a per-token column; 0 (False) fills all others, and token ids where no one asks for
-another."""
+"""Value that fills a per-token column; 0 (False) fills all others, and token ids where no one asks
+for another."""
 Array = np.ndarray[Any, Any]
 
 

@@ -42,7 +42,7 @@ from pipeline.checkpoint import address
 from pipeline.utils import sync, sync_tree
 from stages.batches.feed import BatchStats, Feed, microbatch_ranges
 from stages.batches.layout import collate
-from stages.batches.samples import read
+from stages.batches.samples import micro_batch
 from stages.formats.stored import PROGRESS, read_json
 from stages.hf.accelerate_compat import reset_state
 from stages.hf.trainer_fields import TrainerFields, several_rules
@@ -50,12 +50,13 @@ from stages.model.rotary_compat import placed
 from stages.objectives.cross_entropy import CrossEntropy, RowLoss
 from stages.objectives.judge import judged, measured
 from stages.objectives.scoring import ModelScorer
-from stages.train.evaluation import heldout_targets, record_evaluation
+from stages.train.evaluation import heldout_targets, record_evaluation, set_metric
 from stages.train.report import Reporter
 from stages.train.resuming import Done, lineage, require_same_lineage
 from stages.train.step import advance
 from stages.wrap.build import build_module
 from stages.wrap.optimizer_state import make_optimizers
+from stages.wrap.passes import evaluating
 from stages.wrap.shards import stored_tensors
 
 
@@ -255,7 +256,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     callbacks: Callbacks
     """The reporter among them."""
     folder: Path
-    """Of the Trainer's checkpoints."""
+    """Folder of the Trainer's checkpoints."""
     stopped: bool = field(default=False, init=False)
     """Whether training ends, saved, because a rank was asked to stop."""
 
@@ -295,7 +296,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
                 f"step {progress.step}: the gradient norm is {norm}",
                 hint="lower the learning rate, or look for broken samples",
             )
-        progress.metrics["loss"] = loss
+        set_metric(progress, "loss", loss)
         seconds, ranks = time.perf_counter() - self._since, self._dist.world_size
         targets, samples = self._before
         record = {
@@ -344,13 +345,11 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         model = self.trainer.model_wrapped
         measure, scorer = RowLoss(), ModelScorer(model)
         summed = torch.zeros((), dtype=torch.float64, device=device)
-        model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), evaluating([model]):
             for start, end in microbatch_ranges(len(data.heldout), loader.axis, loader.size):
-                samples = read(data, data.heldout, range(start, end))
-                batch = placed(model, collate(samples, data.pad_id, device))
+                given = range(start, end), 0, device, loader.feed.vocabulary
+                batch = placed(model, micro_batch(data, data.heldout, *given)[0])
                 summed += measured(measure, scorer, batch, batch).sum()
-        model.train()
         if self._dist.world_size > 1:
             torch.distributed.all_reduce(summed)
         record = record_evaluation(self.progress, float(summed) / heldout_targets(data), None)

@@ -21,7 +21,7 @@ PIECE = 1 << 26
 
 
 class _Work(NamedTuple):
-    """What is computed of the tokens, `chunk` at a time."""
+    """Labels and settings of a computation for tokens, `chunk` at a time."""
 
     labels: Tensor
     chunk: int

@@ -53,10 +53,10 @@ class CodeBook:
         """Encode values so that results of `decode` are decoded to the same bits again. Blocks
         whose largest value is negative, so 0.993 of its scale, are tried with larger scales."""
         codes, scales = self.encode(blocks, table)
-        left = (self.decode(codes, scales, table) != blocks).any(-1).nonzero().view(-1)
         if self.values[0] >= 0:
             return codes, scales
-        # Scales whose least value is that of the block, up to rounding.
+        left = (self.decode(codes, scales, table) != blocks).any(-1).nonzero().view(-1)
+        # Scales by which the least code is decoded to the block's largest value, up to rounding.
         below = above = blocks.abs().amax(-1) / -self.values[0]
         candidates = [below]
         for _ in range(2):

@@ -81,7 +81,7 @@ class Done(NamedTuple):
     """The field: `steps` or `epochs`."""
     given: float
     amount: float
-    """What is done, in the field's unit."""
+    """Amount that is done, in the field's unit."""
     over: bool
     """Whether more is done than the recipe asks for."""
 

@@ -92,9 +92,8 @@ def passes_of(schedule: str, ranks: int, per_rank: int, count: int) -> tuple[int
         return count, orders(schedule, ranks, per_rank, count)
     found = []
     for rank in range(ranks):
-        ahead = (
-            count if schedule == "GPipe" else ranks - rank
-        )  # then a backward and a forward in turn
+        # Forward passes ahead; then a backward and a forward in turn.
+        ahead = count if schedule == "GPipe" else ranks - rank
         order: list[tuple[Kind, int, int, int]] = []
         for batch in range(-ahead, count):
             order += [("backward", 0, rank, batch)] if batch >= 0 else []

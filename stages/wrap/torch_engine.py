@@ -122,7 +122,7 @@ class _Stored(NamedTuple):
     tiles: list[Tile]
     """Its elements on this rank; empty without any."""
     live: LivePart | None
-    """What updates it; None for a tensor that is not trained."""
+    """Part of the plan that updates it; None for a tensor that is not trained."""
 
 
 class TorchEngine(Engine):
@@ -153,6 +153,11 @@ class TorchEngine(Engine):
         so that gradients are summed, and stay in the range of narrow dtypes."""
         return self.passes.axes.data * self.passes.axes.context
 
+    @property
+    def _scale(self) -> float:
+        """The factor by which losses are multiplied now; 1 without loss scaling."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
         """Surround one forward and backward; in the `last` of a step, gradients must be reduced
         over ranks."""
@@ -161,7 +166,7 @@ class TorchEngine(Engine):
     def accumulate(
         self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
     ) -> LossParts:
-        factor = self.averaged_over * (1.0 if self.scaler is None else self.scaler.scale)
+        factor = self.averaged_over * self._scale
         sums = StepSums(objective, self.device, counts, factor=factor)
         return self.passes.train(batches, sums, self.microbatch, Tensor.backward)
 
@@ -199,7 +204,7 @@ class TorchEngine(Engine):
                 group["lr"] = group["initial_lr"] * lr_scales[number]
             parameters = (one for group in optimizer.param_groups for one in group["params"])
             gradients.append([one.grad for one in parameters if one.grad is not None])
-        scale = 1.0 if self.scaler is None else self.scaler.scale
+        scale = self._scale
         norm = self.gradient_norm(list(itertools.chain(*gradients))) / scale
         sent = HostCopy(norm)
         overflowed = self.scaler is not None and not math.isfinite(sent)

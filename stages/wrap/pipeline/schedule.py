@@ -34,8 +34,8 @@ EVALUATED = 4
 Passed = tuple[MicroBatch, MicroBatch]
 """A micro-batch, whole and this rank's part of it."""
 End = Callable[[Scorer, int, Mapping[str, Tensor]], Tensor]
-"""What the last stage returns: a function of its scorer, the micro-batch's number and the model's
-inputs."""
+"""Function of the last stage's scorer, the micro-batch's number and the model's inputs -> the
+stage's output."""
 
 
 class Stage:

@@ -140,7 +140,7 @@ class _Installer:
             change(blocks[-1], after=complete)
 
     def _values(self, name: str, module: nn.Module) -> dict[str, Callable[[], Tensor]]:
-        """What returns this rank's part of each of a module's own parameters."""
+        """Functions that return this rank's part of each of a module's own parameters."""
         entry, found = innermost(name, self.plan.styles), dict[str, Callable[[], Tensor]]()
         rank, size = self.mesh.get_local_rank(), self.plan.size
         heads = self.plan.shared_heads.get(entry, 1)

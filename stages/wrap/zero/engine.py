@@ -51,11 +51,6 @@ class ZeroEngine(TorchEngine):
     """DeepSpeed's engine. Accumulation is unmanaged: gradients are summed over micro-batches and
     applied by one `step`. A model without an optimizer is partitioned at stage 3, else whole."""
 
-    _restored: Mapping[str, int] = {}
-    """Updates of each parameter when the state was restored."""
-    _applied = 0
-    """Updates since then, for optimizers that keep no count."""
-
     def __init__(
         self, live: Any, passes: Passes, precision: Precision, plan: OptimizerPlan
     ) -> None:
@@ -76,10 +71,6 @@ class ZeroEngine(TorchEngine):
     @functools.cached_property
     def _flats(self) -> list[FlatMaster]:
         return list(flat_masters(self.zero, self.parts[0])) if self.plan.parts else []
-
-    @property
-    def _scale(self) -> float:
-        return 1.0 if self.scaler is None else self.scaler.scale
 
     def accumulate(
         self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]

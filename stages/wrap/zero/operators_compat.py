@@ -49,8 +49,9 @@ def keep_operators() -> None:
             if library.exists() and complete.exists() and complete.read_text() == digest:
                 OpBuilder._loaded_ops[builder.name] = kept = _load(library)
                 return kept
-            # torch's own lock, which is not freed when its holder is killed
-            (library.parent / "lock").unlink(missing_ok=True)
+            # A killed process does not free torch's own lock, and may leave half a library.
+            for stale in (library.parent / "lock", complete):
+                stale.unlink(missing_ok=True)
             if not library.exists():
                 LOG.info("compiling DeepSpeed's %s, once: it is kept in %s", builder.name, root)
             try:
@@ -79,7 +80,7 @@ def _load(library: Path) -> ModuleType:
 
 
 def _digest(builder: Any) -> str:
-    """What an operator is compiled of: another source needs another compilation."""
+    """Hash of an operator's sources and circumstances: others need another compilation."""
     digest = hashlib.sha256(_facts().encode())
     for source in builder.sources():
         digest.update(Path(builder.deepspeed_src_path(source)).read_bytes())
@@ -143,7 +144,9 @@ def _facts() -> str:
     except (OSError, StopIteration):
         features = list(cpuinfo.get_cpu_info().get("flags", ()))
     packages = (torch.__version__, torch.version.git_version, deepspeed.__version__)
-    gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    # Operators for CPUs are others, and asking takes memory of a GPU that nothing else uses.
+    on_gpu = os.environ.get("DS_ACCELERATOR") == "cuda" and torch.cuda.is_available()
+    gpu = torch.cuda.get_device_capability() if on_gpu else None
     compilers = [os.environ.get(name) for name in ("CXX", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")]
     versions = sys.implementation.cache_tag, metadata.version("ninja")
     return repr((packages, versions, features, gpu, compilers))

@@ -91,11 +91,8 @@ class ZeroMemory(planning.StrategyMemory):
         self.stage, self.model, self.optimizer = stage, model, optimizer
         sizes, offload = planning.Sizes.by(precision), stage.offload_optimizer
         self.c, self.m, self.r = sizes.compute, sizes.master, sizes.reduce
-        self.bucket, self.low, self.offloaded = (
-            stage.reduce_bucket_size,
-            self.c < SUMMED,
-            bool(offload),
-        )
+        self.bucket, self.low = stage.reduce_bucket_size, self.c < SUMMED
+        self.offloaded = offload is not None
         self.contiguous = stage.contiguous_gradients or self.offloaded
         """Whether gradients are copied into a bucket as they come, which is allocated whole."""
         bf16, first = precision.compute == "bf16", stage.stage == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sqlite3
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import DistContext, Progress, StepCallback
+from pipeline import DataError, DistContext, Progress, StepCallback
 from pipeline.contracts.metrics import OWN, records
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
@@ -49,8 +50,6 @@ def test_arguments_that_are_decided_elsewhere_or_unknown(name: str, hint: str) -
 
 
 def test_arguments_that_are_free_are_fields_of_the_installed_version() -> None:
-    import dataclasses
-
     from transformers import TrainingArguments
 
     assert {field.name for field in dataclasses.fields(TrainingArguments)} >= FREE
@@ -167,20 +166,22 @@ class Enough(StepCallback):
 
 
 def train_with(
-    dist: DistContext, folder: str, callback: StepCallback | None, steps: int = 9
+    dist: DistContext, folder: str, callback: StepCallback | None, steps: int = 9, vocab: int = 101
 ) -> dict[str, Any]:
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-3).run(ctx)
     precision = PrecisionPolicy(compute="fp32").run(ctx)
     stage = HfTrainer(global_batch_size=4, steps=steps, micro_batch_size=1)
-    model = tiny_model(ctx, {}, "")
-    trained = stage.run(ctx, toy_data(), plan, precision, model, callback)
+    data, model = toy_data(vocab=vocab), tiny_model(ctx, {}, "")
+    trained = stage.run(ctx, data, plan, precision, model, callback)
     return {"lines": list(records(ctx.run_dir / "metrics.jsonl")), **trained.record()}
 
 
 def train_until_an_end(dist: DistContext, folder: str) -> list[dict[str, Any]]:
     """Train until rank 1 ends it, and resume, when no rank asks. End a training before
     its first step; resume it with and without the callback; train the same at once."""
+    with pytest.raises(DataError, match="the model embeds 101"):
+        train_with(dist, f"{folder}/odd", Enough(0, True), vocab=300)
     first = [train_with(dist, folder, Enough(2, asks)) for asks in (dist.rank == 1, False)]
     ended = f"{folder}/ended"
     return [
