@@ -24,7 +24,7 @@ from stages.data.sources import OpenedSource
 from stages.digests import digest
 
 Made = Sequence[encode.Encoded | encode.Dropped]
-"""What a row became."""
+"""The samples and dropped turns that a row became."""
 FORM = "form "
 """Prefix of the counts of an entry's rows by form."""
 NULLS, CUT = "nulls", "cut shorter"
@@ -42,7 +42,7 @@ _TREATMENTS = {"unrendered": "error", "empty": "train"}
 """Fields of `data.chat` that decide which rows are dropped, with the values that older runs had.
 They matter to the identity of data only where rows are."""
 SHORTER = "sequence_length tokens; earlier versions kept one more"
-"""What the identity of data with truncated rows says of them."""
+"""The entry for truncated rows in the identity of data that has them."""
 _SEPARATOR = "-"
 """Between the parts of a cache key: digests of the contents, and of the ids that texts begin with;
 and what decides which rows are dropped, since an entry without them says nothing of them. That is
