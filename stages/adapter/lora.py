@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pipeline.utils import closest, parse_json, read_whole
 from stages.adapter.settings import AdaptedModel as AdaptedModel
 from stages.adapter.settings import LoraSettings
 from stages.adapter.settings import QuantType as QuantType
+from stages.model.declared import matches
 
 if TYPE_CHECKING:
     from stages.adapter.source import AdaptedSource
@@ -150,7 +150,7 @@ def _frozen_random(stage: Lora, plan: PlanView) -> Iterator[Problem]:
 
 def _is_named(name: str, patterns: Sequence[str]) -> bool:
     """Whether a pattern names a weight; any may name one whose name is not known (empty)."""
-    return any(not name or name == each or fnmatch.fnmatchcase(name, each) for each in patterns)
+    return name in patterns or matches(name, patterns) or (not name and bool(patterns))
 
 
 def differences(stage: LoraSettings, folder: Path) -> Iterator[tuple[str, str]]:

@@ -186,6 +186,8 @@ def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 class RoundedSource(DerivedSource):
     """`base` in an ordinary module, with weights that 4 bits hold in linear layers."""
 
+    inference_view = ModelSource.inference_view
+    export_view = ModelSource.export_view
     reader: Callable[[TensorReader, Collection[str], QuantType], TensorReader] = staticmethod(
         rounded_reader
     )
@@ -207,14 +209,6 @@ class RoundedSource(DerivedSource):
     @property
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self.base.fingerprint} {self.kind}".encode()).hexdigest()
-
-    @property
-    def inference_view(self) -> ModelSource:
-        return self
-
-    @property
-    def export_view(self) -> ModelSource:
-        return self
 
     def weights(self) -> TensorReader:
         return self.reader(self.base.weights(), self.layers, self.kind)

@@ -46,7 +46,7 @@ def save_config(
     id that it was loaded from. Raises StageError when parameters were trained that peft cannot keep
     in an adapter."""
     linear = {layer.name for layer in layers if layer.experts is None}
-    # peft reads some names of linear layers as those of experts, which can only be parameters.
+    # peft takes some names of linear layers for names of experts, which can only be parameters.
     experts = {end for end in {_end(name, 1) for name in linear} if read_as_experts(model, end)}
     moved = {name for name in linear if _end(name, 1) in experts}
     if moved and (stage.dora or stage.quantize):

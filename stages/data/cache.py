@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import socket
 import tempfile
@@ -146,8 +145,7 @@ def _write(partial: Path, build: Build) -> None:
     meta["digest"] = digest(meta)
     (partial / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
     for path in partial.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        utils.sync(path)
 
 
 def _complete(final: Path) -> Counts | None:

@@ -24,7 +24,7 @@ from stages.data.sources import OpenedSource
 from stages.digests import digest
 
 Made = Sequence[encode.Encoded | encode.Dropped]
-"""What a row became."""
+"""The samples and dropped turns that a row became."""
 FORM = "form "
 """Prefix of the counts of an entry's rows by form."""
 NULLS, CUT = "nulls", "cut shorter"
@@ -42,7 +42,7 @@ _TREATMENTS = {"unrendered": "error", "empty": "train"}
 """Fields of `data.chat` that decide which rows are dropped, with the values that older runs had.
 They matter to the identity of data only where rows are."""
 SHORTER = "sequence_length tokens; earlier versions kept one more"
-"""What the identity of data with truncated rows says of them."""
+"""The entry for truncated rows in the identity of data that has them."""
 _SEPARATOR = "-"
 """Between the parts of a cache key: digests of the contents, and of the ids that texts begin with;
 and what decides which rows are dropped, since an entry without them says nothing of them. That is
@@ -131,7 +131,8 @@ class ChatEntries(Entries):
             yield dropped + (of_them if long and self.fields.too_long == "drop" else "")
 
     def build(self, opened: OpenedSource, folder: Path) -> Counts:
-        """Tokenise a source. Raises the error of its mistakes, and StageError if all is dropped."""
+        """Tokenise a source, with notes on what was dropped and changed of it. Raises the error of
+        its mistakes, and StageError if all is dropped."""
         names = self.fields.names(opened.source)
         mistakes = Mistakes(opened.parts, self.fields.bad_rows)
         encoder = encode.RowEncoder(
@@ -145,20 +146,39 @@ class ChatEntries(Entries):
         rows = rows_with_forms(opened.parts, self.fields.form, names, mistakes)
         batches = iter(lambda: list(itertools.islice(rows, _BATCH)), [])
         results = tokenize.map_batches(encoder.batch, batches, self.fields.workers)
-        return self._write(folder, results, mistakes)
+        counts, times, first = self._write(folder, results, mistakes)
+        notes = mistakes.notes() + [
+            Note(
+                text=what.format(counted(times[what], "rows")),
+                part=mistakes.part(row.file),
+                row=row.number,
+                place=place,
+                hint=_KEPT if place else "",
+            )
+            for what, (row, place) in first.items()
+        ]
+        if not counts["samples"]:
+            reasons = "; ".join(note.text.removeprefix("dropped ") for note in notes)
+            raise StageError(
+                f"no token to train on in {counted(counts['rows'], 'rows')}: {reasons}",
+                hint="check `loss`, the roles of the messages, the chat template and "
+                "`sequence_length`",
+            )
+        write_notes(folder, notes)
+        return counts
 
     def _write(
         self,
         folder: Path,
         batches: Iterable[tuple[Sequence[Row], Sequence[Made | Mistake]]],
         mistakes: Mistakes,
-    ) -> Counts:
-        """Write batches of rows with their samples as the files of MaskedSamples, the index of each
-        row's first sample if a row has several, and notes on what was dropped and changed.
+    ) -> tuple[Counts, Counter[str], dict[str, tuple[Row, str]]]:
+        """Write batches of rows with their samples as the files of MaskedSamples, and the index of
+        each row's first sample if a row has several. Raises the error of the mistakes.
 
         Returns `rows`, `samples`, `tokens`, `targets`, `largest` (id), `long` (rows that were
         truncated or dropped), `dropped`, BAD, NULLS, CHANGED, CUT, each of DROPPED, and the rows of
-        each form.
+        each form; the rows with each of `_changes`; and the first of these, with its place.
         """
         names = ["rows", "samples", "tokens", "targets", "largest", "long", "dropped"]
         counts = dict.fromkeys([*names, BAD, NULLS, CHANGED, CUT, *DROPPED.values()], 0)
@@ -202,25 +222,7 @@ class ChatEntries(Entries):
         mistakes.check(counts["rows"])
         counts |= {"samples": len(targets), "targets": sum(targets), BAD: mistakes.count}
         counts["dropped"] += mistakes.count
-        notes = mistakes.notes() + [
-            Note(
-                text=what.format(counted(times[what], "rows")),
-                part=mistakes.part(row.file),
-                row=row.number,
-                place=place,
-                hint=_KEPT if place else "",
-            )
-            for what, (row, place) in first.items()
-        ]
-        if not targets:
-            reasons = "; ".join(note.text.removeprefix("dropped ") for note in notes)
-            raise StageError(
-                f"no token to train on in {counted(counts['rows'], 'rows')}: {reasons}",
-                hint="check `loss`, the roles of the messages, the chat template and "
-                "`sequence_length`",
-            )
-        write_notes(folder, notes)
-        return counts
+        return counts, times, first
 
     def size(self, entry: Entry) -> int:
         return entry.counts["samples"]

@@ -173,7 +173,7 @@ def _marked(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Repeat:
 
 _PLAIN = json.JSONDecoder(object_pairs_hook=_once)
 _MARKING = json.JSONDecoder(object_pairs_hook=_marked)
-"""For texts that `_PLAIN` refuses, to say where."""
+"""Decodes texts that `_PLAIN` refuses, to say where a key is twice."""
 
 
 def parsed_json(row: Row, text: str, what: str = "") -> Any:

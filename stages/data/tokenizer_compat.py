@@ -1,4 +1,4 @@
-"""What is known of a tokenizer of transformers by the library below it: whether its ids are that
+"""Facts about a tokenizer of transformers from the library below it: whether its ids are that
 library's, how many bytes each token spells, and where a text can be cut.
 
 Most tokenizers split a text by a regular expression, and make tokens of each part independently.

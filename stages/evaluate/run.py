@@ -74,11 +74,10 @@ def measure_files(
 
     def samples() -> Iterator[Sample]:
         for document in read_documents(opened.parts, text_key=text_key, unit=unit):
-            text = document.text
-            ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            (ids,) = tokenize.plain_ids(tokenizer, [document.text])
             tokenize.check_ids(source, max(ids, default=0))
             totals["documents"] += 1
-            totals["bytes"] += len(text.encode())
+            totals["bytes"] += len(document.text.encode())
             yield from windows(start + ids, window, min(stride or window // 2, window))
 
     left = itertools.islice(samples(), most)

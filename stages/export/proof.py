@@ -100,8 +100,13 @@ def loaded(
 
 def _fits(folder: Path) -> bool:
     """Whether host memory has room for all weights of the folder at once."""
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return size + size // 4 + ROOM < free_memory()
+    sizes = (file.stat().st_size for file in folder.glob("*.safetensors"))
+    return has_room(sum(sizes), free_memory())
+
+
+def has_room(size: int, free: int) -> bool:
+    """Whether `free` bytes have room for a model of `size` bytes, loaded whole and running."""
+    return size + size // 4 + ROOM < free
 
 
 def reference(

@@ -179,8 +179,8 @@ def changed(folder: Path) -> str | None:
 
 
 def damaged(folder: Path, written: Manifest) -> str | None:
-    """What is wrong with a finished export, in words: a file that is missing, cut, or not as it was
-    written. None if nothing is; weights are not read, and EDITABLE files may differ."""
+    """The damage to a finished export, in words: a file that is missing, cut, or not as it was
+    written. None without any; weights are not read, and EDITABLE files may differ."""
     for name in written.files:
         if not (folder / name).is_file():
             return f"{name} is missing"

@@ -34,7 +34,7 @@ from stages.adapter.compat import CONFIG as ADAPTER_CONFIG
 from stages.adapter.compat import WEIGHTS as ADAPTER
 from stages.adapter.compat import import_peft, quiet
 from stages.export import target
-from stages.export.proof import ROOM, loaded, loading
+from stages.export.proof import has_room, loaded, loading
 from stages.model import compat
 from stages.model.as_exported import AS_SOURCE, module_tensors
 from stages.model.chat_template import aligned, wanted_ids
@@ -129,7 +129,7 @@ class LoadedModel(TextModel):
         free = free_memory()
         if self._device.type == "cuda":
             free = min(free, torch.cuda.mem_get_info(self._device)[0])
-        return bool(self._size + self._size // 4 + ROOM < free)
+        return has_room(self._size, free)
 
     def close(self) -> None:
         self._model = None

@@ -107,7 +107,7 @@ def write_universal(source: StateSource, folder: Path) -> Sequence[str]:
             for number, group in enumerate(source.state.groups)
         ]
         # Stage 3 gives this very object to all sub-groups. A tensor would be counted up by each of
-        # them at every step; with a number, optimizers that need a tensor refuse to go on.
+        # them at every step; with a number, optimizers that need a tensor refuse to continue.
         states = {"state": {0: {"step": updates}}, "param_groups": groups}
         version = importlib.metadata.version("deepspeed")
         optimizer = {

@@ -169,7 +169,7 @@ def _named(draft: Draft, file: ConfigFile, *none: Any) -> Callable[[Any], RuleRe
 
 
 def _set_engine_defaults(draft: Draft) -> None:
-    """DeepSpeed 0.19's."""
+    """Set the defaults of DeepSpeed 0.19."""
     own, alone = "DeepSpeed's default", TRAINER_KIND not in draft.kinds
     steps, scheduled = draft.given("optimizer"), draft.given("deepspeed.schedule")
     cosine = scheduled and draft.value("deepspeed.schedule") == "cosine"

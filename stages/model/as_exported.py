@@ -186,20 +186,14 @@ class TrainedSource(DerivedSource):
 
     location = None
     revision = None
+    export_view = ModelSource.export_view
+    training_view = ModelSource.training_view
 
     @property
     def inference_view(self) -> ModelSource:
         same = copy.copy(self)
         same.base = self.base.inference_view
         return same
-
-    @property
-    def export_view(self) -> ModelSource:
-        return self.inference_view
-
-    @property
-    def training_view(self) -> ModelSource:
-        return self
 
     @property
     def skeleton(self) -> ModelSource:

@@ -1,4 +1,4 @@
-"""What a model's config and tokenizer files say before anything starts, without torch."""
+"""Facts and mistakes in a model's config and tokenizer files before anything starts; no torch."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ LENGTHWISE = ("longrope", "dynamic")
 """LongRoPE (Ding et al. 2024), which has one table for texts up to a length and one for longer
 ones, and dynamic NTK scaling, which has one for each length beyond the model's positions."""
 OLD_NAME = "su"
-"""What configs called LongRoPE before."""
+"""The name of LongRoPE in older configs."""
 OF_THE_BATCH = ("deepseek_v4",)
 """Types that ask for angles at further positions, which follow from the padded length."""
 

@@ -1,5 +1,5 @@
-"""What model sources share: a module without memory, its ties, tolerated differences of weights,
-and the base of sources that change another one."""
+"""Parts that model sources share: a module without memory, its ties, tolerated differences of
+weights, and the base of sources that change another one."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class GgufTensor(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """What a GGUF file says before its weights."""
+    """The part of a GGUF file before its weights."""
 
     metadata: Mapping[str, Any]
     """Every array is None."""

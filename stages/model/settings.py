@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Gt
 
 Fate = Literal["pass_through", "drop"]
-"""What happens to a tensor that is not read."""
+"""The treatment of a tensor that is not read."""
 
 
 @dataclass(frozen=True, kw_only=True)

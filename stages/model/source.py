@@ -119,7 +119,7 @@ class HfSource(ModelSource):
         self._resized = stage.vocab_size is not None
         self._draws = self._random or self._resized or bool(stage.new_weights)
         self._said: set[str] = set()
-        """What was logged, by this source or by a view of it."""
+        """Messages that this source, or a view of it, has logged."""
 
     # The module.
 

@@ -187,24 +187,19 @@ class ExtendedReader(JoinedReader):
         edge = min(max(origin.kept, start), stop)
         if start < edge:
             yield from self._base.chunks(origin.source, start, edge)
-        yield from self._new(name, edge, stop)
+        if edge < stop:
+            assert self._fresh is not None
+            for chunk in self._fresh.chunks(name, edge, stop):
+                yield chunk.to(origin.spec.dtype)
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         origin = named(self._origins, name)
         kept = min(max(origin.kept - start, 0), out.numel())
         if kept:
             self._base.read_into(origin.source, start, out[:kept])
-        for chunk in self._new(name, start + kept, start + out.numel()):
-            out[kept : kept + chunk.numel()].copy_(chunk)
-            kept += chunk.numel()
+        TensorReader.read_into(self, name, start + kept, out[kept:])
 
     def close(self) -> None:
         super().close()
         if self._fresh is not None:
             self._fresh.close()
-
-    def _new(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        if start < stop:
-            assert self._fresh is not None
-            for chunk in self._fresh.chunks(name, start, stop):
-                yield chunk.to(self._origins[name].spec.dtype)
