@@ -43,7 +43,7 @@ def main(name: str, rank: int, world: int, job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     bind_loopback()
     file = os.open(f"{job['folder']}/store-{name}", os.O_RDWR | os.O_CREAT)
-    join(Shared(launcher=os.getppid(), heartbeats=-1, failures=-1, stacks=-1, store=file))
+    join(Shared(heartbeats=-1, failures=-1, stacks=-1, store=file))
     store = torch.distributed.FileStore(f"/proc/self/fd/{file}", world)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     dist = DistContext(
@@ -107,7 +107,6 @@ def checkpoints(ctx: Any, engine: Any) -> Any:
 
 def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Return what saves cost and the bytes that loading reads, with the rival's beside them."""
-
     ctx, engine = make(dist, job)
     kept = checkpoints(ctx, engine)
     kept.poll()  # as after every step, so that the writer starts

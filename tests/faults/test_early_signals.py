@@ -12,7 +12,7 @@ import pytest
 import pipetrain
 from pipeline.distributed.signals import ENDING
 from tests.support.pipe import Outcome, Pipe
-from tests.support.tier import spread
+from tests.support.tier import FULL, spread
 
 HOOK = """
 import os, signal, sys
@@ -84,7 +84,7 @@ MODULES = ("pipeline", "click", "pipeline.cli", "pipeline.view.terminal_activity
     [
         (("ls",), 130, MODULES),
         (("resume", "none"), 75, MODULES),
-        (("export", "none"), 75, MODULES[2:3]),
+        (("export", "none"), 75, MODULES if FULL else MODULES[2:3]),
     ],
 )
 def test_ctrl_c_while_a_command_is_imported(

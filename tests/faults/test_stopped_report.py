@@ -53,7 +53,12 @@ def test_a_stopped_run_writes_no_report(pipe: Pipe, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "number", "end", "code"),
-    [("raise", signal.SIGTERM, "run failed", 1), ("none", signal.SIGINT, "run finished", 0)],
+    [
+        ("raise", signal.SIGTERM, "run failed", 1),
+        ("none", signal.SIGINT, "run finished", 0),
+        pytest.param("raise", signal.SIGINT, "run failed", 1, marks=pytest.mark.full),
+        pytest.param("none", signal.SIGTERM, "run finished", 0, marks=pytest.mark.full),
+    ],
 )
 def test_a_signal_during_the_report_does_not_change_the_end(
     pipe: Pipe, tmp_path: Path, fault: str, number: int, end: str, code: int

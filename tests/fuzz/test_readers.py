@@ -161,12 +161,13 @@ def test_a_recipe(data: Any) -> None:
         at = data.draw(st.integers(0, len(lines)))
         lines.insert(at, data.draw(st.sampled_from(SNIPPETS)).encode())
         content = b"\n".join(lines)
-    overrides = data.draw(st.lists(st.sampled_from(SNIPPETS) | st.text(max_size=20), max_size=2))
+    texts = st.sampled_from(SNIPPETS) | st.text(max_size=20)
+    overrides = data.draw(st.lists(texts | texts.map("train.steps={}".format), max_size=2))
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "recipe.yaml")
         file.write_bytes(content)
         with bounded(Path(scratch), may_leave=True):  # `extends` names any file
-            _, problems = read_recipe(file, [f"train.steps={one}" for one in overrides])
+            _, problems = read_recipe(file, overrides)
             assert all(problem.location is not None for problem in problems)
 
 

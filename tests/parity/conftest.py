@@ -28,7 +28,8 @@ def trained(
 
     def find(name: str) -> Any:
         if name not in known:
-            alike = {one: cases[one] for one in cases if one in names and group(one) == group(name)}
+            wanted = [one for one in cases if one in names or one == name]
+            alike = {one: cases[one] for one in wanted if group(one) == group(name)}
             folder = tmp_path_factory.mktemp("trained")
             known.update(run_ranks(train_cases, group(name)[0], str(folder), alike, limit=900)[0])
         return known[name]

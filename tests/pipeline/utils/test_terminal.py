@@ -60,8 +60,9 @@ def test_recipes_stay_what_they_are() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ("check", "r.yaml"), ("check", "r.yaml", f"seed={EVIL[:-1]}"), ("resume", EVIL),
-        ("ls", EVIL), ("convert", EVIL, "to", "--to", EVIL), ("import", EVIL),
+        ("check", "r.yaml"), ("check", "r.yaml", f"seed={EVIL[:-1]}"), ("run", EVIL),
+        ("resume", EVIL), ("ls", EVIL), ("inspect", EVIL), ("import", EVIL), ("stages", EVIL),
+        ("convert", EVIL, "to", "--to", "canonical"), ("convert", EVIL, "to", "--to", EVIL),
         ("stages", "--procs", EVIL),
     ],
 )  # fmt: skip

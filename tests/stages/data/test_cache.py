@@ -18,6 +18,7 @@ from stages.data.documents import DocumentEntries
 from stages.data.text import TextData
 from tests.stages.data.conftest import Chats
 from tests.stages.data.fakes import FakeSource, ids
+from tests.support.damage import flip
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 
@@ -81,11 +82,10 @@ def test_a_damaged_entry_is_built_again(
     assert len(builds) == 2
 
 
-def flip(file: Path, at: int) -> None:
-    """Change one bit in the byte at `at`, and keep the size and times."""
-    times, content = file.stat(), bytearray(file.read_bytes())
-    content[at] ^= 1
-    file.write_bytes(content)
+def flip_unseen(file: Path, at: int) -> None:
+    """Flip one bit of the byte at `at`, and keep the times."""
+    times = file.stat()
+    flip(file, at)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
@@ -111,10 +111,10 @@ def test_a_changed_bit_is_never_trained_on(
     assert len(files) == (7 if packing else 4)
     for file in files:
         for at in (0, file.stat().st_size // 2, file.stat().st_size - 1):
-            flip(file, at)
+            flip_unseen(file, at)
             with pytest.raises(StageError, match=rf"{file} has changed.*remove {file.parent}"):
                 samples()
-            flip(file, at)
+            flip_unseen(file, at)
     assert samples() == expected
 
 
@@ -125,14 +125,14 @@ def test_blocks_are_compared_once_and_only_where_something_is_read(
     file = tmp_path / "a.bin"
     np.arange(21, dtype="<u2").tofile(file)
     write_sums(file)
-    flip(file, 16 + 3)
+    flip_unseen(file, 16 + 3)
     held = VerifiedArray(file, "<u2")
     assert (len(held), held[:8].tolist(), held[16:99].tolist()) == (
         21, list(range(8)), list(range(16, 21))
     )  # fmt: skip
     with pytest.raises(StageError, match="bytes 16 to 31 differ"):
         held[7:9]
-    flip(file, 0)  # compared files are not read again
+    flip_unseen(file, 0)  # compared files are not read again
     assert held[1:8].tolist() == list(range(1, 8))
 
 

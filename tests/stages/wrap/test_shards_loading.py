@@ -330,9 +330,10 @@ def measured(folder: Path, case: Case, *functions: str) -> list[list[int]]:
     return run_ranks(growths, 2, str(folder), case, list(functions))
 
 
-def test_fsdp_never_has_more_than_its_shard(big: tuple[Path, int, int]) -> None:
+@pytest.mark.parametrize("compute", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
+def test_fsdp_never_has_more_than_its_shard(compute: str, big: tuple[Path, int, int]) -> None:
     folder, total, largest = big
-    case = Case(wrap="fsdp full", compute="bf16")
+    case = Case(wrap="fsdp full", compute=compute)
     for (engine,) in measured(folder, case, "stages.wrap.fsdp_engine.build"):
         assert total / 2 <= engine <= total / 2 + SLACK < total / 2 + largest + SLACK
 
