@@ -5,15 +5,14 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support.pipe import Pipe
 from tests.support.tiny_recipe import training, write
-from tests.support.waiting import becomes
+from tests.support.waiting import becomes, descendants
 
 SLOW = """#!/bin/sh
-case "$*" in *" -c "*) touch "$0.started"; sleep 600;; esac
+case "$*" in *" -c "*) sleep 600;; esac
 exec g++ "$@"
 """
 
@@ -32,9 +31,7 @@ def test_nothing_is_waited_for_and_nothing_is_left(
     command = ("-m", "pipetrain", "run", str(recipe), "--run-dir", str(pipe.run_dir))
     kept = str(tmp_path / "operators")
     process = pipe.start(*command, CXX=str(compiler), TORCH_EXTENSIONS_DIR=kept)
-    pipe.wait_for(lambda: Path(f"{compiler}.started").exists())
-    started = psutil.Process(process.pid).children(recursive=True)
-    assert any(child.name() == "sleep" for child in started)
+    started = descendants(process.pid, "sleep")
     process.send_signal(number)
     ended = pipe.end(process, limit=30)
     assert ended.code == (-number if number == signal.SIGKILL else 75), ended

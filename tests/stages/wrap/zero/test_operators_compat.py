@@ -11,7 +11,6 @@ from pathlib import Path
 from types import ModuleType
 
 import deepspeed
-import psutil
 import pytest
 import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -21,7 +20,7 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from stages.wrap.zero import operators_compat
 from stages.wrap.zero.compat import point_at_device
-from tests.support.waiting import becomes
+from tests.support.waiting import becomes, descendants
 
 SOURCE = """
 #include <Python.h>
@@ -154,15 +153,15 @@ def test_compilers_end_with_the_process_that_compiles(
     compilation leaves nothing to wait for, and none that counts as complete."""
     command = [sys.executable, "-c", LOAD, str(tmp_path / "one")]
     subprocess.run(command, check=True, capture_output=True)
-    monkeypatch.setenv("CXX", compiler(tmp_path, first="touch $0.started; sleep 600"))
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
-    assert becomes((tmp_path / "g++.started").exists)
-    started = psutil.Process(process.pid).children(recursive=True)
-    assert any("sleep" in child.name() for child in started)
-    assert len({os.getpgid(child.pid) for child in started}) > 1
-    process.send_signal(number)
-    process.wait(30)
-    assert becomes(lambda: not any(child.is_running() for child in started), 15), started
+    monkeypatch.setenv("CXX", compiler(tmp_path, first="sleep 600"))
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
+        try:
+            compilers = descendants(process.pid, "sleep")
+            assert len({os.getpgid(child.pid) for child in compilers}) > 1
+        finally:
+            process.send_signal(number)
+        process.wait(30)
+    assert becomes(lambda: not any(child.is_running() for child in compilers), 15), compilers
     assert (kept / "number" / "lock").exists() or number != signal.SIGKILL
     assert not (kept / "number" / "number.complete").exists()
     compiler(tmp_path)
