@@ -24,7 +24,6 @@ def collecting() -> Iterator[None]:
     assert gc.isenabled()
     yield
     assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
 
 
 def lost() -> weakref.ref[Cycle]:
@@ -48,7 +47,7 @@ def test_what_a_start_has_frozen_stays_so() -> None:
     frozen = gc.get_freeze_count()
     with collected_at_steps(), collected_as_usual():
         pass
-    assert gc.get_freeze_count() == frozen > 0
+    assert gc.get_freeze_count() == frozen > 100_000
 
 
 def test_a_pause_collects_as_python_does_and_leaves_nothing_behind() -> None:
