@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from pipeline.chain.elsewhere import Meant, Slots, Spot, override, shortened
 from pipeline.chain.entry_points import kind_of
 from pipeline.chain.plan import plan_file
 from pipeline.errors import PipeError, PluginError
-from pipeline.importing.translator import KeyOutcome, Translator, Translators
+from pipeline.importing.translator import KeyOutcome, Translators
 from pipeline.recipe.field_errors import fits, owner_of
 from pipeline.recipe.fields import adapter
 from pipeline.recipe.load import HEADER_KEYS, RecipeSettings
@@ -25,21 +25,27 @@ Places: TypeAlias = Sequence[tuple[Spot, Any]]
 def of_other_tools(unknown: Sequence[UnknownKey], slots: Slots) -> list[Meant]:
     """Return what each of a recipe's unknown keys means in other tools, which read all of them as
     one file. No hint for a key that no tool has, or that only a whole file explains."""
-    content = {name: each.value for each in unknown for name in _names(each, slots)}
-
-    def read(each: UnknownKey) -> list[KeyOutcome]:
-        found = _asked(each, slots, lambda translator, name: translator.meaning(
-            name, {**content, name: each.value}))  # fmt: skip
-        return sorted(found, key=lambda one: not one.to)
-
-    found = [read(each) for each in unknown]
-    places = [
-        _places(each.value, one[0].to if one else {}, slots)
-        for each, one in zip(unknown, found, strict=True)
-    ]
+    installed, names = Translators.installed(), []
+    for each in unknown:  # in the slot of adapter.lora, `r` is `lora_r`
+        stage = slots.uses.get(each.slot, "").partition(".")[2]
+        own = (each.name, each.name.replace("-", "_"), f"{stage}_{each.name}")
+        names.append([*dict.fromkeys(own)])
+    pairs = [*zip(unknown, names, strict=True)]
+    content = {name: each.value for each, own in pairs for name in own}
+    found = []
+    for each, own in pairs:
+        advice, outcomes = "", []
+        for name, entry in itertools.product(own, installed.names()):
+            with contextlib.suppress(PipeError):  # it is the recipe that is at fault
+                translator = installed.load(entry)()
+                advice = advice or translator.advice(name, each.value)
+                outcomes.append(translator.meaning(name, {**content, name: each.value}))
+        known = sorted(filter(None, outcomes), key=lambda one: not one.to)
+        found.append((advice, known, _places(each.value, known[0].to if known else {}, slots)))
+    every = [place for _, _, places in found for place in places]
     return [
-        _meant(each, outcomes, own, [*itertools.chain(*places)], slots)
-        for each, outcomes, own in zip(unknown, found, places, strict=True)
+        _meant(each, advice, outcomes, places, every, slots)
+        for each, (advice, outcomes, places) in zip(unknown, found, strict=True)
     ]
 
 
@@ -55,27 +61,11 @@ def _places(value: Any, to: Mapping[str, Any], slots: Slots) -> list[tuple[Spot,
     return found
 
 
-def _names(unknown: UnknownKey, slots: Slots) -> Iterable[str]:
-    """Return the names of a key in other tools: `r` in the slot of adapter.lora is `lora_r`."""
-    name, stage = unknown.name, slots.uses.get(unknown.slot, "").partition(".")[2]
-    return dict.fromkeys((name, name.replace("-", "_"), f"{stage}_{name}"))
-
-
-def _asked(
-    unknown: UnknownKey, slots: Slots, ask: Callable[[Translator, str], Any]
-) -> Iterator[Any]:
-    """Yield each translator's answer about the key, under each of its names, if it has one."""
-    installed = Translators.installed()
-    for name, entry in itertools.product(_names(unknown, slots), installed.names()):
-        with contextlib.suppress(PipeError):  # it is the recipe that is at fault
-            if found := ask(installed.load(entry)(), name):
-                yield found
-
-
 def _meant(
-    unknown: UnknownKey, outcomes: Sequence[KeyOutcome], own: Places, every: Places, slots: Slots
-) -> Meant:
-    for advice in _asked(unknown, slots, lambda one, name: one.advice(name, unknown.value)):
+    unknown: UnknownKey, advice: str, outcomes: Sequence[KeyOutcome], own: Places, every: Places,
+    slots: Slots,
+) -> Meant:  # fmt: skip
+    if advice:
         return Meant(hint=advice, sure=True)
     for outcome in outcomes:
         if outcome.to:

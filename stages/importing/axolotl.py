@@ -9,11 +9,10 @@ from typing import Any
 from pipeline.importing import ConfigFile
 from stages.importing import rules
 from stages.importing.draft import Draft, Rows
-from stages.importing.hugging_face import deepspeed, set_words, unread
+from stages.importing.hugging_face import RecipeTranslator, engines, unread
 from stages.importing.recipe import AUTO, CONTEXT, RING, TENSOR, part_of_epoch
 from stages.importing.rules import Rule, RuleResult, Table, outcome, why
 from stages.importing.sources import HELD, RUNNING, TRAIN
-from stages.importing.translator import RecipeTranslator
 
 OWN = "axolotl's default"
 LISTS = {"datasets": TRAIN, "pretraining_dataset": TRAIN, "test_datasets": HELD}
@@ -80,7 +79,7 @@ class Axolotl(RecipeTranslator):
             return TABLES["axolotl-rows"]
 
         own = {key: Rows(kind, rows) for key, kind in LISTS.items()}
-        every = {**self.table, **_in_company(content), **deepspeed(draft, file), **own}
+        every = {**self.table, **_in_company(content), **engines(draft, file), **own}
         draft.read(file.path.name, content, every)
         draft.set_defaults("axolotl", self.table, OWN)
         _set_defaults(draft, content)
@@ -125,7 +124,6 @@ def _set_defaults(draft: Draft, content: Mapping[str, Any]) -> None:
     if streamed:
         apart = packed and draft.value("apart")
         draft.rename("apart", "data.documents_apart", content=apart)
-    set_words(draft, content.get("fsdp"))
     # A model that is trained as a whole is held in bf16, unless DeepSpeed or FSDP1 make masters in
     # fp32 of it.
     given = content.get("fsdp_config")

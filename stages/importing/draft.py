@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pipeline.importing import ConfigFile, KeyOutcome, KeyPath, Request, Translation
+from pipeline.importing import ConfigFile, KeyPath, Request, Translation
 from stages.importing.rules import TABLES, Rule, RuleResult, is_off, outcome, parts, value_of, why
 
 METHOD = re.compile(
@@ -147,17 +147,6 @@ class Draft:
                 entry.outcome, entry.why, entry.hint = said.outcome, said.why, said.hint
                 entry.blocks, entry.to = said.blocks, {}
 
-    def outcomes(self) -> list[KeyOutcome]:
-        """Return the final outcome of every key, in the order in which they were read."""
-        for entry in self.entries:
-            if entry.outcome == "translated" and not entry.to:
-                said = outcome(why("no_auto" if entry.auto else "idle"))
-                entry.why, entry.outcome = said.why, said.outcome
-            elif entry.auto and entry.to:
-                stated = [f"{e.key} in {e.file}" for e in self.of(entry.fact) if not e.auto]
-                entry.why = f"auto: as {[*stated, 'transformers fills it in'][0]}"
-        return [*self.entries]
-
     def slot(self, name: str, use: str, *facts: str) -> None:
         """Add a slot, which follows from `facts`."""
         self.slots[name] = {}
@@ -195,12 +184,20 @@ class Draft:
             self.notes[path] = f"{before}fill in `{field}`: {what}"
 
     def translation(self) -> Translation:
-        """Return the recipe with the outcomes, and no recipe if one of them blocks it."""
-        outcomes, notes = self.outcomes(), self.notes
-        if any(outcome.blocks for outcome in outcomes):
-            return Translation(recipe=None, notes=notes, missing={}, outcomes=outcomes)
-        recipe = {**self.header, "stages": self.slots}
-        return Translation(recipe=recipe, notes=notes, missing=self.missing, outcomes=outcomes)
+        """Return the recipe, None if a key blocks it, and the final outcome of every key, in the
+        order in which they were read."""
+        for entry in self.entries:
+            if entry.outcome == "translated" and not entry.to:
+                said = outcome(why("no_auto" if entry.auto else "idle"))
+                entry.why, entry.outcome = said.why, said.outcome
+            elif entry.auto and entry.to:
+                stated = [f"{e.key} in {e.file}" for e in self.of(entry.fact) if not e.auto]
+                entry.why = f"auto: as {[*stated, 'transformers fills it in'][0]}"
+        blocked = any(entry.blocks for entry in self.entries)
+        return Translation(
+            recipe=None if blocked else {**self.header, "stages": self.slots}, notes=self.notes,
+            missing={} if blocked else self.missing, outcomes=[*self.entries],
+        )  # fmt: skip
 
 
 def _without_rule(key: str, value: Any, known: Mapping[str, Any]) -> RuleResult:

@@ -1,22 +1,37 @@
-"""Files of accelerate, DeepSpeed and transformers, read into one draft."""
+"""Files of accelerate, DeepSpeed and transformers, read into one draft, and the base of the tools
+with a recipe, which read such files too."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
-from pipeline.importing import ConfigFile
+from pipeline import UsageError
+from pipeline.importing import ConfigFile, KeyOutcome, OtherTool, Request, Translation, Translator
 from stages.importing import rules
 from stages.importing.draft import Draft
-from stages.importing.recipe import ASKED, TRACKERS
-from stages.importing.rules import Rule, RuleResult, is_off, number, outcome, why
+from stages.importing.recipe import ASKED, TRACKERS, compose
+from stages.importing.rules import Rule, RuleResult, Table, is_off, number, outcome, parts, why
+from stages.importing.sources import script_data, several
 
 ACCELERATE_KIND = "accelerate config"
 DEEPSPEED_KIND = "DeepSpeed configuration"
 TRAINER_KIND = "transformers TrainingArguments"
+COMPONENT = "_component_"
+"""Key of torchtune's blocks."""
+TRANSLATED = ("axolotl", "LLaMA-Factory", "torchtune")
+"""Tools that have a translator."""
+STRATEGIES = {"ddp": "wrap.ddp", "fsdp": "wrap.fsdp", "deepspeed": "wrap.zero"}
+"""Beginnings of names of strategies, as in Lightning's `deepspeed_stage_3`."""
+Files: TypeAlias = Sequence[tuple[str | None, ConfigFile]]
+"""Files, with the kind of each."""
 OTHER_METHOD = re.compile(
     r"^(?!.*sft).*(^|[^a-z])(dpo|ipo|kto|orpo|cpo|simpo|apo|ppo|grpo|rloo|rlhf|reward)([^a-z]|$)"
 )
@@ -77,8 +92,41 @@ TABLES = rules.load(
     percentage=lambda value: min(number(value) / 100, 0.5),
     lora_b=lambda value: [{"match": ["*.lora_B.*"], "lr_ratio": number(value)}],
 )  # fmt: skip
+rules.load("tools")
 KINDS = {TRAINER_KIND: "script", ACCELERATE_KIND: "accelerate", DEEPSPEED_KIND: "deepspeed"}
 """Kinds of files, in the order in which they are read -> name of the table."""
+
+
+def tool_of(content: Mapping[str, Any]) -> OtherTool | None:
+    """Return the tool whose file this is; None if no keys show it."""
+    found = {*content}
+    for key, block in content.items():
+        found |= {f"{key}.{name}" for name in block} if isinstance(block, Mapping) else set()
+    texts = (text for sign, text in TABLES["signs"].items() if found.issuperset(sign.split("+")))
+    own = any(name.endswith(f".{COMPONENT}") for name in found)
+    name, _, advice = parts("torchtune" if own else next(texts, ""))
+    return OtherTool(name=name, advice=advice) if name else None
+
+
+def kind_of(content: Mapping[str, Any]) -> str | None:
+    """Return the kind that most keys belong to, of those that have a key to themselves; None for
+    files of other tools."""
+    if tool_of(content) is not None:
+        return None
+    known = {
+        kind: [  # blocks where the table has blocks, values elsewhere
+            key for key, value in content.items()
+            if key in table and (isinstance(value, Mapping) != callable(table[key]) or not value)
+        ]
+        for kind, table in ((kind, TABLES[name]) for kind, name in KINDS.items())
+    }  # fmt: skip
+    shared = Counter(chain.from_iterable(known.values()))
+    telling = {key for key, value in content.items() if shared[key] == 1
+               and (key not in TABLES["common"] or isinstance(value, Mapping))}  # fmt: skip
+    own = [kind for kind, keys in known.items() if not telling.isdisjoint(keys)]
+    best = max(own, key=lambda kind: len(known[kind]), default=None)
+    others = sum(key.startswith((*TABLES["beginnings"],)) for key in content)
+    return best if best and 2 * (len(known[best]) + others) >= len(content) else None
 
 
 def read_all(draft: Draft, files: Sequence[tuple[str | None, ConfigFile]]) -> None:
@@ -132,25 +180,22 @@ def _script(draft: Draft, file: ConfigFile) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def trainer(draft: Draft, file: ConfigFile) -> dict[str, Any]:
+def trainer(draft: Draft, file: ConfigFile) -> Table:
     """Set the defaults of TrainingArguments, and return the rules of what they do not read."""
     draft.set_defaults("trainer", TABLES["script"], "transformers' default")
-    fsdp, block = file.content.get("fsdp"), file.content.get("fsdp_config")
-    set_words(draft, fsdp)
-    alone = unread(("fsdp_config", block and not fsdp, "fsdp is not set"))
-    return {**alone, **deepspeed(draft, file)}
+    alone = file.content.get("fsdp_config") and not file.content.get("fsdp")
+    return {**unread(("fsdp_config", alone, "fsdp is not set")), **engines(draft, file)}
 
 
-def set_words(draft: Draft, value: Any) -> None:
-    """Add what the words of the key `fsdp` say; keys of fsdp_config win over them."""
-    for word in re.findall("offload|shard_grad_op|hybrid_shard", str(value).lower()):
+def engines(draft: Draft, file: ConfigFile) -> Table:
+    """Add what the words of the key `fsdp` say, over which keys of fsdp_config win, and return the
+    rule of the key `deepspeed` if it names a file, or note that it is a block."""
+    for word in re.findall(
+        "offload|shard_grad_op|hybrid_shard", str(file.content.get("fsdp")).lower()
+    ):
         offload = word == "offload"
         fact, content = ("fsdp.cpu_offload", True) if offload else ("fsdp.sharding", word)
         draft.default(fact, content, f"{word} in fsdp")
-
-
-def deepspeed(draft: Draft, file: ConfigFile) -> dict[str, Any]:
-    """Return the rule of the key `deepspeed` if it names a file, or note that it is a block."""
     value = file.content.get("deepspeed")
     if isinstance(value, str):
         return {"deepspeed": _named(draft, file)}
@@ -184,3 +229,147 @@ def _set_engine_defaults(draft: Draft) -> None:
         ("precision.loss_scale_growth_interval", 1000, own, scaled),
     ):
         draft.default(fact, value, reason, when=holds and not draft.given(fact))
+
+
+class TableTranslator(Translator):
+    """A translator whose files have tables."""
+
+    tables: ClassVar[Mapping[str, str]]
+    """Kind of file that a recipe may have keys of -> name of its table, but for lists of blocks."""
+
+    @abstractmethod
+    def draft(self, files: Files, request: Request) -> Draft:
+        """Return the draft of a recipe that the files make."""
+
+    def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
+        kinds = [(self.kind(file.content), file) for file in files]
+        return self.draft(kinds, request).translation()
+
+    def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
+        """Return the outcome of the key in a file of one of the kinds, maybe in a block of it.
+
+        It is read in each of the companies, next to the other keys of the content, until it has a
+        place in the recipe; without them only where it contradicts one.
+        """
+        first = None
+        for kind, table in ((kind, TABLES[name]) for kind, name in self.tables.items()):
+            companies, last = json.loads(TABLES["companies"][self.tables[kind]]), None
+            others = {name: each for name, each in content.items() if name != key and name in table}
+            for more in (others, {}) if others else ({},):
+                each = [_having(table, key, content[key], {**one, **more}) for one in companies]
+                for name, whole in chain.from_iterable(zip(*each, strict=True)):
+                    file = ConfigFile(path=Path("config.yaml"), content=whole)
+                    outcomes = self.draft([(kind, file)], Request()).translation().outcomes
+                    found = next((one for one in outcomes if one.key == name), None)
+                    if found is not None and found.to:
+                        return found
+                    last = found or last
+                if last is not None and last.outcome == "default":
+                    break
+            first = first or last
+        return first
+
+
+class HuggingFace(TableTranslator):
+    """`accelerate config` files, DeepSpeed JSON and TrainingArguments, separately or together."""
+
+    name = "hugging_face"
+    signs = (
+        "an accelerate config has `distributed_type` or `num_processes`, a DeepSpeed JSON "
+        "`zero_optimization` or `train_batch_size`, and a file of transformers' TrainingArguments "
+        "`output_dir` or `per_device_train_batch_size`"
+    )
+    tables = KINDS
+
+    def kind(self, content: Mapping[str, Any]) -> str | None:
+        return kind_of(content)
+
+    def other_tool(self, content: Mapping[str, Any]) -> OtherTool | None:
+        tool = tool_of(content)
+        return None if tool is None or tool.name in TRANSLATED else tool
+
+    def draft(self, files: Files, request: Request) -> Draft:
+        draft = Draft([file for _, file in files], request)
+        read_all(draft, files)
+        return compose(draft, files[0][1].path.stem, script_data)
+
+    def advice(self, key: str, value: Any) -> str:
+        pair, own = f"{key}:{'no' if value is False else value}", TABLES["advice"]
+        always = TABLES["always"]
+        found: str = own.get(pair) or always.get(pair) or always.get(key) or own.get(key, "")
+        if found and is_off(value) and found is own.get(key):
+            found = "leave it out: {value} is the default"
+        shown = "..." if isinstance(value, Mapping | list) else value
+        return found.format(value=shown if isinstance(shown, str) else json.dumps(value))
+
+    def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
+        found, to, value = super().meaning(key, content), TABLES["keys"].get(key), content[key]
+        if (found and found.to) or to is None:
+            return found
+        stages = (use for name, use in STRATEGIES.items() if str(value).startswith(name))
+        meant = {
+            "wrap.use": next(stages, None),
+            "adapter.use": "adapter.lora" if value else None,
+            "adapter.quantize": "nf4" if value else None,
+            "data.loss": "completion" if value else "all",
+        }
+        return KeyOutcome(outcome="translated", to={to: meant.get(to, value)})
+
+
+class RecipeTranslator(TableTranslator):
+    """The recipe of one tool, and the files that belong to it."""
+
+    tool: ClassVar[str]
+    """Name of the tool, whose recipes are of the kind `TOOL recipe`."""
+    companions: ClassVar[Sequence[str]] = (ACCELERATE_KIND, DEEPSPEED_KIND)
+    """Kinds of files that may be given too."""
+
+    table: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls) -> None:
+        cls.tables, cls.table = {f"{cls.tool} recipe": cls.name}, TABLES[cls.name]
+
+    def kind(self, content: Mapping[str, Any]) -> str | None:
+        if (tool := tool_of(content)) and tool.name == self.tool:
+            return f"{self.tool} recipe"
+        found = kind_of(content)
+        return found if found in self.companions else None
+
+    def supports(self, files: Sequence[ConfigFile]) -> bool:
+        kinds = [self.kind(file.content) for file in files]
+        return all(kinds) and f"{self.tool} recipe" in kinds
+
+    def draft(self, files: Files, request: Request) -> Draft:
+        recipe, *more = [file for kind, file in files if kind in self.tables]
+        if more:
+            both = f"{recipe.path} and {more[0].path}"
+            raise UsageError(f"{both} are both recipes of {self.tool}", hint="import one by one")
+        draft = Draft([file for _, file in files], request)
+        self.read(draft, recipe)
+        draft.kinds.add(TRAINER_KIND)  # its defaults hold next to DeepSpeed's, as transformers'
+        read_all(draft, files)
+        compose(draft, recipe.path.stem, several)
+        self.finish(draft)
+        return draft
+
+    @abstractmethod
+    def read(self, draft: Draft, file: ConfigFile) -> None:
+        """Read the tool's recipe, and of the other files those that only this tool has."""
+
+    def finish(self, draft: Draft) -> None:
+        """Add what shows in the finished draft only."""
+
+
+def _having(
+    table: Mapping[str, Any], key: str, value: Any, company: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the dotted name of a key for every place where the table has it, and the company with
+    the key there."""
+    if key in table:
+        yield key, {**company, key: value}
+    for block, inner in table.items():
+        if isinstance(inner, Mapping):
+            given = company.get(block)
+            within = given if isinstance(given, Mapping) else {}
+            for name, content in _having(inner, key, value, within):
+                yield f"{block}.{name}", {**company, block: content}

@@ -11,10 +11,9 @@ from pipeline.importing import ConfigFile
 from pipeline.utils import did_you_mean
 from stages.importing import rules
 from stages.importing.draft import Draft
-from stages.importing.hugging_face import purpose, trainer, unread
+from stages.importing.hugging_face import RecipeTranslator, purpose, trainer, unread
 from stages.importing.rules import Rule, RuleResult, outcome, why
 from stages.importing.sources import HELD, RUNNING, TRAIN
-from stages.importing.translator import RecipeTranslator
 
 OWN = "LLaMA-Factory's default"
 ADDRESSES = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}

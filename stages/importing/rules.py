@@ -50,14 +50,6 @@ class WrongValueError(Exception):
     """A value that its key cannot have, or that no recipe expresses: the text of an outcome."""
 
 
-def lines(file: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name and the lines of each table of a file."""
-    text = Path(__file__).with_name("tables").joinpath(f"{file}.txt").read_text("utf-8")
-    for part in re.sub(r"\n +", " ", text).split("\n== ")[1:]:
-        name, *found = part.split("\n")
-        yield name, [line for line in found if line and line[0] != "#"]
-
-
 def rows(line: str) -> dict[str, str]:
     """Return key -> what a line says of it."""
     parts = (row.partition(": ") for row in line.split(" | "))
@@ -68,11 +60,13 @@ def load(file: str, *functions: Callable[..., Any], **values: Any) -> Mapping[st
     """Read the tables of a file, and return all tables. Their rows name these functions and values,
     what earlier files define, and shared rows."""
     NAMES.update({each.__name__: each for each in functions}, **values)
-    for name, found in lines(file):
+    text = Path(__file__).with_name("tables").joinpath(f"{file}.txt").read_text("utf-8")
+    for part in re.sub(r"\n +", " ", text).split("\n== ")[1:]:
+        name, *lines = part.split("\n")
         table = TABLES[name.removesuffix(" =")] = {}
         names = ChainMap(NAMES, table, *(TABLES.get(one, {}) for one in SHARED))
         blocks = [""]
-        for line in found:
+        for line in (line for line in lines if line and line[0] != "#"):
             if name.endswith(" ="):
                 table.update(rows(line))
             elif line[0] == "[":
@@ -156,7 +150,7 @@ class Rule:
         sign, _, then = rest.partition(" ")
         if fact == "always":
             usual = value is None or value == "auto" or _among(value, rest)
-            first = _values(rest)[0]
+            first = value_of(rest.partition(",")[0])
             return outcome(why("usual") if usual else f"refused is always {first} in a recipe{end}")
         if sign == ":=":
             return RuleResult(fact=fact, content=value_of(then))
@@ -204,14 +198,11 @@ def value_of(text: str) -> Any:
         return text
 
 
-def _values(text: str) -> list[Any]:
-    return [value_of(each.strip()) for each in text.split(",")]
-
-
 def _among(value: Any, text: str) -> bool:
     """Return whether value equals one of some; 0 differs from false, and case does not count."""
     found = value.lower() if isinstance(value, str) else value
-    return any(isinstance(found, bool) == isinstance(v, bool) and found == v for v in _values(text))
+    values = [value_of(each.strip()) for each in text.split(",")]
+    return any(isinstance(found, bool) == isinstance(v, bool) and found == v for v in values)
 
 
 def is_off(value: Any) -> bool:

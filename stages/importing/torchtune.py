@@ -9,9 +9,9 @@ from typing import Any
 from pipeline.importing import ConfigFile
 from stages.importing import rules
 from stages.importing.draft import Draft, Rows
+from stages.importing.hugging_face import COMPONENT, RecipeTranslator
 from stages.importing.rules import Block, Rule, RuleResult, Table, outcome, why
 from stages.importing.sources import HELD, RUNNING, TRAIN
-from stages.importing.translator import COMPONENT, RecipeTranslator
 
 SETS = {"dataset": TRAIN, "dataset_val": HELD}
 """Keys with data sets -> beginning of their facts."""

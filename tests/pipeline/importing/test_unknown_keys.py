@@ -22,8 +22,7 @@ from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
 from pipeline.recipe import load_recipe
 from pipeline.recipe.dump import render
 from pipeline.recipe.nodes import MissingKey, UnknownKey
-from stages.importing.hugging_face import KINDS
-from stages.importing.translator import TABLES
+from stages.importing.hugging_face import KINDS, TABLES
 from tests.support.tier import times
 
 RECIPE = """\

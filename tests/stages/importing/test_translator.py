@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
+from stages.importing.translator import TOOLS, HuggingFace, tool_of
 
 from pipeline.errors import UsageError
 from pipeline.importing.translator import (
@@ -26,7 +27,6 @@ from pipeline.importing.translator import (
 )
 from stages.importing.hugging_face import KINDS
 from stages.importing.rules import TABLES, Table, value_of
-from stages.importing.translator import TOOLS, HuggingFace, tool_of
 from tests.stages.importing.support import (
     TRANSLATORS,
     config,
