@@ -65,25 +65,40 @@ class Draft:
                     self._sets += 1
                     facts = f"{rule.kind}{self._sets}."
                     if isinstance(block, Mapping) and block:
-                        rows = rule.table(block, facts, each)
-                        self.read(file, block, rows, f"{each}.", facts)
+                        self.read(file, block, rule.table(block, facts, each), f"{each}.", facts)
                         continue
                     wrong = outcome(why("off" if is_off(block) else "no_block"))
                     wrong.blocks = rule.blocking and not is_off(block)
                     self.enter(file, each, block, wrong)
-                continue
-            if isinstance(rule, Mapping) and isinstance(value, Mapping) and value:
+            elif isinstance(rule, Mapping) and isinstance(value, Mapping) and value:
                 self.read(file, value, rule, f"{name}.", one)
-                continue
-            if self.resolved and isinstance(value, str) and "${" in value:
-                result = outcome(why("outside"))
-            elif rule is None:
-                result = _without_rule(key, value, table)
             else:
-                off = "off" if is_off(value) or value == "auto" else "no_block"
-                result = rule(value) if callable(rule) else outcome(why(off))
-            result.fact = re.sub(r"^\.", one, result.fact)
-            self.enter(file, name, value, result)
+                result = self._result(key, value, rule, table)
+                result.fact = re.sub(r"^\.", one, result.fact)
+                self.enter(file, name, value, result)
+
+    def _result(self, key: str, value: Any, rule: Any, known: Mapping[str, Any]) -> RuleResult:
+        """Return what a rule says of a value, or what is said of a key without one."""
+        found: RuleResult
+        if self.resolved and isinstance(value, str) and "${" in value:
+            return outcome(why("outside"))
+        if rule is not None:
+            off = is_off(value) or value == "auto"
+            found = rule(value) if callable(rule) else outcome(why("off" if off else "no_block"))
+            return found
+        if is_off(value) or value == f"<{key.upper()}>":  # transformers writes this for a secret
+            return outcome(why("off"))
+        if SECRET.search(key):
+            return outcome(why("secret", key.upper() if key.endswith("api_key") else "HF_TOKEN"))
+        for beginning, general in TABLES["beginnings"].items():
+            if key.removeprefix("fsdp_").startswith(beginning):
+                found = general(value)
+                return found
+        similar = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+        hint = f"did you mean `{similar[0]}`?" if similar else ""
+        if METHOD.search(key):
+            return outcome(why("unknown_method", hint).rstrip())
+        return RuleResult(outcome="not translated", hint=hint)
 
     def enter(self, file: str, key: str, value: Any, entry: RuleResult) -> None:
         """Add a key. A fact that another key states with another value is a contradiction."""
@@ -198,20 +213,3 @@ class Draft:
             recipe=None if blocked else {**self.header, "stages": self.slots}, notes=self.notes,
             missing={} if blocked else self.missing, outcomes=[*self.entries],
         )  # fmt: skip
-
-
-def _without_rule(key: str, value: Any, known: Mapping[str, Any]) -> RuleResult:
-    """Return the outcome of a key that the table does not have."""
-    if is_off(value) or value == f"<{key.upper()}>":  # transformers writes this for a secret
-        return outcome(why("off"))
-    if SECRET.search(key):
-        return outcome(why("secret", key.upper() if key.endswith("api_key") else "HF_TOKEN"))
-    for beginning, rule in TABLES["beginnings"].items():
-        if key.removeprefix("fsdp_").startswith(beginning):
-            found: RuleResult = rule(value)
-            return found
-    similar = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-    hint = f"did you mean `{similar[0]}`?" if similar else ""
-    if METHOD.search(key):
-        return outcome(why("unknown_method", hint).rstrip())
-    return RuleResult(outcome="not translated", hint=hint)

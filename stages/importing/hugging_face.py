@@ -41,14 +41,14 @@ OTHER_METHOD = re.compile(
 
 def report_to(value: Any) -> RuleResult:
     named = [] if is_off(value) else [each.lower() for each in rules.names(value)]
-    if "all" in named:
-        return outcome(why("every_tracker"))
     ours = [each for each in TRACKERS if each in named]
     others = [each for each in named if each not in (*TRACKERS, "none")]
     fact: dict[str, Any] = {"fact": ASKED, "content": ours} if ours else {}
-    if others:
-        return outcome(why("other_trackers", ", ".join(others)), **fact)
-    return RuleResult(**fact) if ours else outcome(why("off"))
+    if "all" in named:
+        return outcome(why("every_tracker"))
+    if others or not ours:
+        return outcome(why("other_trackers", ", ".join(others)) if others else why("off"), **fact)
+    return RuleResult(**fact)
 
 
 def warmup(value: Any) -> RuleResult:
@@ -111,26 +111,24 @@ def tool_of(content: Mapping[str, Any]) -> OtherTool | None:
 def kind_of(content: Mapping[str, Any]) -> str | None:
     """Return the kind that most keys belong to, of those that have a key to themselves; None for
     files of other tools."""
-    if tool_of(content) is not None:
-        return None
     known = {
-        kind: [  # blocks where the table has blocks, values elsewhere
+        kind: {  # blocks where the table has blocks, values elsewhere
             key for key, value in content.items()
             if key in table and (isinstance(value, Mapping) != callable(table[key]) or not value)
-        ]
+        }
         for kind, table in ((kind, TABLES[name]) for kind, name in KINDS.items())
     }  # fmt: skip
     shared = Counter(chain.from_iterable(known.values()))
     telling = {key for key, value in content.items() if shared[key] == 1
                and (key not in TABLES["common"] or isinstance(value, Mapping))}  # fmt: skip
-    own = [kind for kind, keys in known.items() if not telling.isdisjoint(keys)]
+    own = [kind for kind, keys in known.items() if keys & telling and tool_of(content) is None]
     best = max(own, key=lambda kind: len(known[kind]), default=None)
     others = sum(key.startswith((*TABLES["beginnings"],)) for key in content)
     return best if best and 2 * (len(known[best]) + others) >= len(content) else None
 
 
-def read_all(draft: Draft, files: Sequence[tuple[str | None, ConfigFile]]) -> None:
-    """Read the files of each kind, with DeepSpeed's defaults."""
+def read_all(draft: Draft, files: Files) -> None:
+    """Read the files of each kind, and set the defaults of DeepSpeed 0.19."""
     for kind, file in ((kind, file) for kind in KINDS for known, file in files if known == kind):
         draft.kinds.add(kind)
         table, content = {**TABLES[KINDS[kind]]}, file.content
@@ -145,8 +143,22 @@ def read_all(draft: Draft, files: Sequence[tuple[str | None, ConfigFile]]) -> No
         elif kind == TRAINER_KIND:
             table |= _script(draft, file)
         draft.read(file.path.name, content, table)
-    if DEEPSPEED_KIND in draft.kinds:
-        _set_engine_defaults(draft)
+    if DEEPSPEED_KIND not in draft.kinds:
+        return
+    own, alone = "DeepSpeed's default", TRAINER_KIND not in draft.kinds
+    steps, scheduled = draft.given("optimizer"), draft.given("deepspeed.schedule")
+    cosine = scheduled and draft.value("deepspeed.schedule") == "cosine"
+    flat, scaled = alone and steps and not scheduled, draft.value("precision.compute") == "fp16"
+    for fact, value, reason, holds in (
+        ("optimizer.max_grad_norm", None, own, alone),
+        ("optimizer.decay_all", True, "DeepSpeed decays every parameter", steps),
+        ("optimizer.weight_decay", 0.0, own, steps),
+        ("schedule", "flat", "DeepSpeed's default is a constant rate", flat),
+        ("warmup_steps", 1000, own, scheduled),
+        ("optimizer.final_lr_ratio", 1e-4, own, cosine),
+        ("precision.loss_scale_growth_interval", 1000, own, scaled),
+    ):
+        draft.default(fact, value, reason, when=holds and not draft.given(fact))
 
 
 def unread(*keys: tuple[str, Any, str]) -> dict[str, Any]:
@@ -190,17 +202,13 @@ def trainer(draft: Draft, file: ConfigFile) -> Table:
 def engines(draft: Draft, file: ConfigFile) -> Table:
     """Add what the words of the key `fsdp` say, over which keys of fsdp_config win, and return the
     rule of the key `deepspeed` if it names a file, or note that it is a block."""
-    for word in re.findall(
-        "offload|shard_grad_op|hybrid_shard", str(file.content.get("fsdp")).lower()
-    ):
+    fsdp, value = file.content.get("fsdp"), file.content.get("deepspeed")
+    for word in re.findall("offload|shard_grad_op|hybrid_shard", str(fsdp).lower()):
         offload = word == "offload"
         fact, content = ("fsdp.cpu_offload", True) if offload else ("fsdp.sharding", word)
         draft.default(fact, content, f"{word} in fsdp")
-    value = file.content.get("deepspeed")
-    if isinstance(value, str):
-        return {"deepspeed": _named(draft, file)}
-    draft.kinds |= {DEEPSPEED_KIND} if value else set()
-    return {}
+    draft.kinds |= {DEEPSPEED_KIND} if value and not isinstance(value, str) else set()
+    return {"deepspeed": _named(draft, file)} if isinstance(value, str) else {}
 
 
 def _named(draft: Draft, file: ConfigFile, *none: Any) -> Callable[[Any], RuleResult]:
@@ -211,24 +219,6 @@ def _named(draft: Draft, file: ConfigFile, *none: Any) -> Callable[[Any], RuleRe
         else why("separate_file") if Path(str(value)).name in files
         else why("other_file", file.path, value)
     )  # fmt: skip
-
-
-def _set_engine_defaults(draft: Draft) -> None:
-    """Set the defaults of DeepSpeed 0.19."""
-    own, alone = "DeepSpeed's default", TRAINER_KIND not in draft.kinds
-    steps, scheduled = draft.given("optimizer"), draft.given("deepspeed.schedule")
-    cosine = scheduled and draft.value("deepspeed.schedule") == "cosine"
-    flat, scaled = alone and steps and not scheduled, draft.value("precision.compute") == "fp16"
-    for fact, value, reason, holds in (
-        ("optimizer.max_grad_norm", None, own, alone),
-        ("optimizer.decay_all", True, "DeepSpeed decays every parameter", steps),
-        ("optimizer.weight_decay", 0.0, own, steps),
-        ("schedule", "flat", "DeepSpeed's default is a constant rate", flat),
-        ("warmup_steps", 1000, own, scheduled),
-        ("optimizer.final_lr_ratio", 1e-4, own, cosine),
-        ("precision.loss_scale_growth_interval", 1000, own, scaled),
-    ):
-        draft.default(fact, value, reason, when=holds and not draft.given(fact))
 
 
 class TableTranslator(Translator):
@@ -295,9 +285,8 @@ class HuggingFace(TableTranslator):
 
     def advice(self, key: str, value: Any) -> str:
         pair, own = f"{key}:{'no' if value is False else value}", TABLES["advice"]
-        always = TABLES["always"]
-        found: str = own.get(pair) or always.get(pair) or always.get(key) or own.get(key, "")
-        if found and is_off(value) and found is own.get(key):
+        found: str = own.get(pair) or own.get(f"{key}:*") or own.get(key, "")
+        if is_off(value) and found is own.get(key):
             found = "leave it out: {value} is the default"
         shown = "..." if isinstance(value, Mapping | list) else value
         return found.format(value=shown if isinstance(shown, str) else json.dumps(value))
