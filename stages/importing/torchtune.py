@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from pipeline.importing import ConfigFile
 from stages.importing import rules
 from stages.importing.draft import Draft, Rows
 from stages.importing.hugging_face import COMPONENT, RecipeTranslator
-from stages.importing.rules import Block, Rule, RuleResult, Table, outcome, why
+from stages.importing.rules import Block, RuleResult, Table, outcome, why
 from stages.importing.sources import HELD, RUNNING, TRAIN
 
 SETS = {"dataset": TRAIN, "dataset_val": HELD}
@@ -24,15 +25,9 @@ DEPTH = 10
 """Most references that follow one another."""
 
 
-def compiled(value: Any) -> RuleResult:
-    on = value.get("model", True) if isinstance(value, Mapping) else value
-    return Rule("model.compile = {}")(on)
-
-
 def builder(value: Any) -> RuleResult:
     """Read the function that builds the model."""
-    other = "classifier" in str(value) or "reward" in str(value)
-    if other or not _family({COMPONENT: value}):
+    if re.search("classifier|reward", str(value)) or not _family({COMPONENT: value}):
         return outcome(why("unknown_model", ", ".join(sorted(TABLES["torchtune-families"]))))
     if str(value).rpartition(".")[2].startswith(("lora_", "qlora_")):
         return RuleResult(fact="adapter", content=True)
@@ -41,25 +36,22 @@ def builder(value: Any) -> RuleResult:
 
 def attention(value: Any) -> list[str]:
     """Return layers of attention, in the layout of Hugging Face."""
-    names = rules.names(value)
-    if unknown := [name for name in names if name not in ATTENTION]:
+    if unknown := [name for name in rules.names(value) if name not in ATTENTION]:
         raise rules.WrongValueError(f"refused {unknown[0]!r} is not a layer of attention !!")
-    return [ATTENTION[name] for name in names]
+    return [ATTENTION[name] for name in rules.names(value)]
 
 
 def _columns(**names: str) -> Callable[[Any], RuleResult]:
     """Return the rule of a mapping of columns, which is to end in these."""
-
-    def columns(value: Any) -> RuleResult:
-        known = {**names, **(value if isinstance(value, Mapping) else {})} == names
-        other = "other_columns", ", ".join(names.values())
-        return outcome(why("known_columns") if known else why(*other))
-
-    return columns
+    others = ", ".join(names.values())
+    return lambda value: outcome(
+        why("known_columns") if {**names, **(value if isinstance(value, Mapping) else {})} == names
+        else why("other_columns", others)
+    )  # fmt: skip
 
 
 TABLES = rules.load(
-    "torchtune", compiled, builder, attention,
+    "torchtune", builder, attention,
     all_or_assistant=lambda value: "all" if rules.truth(value) else "assistant",
     pairs=_columns(input="prompt", output="completion"),
     alpaca_columns=_columns(instruction="instruction", input="input", output="output"),
@@ -76,7 +68,7 @@ class Torchtune(RecipeTranslator):
 
     def read(self, draft: Draft, file: ConfigFile) -> None:
         name, procs, draft.resolved = file.path.name, draft.request.procs, True
-        content: dict[str, Any] = _resolved(file.content, file.content)
+        content = _resolved(file.content)
         tokenizer: Any = content.get("tokenizer")
         plain = _family(tokenizer) == "plain" and not tokenizer.get("prompt_template")
 
@@ -171,19 +163,19 @@ def _rows(draft: Draft, block: Block, one: str, here: str, *, plain: bool) -> Ta
     return {**TABLES["rows"], **TABLES[kind]}
 
 
-def _resolved(value: Any, content: Mapping[str, Any]) -> Any:
-    """Return a value with those that OmegaConf's references (`${output_dir}/logs`) name in the
-    content; a draft refuses the others."""
-    if isinstance(value, Mapping):
-        return {key: _resolved(one, content) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_resolved(one, content) for one in value]
-    for _ in range(DEPTH if isinstance(value, str) else 0):
-        value = re.sub(r"\$\{([\w.]+)\}", lambda match: _named(match, content), value)
-    return value
+def _resolved(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content with the values that OmegaConf's references (`${output_dir}/logs`) name in
+    it; a draft refuses the others."""
 
+    def named(reference: re.Match[str]) -> str:
+        found: Any = content
+        for part in reference[1].split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        unknown = found is None or isinstance(found, Mapping | list)
+        return reference[0] if unknown else json.dumps(str(found), ensure_ascii=False)[1:-1]
 
-def _named(reference: re.Match[str], content: Any) -> str:
-    for part in reference[1].split("."):
-        content = content.get(part) if isinstance(content, Mapping) else None
-    return reference[0] if content is None or isinstance(content, Mapping | list) else str(content)
+    text = json.dumps(content, ensure_ascii=False)
+    for _ in range(DEPTH):
+        text = re.sub(r"\$\{([\w.]+)\}", named, text)
+    found: dict[str, Any] = json.loads(text)
+    return found
