@@ -10,7 +10,7 @@ from pipeline.importing import ConfigFile
 from stages.importing import rules
 from stages.importing.draft import Draft, Rows
 from stages.importing.hugging_face import RecipeTranslator, engines, unread
-from stages.importing.recipe import AUTO, CONTEXT, RING, TENSOR, part_of_epoch
+from stages.importing.recipe import part_of_epoch
 from stages.importing.rules import Rule, RuleResult, Table, outcome, value_of, why
 from stages.importing.sources import HELD, RUNNING, TRAIN
 
@@ -75,8 +75,9 @@ class Axolotl(RecipeTranslator):
         draft.set_defaults("axolotl", self.table, OWN)
         _set_defaults(draft, content)
         sharded, engine = draft.value("strategy") == "wrap.fsdp", bool(content.get("deepspeed"))
-        draft.rename("axolotl.tensor", AUTO if engine else TENSOR)
-        draft.rename("axolotl.context", CONTEXT if sharded and not engine else RING)
+        draft.rename("axolotl.tensor", "deepspeed.tensor" if engine else "parallel.tensor")
+        context = "context" if sharded and not engine else "ring"
+        draft.rename("axolotl.context", f"parallel.{context}")
 
     def finish(self, draft: Draft) -> None:
         often = ("save_steps", "save_strategy", "save_part")

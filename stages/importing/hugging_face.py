@@ -17,7 +17,7 @@ from pipeline import UsageError
 from pipeline.importing import ConfigFile, KeyOutcome, OtherTool, Request, Translation, Translator
 from stages.importing import rules
 from stages.importing.draft import Draft
-from stages.importing.recipe import ASKED, TRACKERS, compose
+from stages.importing.recipe import TRACKERS, compose
 from stages.importing.rules import Rule, RuleResult, Table, is_off, number, outcome, parts, why
 from stages.importing.sources import script_data, several
 
@@ -43,7 +43,7 @@ def report_to(value: Any) -> RuleResult:
     named = [] if is_off(value) else [each.lower() for each in rules.names(value)]
     ours = [each for each in TRACKERS if each in named]
     others = [each for each in named if each not in (*TRACKERS, "none")]
-    fact: dict[str, Any] = {"fact": ASKED, "content": ours} if ours else {}
+    fact: dict[str, Any] = {"fact": "report_to", "content": ours} if ours else {}
     if "all" in named:
         return outcome(why("every_tracker"))
     if others or not ours:
