@@ -35,6 +35,8 @@ class Plugins(Generic[T]):
     group: ClassVar[str]
     noun: ClassVar[str]
     """The kind of object in messages, as in `stage`."""
+    base: ClassVar[type | None] = None
+    """The class that all objects derive from, if they are classes."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._entries: dict[str, list[Entry]] = {}
@@ -93,7 +95,9 @@ class Plugins(Generic[T]):
 
     def fault(self, loaded: Any) -> str:
         """The first thing that a loaded object lacks; empty when it is sound."""
-        return ""
+        if self.base is None or (isinstance(loaded, type) and issubclass(loaded, self.base)):
+            return ""
+        return f"is not a {self.base.__name__}"
 
     def _import(self, entry: Entry) -> Any:
         point = importlib.metadata.EntryPoint(entry.name, entry.value, self.group)

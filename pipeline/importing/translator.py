@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from pipeline.chain.registry import Plugins
 from pipeline.errors import Location, RecipeError, UsageError
@@ -41,12 +41,6 @@ def read_config(path: Path) -> ConfigFile:
         form = "write its arguments as YAML, one a line as in `learning_rate: 2.0e-5`"
         message = f"{path} is a script, not a file of settings"
         raise UsageError(message, hint=f"{form}, and import that")
-    try:
-        text = read_whole(path).decode("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: is not UTF-8 text: {error.reason}") from error
 
     def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         if len(pairs) > len(dict(pairs)):
@@ -54,13 +48,16 @@ def read_config(path: Path) -> ConfigFile:
             raise UsageError(f"{path}: `{key}` is given twice")
         return dict(pairs)
 
-    value: Any = None
-    if path.suffix == ".json":
-        try:
-            value = json.loads(text, object_pairs_hook=unique)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}: not JSON: {error}") from error
-    else:
+    try:
+        text = read_whole(path).decode("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=unique) if path.suffix == ".json" else None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is not UTF-8 text: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON: {error}") from error
+    if path.suffix != ".json":
         root, problems = parse(
             text,
             locate=lambda line, column: Location(file=str(path), line=line + 1, column=column + 1),
@@ -121,8 +118,7 @@ class Translation:
 
 def table(translation: Translation) -> Iterator[str]:
     """Yield a line for each key, for each missing recipe key, and a count of the outcomes."""
-    outcomes = translation.outcomes
-    rows = []
+    outcomes, rows = translation.outcomes, []
     for each in outcomes:
         value = "{...}" if isinstance(each.value, Mapping) else inline(each.value)
         short = value if len(value) <= WIDTH else f"{value[: WIDTH - 3]}..."
@@ -136,11 +132,9 @@ def table(translation: Translation) -> Iterator[str]:
         yield from (line for _, line in keys)
     yield from (f"fill in {key}: {what}" for key, what in translation.missing.items())
     counts = Counter(each.outcome for each in outcomes)
-    yield (
-        f"{plural(len(outcomes), 'key')}: {counts['translated']} translated, "
-        f"{counts['default']} by default, {counts['not translated']} not translated, "
-        f"{counts['refused']} refused"
-    )
+    names = {"default": "by default"}
+    each_of = (f"{counts[each]} {names.get(each, each)}" for each in get_args(Outcome))
+    yield f"{plural(len(outcomes), 'key')}: {', '.join(each_of)}"
 
 
 def as_json(translation: Translation) -> dict[str, Any]:
@@ -202,13 +196,7 @@ class Translator(ABC):
 class Translators(Plugins[type[Translator]]):
     """Translator classes by name."""
 
-    group = "pipe.imports"
-    noun = "translator"
-
-    def fault(self, loaded: Any) -> str:
-        """The first thing that a class lacks to be a translator."""
-        derived = isinstance(loaded, type) and issubclass(loaded, Translator)
-        return "" if derived else "is not a Translator"
+    group, noun, base = "pipe.imports", "translator", Translator
 
 
 def installed_translators() -> list[Translator]:
@@ -222,9 +210,9 @@ def choose(files: Sequence[ConfigFile], translators: Sequence[Translator]) -> Tr
     for translator in translators:
         if translator.supports(files):
             return translator
+    signs = "; ".join(translator.signs for translator in translators)
     for file in files:
         if not any(translator.kind(file.content) for translator in translators):
-            signs = "; ".join(translator.signs for translator in translators)
             tools = (translator.other_tool(file.content) for translator in translators)
             if tool := next(filter(None, tools), None):
                 belongs = f"is a file of {tool.name}, which cannot be imported"
