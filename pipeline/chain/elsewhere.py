@@ -16,8 +16,8 @@ from pipeline.chain.wiring import SlotType, position
 from pipeline.errors import PluginError, Problem
 from pipeline.recipe import Recipe
 from pipeline.recipe.dump import inline
-from pipeline.recipe.field_errors import owner_of
-from pipeline.recipe.fields import build
+from pipeline.recipe.field_errors import fits, owner_of
+from pipeline.recipe.fields import adapter, build
 from pipeline.recipe.includes import by_use
 from pipeline.recipe.load import HEADER_KEYS, RecipeSettings
 from pipeline.recipe.nodes import MissingKey, NoSlot, UnknownKey
@@ -84,17 +84,19 @@ class Meant(NamedTuple):
     """The meaning of an unknown key in another program."""
 
     hint: str = ""
-    """Empty if there is none."""
-    spot: Spot | None = None
-    """The field that is meant if it is one of the same slot."""
-    places: Sequence[tuple[Spot, Any]] = ()
-    """All fields that are meant, and their values."""
+    """What to do about it; empty where `to` says it, or nothing does."""
+    to: Mapping[str, Any] = {}
+    """Recipe key -> value that is meant; slots have the names of their stages' kinds."""
     sure: bool = False
     """Whether the hint holds also where another slot has a field of the key's name."""
 
 
 Foreign = Callable[[Sequence[UnknownKey], Slots], Sequence[Meant]]
 """Knows keys of other programs: returns what each of a recipe's unknown keys means there."""
+Hint = tuple[str, Spot | None]
+"""A hint, and the field that is meant if it is one of the same slot."""
+Places = Sequence[tuple[Spot, Any]]
+"""Fields, and the value of each."""
 
 
 def explained(
@@ -105,17 +107,37 @@ def explained(
     slots = Slots(recipe, registry)
     every = [one for problem in problems for one in _about_slots(problem, slots, recipe, foreign)]
     unknown = [one for one in every if isinstance(one, UnknownKey)]
-    elsewhere = iter(foreign(unknown, slots) if foreign is not None and unknown else ())
-    found, meant = [], set()
+    elsewhere, found, meant = read_elsewhere(unknown, slots, foreign), [], set()
     for problem in every:
         if isinstance(problem, UnknownKey):
-            there = next(elsewhere, Meant())
+            there, sure = next(elsewhere)
             with contextlib.suppress(PluginError):
-                hint, spot = _hint(problem, slots, there)
+                hint, spot = there if sure else _hint(problem, slots, there)
                 meant |= {spot.key} if spot else set()
                 problem = replace(problem, hint=hint) if hint else problem
         found.append(problem)
     return [one for one in found if not (isinstance(one, MissingKey) and one.key in meant)]
+
+
+def read_elsewhere(
+    unknown: Sequence[UnknownKey], slots: Slots, foreign: Foreign | None
+) -> Iterator[tuple[Hint, bool]]:
+    """Yield for each key what it means in other programs, and whether that is sure."""
+    found = foreign(unknown, slots) if foreign and unknown else [Meant()] * len(unknown)
+    places = []
+    for each, meant in zip(unknown, found, strict=True):
+        places.append([])
+        for key, new in meant.to.items():
+            same = isinstance(new, bool) == isinstance(each.value, bool) and new == each.value
+            slot, field = key.split(".", 1) if "." in key else ("", key)
+            if slot not in ("", *HEADER_KEYS):
+                slot = next((one for one, use in slots.uses.items() if kind_of(use) == slot), slot)
+            value = each.value if same else new  # 2 as it was written, not 2.0
+            places[-1].append((Spot(slot=slot, field=field), value))
+    every = [place for own in places for place in own]
+    for each, meant, own in zip(unknown, found, places, strict=True):
+        said = (meant.hint, None) if meant.hint or not own else _placed(own, every, each, slots)
+        yield said, meant.sure
 
 
 def _about_slots(
@@ -155,16 +177,14 @@ def _stage_meant(slot: str, slots: Slots, foreign: Foreign | None) -> tuple[str,
     use = slots.usual(slot)
     if not use and foreign is not None:  # `lora:` and `peft:`
         named = UnknownKey(message="", path=(slot,), value=True)
-        places = foreign([named], slots)[0].places
-        use = next((value for spot, value in places if spot.field == "use"), "")
+        to = foreign([named], slots)[0].to
+        use = next((value for key, value in to.items() if key.endswith(".use")), "")
     return f"add `use: {use or f'{slot}.name'}`, the stage's name; `pipe stages` lists all", use
 
 
-def _hint(unknown: UnknownKey, slots: Slots, there: Meant) -> tuple[str, Spot | None]:
-    """The hint, and the field that is meant if it is one of the same slot."""
+def _hint(unknown: UnknownKey, slots: Slots, there: Hint) -> Hint:
+    """Return the hint, which other programs know if `there` is not empty."""
     path, slot, name = unknown.path, unknown.slot, unknown.name
-    if there.sure:
-        return there.hint, there.spot
     if unknown.on_command_line and path[0] not in (*HEADER_KEYS, "stages", *slots.uses):
         added = _missing_slot(unknown, slots)
         if added or len(path) > 1:
@@ -177,7 +197,7 @@ def _hint(unknown: UnknownKey, slots: Slots, there: Meant) -> tuple[str, Spot | 
     hint = _other_slot(unknown, slots) or (here and slots.stages_with(name, kind_of(here)))
     if hint:
         return hint, None
-    hint, spot = there.hint or slots.stages_with(name), there.spot
+    hint, spot = there[0] or slots.stages_with(name), there[1]
     if not hint and (unknown.closest in slots.registry.fields(here) or not slot):
         spot = Spot(slot, unknown.closest)
     return hint, spot
@@ -225,3 +245,64 @@ def shortened(value: Any) -> str:
         value = f"./{value.removeprefix(here)}"
     text = inline(value)
     return text if len(text) <= LONGEST else "..."
+
+
+def _placed(places: Places, every: Places, unknown: UnknownKey, slots: Slots) -> Hint:
+    """Return the hint to write values at their places; only the names of fields that cannot have
+    them. A slot that the recipe lacks gets its fields of `every` place."""
+    spots = [spot for spot, _ in places]
+    if lost := [spot for spot in spots if _owner(spot, slots) is None]:
+        field, kind = lost[0].field.partition(".")[0], kind_of(lost[0].slot)
+        return slots.stages_with(field, kind), None
+    own = next((spot for spot in spots if spot.slot == unknown.slot), None)
+    if not all(_takes(spot, new, slots) for spot, new in places):
+        names = " and ".join(f"`{spot.key}`" for spot in spots)
+        return f"here that is {names}", own
+    here = ("", *HEADER_KEYS, *slots.uses)
+    absent = dict.fromkeys(spot.slot for spot in spots if spot.slot not in here)
+    # fields that the recipe sets and that cannot be set together with the new ones
+    pairs = [(s, other) for s in spots for other in slots.replaced(s.slot, s.field)]
+    replaced = [(s, other) for s, other in pairs if Spot(slot=s.slot, field=other) not in spots]
+    if unknown.on_command_line and not absent:
+        parts = [override(spot.key, new) for spot, new in places]
+        parts += [f"{spot.slot}.{other}=null" for spot, other in replaced]
+        return f"write {' '.join(parts)}", own
+    parts = [_yaml(spot, new, unknown.slot) for spot, new in places if spot.slot not in absent]
+    for slot in absent:
+        beside = [(spot, new) for spot, new in every if _takes(spot, new, slots)]
+        fields = {spot.field: new for spot, new in (*beside, *places) if spot.slot == slot}
+        parts.append(slots.added(slot, fields))
+    verb = "add to the recipe" if unknown.on_command_line else "write"
+    instead = " and ".join(f"`{other}`" for _, other in replaced)
+    of = f" instead of {instead}" if instead else ""
+    return f"{verb} {' and '.join(parts)}{of}", own
+
+
+def _owner(spot: Spot, slots: Slots) -> type | None:
+    """Return the dataclass that has the field; None if there is no such field."""
+    if not spot.slot or spot.slot in HEADER_KEYS:
+        return owner_of(RecipeSettings, tuple(spot.key.split(".")))
+    with contextlib.suppress(PluginError):
+        stage = slots.registry.find(slots.usual(spot.slot))
+        if stage is not None:
+            return stage if spot.field == "use" else owner_of(stage, tuple(spot.field.split(".")))
+    return None
+
+
+def _takes(spot: Spot, value: Any, slots: Slots) -> bool:
+    if spot.slot and spot.field == "use":
+        return value in slots.registry.names()
+    owner = _owner(spot, slots)
+    return owner is not None and fits(adapter(owner), spot.field.split(".")[-1], value)
+
+
+def _yaml(spot: Spot, value: Any, here: str) -> str:
+    *blocks, field = spot.field.split(".")
+    text = f"{field}: {shortened(value)}"
+    for block in reversed(blocks):
+        text = f"{block}: {{{text}}}"
+    if not spot.slot:
+        return f"`{text}` at the top of the recipe"
+    if spot.slot in HEADER_KEYS and spot.slot != here:
+        return f"`{spot.slot}: {{{text}}}` at the top of the recipe"
+    return f"`{text}`" if spot.slot == here else f"`{text}` in slot `{spot.slot}`"

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from stages.importing.translator import TOOLS, HuggingFace, tool_of
 
 from pipeline.errors import UsageError
 from pipeline.importing.translator import (
@@ -25,8 +24,8 @@ from pipeline.importing.translator import (
     recipe_text,
     table,
 )
-from stages.importing.hugging_face import KINDS
-from stages.importing.rules import TABLES, Table, value_of
+from stages.importing.hugging_face import KINDS, HuggingFace, tool_of
+from stages.importing.rules import TABLES, Table, parts, value_of
 from tests.stages.importing.support import (
     TRANSLATORS,
     config,
@@ -43,6 +42,7 @@ INSTALLED = [TRANSLATORS[name] for name in ("axolotl", "trainer", "llama_factory
 RECIPES = [(tool, name) for tool, names in {
     "axolotl": "lora qlora full", "llama_factory": "lora qlora full pretrain dpo",
     "torchtune": "lora full"}.items() for name in names.split()]  # fmt: skip
+TOOLS = {parts(text)[0]: parts(text)[2] for text in TABLES["signs"].values()}
 ENGINE = file("ds.json", {"zero_optimization": {"stage": 2}, "train_batch_size": 8})
 LAUNCH = file("launch.yaml", {"distributed_type": "MULTI_GPU", "num_processes": 4})
 
@@ -109,7 +109,7 @@ def test_files_of_other_tools_are_refused_with_what_to_do(tool: str) -> None:
         with pytest.raises(UsageError, match=rf"c\.yaml: is a file of {re.escape(tool)}") as caught:
             choose([file("c.yaml", content)], translators)
         assert str(caught.value).endswith(")")  # a hint
-        assert TOOLS[tool][1] in str(caught.value)
+        assert TOOLS[tool] in str(caught.value)
 
 
 def test_a_single_common_word_makes_no_tool() -> None:
@@ -122,15 +122,12 @@ def test_a_single_common_word_makes_no_tool() -> None:
 def test_no_keys_of_another_tool_are_among_those_that_are_read() -> None:
     names = [*TOOLS]
     read = {"axolotl": TABLES["axolotl"], "LLaMA-Factory": TABLES["llama_factory"]}
-    for tool, (signs, _) in TOOLS.items():
-        for sign in signs:
-            assert not any(sign <= {*keys} for keys in map(TABLES.get, KINDS.values()) if keys), (
-                tool,
-                sign,
-            )
-            for name, keys in read.items():  # an earlier tool wins
-                earlier = names.index(tool) < names.index(name)
-                assert not (earlier and sign <= {*keys}), (tool, sign, name)
+    for text, whole in TABLES["signs"].items():
+        tool, sign = parts(whole)[0], {*text.split("+")}
+        assert not any(sign <= {*TABLES[name]} for name in KINDS.values()), (tool, sign)
+        for name, keys in read.items():  # an earlier tool wins
+            earlier = names.index(tool) < names.index(name)
+            assert not (earlier and sign <= {*keys}), (tool, sign, name)
 
 
 def test_the_defaults_are_those_of_transformers() -> None:
