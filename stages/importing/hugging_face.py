@@ -108,25 +108,6 @@ def tool_of(content: Mapping[str, Any]) -> OtherTool | None:
     return OtherTool(name=name, advice=advice) if name else None
 
 
-def kind_of(content: Mapping[str, Any]) -> str | None:
-    """Return the kind that most keys belong to, of those that have a key to themselves; None for
-    files of other tools."""
-    known = {
-        kind: {  # blocks where the table has blocks, values elsewhere
-            key for key, value in content.items()
-            if key in table and (isinstance(value, Mapping) != callable(table[key]) or not value)
-        }
-        for kind, table in ((kind, TABLES[name]) for kind, name in KINDS.items())
-    }  # fmt: skip
-    shared = Counter(chain.from_iterable(known.values()))
-    telling = {key for key, value in content.items() if shared[key] == 1
-               and (key not in TABLES["common"] or isinstance(value, Mapping))}  # fmt: skip
-    own = [kind for kind, keys in known.items() if keys & telling and tool_of(content) is None]
-    best = max(own, key=lambda kind: len(known[kind]), default=None)
-    others = sum(key.startswith((*TABLES["beginnings"],)) for key in content)
-    return best if best and 2 * (len(known[best]) + others) >= len(content) else None
-
-
 def read_all(draft: Draft, files: Files) -> None:
     """Read the files of each kind, and set the defaults of DeepSpeed 0.19."""
     for kind, file in ((kind, file) for kind in KINDS for known, file in files if known == kind):
@@ -141,7 +122,17 @@ def read_all(draft: Draft, files: Files) -> None:
                 other = content.get(key) and used != engine
                 table |= unread((key, other, f"distributed_type is {used}"))
         elif kind == TRAINER_KIND:
-            table |= _script(draft, file)
+            if TABLES["sft"].keys() & content.keys():  # a script of TRL
+                given = {key for key, value in content.items() if value is not None}
+                given |= {"bf16"} if content.get("fp16") else set()
+                draft.set_defaults("sft", TABLES["script"], "TRL's default", *given)
+            # Those train without `do_train`, and with `do_eval`, which `eval_strategy` sets.
+            evaluates = "do_train" in content and is_off(content.get("eval_strategy"))
+            asked = ("do_predict", "predict_with_generate", *["do_eval"] * evaluates)
+            table |= {**purpose(content, *asked), **trainer(draft, file)}
+            for key in ("run_name", "output_dir"):
+                if OTHER_METHOD.search(Path(str(content.get(key, ""))).name.lower()):
+                    table[key] = Rule(why("other_training", key))
         draft.read(file.path.name, content, table)
     if DEEPSPEED_KIND not in draft.kinds:
         return
@@ -175,23 +166,6 @@ def purpose(content: Mapping[str, Any], *others: str) -> dict[str, Any]:
     return refused if is_off(content.get("do_train")) else {}
 
 
-def _script(draft: Draft, file: ConfigFile) -> dict[str, Any]:
-    """Set the defaults of a script of transformers or TRL, and return the rules of its file."""
-    content = file.content
-    if TABLES["sft"].keys() & content.keys():
-        given = {key for key, value in content.items() if value is not None}
-        given |= {"bf16"} if content.get("fp16") else set()
-        draft.set_defaults("sft", TABLES["script"], "TRL's default", *given)
-    # Scripts of TRL train without `do_train`, and with `do_eval`, which `eval_strategy` sets.
-    evaluates = "do_train" in content and is_off(content.get("eval_strategy"))
-    return {
-        **purpose(content, "do_predict", "predict_with_generate", *["do_eval"] * evaluates),
-        **{key: Rule(why("other_training", key)) for key in ("run_name", "output_dir")
-           if OTHER_METHOD.search(Path(str(content.get(key, ""))).name.lower())},
-        **trainer(draft, file),
-    }  # fmt: skip
-
-
 def trainer(draft: Draft, file: ConfigFile) -> Table:
     """Set the defaults of TrainingArguments, and return the rules of what they do not read."""
     draft.set_defaults("trainer", TABLES["script"], "transformers' default")
@@ -200,8 +174,8 @@ def trainer(draft: Draft, file: ConfigFile) -> Table:
 
 
 def engines(draft: Draft, file: ConfigFile) -> Table:
-    """Add what the words of the key `fsdp` say, over which keys of fsdp_config win, and return the
-    rule of the key `deepspeed` if it names a file, or note that it is a block."""
+    """Set what the words of the key `fsdp` say, and return the rule of the key `deepspeed` if it
+    names a file, or note that it is a block."""
     fsdp, value = file.content.get("fsdp"), file.content.get("deepspeed")
     for word in re.findall("offload|shard_grad_op|hybrid_shard", str(fsdp).lower()):
         offload = word == "offload"
@@ -226,6 +200,24 @@ class TableTranslator(Translator):
 
     tables: ClassVar[Mapping[str, str]]
     """Kind of file that a recipe may have keys of -> name of its table, but for lists of blocks."""
+
+    def kind(self, content: Mapping[str, Any]) -> str | None:
+        """Return the kind that most keys belong to, of those that have a key to themselves; None
+        for files of other tools."""
+        known = {
+            kind: {  # blocks where the table has blocks, values elsewhere
+                key for key, value in content.items() if key in table
+                and (isinstance(value, Mapping) != callable(table[key]) or not value)
+            }
+            for kind, table in ((kind, TABLES[name]) for kind, name in KINDS.items())
+        }  # fmt: skip
+        shared = Counter(chain.from_iterable(known.values()))
+        telling = {key for key, value in content.items() if shared[key] == 1
+                   and (key not in TABLES["common"] or isinstance(value, Mapping))}  # fmt: skip
+        own = [kind for kind, keys in known.items() if keys & telling and tool_of(content) is None]
+        best = max(own, key=lambda kind: len(known[kind]), default=None)
+        others = sum(key.startswith((*TABLES["beginnings"],)) for key in content)
+        return best if best and 2 * (len(known[best]) + others) >= len(content) else None
 
     @abstractmethod
     def draft(self, files: Files, request: Request) -> Draft:
@@ -270,9 +262,6 @@ class HuggingFace(TableTranslator):
         "`output_dir` or `per_device_train_batch_size`"
     )
     tables = KINDS
-
-    def kind(self, content: Mapping[str, Any]) -> str | None:
-        return kind_of(content)
 
     def other_tool(self, content: Mapping[str, Any]) -> OtherTool | None:
         tool = tool_of(content)
@@ -321,7 +310,7 @@ class RecipeTranslator(TableTranslator):
     def kind(self, content: Mapping[str, Any]) -> str | None:
         if (tool := tool_of(content)) and tool.name == self.tool:
             return f"{self.tool} recipe"
-        found = kind_of(content)
+        found = super().kind(content)
         return found if found in self.companions else None
 
     def supports(self, files: Sequence[ConfigFile]) -> bool:

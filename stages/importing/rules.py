@@ -226,12 +226,13 @@ def number(value: Any) -> float:
 def whole(value: Any, least: float = -math.inf) -> int:
     """Return a whole number of at most 2^53, also one written as 2e8."""
     found = number(value)
-    if found != int(found):
-        raise WrongValueError(f"refused must be a whole number, not {value!r}")
-    if abs(found) > 1 << 53:  # the next ones are no floats
-        raise WrongValueError(f"refused must be at most 2^53, not {value!r}")
-    if found < least:
-        raise WrongValueError(f"refused must be at least {least}, not {value!r}")
+    for fits, wanted in (
+        (found == int(found), "a whole number"),
+        (abs(found) <= 1 << 53, "at most 2^53"),  # the next ones are no floats
+        (found >= least, f"at least {least}"),
+    ):
+        if not fits:
+            raise WrongValueError(f"refused must be {wanted}, not {value!r}")
     return int(found)
 
 
