@@ -5,25 +5,20 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from pipeline.chain.registry import Plugins
 from pipeline.errors import Location, RecipeError, UsageError
-from pipeline.recipe.dump import inline, render
 from pipeline.recipe.nodes import KeyPath, plain
 from pipeline.recipe.parse import parse
-from pipeline.utils import align, plural
 from pipeline.utils.foreign import read_whole
 
 Outcome = Literal["translated", "default", "not translated", "refused"]
 """translated: the recipe holds the setting. default: it needs no place in the recipe.
 not translated: recipes have no place for it. refused: without it, the training would differ."""
-WIDTH = 44
-"""Most characters of a value in the column of keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,40 +109,6 @@ class Translation:
     """Recipe keys that the user has to fill in -> description of the value."""
     outcomes: Sequence[KeyOutcome]
     """One for every key of every file, in their order."""
-
-
-def table(translation: Translation) -> Iterator[str]:
-    """Yield a line for each key, for each missing recipe key, and a count of the outcomes."""
-    outcomes, rows = translation.outcomes, []
-    for each in outcomes:
-        value = "{...}" if isinstance(each.value, Mapping) else inline(each.value)
-        short = value if len(value) <= WIDTH else f"{value[: WIDTH - 3]}..."
-        to = ", ".join(f"{key} = {json.dumps(new)}" for key, new in each.to.items())
-        why = "; ".join(part for part in (to, each.why) if part)
-        hint = f" ({each.hint})" if each.hint else ""
-        rows.append((f"  {each.key}: {short}", each.outcome, f"{why}{hint}".lstrip()))
-    lines = zip(outcomes, align(rows, left=3), strict=True)
-    for file, keys in groupby(lines, key=lambda pair: pair[0].file):
-        yield f"{file}:"
-        yield from (line for _, line in keys)
-    yield from (f"fill in {key}: {what}" for key, what in translation.missing.items())
-    counts = Counter(each.outcome for each in outcomes)
-    names = {"default": "by default"}
-    each_of = (f"{counts[each]} {names.get(each, each)}" for each in get_args(Outcome))
-    yield f"{plural(len(outcomes), 'key')}: {', '.join(each_of)}"
-
-
-def as_json(translation: Translation) -> dict[str, Any]:
-    """Return the content of the table, and the recipe."""
-    names = [field.name for field in fields(KeyOutcome)]  # a translator's outcomes have more
-    keys = [{name: getattr(each, name) for name in names} for each in translation.outcomes]
-    return {"recipe": translation.recipe, "missing": dict(translation.missing), "keys": keys}
-
-
-def recipe_text(translation: Translation) -> str:
-    """Return the recipe with its comments."""
-    assert translation.recipe is not None
-    return render(dict(translation.recipe), lambda path: translation.notes.get(path, ""))
 
 
 @dataclass(frozen=True, kw_only=True)

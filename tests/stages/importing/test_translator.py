@@ -14,15 +14,13 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from pipeline.commands.recipes import outcome_json, outcome_table
 from pipeline.errors import UsageError
 from pipeline.importing.translator import (
     Request,
     Translation,
-    as_json,
     choose,
     installed_translators,
-    recipe_text,
-    table,
 )
 from stages.importing.hugging_face import KINDS, HuggingFace, tool_of
 from stages.importing.rules import TABLES, Table, parts, value_of
@@ -172,8 +170,8 @@ def test_secrets_are_shown_nowhere(tool: str, said: dict[str, Any], hint: str | 
     key = next(key for key in said if key != "output_dir")
     if hint:
         assert (outcome(found, key).outcome, outcome(found, key).hint) == ("refused", hint)
-    shown = "\n".join([json.dumps(as_json(found)), recipe_text(found)])
-    told = [line for line in table(found) if "mlflow_tracking_uri:" not in line]
+    shown = json.dumps([outcome_json(found), *found.notes.values()])
+    told = [line for line in outcome_table(found) if "mlflow_tracking_uri:" not in line]
     assert SECRET not in shown.replace(str(said.get("mlflow_tracking_uri")), "") + "\n".join(told)
 
 
