@@ -26,7 +26,7 @@ from pipeline.errors import (
     in_words,
     system_errors_as,
 )
-from pipeline.importing.unknown_keys import plan_recipe
+from pipeline.importing.translator import plan_recipe
 from pipeline.utils import terminal
 from pipeline.utils.files import check_writable
 from pipeline.utils.terminal import set_display

@@ -17,8 +17,7 @@ from pipeline.chain.elsewhere import Slots, explained, read_elsewhere
 from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import Registry
 from pipeline.errors import COMMAND_LINE, Location, Problem, RecipeError
-from pipeline.importing.translator import installed_translators
-from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
+from pipeline.importing.translator import installed_translators, of_other_tools, plan_recipe
 from pipeline.recipe import load_recipe
 from pipeline.recipe.dump import render
 from pipeline.recipe.nodes import MissingKey, UnknownKey
