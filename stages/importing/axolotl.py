@@ -73,7 +73,42 @@ class Axolotl(RecipeTranslator):
         every = {**self.table, **_in_company(content), **engines(draft, file), **own}
         draft.read(file.path.name, content, every)
         draft.set_defaults("axolotl", self.table, OWN)
-        _set_defaults(draft, content)
+        # Texts see each other at most in `pretraining_dataset`.
+        packed, streamed = (
+            bool(draft.value("data.packing", False)),
+            content.get("pretraining_dataset"),
+        )
+        if streamed:
+            apart = packed and draft.value("apart")
+            draft.rename("apart", "data.documents_apart", content=apart)
+        cold = not (draft.given("warmup_steps") or draft.given("warmup_ratio"))
+        for fact, value, reason, holds in (
+            ("adapter", False, OWN, True),
+            ("warmup_ratio", 0.03, "axolotl's default, which is 100 steps at most", cold),
+            ("precision.compute", "bf16", OWN, not rules.is_off(content.get("bf16", "auto"))),
+            ("data.documents_apart", packed or not streamed, OWN, True),
+            *((f"{name}_strategy", "steps", f"{name}_steps is set", draft.given(f"{name}_steps"))
+              for name in ("eval", "save")),
+            *((fact, value_of(value), f"{key} is set", content.get(key))
+              for key, given in TABLES["axolotl-set"].items() for fact, value in [given.split()]),
+        ):  # fmt: skip
+            draft.default(fact, value, reason, when=holds)
+        evaluates = draft.value("eval_strategy") == "steps" or draft.given("eval_part")
+        first = "axolotl evaluates before the first step too"
+        draft.default("train.eval_first", True, first, when=evaluates)
+        # A model that is trained as a whole is held in bf16, unless DeepSpeed or FSDP1 make masters
+        # in fp32 of it.
+        given = content.get("fsdp_config")
+        block = given if isinstance(given, Mapping) else {}
+        version = (
+            content.get("fsdp_version") or block.get("fsdp_version") or block.get("version") or 1
+        )
+        upcast = content.get("deepspeed") or (
+            (block or content.get("fsdp")) and str(version) != "2"
+        )
+        whole = not draft.value("adapter", False) and draft.value("precision.compute") == "bf16"
+        held = "axolotl holds the weights in bf16; fp32 keeps small updates"
+        draft.default("precision.master", "bf16", held, when=whole and not upcast)
         sharded, engine = draft.value("strategy") == "wrap.fsdp", bool(content.get("deepspeed"))
         draft.rename("axolotl.tensor", "deepspeed.tensor" if engine else "parallel.tensor")
         context = "context" if sharded and not engine else "ring"
@@ -108,38 +143,6 @@ def _in_company(content: Mapping[str, Any]) -> Table:
     elif get("adapter") == "qlora" and not get("load_in_4bit"):
         found["adapter"] = TABLES["words"]["incomplete_qlora"]
     return found
-
-
-def _set_defaults(draft: Draft, content: Mapping[str, Any]) -> None:
-    # Texts see each other at most in `pretraining_dataset`.
-    packed, streamed = bool(draft.value("data.packing", False)), content.get("pretraining_dataset")
-    if streamed:
-        apart = packed and draft.value("apart")
-        draft.rename("apart", "data.documents_apart", content=apart)
-    cold = not (draft.given("warmup_steps") or draft.given("warmup_ratio"))
-    for fact, value, reason, holds in (
-        ("adapter", False, OWN, True),
-        ("warmup_ratio", 0.03, "axolotl's default, which is 100 steps at most", cold),
-        ("precision.compute", "bf16", OWN, not rules.is_off(content.get("bf16", "auto"))),
-        ("data.documents_apart", packed or not streamed, OWN, True),
-        *((f"{name}_strategy", "steps", f"{name}_steps is set", draft.given(f"{name}_steps"))
-          for name in ("eval", "save")),
-        *((fact, value_of(value), f"{key} is set", content.get(key))
-          for key, given in TABLES["axolotl-set"].items() for fact, value in [given.split()]),
-    ):  # fmt: skip
-        draft.default(fact, value, reason, when=holds)
-    evaluates = draft.value("eval_strategy") == "steps" or draft.given("eval_part")
-    first = "axolotl evaluates before the first step too"
-    draft.default("train.eval_first", True, first, when=evaluates)
-    # A model that is trained as a whole is held in bf16, unless DeepSpeed or FSDP1 make masters in
-    # fp32 of it.
-    given = content.get("fsdp_config")
-    block = given if isinstance(given, Mapping) else {}
-    version = content.get("fsdp_version") or block.get("fsdp_version") or block.get("version") or 1
-    upcast = content.get("deepspeed") or ((block or content.get("fsdp")) and str(version) != "2")
-    whole = not draft.value("adapter", False) and draft.value("precision.compute") == "bf16"
-    held = "axolotl holds the weights in bf16; fp32 keeps small updates"
-    draft.default("precision.master", "bf16", held, when=whole and not upcast)
 
 
 def _is_chat(block: Any) -> bool:

@@ -51,18 +51,6 @@ def report_to(value: Any) -> RuleResult:
     return RuleResult(**fact)
 
 
-def warmup(value: Any) -> RuleResult:
-    """Read a number of steps, or below 1 their share."""
-    share = 0 < number(value) < 1
-    return Rule("warmup_ratio number" if share else "warmup_steps whole")(value)
-
-
-def steps_or_share(value: Any) -> int | Fraction:
-    """Return a number of steps, or below 1 the share of the training that is meant."""
-    found = number(value)
-    return Fraction(str(found)) if 0 < found < 1 else rules.positive(value)
-
-
 def targets(value: Any) -> list[str] | str:
     """Return the layers of an adapter. Raises WrongValueError for a pattern of their names."""
     if isinstance(value, str) and set(value) & set(r"\[](){}|^$*+?"):
@@ -81,7 +69,12 @@ def fraction(value: Any) -> float:
 
 rules.load("words")
 TABLES = rules.load(
-    "hugging_face", report_to, warmup, steps_or_share, targets, fraction,
+    "hugging_face", report_to, targets, fraction,
+    # A number of steps, or below 1 their share.
+    warmup=lambda value: Rule("warmup_ratio number" if 0 < number(value) < 1
+                              else "warmup_steps whole")(value),
+    steps_or_share=lambda value: (Fraction(str(number(value))) if 0 < number(value) < 1
+                                  else rules.positive(value)),
     any=lambda value: value,
     flag=lambda value: int(rules.truth(value)),
     # A bucket of one element is sent after every tensor, and so is a bucket of none.

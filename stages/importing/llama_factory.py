@@ -74,7 +74,15 @@ class LlamaFactory(RecipeTranslator):
                     text = str(error)
                 table[key] = Rule(text)
         if weighed := str(content.get("mix_strategy")) == "interleave_over":
-            table |= _weights(content)
+            value: Any = content.get(PROBS)
+            shares = value.split(",") if isinstance(value, str) else value
+            if isinstance(shares, list) and shares:  # a key for each share
+                del content[PROBS]
+                each = [f"{PROBS}[{number}]" for number in range(len(shares))]
+                content |= dict(zip(each, shares, strict=True))
+                table |= {key: Rule(f"{TRAIN}{n}.weight number") for n, key in enumerate(each)}
+            elif value:
+                table[PROBS] = Rule(why("no_shares", value))
         draft.read(file.path.name, content, table)
         for one, name in named.items():
             shared = weighed and one.startswith(TRAIN)
@@ -126,17 +134,6 @@ def _named(draft: Draft, names: list[str], known: Mapping[str, Any], both: str) 
     if missing and known:
         return why("unknown_set", missing[0], did_you_mean(missing[0], [*known])).rstrip()
     return why("no_info", both) if missing else why("said_by_sets")
-
-
-def _weights(content: dict[str, Any]) -> dict[str, Rule]:
-    """Return the rules for the share of each data set, and add a key for each to the content."""
-    value = content.get(PROBS)
-    shares = value.split(",") if isinstance(value, str) else value
-    if not isinstance(shares, list) or not shares:
-        return {PROBS: Rule(why("no_shares", value))} if value else {}
-    del content[PROBS]
-    content |= {f"{PROBS}[{number}]": share for number, share in enumerate(shares)}
-    return {f"{PROBS}[{n}]": Rule(f"{TRAIN}{n}.weight number") for n in range(len(shares))}
 
 
 def _rows(

@@ -139,7 +139,16 @@ def _put_wrap(draft: Draft) -> None:
     policy, classes = draft.value("policy"), draft.value("classes")
     if use == "wrap.zero":
         draft.default(stage, 2, "accelerate's default")
-        draft.drop(why("idle"), *_unused_by_zero(draft, draft.value(stage)))
+        # without effect at this stage: `pipe check` would refuse them
+        names = ["allgather_bucket_size", "round_robin_gradients"]
+        if draft.value(stage) < 3:
+            names = [*TABLES["stage3"], "offload_param.", "plus_plus."]
+        names += ["overlap_comm"] * (draft.value(stage) == 1)
+        draft.drop(why("idle"), *(fact for name in names for fact in draft.facts(f"zero.{name}")))
+        for block in ("zero.offload_optimizer", "zero.offload_param"):
+            device = draft.value(f"{block}.device", "none")
+            idle = {"none": draft.facts(f"{block}."), "cpu": [f"{block}.path"]}.get(device, [])
+            draft.drop(why("idle"), *idle)
     elif use == "wrap.fsdp":
         if policy == "block" or (classes and policy is None):
             draft.put("wrap.units", classes or "block", "classes", "policy")
@@ -159,19 +168,6 @@ def _put_wrap(draft: Draft) -> None:
     if procs is not None and procs % ranks:
         used = (axis for axis in axes if _ranks(draft, axis) > 1)
         draft.drop(why("indivisible_processes", ranks, procs), *used)
-
-
-def _unused_by_zero(draft: Draft, stage: int) -> list[str]:
-    """Return the facts that have no effect at a stage of ZeRO, which `pipe check` would refuse."""
-    names = ["allgather_bucket_size", "round_robin_gradients"]
-    if stage < 3:
-        names = [*TABLES["stage3"], "offload_param.", "plus_plus."]
-    beginnings = tuple(f"zero.{name}" for name in (*names, *["overlap_comm"] * (stage == 1)))
-    unused = [fact for fact in draft.facts("zero.") if fact.startswith(beginnings)]
-    for block in ("zero.offload_optimizer", "zero.offload_param"):
-        device = draft.value(f"{block}.device", "none")
-        unused += {"none": draft.facts(f"{block}."), "cpu": [f"{block}.path"]}.get(device, [])
-    return unused
 
 
 def _ranks(draft: Draft, *axes: str) -> int:
@@ -249,15 +245,7 @@ def _put_train(draft: Draft) -> None:
         one = draft.value("distributed") == "one"
         draft.default("procs", 1, "distributed_type is NO", when=one)
         draft.copy("procs", "launch.procs")
-    _put_batch(draft, procs or draft.value("procs"))
-    evaluates = _put_period(draft, "eval", "train.eval_every") or draft.known("train.eval_every")
-    if evaluates and not (draft.facts("data.heldout") or draft.slots["data"].keys() & {*HELDOUT}):
-        draft.lacks("data.heldout_fraction")
-    compared = draft.facts("train.early_stopping") + draft.facts("checkpoint.keep_best")
-    draft.drop(why("no_evaluation"), *compared, when=not evaluates)
-
-
-def _put_batch(draft: Draft, procs: int | None) -> None:
+    procs = procs or draft.value("procs")
     facts = ("global_batch", "train.micro_batch_size", "accumulation", "procs")
     total, micro, accumulation = map(draft.value, facts[:3])
     ranks, sharing = _ranks(draft, "deepspeed.tensor"), _ranks(draft, *SHARING)
@@ -275,3 +263,8 @@ def _put_batch(draft: Draft, procs: int | None) -> None:
     else:
         draft.lacks("train.global_batch_size")
         draft.copy("accumulation", "train.accumulation")
+    evaluates = _put_period(draft, "eval", "train.eval_every") or draft.known("train.eval_every")
+    if evaluates and not (draft.facts("data.heldout") or draft.slots["data"].keys() & {*HELDOUT}):
+        draft.lacks("data.heldout_fraction")
+    compared = draft.facts("train.early_stopping") + draft.facts("checkpoint.keep_best")
+    draft.drop(why("no_evaluation"), *compared, when=not evaluates)

@@ -52,15 +52,14 @@ def _put_files(draft: Draft, files: list[str], *facts: str) -> bool:
     from stages.data.forms import KEYS
     from stages.data.rows import TEXT, rows
 
-    fields: set[str] = set()
-    name = files[0] if files else ""
+    chat = False
     # `pipe check` and the run report what is wrong with the file
     with contextlib.suppress(DataError, StageError, OSError):
-        found = sorted(glob.glob(name, recursive=True))  # noqa: PTH207 (absolute patterns)
-        if found and not name.endswith(TEXT):
-            fields = {key for row in itertools.islice(rows(Path(found[0])), 1) for key in row.value}
+        names = [one for one in files[:1] if not one.endswith(TEXT)]
+        found = sorted(path for name in names for path in glob.glob(name, recursive=True))  # noqa: PTH207
+        for row in itertools.islice(rows(Path(found[0])), 1) if found else ():
+            chat = any(one != "text" and row.value.keys() >= {*keys} for one, keys in KEYS.items())
     if files:
-        chat = any(name != "text" and fields >= set(needed) for name, needed in KEYS.items())
         draft.slot("data", "data.chat" if chat else "data.text")
         draft.put("data.files", files, *facts)
     return bool(files)
@@ -118,7 +117,20 @@ def several(draft: Draft) -> None:
         draft.drop(why("mixed_rows"), *facts, when=len(running) == 2)
         draft.slot("data", "data.text" if True in running else "data.chat", *facts)
         if False in running:
-            _put_forms(draft, styles)
+            forms = {
+                one: draft.value(f"{one}form") if style in (None, "", RUNNING) else style
+                for one, style in styles.items()
+            }
+            if len({*forms.values()}) == 1 and None not in forms.values():
+                own = [f"{one}{'style' if style else 'form'}" for one, style in styles.items()]
+                draft.put("data.form", next(iter(forms.values())), *own)
+            pairs = [one for one, form in forms.items() if form in ("alpaca", "prompt/completion")]
+            plain = [f"{one}style" for one in pairs
+                     if styles[one] and not draft.value(f"{one}template", True)]  # fmt: skip
+            if len(plain) == len(pairs) > 0:
+                draft.put("data.template", False, *plain)
+            else:
+                draft.drop(why("mixed_templates"), *plain)
         elif running:
             names = {draft.value(fact, "text") for fact in keys}
             draft.drop(why("mixed_keys"), *keys, when=len(names) > 1)
@@ -138,23 +150,6 @@ def _sets(draft: Draft, kind: str) -> list[str]:
     """Return the beginnings of the facts of each data set, in their order."""
     numbers = {int(fact.split(".")[1]) for fact in draft.facts(kind)}
     return [f"{kind}{number}." for number in sorted(numbers)]
-
-
-def _put_forms(draft: Draft, styles: dict[str, str | None]) -> None:
-    forms = {
-        one: draft.value(f"{one}form") if style in (None, "", RUNNING) else style
-        for one, style in styles.items()
-    }
-    if len({*forms.values()}) == 1 and None not in forms.values():
-        facts = [f"{one}{'style' if style else 'form'}" for one, style in styles.items()]
-        draft.put("data.form", next(iter(forms.values())), *facts)
-    pairs = [one for one, form in forms.items() if form in ("alpaca", "prompt/completion")]
-    plain = [f"{one}style" for one in pairs
-             if styles[one] and not draft.value(f"{one}template", True)]  # fmt: skip
-    if len(plain) == len(pairs) > 0:
-        draft.put("data.template", False, *plain)
-    else:
-        draft.drop(why("mixed_templates"), *plain)
 
 
 def _put_places(draft: Draft, kind: str, files: str, sources: str) -> bool:

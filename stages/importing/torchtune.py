@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -72,9 +73,7 @@ class Torchtune(RecipeTranslator):
         tokenizer: Any = content.get("tokenizer")
         plain = _family(tokenizer) == "plain" and not tokenizer.get("prompt_template")
 
-        def rows(block: Block, one: str, key: str) -> Table:
-            return _rows(draft, block, one, f"{key}.{COMPONENT} in {name}", plain=plain)
-
+        rows = functools.partial(_rows, draft, name, plain)
         logger = _component(content.get("metric_logger")).rpartition(".")[2].lower()
         fused = _family(content.get("model")) == "fused"
         table: dict[str, Any] = self.table | {
@@ -141,8 +140,9 @@ def _builder(block: Any) -> list[str]:
     return found.split()
 
 
-def _rows(draft: Draft, block: Block, one: str, here: str, *, plain: bool) -> Table:
+def _rows(draft: Draft, file: str, plain: bool, block: Block, one: str, key: str) -> Table:
     """Return the rules of a data set whose facts begin with `one`, and set its defaults."""
+    here = f"{key}.{COMPONENT} in {file}"
     if not (found := _builder(block)):
         return TABLES["unknown-rows"]
     kind, form, loss, *source = found

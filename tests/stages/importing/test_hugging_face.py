@@ -1,5 +1,5 @@
-"""Files are recognised, and every key has an outcome: of accelerate, DeepSpeed and transformers, and
-of tools with recipes."""
+"""Files are recognised, and every key has an outcome: of accelerate, DeepSpeed and transformers,
+and of tools with recipes."""
 
 from __future__ import annotations
 
