@@ -1,5 +1,4 @@
-"""Files of other tools' configuration, the contract of their translators, what these return, and
-what keys of other tools in a recipe are called there."""
+"""Files of other tools, the contract of their translators, and keys of such tools in a recipe."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class ConfigFile:
 
 
 def read_config(path: Path) -> ConfigFile:
-    """Return the file's content, plain values in YAML or JSON. Raises UsageError, and RecipeError
-    for mistakes in YAML."""
+    """Return the plain values of a YAML or JSON file. Raises UsageError, and RecipeError."""
     if path.suffix in (".py", ".sh", ".ipynb"):
         form = "write its arguments as YAML, one a line as in `learning_rate: 2.0e-5`"
         message = f"{path} is a script, not a file of settings"

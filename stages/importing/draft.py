@@ -9,14 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.importing import ConfigFile, KeyPath, Request, Translation
-from stages.importing.rules import TABLES, Rule, RuleResult, is_off, outcome, parts, value_of, why
+from stages.importing.rules import (
+    TABLES,
+    Rule,
+    RuleResult,
+    Table,
+    is_off,
+    outcome,
+    parts,
+    value_of,
+    why,
+)  # fmt: skip
 
 METHOD = re.compile(
     r"lora|adapter|peft|tuner|finetun|freeze|quanti|dpo|rlhf|reward|prefer|ref_model|teacher"
     r"|distill|parallel|megatron|(^|_)(tp|pp|cp|sp|ep)_size"
 )
-"""Names of keys that change the training method. A key of such a name without a rule blocks the
-recipe, since another training would start without it."""
+"""Names of keys that change the training method; one without a rule blocks the recipe."""
 SECRET = re.compile(r"(hub|auth|access|api)_(token|key)$|password|secret")
 """Names of keys whose values are shown nowhere."""
 
@@ -77,23 +86,23 @@ class Draft:
                 result.fact = re.sub(r"^\.", one, result.fact)
                 self.enter(file, name, value, result)
 
-    def _result(self, key: str, value: Any, rule: Any, known: Mapping[str, Any]) -> RuleResult:
+    def _result(
+        self, key: str, value: Any, rule: Callable[[Any], RuleResult] | Table | None, known: Table
+    ) -> RuleResult:
         """Return what a rule says of a value, or what is said of a key without one."""
-        found: RuleResult
+        beginnings: Mapping[str, Rule] = TABLES["beginnings"]
         if self.resolved and isinstance(value, str) and "${" in value:
             return outcome(why("outside"))
         if rule is not None:
             off = is_off(value) or value == "auto"
-            found = rule(value) if callable(rule) else outcome(why("off" if off else "no_block"))
-            return found
+            return rule(value) if callable(rule) else outcome(why("off" if off else "no_block"))
         if is_off(value) or value == f"<{key.upper()}>":  # transformers writes this for a secret
             return outcome(why("off"))
         if SECRET.search(key):
             return outcome(why("secret", key.upper() if key.endswith("api_key") else "HF_TOKEN"))
-        for beginning, general in TABLES["beginnings"].items():
+        for beginning, general in beginnings.items():
             if key.removeprefix("fsdp_").startswith(beginning):
-                found = general(value)
-                return found
+                return general(value)
         similar = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
         hint = f"did you mean `{similar[0]}`?" if similar else ""
         if METHOD.search(key):
@@ -189,8 +198,7 @@ class Draft:
             self.put(key or fact, self.value(fact), fact)
 
     def lacks(self, key: str, name: str = "") -> None:
-        """Mark a field that the user has to fill in, if no fact states it. Its description has the
-        name of the key, or another one."""
+        """Mark a field that the user has to fill in, if no fact states it."""
         if not self.known(key):
             slot, _, field = key.partition(".")
             self.missing[key] = what = TABLES["missing"][name or key]
@@ -199,8 +207,7 @@ class Draft:
             self.notes[path] = f"{before}fill in `{field}`: {what}"
 
     def translation(self) -> Translation:
-        """Return the recipe, None if a key blocks it, and the final outcome of every key, in the
-        order in which they were read."""
+        """Return the recipe, None if a key blocks it, and the outcome of every key in order."""
         for entry in self.entries:
             if entry.outcome == "translated" and not entry.to:
                 said = outcome(why("no_auto" if entry.auto else "idle"))

@@ -1,5 +1,4 @@
-"""Files of accelerate, DeepSpeed and transformers, read into one draft, and the base of the tools
-with a recipe, which read such files too."""
+"""Files of accelerate, DeepSpeed and transformers, and the base of tools that have recipes."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ Files: TypeAlias = Sequence[tuple[str | None, ConfigFile]]
 OTHER_METHOD = re.compile(
     r"^(?!.*sft).*(^|[^a-z])(dpo|ipo|kto|orpo|cpo|simpo|apo|ppo|grpo|rloo|rlhf|reward)([^a-z]|$)"
 )
-"""Names of trainings that TRL's scripts share their keys with. A name with `sft` is of one on text:
-`sft-for-grpo`."""
+"""Names of trainings that TRL's scripts share their keys with; `sft-for-grpo` is one on text."""
 
 
 def report_to(value: Any) -> RuleResult:
@@ -146,14 +144,12 @@ def read_all(draft: Draft, files: Files) -> None:
 
 
 def unread(*keys: tuple[str, Any, str]) -> dict[str, Any]:
-    """Return rules for keys that their tool does not read in the company of others: the key,
-    whether that is so, and why."""
+    """Return rules for keys that are not read in the company of others: key, whether so, why."""
     return {key: Rule(why("unread", reason)) for key, holds, reason in keys if holds}
 
 
 def purpose(content: Mapping[str, Any], *others: str) -> dict[str, Any]:
-    """Return a refusal of a file that asks for one of `others`, switches such as `do_predict`, and
-    for no training."""
+    """Return a refusal of a file that asks for one of `others` (`do_predict`) and no training."""
     asked = [key for key in others if not is_off(content.get(key))]
     refused = dict.fromkeys(asked[:1], TABLES["words"]["no_training"])
     return refused if is_off(content.get("do_train")) else {}
@@ -195,8 +191,7 @@ class TableTranslator(Translator):
     """Kind of file that a recipe may have keys of -> name of its table, but for lists of blocks."""
 
     def kind(self, content: Mapping[str, Any]) -> str | None:
-        """Return the kind that most keys belong to, of those that have a key to themselves; None
-        for files of other tools."""
+        """Return the kind that most keys are of, if one of them is of no other; else None."""
         known = {
             kind: {  # blocks where the table has blocks, values elsewhere
                 key for key, value in content.items() if key in table
@@ -221,11 +216,9 @@ class TableTranslator(Translator):
         return self.draft(kinds, request).translation()
 
     def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
-        """Return the outcome of the key in a file of one of the kinds, maybe in a block of it.
-
-        It is read in each of the companies, next to the other keys of the content, until it has a
-        place in the recipe; without them only where it contradicts one.
-        """
+        """Return the outcome of the key in a file of one of the kinds, or in a block of it. It is
+        read in each of the companies, next to the other keys of the content, until it has a place
+        in the recipe; without them only where it contradicts one."""
         first = None
         for kind, table in ((kind, TABLES[name]) for kind, name in self.tables.items()):
             companies, last = json.loads(TABLES["companies"][self.tables[kind]]), None
@@ -334,8 +327,7 @@ class RecipeTranslator(TableTranslator):
 def _having(
     table: Mapping[str, Any], key: str, value: Any, company: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the dotted name of a key for every place where the table has it, and the company with
-    the key there."""
+    """Yield the dotted name of a key wherever the table has it, and the company with it there."""
     if key in table:
         yield key, {**company, key: value}
     for block, inner in table.items():

@@ -206,8 +206,7 @@ def part_of_epoch(part: Fraction) -> str:
 
 
 def _put_period(draft: Draft, event: str, key: str) -> bool:
-    """Set `key` to the period of an event, `save` or `eval`, if the facts say that there is one.
-    Returns whether they do."""
+    """Set `key` to the period of an event, `save` or `eval`; return whether there is one."""
     strategy, steps, part = (f"{event}_{name}" for name in ("strategy", "steps", "part"))
     asked = "part" if draft.given(part) else draft.value(strategy)
     if asked == "part":

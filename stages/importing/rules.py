@@ -104,8 +104,7 @@ def why(name: str, *values: object) -> str:
 
 
 def outcome(text: str, **more: Any) -> RuleResult:
-    """Return the outcome that a text says: `ignored WHY`, `untranslated WHY` or `refused WHY`, with
-    a hint as in a rule."""
+    """Return the outcome that a text says, such as `ignored WHY`, with a hint as in a rule."""
     what, mark, hint = parts(text)
     word, _, reason = what.partition(" ")
     found, blocks = OUTCOMES.get(word, "refused"), mark == "!!"

@@ -47,8 +47,7 @@ def _local_files(name: str) -> list[str]:
 
 
 def _put_files(draft: Draft, files: list[str], *facts: str) -> bool:
-    """Add the slot `data` for local files, if there are any: data.chat if the first row has its
-    fields, and not only text."""
+    """Add the slot `data` for local files, if any: data.chat if the first row has its fields."""
     from stages.data.forms import KEYS
     from stages.data.rows import TEXT, rows
 

@@ -111,8 +111,8 @@ class Torchtune(RecipeTranslator):
         single = SINGLE in name if procs is None else procs == 1
         use = "wrap.ddp" if single else "wrap.fsdp"
         draft.default("strategy", use, f"for {'one device' if single else 'several devices'}")
-        named = single and procs is None
-        draft.default("procs", 1, f"{SINGLE} in the name of the file", when=named)
+        named = f"{SINGLE} in the name of the file"
+        draft.default("procs", 1, named, when=single and procs is None)
 
     def finish(self, draft: Draft) -> None:
         if draft.given("export.adapter") and "adapter" in draft.slots:
@@ -136,8 +136,7 @@ def _family(block: Any) -> str:
 def _builder(block: Any) -> list[str]:
     """Return what is known of the builder of a data set: kind, form, loss, data set of the hub."""
     name = _component(block).removeprefix("torchtune.datasets.")
-    found: str = TABLES["torchtune-builders"].get(name, "")
-    return found.split()
+    return str(TABLES["torchtune-builders"].get(name, "")).split()
 
 
 def _rows(draft: Draft, file: str, plain: bool, block: Block, one: str, key: str) -> Table:
@@ -164,8 +163,7 @@ def _rows(draft: Draft, file: str, plain: bool, block: Block, one: str, key: str
 
 
 def _resolved(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content with the values that OmegaConf's references (`${output_dir}/logs`) name in
-    it; a draft refuses the others."""
+    """Return the content with OmegaConf's references to it (`${output_dir}/logs`) resolved."""
 
     def named(reference: re.Match[str]) -> str:
         found: Any = content
