@@ -50,8 +50,7 @@ TABLES = rules.load(
 class Axolotl(RecipeTranslator):
     """A recipe of axolotl, with the DeepSpeed JSON that it names."""
 
-    name = "axolotl"
-    tool = "axolotl"
+    name = tool = "axolotl"
     signs = "a recipe of axolotl has `base_model`"
 
     def read(self, draft: Draft, file: ConfigFile) -> None:
@@ -79,8 +78,7 @@ class Axolotl(RecipeTranslator):
             content.get("pretraining_dataset"),
         )
         if streamed:
-            apart = packed and draft.value("apart")
-            draft.rename("apart", "data.documents_apart", content=apart)
+            draft.rename("apart", "data.documents_apart", content=packed and draft.value("apart"))
         cold = not (draft.given("warmup_steps") or draft.given("warmup_ratio"))
         for fact, value, reason, holds in (
             ("adapter", False, OWN, True),
@@ -115,8 +113,8 @@ class Axolotl(RecipeTranslator):
         draft.rename("axolotl.context", f"parallel.{context}")
 
     def finish(self, draft: Draft) -> None:
-        often = ("save_steps", "save_strategy", "save_part")
-        if not any(map(draft.of, often)) and draft.slots["train"].get("epochs") != 1:
+        saves = [*map(draft.of, ("save_steps", "save_strategy", "save_part"))]
+        if not any(saves) and draft.slots["train"].get("epochs") != 1:
             draft.put("checkpoint.every", "1 epoch", note=OWN)
 
 

@@ -9,17 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.importing import ConfigFile, KeyPath, Request, Translation
-from stages.importing.rules import (
-    TABLES,
-    Rule,
-    RuleResult,
-    Table,
-    is_off,
-    outcome,
-    parts,
-    value_of,
-    why,
-)  # fmt: skip
+from stages.importing.rules import TABLES, Rule, RuleResult, is_off, outcome, parts, value_of, why
 
 METHOD = re.compile(
     r"lora|adapter|peft|tuner|finetun|freeze|quanti|dpo|rlhf|reward|prefer|ref_model|teacher"
@@ -86,23 +76,23 @@ class Draft:
                 result.fact = re.sub(r"^\.", one, result.fact)
                 self.enter(file, name, value, result)
 
-    def _result(
-        self, key: str, value: Any, rule: Callable[[Any], RuleResult] | Table | None, known: Table
-    ) -> RuleResult:
+    def _result(self, key: str, value: Any, rule: Any, known: Mapping[str, Any]) -> RuleResult:
         """Return what a rule says of a value, or what is said of a key without one."""
-        beginnings: Mapping[str, Rule] = TABLES["beginnings"]
+        found: RuleResult
         if self.resolved and isinstance(value, str) and "${" in value:
             return outcome(why("outside"))
         if rule is not None:
             off = is_off(value) or value == "auto"
-            return rule(value) if callable(rule) else outcome(why("off" if off else "no_block"))
+            found = rule(value) if callable(rule) else outcome(why("off" if off else "no_block"))
+            return found
         if is_off(value) or value == f"<{key.upper()}>":  # transformers writes this for a secret
             return outcome(why("off"))
         if SECRET.search(key):
             return outcome(why("secret", key.upper() if key.endswith("api_key") else "HF_TOKEN"))
-        for beginning, general in beginnings.items():
+        for beginning, general in TABLES["beginnings"].items():
             if key.removeprefix("fsdp_").startswith(beginning):
-                return general(value)
+                found = general(value)
+                return found
         similar = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
         hint = f"did you mean `{similar[0]}`?" if similar else ""
         if METHOD.search(key):

@@ -25,10 +25,6 @@ DEEPSPEED_KIND = "DeepSpeed configuration"
 TRAINER_KIND = "transformers TrainingArguments"
 COMPONENT = "_component_"
 """Key of torchtune's blocks."""
-TRANSLATED = ("axolotl", "LLaMA-Factory", "torchtune")
-"""Tools that have a translator."""
-STRATEGIES = {"ddp": "wrap.ddp", "fsdp": "wrap.fsdp", "deepspeed": "wrap.zero"}
-"""Beginnings of names of strategies, as in Lightning's `deepspeed_stage_3`."""
 Files: TypeAlias = Sequence[tuple[str | None, ConfigFile]]
 """Files, with the kind of each."""
 OTHER_METHOD = re.compile(
@@ -59,8 +55,7 @@ def targets(value: Any) -> list[str] | str:
 
 def fraction(value: Any) -> float:
     """Return the share of the rows that is held out."""
-    found = number(value)
-    if not 0 < found <= 0.5:
+    if not 0 < (found := number(value)) <= 0.5:
         raise rules.WrongValueError(why("wrong_fraction", value))
     return found
 
@@ -167,9 +162,8 @@ def engines(draft: Draft, file: ConfigFile) -> Table:
     names a file, or note that it is a block."""
     fsdp, value = file.content.get("fsdp"), file.content.get("deepspeed")
     for word in re.findall("offload|shard_grad_op|hybrid_shard", str(fsdp).lower()):
-        offload = word == "offload"
-        fact, content = ("fsdp.cpu_offload", True) if offload else ("fsdp.sharding", word)
-        draft.default(fact, content, f"{word} in fsdp")
+        fact, content = ("cpu_offload", True) if word == "offload" else ("sharding", word)
+        draft.default(f"fsdp.{fact}", content, f"{word} in fsdp")
     draft.kinds |= {DEEPSPEED_KIND} if value and not isinstance(value, str) else set()
     return {"deepspeed": _named(draft, file)} if isinstance(value, str) else {}
 
@@ -250,8 +244,8 @@ class HuggingFace(TableTranslator):
     tables = KINDS
 
     def other_tool(self, content: Mapping[str, Any]) -> OtherTool | None:
-        tool = tool_of(content)
-        return None if tool is None or tool.name in TRANSLATED else tool
+        tool, translated = tool_of(content), ("axolotl", "LLaMA-Factory", "torchtune")
+        return None if tool is None or tool.name in translated else tool
 
     def draft(self, files: Files, request: Request) -> Draft:
         draft = Draft([file for _, file in files], request)
@@ -270,9 +264,10 @@ class HuggingFace(TableTranslator):
         found, to, value = super().meaning(key, content), TABLES["keys"].get(key), content[key]
         if (found and found.to) or to is None:
             return found
-        stages = (use for name, use in STRATEGIES.items() if str(value).startswith(name))
+        # the beginnings of names, as in Lightning's `deepspeed_stage_3`
+        stages = {"ddp": "wrap.ddp", "fsdp": "wrap.fsdp", "deepspeed": "wrap.zero"}
         meant = {
-            "wrap.use": next(stages, None),
+            "wrap.use": next((stages[one] for one in stages if str(value).startswith(one)), None),
             "adapter.use": "adapter.lora" if value else None,
             "adapter.quantize": "nf4" if value else None,
             "data.loss": "completion" if value else "all",
@@ -287,7 +282,6 @@ class RecipeTranslator(TableTranslator):
     """Name of the tool, whose recipes are of the kind `TOOL recipe`."""
     companions: ClassVar[Sequence[str]] = (ACCELERATE_KIND, DEEPSPEED_KIND)
     """Kinds of files that may be given too."""
-
     table: ClassVar[dict[str, Any]]
 
     def __init_subclass__(cls) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from pipeline.importing import ConfigFile
 from pipeline.utils import did_you_mean
 from stages.importing import rules
 from stages.importing.draft import Draft
 from stages.importing.hugging_face import RecipeTranslator, purpose, trainer, unread
-from stages.importing.rules import Rule, outcome, why
+from stages.importing.rules import Rule, Table, outcome, why
 from stages.importing.sources import HELD, RUNNING, TRAIN
 
 OWN = "LLaMA-Factory's default"
@@ -20,8 +20,6 @@ ADDRESSES = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url"
 NAMES = {"dataset": TRAIN, "eval_dataset": HELD}
 """Keys with names of data sets -> beginning of their facts."""
 PROBS = "interleave_probs"
-Entries: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]
-"""Name of a data set -> file that has its entry, and the entry."""
 
 
 def adapter_folder(value: Any) -> str:
@@ -52,7 +50,7 @@ class LlamaFactory(RecipeTranslator):
         folder: Any = content.get("dataset_dir", "data")
         infos = [(each.path.name, each.content) for each in draft.files if _is_info(each.content)]
         infos = [(file.path.name, folder), *infos] if isinstance(folder, Mapping) else infos
-        entries: Entries = {
+        entries: dict[str, tuple[str, Mapping[str, Any]]] = {  # the file, and what it says
             name: (info, entry) for info, inner in infos
             for name, entry in inner.items() if isinstance(entry, Mapping)
         }  # fmt: skip
@@ -136,9 +134,7 @@ def _named(draft: Draft, names: list[str], known: Mapping[str, Any], both: str) 
     return why("no_info", both) if missing else why("said_by_sets")
 
 
-def _rows(
-    draft: Draft, entry: Mapping[str, Any], one: str, folder: str, running: bool
-) -> Mapping[str, Any]:
+def _rows(draft: Draft, entry: Mapping[str, Any], one: str, folder: str, running: bool) -> Table:
     """Return the rules of an entry, and set its defaults. `running` text is trained on as it is."""
     draft.default(f"{one}style", RUNNING, "stage: pt", when=running)
     draft.default(f"{one}text_key", "instruction", OWN, when=running)

@@ -86,8 +86,7 @@ def _put_model(draft: Draft) -> None:
             kind = draft.value("quantization", "nf4")
             draft.put("adapter.quantize", kind, "quantize", "quantization")
     else:
-        unsaid = not draft.known("adapter")
-        draft.drop(why("unsaid_adapter"), *draft.facts("adapter."), when=unsaid)
+        draft.drop(why("unsaid_adapter"), *draft.facts("adapter."), when=not draft.known("adapter"))
         draft.drop(why("trained_in_4_bits"), "quantize")
     draft.slot("precision", "precision.policy")
     draft.default("precision.compute", "fp32", "no mixed precision is asked for")
@@ -241,8 +240,9 @@ def _put_train(draft: Draft) -> None:
         draft.drop(why("replaced", "--procs"), "procs")
         draft.put("launch.procs", procs)
     else:
-        one = draft.value("distributed") == "one"
-        draft.default("procs", 1, "distributed_type is NO", when=one)
+        draft.default(
+            "procs", 1, "distributed_type is NO", when=draft.value("distributed") == "one"
+        )
         draft.copy("procs", "launch.procs")
     procs = procs or draft.value("procs")
     facts = ("global_batch", "train.micro_batch_size", "accumulation", "procs")

@@ -7,6 +7,7 @@ what the recipe says. `tables/words.txt` describes what the lines of a table say
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -34,8 +35,6 @@ class RuleResult(KeyOutcome):
 
 
 Table: TypeAlias = Mapping[str, Union[Callable[[Any], RuleResult], "Table"]]
-Block: TypeAlias = Mapping[str, Any]
-
 TABLES: dict[str, dict[str, Any]] = {}
 """Name -> table, of all files that were loaded."""
 SHARED = ("words", "script", "fsdp")
@@ -213,25 +212,20 @@ def is_off(value: Any) -> bool:
 
 def number(value: Any) -> float:
     """Return a finite number, also one written as text."""
-    try:
+    found = math.nan
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
         found = math.nan if isinstance(value, bool) else float(value)
-    except (ValueError, TypeError, OverflowError):
-        found = math.nan
     if not math.isfinite(found):
         raise WrongValueError(f"refused must be a finite number, not {value!r}")
     return found
 
 
 def whole(value: Any, least: float = -math.inf) -> int:
-    """Return a whole number of at most 2^53, also one written as 2e8."""
+    """Return a whole number of at most 2^53, after which not all are floats; 2e8 is one too."""
     found = number(value)
-    for fits, wanted in (
-        (found == int(found), "a whole number"),
-        (abs(found) <= 1 << 53, "at most 2^53"),  # the next ones are no floats
-        (found >= least, f"at least {least}"),
-    ):
-        if not fits:
-            raise WrongValueError(f"refused must be {wanted}, not {value!r}")
+    wanted = ["a whole number"] * (found != int(found)) + ["at most 2^53"] * (abs(found) > 1 << 53)
+    if wanted := [*wanted, *[f"at least {least}"] * (found < least)]:
+        raise WrongValueError(f"refused must be {wanted[0]}, not {value!r}")
     return int(found)
 
 

@@ -12,7 +12,7 @@ from pipeline.importing import ConfigFile
 from stages.importing import rules
 from stages.importing.draft import Draft, Rows
 from stages.importing.hugging_face import COMPONENT, RecipeTranslator
-from stages.importing.rules import Block, RuleResult, Table, outcome, why
+from stages.importing.rules import RuleResult, Table, outcome, why
 from stages.importing.sources import HELD, RUNNING, TRAIN
 
 SETS = {"dataset": TRAIN, "dataset_val": HELD}
@@ -20,10 +20,6 @@ SETS = {"dataset": TRAIN, "dataset_val": HELD}
 OWN = "torchtune's default"
 SINGLE = "single_device"
 """Part of the name of files for one device. The recipes for several have the same keys."""
-ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
-"""Layer in torchtune -> in the layout of Hugging Face."""
-DEPTH = 10
-"""Most references that follow one another."""
 
 
 def builder(value: Any) -> RuleResult:
@@ -37,9 +33,10 @@ def builder(value: Any) -> RuleResult:
 
 def attention(value: Any) -> list[str]:
     """Return layers of attention, in the layout of Hugging Face."""
-    if unknown := [name for name in rules.names(value) if name not in ATTENTION]:
+    layers = TABLES["torchtune-attention"]
+    if unknown := [name for name in rules.names(value) if name not in layers]:
         raise rules.WrongValueError(f"refused {unknown[0]!r} is not a layer of attention !!")
-    return [ATTENTION[name] for name in rules.names(value)]
+    return [layers[name] for name in rules.names(value)]
 
 
 def _columns(**names: str) -> Callable[[Any], RuleResult]:
@@ -62,8 +59,7 @@ TABLES = rules.load(
 class Torchtune(RecipeTranslator):
     """A recipe of torchtune for full_finetune or lora_finetune."""
 
-    name = "torchtune"
-    tool = "torchtune"
+    name = tool = "torchtune"
     companions = ()
     signs = "a recipe of torchtune has blocks with `_component_`"
 
@@ -75,10 +71,9 @@ class Torchtune(RecipeTranslator):
 
         rows = functools.partial(_rows, draft, name, plain)
         logger = _component(content.get("metric_logger")).rpartition(".")[2].lower()
-        fused = _family(content.get("model")) == "fused"
         table: dict[str, Any] = self.table | {
             "metric_logger": TABLES.get(f"torchtune-{logger}", self.table["metric_logger"]),
-            "model": TABLES["fused-model" if fused else "model"],
+            "model": TABLES["fused-model" if _family(content.get("model")) == "fused" else "model"],
             **{key: Rows(kind, rows, blocking=True) for key, kind in SETS.items()},
         }
         # The tokenizer lays out conversations, and pairs if it puts anything around messages.
@@ -139,7 +134,9 @@ def _builder(block: Any) -> list[str]:
     return str(TABLES["torchtune-builders"].get(name, "")).split()
 
 
-def _rows(draft: Draft, file: str, plain: bool, block: Block, one: str, key: str) -> Table:
+def _rows(
+    draft: Draft, file: str, plain: bool, block: Mapping[str, Any], one: str, key: str
+) -> Table:
     """Return the rules of a data set whose facts begin with `one`, and set its defaults."""
     here = f"{key}.{COMPONENT} in {file}"
     if not (found := _builder(block)):
@@ -173,7 +170,7 @@ def _resolved(content: Mapping[str, Any]) -> dict[str, Any]:
         return reference[0] if unknown else json.dumps(str(found), ensure_ascii=False)[1:-1]
 
     text = json.dumps(content, ensure_ascii=False)
-    for _ in range(DEPTH):
+    for _ in range(10):  # as many may follow one another
         text = re.sub(r"\$\{([\w.]+)\}", named, text)
     found: dict[str, Any] = json.loads(text)
     return found
