@@ -11,6 +11,7 @@ recipe's header (`seed=1`); numbers address a list's entries. The value is YAML:
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -40,8 +41,21 @@ def merge(base: Node, overlay: Node) -> Node:
     if ours is None or theirs is None or not isinstance(theirs.value, dict):
         return merged
     stages = ours if isinstance(ours.value, dict) else Node(value={}, at=theirs.at)
-    entries = {**merged.entries(), "stages": _merge_slots(stages, theirs)}
-    return Node(value=entries, at=merged.at, keys=merged.keys)
+    entries, keys, before = dict(stages.entries()), dict(stages.keys), ""
+    order = list(entries)
+    for slot, new in theirs.entries().items():
+        if slot not in order:
+            order.insert(order.index(before) + 1 if before else len(order), slot)
+        before, old = slot, entries.get(slot)
+        if new.value is None and old is not None:
+            del entries[slot]
+        elif old is None or (_use(old) and _use(new) and _use(old) != _use(new)):
+            entries[slot], keys[slot] = replace(new, replaced=old), theirs.keys[slot]
+        else:
+            entries[slot] = _merge_maps(old, new) if _are_maps(old, new) else new
+    in_order = {slot: entries[slot] for slot in order if slot in entries}
+    slots = Node(value=in_order, at=stages.at, keys=keys)
+    return Node(value={**merged.entries(), "stages": slots}, at=merged.at, keys=merged.keys)
 
 
 def drop_removed(root: Node) -> Node:
@@ -59,31 +73,8 @@ def _merge_maps(base: Node, overlay: Node) -> Node:
     return Node(value=entries, at=base.at, keys=keys, replaced=base.replaced)
 
 
-def _merge_slots(base: Node, overlay: Node) -> Node:
-    entries, keys = dict(base.entries()), dict(base.keys)
-    order, before = list(entries), ""
-    for slot, theirs in overlay.entries().items():
-        if slot not in order:
-            order.insert(order.index(before) + 1 if before else len(order), slot)
-        before = slot
-        ours = entries.get(slot)
-        if theirs.value is None and ours is not None:
-            del entries[slot]
-        elif ours is None or _other_stage(ours, theirs):
-            entries[slot], keys[slot] = replace(theirs, replaced=ours), overlay.keys[slot]
-        else:
-            entries[slot] = _merge_maps(ours, theirs) if _are_maps(ours, theirs) else theirs
-    in_order = {slot: entries[slot] for slot in order if slot in entries}
-    return Node(value=in_order, at=base.at, keys=keys)
-
-
 def _are_maps(*nodes: Node) -> bool:
     return all(isinstance(node.value, dict) for node in nodes)
-
-
-def _other_stage(ours: Node, theirs: Node) -> bool:
-    before, use = ours.entries().get("use"), theirs.entries().get("use")
-    return before is not None and use is not None and before.value != use.value
 
 
 def _use(slot: Node) -> str:
@@ -182,7 +173,9 @@ def torn(word: str, after: Sequence[str]) -> Meant | None:
             if count and _is_override(after[count - 1]):
                 return None
             whole = " ".join([word, *after[:count]])
-            if _is_yaml(whole.partition("=")[2]):
+            with contextlib.suppress(yaml.YAMLError):
+                for _ in yaml.parse(whole.partition("=")[2], yaml.SafeLoader):
+                    pass
                 return Meant(f"'{whole}', in quotes", count) if count else None
         return None
     found = LIKE_ONE.fullmatch(word)
@@ -200,13 +193,6 @@ def torn(word: str, after: Sequence[str]) -> Meant | None:
 def _is_override(word: str) -> bool:
     path, equals, _ = word.partition("=")
     return bool(equals and PATH.fullmatch(path))
-
-
-def _is_yaml(text: str) -> bool:
-    try:
-        return all(True for _ in yaml.parse(text, yaml.SafeLoader))
-    except yaml.YAMLError:
-        return False
 
 
 class _RefusedError(Exception):
