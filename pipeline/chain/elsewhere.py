@@ -10,8 +10,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.chain.entry_points import kind_of
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Registry, kind_of
 from pipeline.chain.wiring import SlotType, position
 from pipeline.errors import PluginError, Problem
 from pipeline.recipe import Recipe

@@ -9,9 +9,8 @@ from typing import Any, TypedDict, Unpack
 
 from pipeline.chain.artifacts import training_of, training_slots, wrong_artifact
 from pipeline.chain.elsewhere import Foreign, explained
-from pipeline.chain.entry_points import line_in
 from pipeline.chain.names import commits, unpinned
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Registry, line_in
 from pipeline.chain.wiring import SlotType, missing_inputs, unread_results, wired, wrong_takes
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.plan_view import Checked, PlanView

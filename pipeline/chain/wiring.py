@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from pipeline.chain.artifacts import KINDS, OF_ONE, prepares, trains
-from pipeline.chain.entry_points import kind_of
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Registry, kind_of
 from pipeline.contracts.plan_view import Wiring
 from pipeline.contracts.signature import Need, gives, needs
 from pipeline.contracts.stage import Durable

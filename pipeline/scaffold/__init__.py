@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.chain.entry_points import kind_of
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Registry, kind_of
 from pipeline.errors import UsageError
 
 PLANNER = "planner"

@@ -15,8 +15,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from pipeline.chain.artifacts import wrong_artifact
-from pipeline.chain.entry_points import GROUP, Entry, line_in
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import GROUP, Entry, Registry, line_in
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.signature import (
     dataclasses_in,

@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 from pipeline import Checkpoints, Context, Data, Durable, Engine, ModelSource, TrainedRun, traits
-from pipeline.chain.entry_points import Entry
 from pipeline.chain.plan import Plan, make_plan
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Entry, Registry
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import RecipeError
 from pipeline.execution.journal import Journal
