@@ -9,20 +9,20 @@ from typing import Any, TypedDict, Unpack
 
 from pipeline.chain.artifacts import training_of, training_slots, wrong_artifact
 from pipeline.chain.elsewhere import Foreign, explained
-from pipeline.chain.names import commits, unpinned
 from pipeline.chain.registry import Registry, line_in
 from pipeline.chain.wiring import SlotType, missing_inputs, unread_results, wired, wrong_takes
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.plan_view import Checked, PlanView
+from pipeline.contracts.stage import NamesHub
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.settings import Launch, ProcessCounts
-from pipeline.errors import Location, PluginError, Problem, RecipeError, UsageError
+from pipeline.errors import Location, PluginError, Problem, RecipeError, StageError, UsageError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
 from pipeline.recipe.fields import build
 from pipeline.recipe.load import with_values
-from pipeline.recipe.nodes import MissingKey, Node, UnknownKey
-from pipeline.utils.hub import Known, pins_asked
+from pipeline.recipe.nodes import KeyPath, MissingKey, Node, UnknownKey
+from pipeline.utils.hub import HubName, Known, commit_of, pins_asked
 from pipeline.utils.text import did_you_mean, plural
 
 
@@ -150,11 +150,49 @@ def plan_file(
     return plan
 
 
+def hub_names(stages: Mapping[str, Any]) -> Iterator[tuple[str, HubName]]:
+    """Yield every slot's names of the hub."""
+    for slot, stage in stages.items():
+        if isinstance(stage, NamesHub):
+            yield from ((slot, name) for name in stage.hub_names())
+
+
+def unpinned(recipe: Recipe, stages: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield, as a warning, each name that says no commit, at its place."""
+    for slot, name in hub_names(stages):
+        if name.pinned:
+            continue
+        key = name.key if name.revision else name.named_by
+        branch = f"{name.revision!r} is a branch or tag, not a commit"
+        hint = "`pipe pin` writes its commit into the recipe"
+        if Path(name.repo).is_dir():
+            hint = f"for the folder of this name write ./{name.repo}; {hint}"
+        message = branch if name.revision else f"{name.repo} names no commit"
+        yield recipe.tree.problem(field_path(slot, key), message, hint, warning=True)
+
+
+def field_path(slot: str, key: str) -> KeyPath:
+    """Path of a slot's field in the recipe: of `sources.0.dataset` in the slot `data`,
+    `("stages", "data", "sources", 0, "dataset")`."""
+    parts = (int(part) if part.isdecimal() else part for part in key.split("."))
+    return ("stages", slot, *parts)
+
+
 def resolved(plan: Plan, known: Known, *, ask: bool = True) -> Plan:
     """The plan with the commit of each name of the hub in its fields, and in its recipe; without
     `ask`, only if it is `known`. Says each commit. Raises RecipeError where one cannot be found."""
     stages = dict(plan.view.slots)
-    found = commits(plan.recipe, stages, known, ask=ask)
+    found: dict[KeyPath, tuple[HubName, str]] = {}
+    problems = []
+    for slot, name in hub_names(stages):
+        if not name.pinned and (ask or name.asked in known):
+            try:
+                found[field_path(slot, name.key)] = name, commit_of(name, known)
+            except StageError as error:
+                path = field_path(slot, name.named_by)
+                problems.append(plan.recipe.tree.problem(path, str(error)))
+    if problems:
+        raise RecipeError(problems)
     if not found:
         return plan
     origin = "the hub, {} at the start"

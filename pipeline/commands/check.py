@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from pipeline.chain.names import unpinned
-from pipeline.chain.plan import Plan
+from pipeline.chain.plan import Plan, unpinned
 from pipeline.commands import options
 from pipeline.commands.options import flag
 from pipeline.errors import (

@@ -128,8 +128,7 @@ def pin(recipe: Path) -> None:
 
 def _hub_names(recipe: Recipe) -> Iterator[tuple[str, HubName]]:
     """Yield every slot's names of the hub. Raises RecipeError for slots with mistakes."""
-    from pipeline.chain.names import hub_names
-    from pipeline.chain.plan import in_order, load_slots
+    from pipeline.chain.plan import hub_names, in_order, load_slots
 
     _, stages, problems = load_slots(recipe, options.registry())
     if problems:
@@ -141,7 +140,7 @@ def _place(recipe: Recipe, slot: str, name: HubName) -> tuple[Path, KeyPath, str
     """Return the file and the path of a name's revision, and the field that has the name: where one
     is written for that name, or else next to the name. Raises RecipeError for a name that is not
     written there."""
-    from pipeline.chain.names import field_path
+    from pipeline.chain.plan import field_path
 
     path, named_by = field_path(slot, name.key), field_path(slot, name.named_by)
     for field in (named_by, path):
