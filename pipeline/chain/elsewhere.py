@@ -71,13 +71,6 @@ class Slots:
         ]
         return f"{text} {position(kind, links)}".rstrip() if kind is not None else text
 
-    def replaced(self, slot: str, field: str) -> list[str]:
-        """The fields of a slot that the recipe sets, and that cannot be set together with one."""
-        set_here = {name for name, value in self.values.get(slot, {}).items() if value is not None}
-        groups = getattr(self.registry.find(self.uses.get(slot, "")), "one_of", ())
-        alternatives = {name for group in groups if field in group for name in group}
-        return sorted(alternatives & set_here - {field})
-
 
 class Meant(NamedTuple):
     """The meaning of an unknown key in another program."""
@@ -185,9 +178,15 @@ def _hint(unknown: UnknownKey, slots: Slots, there: Hint) -> Hint:
     """Return the hint, which other programs know if `there` is not empty."""
     path, slot, name = unknown.path, unknown.slot, unknown.name
     if unknown.on_command_line and path[0] not in (*HEADER_KEYS, "stages", *slots.uses):
-        added = _missing_slot(unknown, slots)
-        if added or len(path) > 1:
-            return added, None
+        absent, *rest = map(str, path)
+        fields: Any = {".".join(rest): unknown.value} if rest else unknown.value
+        if isinstance(fields, str) and fields in slots.registry:
+            fields = {"use": fields}
+        if isinstance(fields, dict) and slots.registry.names(absent):
+            added = slots.added(absent, fields)
+            return f"an override cannot add a slot: add to the recipe {added}", None
+        if rest:
+            return "", None
     if len(path) == 1 and isinstance(unknown.value, dict):
         return "", Spot("", unknown.closest)
     if len(path) > 1 and len(path) != (2 if path[0] in HEADER_KEYS else 3):
@@ -200,17 +199,6 @@ def _hint(unknown: UnknownKey, slots: Slots, there: Hint) -> Hint:
     if not hint and (unknown.closest in slots.registry.fields(here) or not slot):
         spot = Spot(slot, unknown.closest)
     return hint, spot
-
-
-def _missing_slot(unknown: UnknownKey, slots: Slots) -> str:
-    """The hint for an override of a slot that the recipe lacks, and that is known."""
-    slot, *rest = map(str, unknown.path)
-    fields: Any = {".".join(rest): unknown.value} if rest else unknown.value
-    if isinstance(fields, str) and fields in slots.registry:
-        fields = {"use": fields}
-    if not isinstance(fields, dict) or not slots.registry.names(slot):
-        return ""
-    return f"an override cannot add a slot: add to the recipe {slots.added(slot, fields)}"
 
 
 def _other_slot(unknown: UnknownKey, slots: Slots) -> str:
@@ -259,20 +247,31 @@ def _placed(places: Places, every: Places, unknown: UnknownKey, slots: Slots) ->
         return f"here that is {names}", own
     here = ("", *HEADER_KEYS, *slots.uses)
     absent = dict.fromkeys(spot.slot for spot in spots if spot.slot not in here)
-    # fields that the recipe sets and that cannot be set together with the new ones
-    pairs = [(s, other) for s in spots for other in slots.replaced(s.slot, s.field)]
-    replaced = [(s, other) for s, other in pairs if Spot(slot=s.slot, field=other) not in spots]
+    replaced = []  # fields that the recipe sets and that cannot be set together with the new ones
+    for slot, field in spots:
+        values = slots.values.get(slot, {})
+        groups = getattr(slots.registry.find(slots.uses.get(slot, "")), "one_of", ())
+        others = {name for group in groups if field in group for name in group} - {field}
+        given = sorted(name for name in others if values.get(name) is not None)
+        replaced += [Spot(slot, name) for name in given if Spot(slot, name) not in spots]
     if unknown.on_command_line and not absent:
         parts = [override(spot.key, new) for spot, new in places]
-        parts += [f"{spot.slot}.{other}=null" for spot, other in replaced]
-        return f"write {' '.join(parts)}", own
-    parts = [_yaml(spot, new, unknown.slot) for spot, new in places if spot.slot not in absent]
+        return f"write {' '.join([*parts, *(f'{spot.key}=null' for spot in replaced)])}", own
+    parts = []
+    for spot, new in places:
+        *blocks, field = spot.field.split(".")
+        text, top = f"{field}: {shortened(new)}", spot.slot in HEADER_KEYS
+        for block in [*[spot.slot] * (top and spot.slot != unknown.slot), *blocks][::-1]:
+            text = f"{block}: {{{text}}}"
+        where = "" if spot.slot == unknown.slot else f" in slot `{spot.slot}`"
+        where = " at the top of the recipe" if not spot.slot or (top and where) else where
+        parts += [f"`{text}`{where}"] * (spot.slot not in absent)
     for slot in absent:
         beside = [(spot, new) for spot, new in every if _takes(spot, new, slots)]
         fields = {spot.field: new for spot, new in (*beside, *places) if spot.slot == slot}
         parts.append(slots.added(slot, fields))
     verb = "add to the recipe" if unknown.on_command_line else "write"
-    instead = " and ".join(f"`{other}`" for _, other in replaced)
+    instead = " and ".join(f"`{spot.field}`" for spot in replaced)
     of = f" instead of {instead}" if instead else ""
     return f"{verb} {' and '.join(parts)}{of}", own
 
@@ -293,15 +292,3 @@ def _takes(spot: Spot, value: Any, slots: Slots) -> bool:
         return value in slots.registry.names()
     owner = _owner(spot, slots)
     return owner is not None and fits(adapter(owner), spot.field.split(".")[-1], value)
-
-
-def _yaml(spot: Spot, value: Any, here: str) -> str:
-    *blocks, field = spot.field.split(".")
-    text = f"{field}: {shortened(value)}"
-    for block in reversed(blocks):
-        text = f"{block}: {{{text}}}"
-    if not spot.slot:
-        return f"`{text}` at the top of the recipe"
-    if spot.slot in HEADER_KEYS and spot.slot != here:
-        return f"`{spot.slot}: {{{text}}}` at the top of the recipe"
-    return f"`{text}`" if spot.slot == here else f"`{text}` in slot `{spot.slot}`"
