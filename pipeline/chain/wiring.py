@@ -159,18 +159,15 @@ def _missing(
     message += f" a slot {kinds} before it" if kinds else f" {need.type.__name__}"
     if ended := [one for one in earlier[: len(earlier) - len(known)] if one.trains]:
         message += f" and after slot `{ended[-1].slot}`: each training takes its own"
-    hint = _to_add(by_use(fitting), link, links) if fitting else "no installed stage returns it"
-    return _at_use(link, tree, message, hint)
-
-
-def _to_add(stages: Sequence[str], before: SlotType, links: Sequence[SlotType]) -> str:
-    """The slot to add, and other stages that it can have."""
-    first, *others = stages
+    if not fitting:
+        return _at_use(link, tree, message, "no installed stage returns it")
+    first, *others = by_use(fitting)
+    taken, kind = {one.slot for one in links}, kind_of(first)
+    numbered = (f"{kind}{number}" for number in itertools.count(2))
+    name = next(one for one in itertools.chain([kind], numbered) if one not in taken)
     rest = f", or {', '.join(others)}" if others else ""
-    taken, kind = {link.slot for link in links}, kind_of(first)
-    names = itertools.chain([kind], (f"{kind}{number}" for number in itertools.count(2)))
-    name = next(one for one in names if one not in taken)
-    return f"add `{name}: {{use: {first}}}` before slot `{before.slot}`{rest}"
+    hint = f"add `{name}: {{use: {first}}}` before slot `{link.slot}`{rest}"
+    return _at_use(link, tree, message, hint)
 
 
 def unread_results(links: Sequence[SlotType], wiring: Wiring, tree: Node) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from pipeline.execution.journal import Journal
 from pipeline.execution.runner import Runner
 from pipeline.recipe import load_recipe
 from pipeline.testing import plan_view
-from pipeline.testing.helpers import checked
+from pipeline.testing.conformance import checked
 from stages.adapter.lora import Lora
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.data.chat import ChatData
