@@ -168,11 +168,8 @@ def run(project: Pipe) -> Path:
 
 
 def test_every_kind_is_walked() -> None:
-    assert (
-        {scaffold.new_stage(f"{kind}.my_own").template for kind in OWN}
-        == KINDS
-        == {*OWN[:-1], OTHER}
-    )
+    found = {scaffold.new_stage(f"{kind}.my_own").template for kind in OWN}
+    assert found == KINDS == {*OWN[:-1], OTHER}
 
 
 def test_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
