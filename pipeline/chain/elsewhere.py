@@ -140,7 +140,14 @@ def _about_slots(
     known = slots.registry
     if isinstance(problem, MissingKey) and problem.key.endswith(".use"):
         slot = problem.key.removesuffix(".use")
-        hint, use = _stage_meant(slot, slots, foreign)
+        values = [(field, one) for field, one in slots.values[slot].items() if isinstance(one, str)]
+        named = next(((field, use) for field, use in values if use in known), None)
+        use = named[1] if named else slots.usual(slot)
+        if not use and foreign is not None:  # `lora:` and `peft:`
+            to = foreign([UnknownKey(message="", path=(slot,), value=True)], slots)[0].to
+            use = next((value for key, value in to.items() if key.endswith(".use")), "")
+        hint = f"add `use: {use or f'{slot}.name'}`, the stage's name; `pipe stages` lists all"
+        hint = f"write `use: {use}` for `{named[0]}: {use}`" if named else hint
         slots.uses[slot] = use
         yield replace(problem, hint=hint)
         if (kind := known.find(use)) is not None:
@@ -159,19 +166,6 @@ def _about_slots(
         yield replace(problem, hint=hint)
     else:
         yield problem
-
-
-def _stage_meant(slot: str, slots: Slots, foreign: Foreign | None) -> tuple[str, str]:
-    """The hint for a slot without `use`, and the stage that is meant; empty if nothing says it."""
-    for field, value in slots.values[slot].items():
-        if isinstance(value, str) and value in slots.registry:
-            return f"write `use: {value}` for `{field}: {value}`", value
-    use = slots.usual(slot)
-    if not use and foreign is not None:  # `lora:` and `peft:`
-        named = UnknownKey(message="", path=(slot,), value=True)
-        to = foreign([named], slots)[0].to
-        use = next((value for key, value in to.items() if key.endswith(".use")), "")
-    return f"add `use: {use or f'{slot}.name'}`, the stage's name; `pipe stages` lists all", use
 
 
 def _hint(unknown: UnknownKey, slots: Slots, there: Hint) -> Hint:

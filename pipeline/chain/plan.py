@@ -18,10 +18,10 @@ from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.settings import Launch, ProcessCounts
 from pipeline.errors import Location, PluginError, Problem, RecipeError, StageError, UsageError
 from pipeline.hardware.gpus import gpu_count
-from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
+from pipeline.recipe import Recipe, read_recipe, unless_reported
 from pipeline.recipe.fields import build
 from pipeline.recipe.load import with_values
-from pipeline.recipe.nodes import KeyPath, MissingKey, Node, UnknownKey
+from pipeline.recipe.nodes import KeyPath, MissingKey, UnknownKey
 from pipeline.utils.hub import HubName, Known, commit_of, pins_asked
 from pipeline.utils.text import did_you_mean, plural
 
@@ -140,7 +140,13 @@ def plan_file(
     if recipe is None:
         raise RecipeError(in_order(problems))
     astray = any(
-        one.key == "stages" or (isinstance(one, UnknownKey) and one.misplaced_slot)
+        one.key == "stages"  # or a slot outside of it
+        or (
+            isinstance(one, UnknownKey)
+            and len(one.path) == 1
+            and isinstance(one.value, dict)
+            and "use" in one.value
+        )
         for one in problems
     )
     plan, more = _draft(recipe, known, incomplete=astray, **how)
@@ -235,33 +241,26 @@ def load_slots(
     """Each slot's class, the stages of those without mistakes, and the mistakes."""
     links, stages, problems = [], {}, []
     for slot, spec in recipe.stages.items():
-        kind, stage, wrong = _load(slot, spec, registry, recipe.tree)
+        kind, message, hint = None, "", ""
+        try:
+            if spec.use in registry:
+                kind = registry.load(spec.use)
+                message = wrong_artifact(kind, spec.use)
+            elif spec.use:
+                message, hint = f"there is no stage `{spec.use}`", registry.hint(spec.use)
+            if message:
+                kind = None  # of other slots nothing can be said
+            elif kind is not None:
+                path = ("stages", slot)
+                stage, wrong = build(kind, spec.fields, tree=recipe.tree, path=path)
+                stages |= {} if stage is None else {slot: stage}
+                problems += wrong
+        except PluginError as error:
+            message = str(error)
         links.append(SlotType(slot=slot, use=spec.use, kind=kind, takes=spec.takes))
-        if stage is not None:
-            stages[slot] = stage
-        problems += wrong
+        if message:
+            problems.append(recipe.tree.problem(("stages", slot, "use"), message, hint))
     return links, stages, problems
-
-
-def _load(
-    slot: str, spec: SlotSpec, registry: Registry, tree: Node
-) -> tuple[type | None, Any, list[Problem]]:
-    """The slot's class and stage, as far as there are any, and the mistakes."""
-    if not spec.use:
-        return None, None, []
-    kind, message, hint = None, f"there is no stage `{spec.use}`", ""
-    try:
-        if spec.use in registry:
-            kind = registry.load(spec.use)
-            message = wrong_artifact(kind, spec.use)
-            if not message:
-                return kind, *build(kind, spec.fields, tree=tree, path=("stages", slot))
-            kind = None  # of other slots nothing can be said
-        else:
-            hint = registry.hint(spec.use)
-    except PluginError as error:
-        message = str(error)
-    return kind, None, [tree.problem(("stages", slot, "use"), message, hint)]
 
 
 def _draft(
@@ -278,7 +277,13 @@ def _draft(
     if not problems:
         problems += unread_results(links, wiring, tree)
     problems += recipe.replaced
-    device, procs, per_node = _processes(recipe.launch, started)
+    gpus, nodes = gpu_count(), started.nodes or recipe.launch.most_nodes or 1
+    device: str = recipe.launch.device
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    per_node = recipe.launch.procs or started.per_node
+    procs = started.procs or (per_node or (max(gpus, 1) if device == "cuda" else 1)) * nodes
+    per_node = per_node or procs // nodes
     view = PlanView(
         name=recipe.name, seed=recipe.seed, procs=procs, device=device, slots=stages,
         wiring=wiring, forecast=how.get("forecast", False),
@@ -305,18 +310,6 @@ def _draft(
     warnings = tuple(in_order([problem for problem in problems if problem.warning]))
     plan = Plan(recipe=recipe, view=view, slots=slots, per_node=per_node, warnings=warnings)
     return plan, [problem for problem in problems if not problem.warning]
-
-
-def _processes(launch: Launch, started: ProcessCounts) -> tuple[str, int, int]:
-    """The device, processes over all nodes, and processes on each node."""
-    gpus, nodes = gpu_count(), started.nodes or launch.most_nodes or 1
-    device: str = launch.device
-    if device == "auto":
-        device = "cuda" if gpus else "cpu"
-    per_node = launch.procs or started.per_node
-    usual = max(gpus, 1) if device == "cuda" else 1
-    procs = started.procs or (per_node or usual) * nodes
-    return device, procs, per_node or procs // nodes
 
 
 def _checked(recipe: Recipe, stages: Mapping[str, Any], view: PlanView) -> Iterator[Problem]:

@@ -125,11 +125,6 @@ class Plugins(Generic[T]):
             return self.load(name) if name in self else None
         return None
 
-    def loadable(self) -> dict[str, T]:
-        """All objects that can be loaded, by name."""
-        found = ((name, self.find(name)) for name in self.names())
-        return {name: loaded for name, loaded in found if loaded is not None}
-
     def fault(self, loaded: Any) -> str:
         """The first thing that a loaded object lacks; empty when it is sound."""
         if self.base is None or (isinstance(loaded, type) and issubclass(loaded, self.base)):

@@ -36,11 +36,11 @@ class Sources:
         """Each before the files that it overrides."""
         self.problems: list[Problem] = []
 
-    def read(self, path: Path) -> Node | None:
+    def read(
+        self, path: Path, asked: Location | None = None, chain: tuple[Path, ...] = ()
+    ) -> Node | None:
         """The merged tree of `path` and what it extends; None when some file cannot be read."""
-        return self._read(path, Location(file=shown_path(path)), ())
-
-    def _read(self, path: Path, asked: Location, chain: tuple[Path, ...]) -> Node | None:
+        asked = asked or Location(file=shown_path(path))
         path = Path(os.path.abspath(path))  # noqa: PTH100 - a link keeps its name
         if path in chain:
             names = " -> ".join(shown_path(link) for link in (*chain[chain.index(path) :], path))
@@ -59,7 +59,7 @@ class Sources:
             if not isinstance(base.value, str):
                 self._say("extends: must be a file name or a list of file names", base.at)
         parents = [
-            self._read(path.parent / base.value, base.at, (*chain, path))
+            self.read(path.parent / base.value, base.at, (*chain, path))
             for base in reversed(bases)
             if isinstance(base.value, str)
         ]

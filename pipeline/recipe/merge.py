@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -196,17 +196,7 @@ def _is_override(word: str) -> bool:
 
 
 class _RefusedError(Exception):
-    """The override cannot be applied; says why."""
-
-    def __init__(self, message: str, hint: str = "", **unknown: Any) -> None:
-        """`unknown` are the fields of the UnknownKey that it is, if it is one."""
-        super().__init__(message)
-        self.hint, self.unknown = hint, unknown
-
-    def problem(self, override: str, place: Location) -> Problem:
-        kind: type[Problem] = UnknownKey if self.unknown else Problem
-        message = f"`{override}`: {self}"
-        return kind(message=message, hint=self.hint, location=place, **self.unknown)
+    """The override cannot be applied: why, a hint, and fields of the UnknownKey if it is one."""
 
 
 def apply(
@@ -231,7 +221,10 @@ def apply(
         try:
             overlay, found = _overlay(root, override, header, place)
         except _RefusedError as error:
-            problems.append(error.problem(override, place))
+            message, hint, *unknown = error.args
+            kind, more = (UnknownKey, unknown[0]) if unknown else (Problem, {})
+            wrong = f"`{override}`: {message}"
+            problems.append(kind(message=wrong, hint=hint, location=place, **more))
             continue
         problems += found
         if not found:
@@ -245,7 +238,7 @@ def put(root: Node, path: KeyPath, value: Node) -> Node:
     try:
         return merge(root, _nest(root, [*map(str, path)], 0, value))
     except _RefusedError as error:
-        raise RecipeError([root.problem(path, str(error))]) from error
+        raise RecipeError([root.problem(path, error.args[0])]) from error
 
 
 def _overlay(
@@ -264,9 +257,9 @@ def _overlay(
     if first == "stages" and len(parts) > 1:
         raise _RefusedError("a path starts with the slot", f"write {'.'.join(parts[1:])}=...")
     if first not in known:
-        near, path_of = closest(first, known) or "", tuple(parts)
         message, hint = f"the recipe has no slot `{first}`", did_you_mean(first, known)
-        raise _RefusedError(message, hint, path=path_of, value=plain(value), closest=near)
+        more = {"path": tuple(parts), "value": plain(value), "closest": closest(first, known) or ""}
+        raise _RefusedError(message, hint, more)
     return _nest(root, parts if first in header else ["stages", *parts], 0, value), found
 
 

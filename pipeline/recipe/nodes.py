@@ -184,8 +184,3 @@ class UnknownKey(Problem):
     def on_command_line(self) -> bool:
         """Whether it stands in no file."""
         return self.location is not None and self.location.on_command_line
-
-    @property
-    def misplaced_slot(self) -> bool:
-        """Whether it is a slot outside of `stages`."""
-        return len(self.path) == 1 and isinstance(self.value, dict) and "use" in self.value
