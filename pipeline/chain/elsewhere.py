@@ -116,7 +116,7 @@ def read_elsewhere(
 ) -> Iterator[tuple[Hint, bool]]:
     """Yield for each key what it means in other programs, and whether that is sure."""
     found = foreign(unknown, slots) if foreign and unknown else [Meant()] * len(unknown)
-    places = []
+    places: list[list[tuple[Spot, Any]]] = []
     for each, meant in zip(unknown, found, strict=True):
         places.append([])
         for key, new in meant.to.items():

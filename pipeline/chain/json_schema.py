@@ -104,6 +104,6 @@ def _opened(schema: dict[str, Any], *, whole: bool = False) -> dict[str, Any]:
             result[key] = [_opened(child) for child in inner]
     if not whole:
         return result
-    keys = [key for key in ("description", "default") if key in result]
+    keys: list[str] = [key for key in ("description", "default") if key in result]
     outside = {key: result.pop(key) for key in keys}
     return {"anyOf": [result, REFERENCE], **outside}

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import importlib.metadata
 import inspect
+import itertools
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -187,10 +188,10 @@ class Registry(Plugins[type]):
         """Hint for a recipe that names a stage that is not installed."""
         same_kind = self.names(kind_of(name))
         found = self._closest_stage(name, same_kind or self.names())
-        number, with_it = re.search(r"\d+$", name), ""  # as in `wrap.zero3`
-        for field, kind in self.fields(found or "").items() if number else ():
-            if get_origin(kind) is Literal and int(number[0]) in get_args(kind):
-                with_it = f" with `{field}: {int(number[0])}`"
+        numbers, with_it = map(int, re.findall(r"\d+$", name)), ""  # as in `wrap.zero3`
+        for number, (field, kind) in itertools.product(numbers, self.fields(found or "").items()):
+            if get_origin(kind) is Literal and number in get_args(kind):
+                with_it = f" with `{field}: {number}`"
                 break
         parts = [f"did you mean `{found}`{with_it}?"] if found else []
         if same_kind:

@@ -193,8 +193,8 @@ def of_other_tools(unknown: Sequence[UnknownKey], slots: Slots) -> list[Meant]:
     installed, names, found = Translators.installed(), [], []
     for each in unknown:  # in the slot of adapter.lora, `r` is `lora_r`
         stage = slots.uses.get(each.slot, "").partition(".")[2]
-        own = (each.name, each.name.replace("-", "_"), f"{stage}_{each.name}")
-        names.append([*dict.fromkeys(own)])
+        called = (each.name, each.name.replace("-", "_"), f"{stage}_{each.name}")
+        names.append([*dict.fromkeys(called)])
     pairs = [*zip(unknown, names, strict=True)]
     content = {name: each.value for each, own in pairs for name in own}
     for each, own in pairs:

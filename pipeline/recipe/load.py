@@ -208,9 +208,9 @@ def _wrong_slot(slot: str, value: Any, tree: Node) -> Iterator[Problem]:
         elif command_line and equals:
             hint = f"write {slot}.{field}={rest}"
         elif isinstance(value, str) and re.fullmatch(r"[a-z][\w.]*", value):
-            use = value if "." in value else f"{slot}.{value}"
-            hint = f"write `{slot}: {{use: {use}}}`"
-            hint = f"write {slot}.use={use}" if command_line else hint
+            stage = value if "." in value else f"{slot}.{value}"
+            hint = f"write `{slot}: {{use: {stage}}}`"
+            hint = f"write {slot}.use={stage}" if command_line else hint
         message = "a slot is a mapping with `use` and the stage's fields"
         yield tree.problem(path, message, hint, kind=NoSlot, name=slot)
         return
