@@ -62,13 +62,9 @@ def inline(value: Any) -> str:
     """The value as YAML on one line."""
     for allow_unicode in (True, False):
         text: str = yaml.dump(
-            value,
-            Dumper=_Dumper,
-            default_flow_style=True,
-            allow_unicode=allow_unicode,
-            sort_keys=False,
-            width=10**9,
-        )
+            value, Dumper=_Dumper, default_flow_style=True, allow_unicode=allow_unicode,
+            sort_keys=False, width=10**9,
+        )  # fmt: skip
         if not UNSAFE.search(text):
             break
     return text.removesuffix("\n").removesuffix("\n...")

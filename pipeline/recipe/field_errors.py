@@ -21,24 +21,18 @@ from pipeline.recipe.parse import scalar
 from pipeline.utils.text import closest, did_you_mean
 
 WANTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
+    **dict.fromkeys(("int_type", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("list_type", "tuple_type", "set_type", "frozen_set_type"), "a list"),
+    **dict.fromkeys(("dict_type", "dataclass_type"), "a mapping"),
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
     "path_type": "a path",
     "none_required": "null",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "set_type": "a list",
-    "frozen_set_type": "a list",
-    "dict_type": "a mapping",
-    "dataclass_type": "a mapping",
 }
-UNKNOWN = "unexpected_keyword_argument"
 MESSAGES = {
     "missing": "is required",
-    UNKNOWN: "unknown field",
+    "unexpected_keyword_argument": "unknown field",
     "value_error": "{error}",
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be more than {gt}",
@@ -56,14 +50,9 @@ Adapter = Callable[[type], TypeAdapter[Any]]
 
 
 def to_problems(
-    errors: Sequence[Any],
-    kind: type,
-    data: Mapping[str, Any],
-    tree: Node,
-    base: KeyPath,
-    *,
+    errors: Sequence[Any], kind: type, data: Mapping[str, Any], tree: Node, base: KeyPath, *,
     adapter: Adapter,
-) -> list[Problem]:
+) -> list[Problem]:  # fmt: skip
     """Problems of `data`, written at `base`, as a `kind`; problems of one value become one.
     `adapter` tries values that hints name."""
     by_path: dict[KeyPath, list[Any]] = {}
@@ -106,7 +95,7 @@ def _broken_rule(error: Any, kind: type, path: KeyPath, tree: Node, whole: KeyPa
     hint, name = "", str(path[-1])
     if sort == "missing":
         return tree.problem(whole, message, kind=MissingKey, at_key=True)
-    if sort == UNKNOWN:
+    if sort == "unexpected_keyword_argument":
         known = sorted({name for owner in owners_of(kind, path) for name in field_types(owner)})
         field, _, value = name.partition(" ")
         hint = did_you_mean(name, known)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import yaml
 
 from pipeline.errors import COMMAND_LINE, Location, Problem, RecipeError
-from pipeline.recipe.nodes import KeyPath, Node, UnknownKey, dotted, plain
+from pipeline.recipe.nodes import KeyPath, Node, UnknownKey, dotted, plain, walk
 from pipeline.recipe.parse import parse
 from pipeline.utils.text import closest, did_you_mean
 
@@ -134,24 +134,20 @@ FORMER = {"allow_floating_revision": "leave it out: names without a commit are a
 
 def without_former(root: Node) -> tuple[Node, list[Problem]]:
     """The tree without former fields of stages, and a warning for each."""
-    problems: list[Problem] = []
+    message = "is not a field any more, and has no effect"
+    problems = [
+        root.problem(path, message, FORMER[str(path[-1])], at_key=True, warning=True)
+        for path, _ in walk(root)
+        if path[:1] == ("stages",) and len(path) > 2 and path[-1] in FORMER
+    ]
 
-    def kept(node: Node, path: KeyPath) -> Node:
+    def kept(node: Node) -> Node:
         if isinstance(node.value, list):
-            return replace(node, value=[kept(one, (*path, n)) for n, one in enumerate(node.value)])
-        entries = {}
-        for key, one in node.entries().items():
-            if key not in FORMER:
-                entries[key] = kept(one, (*path, key))
-                continue
-            message = "is not a field any more, and has no effect"
-            problems.append(
-                root.problem((*path, key), message, FORMER[key], at_key=True, warning=True)
-            )
+            return replace(node, value=[kept(one) for one in node.value])
+        entries = {key: kept(one) for key, one in node.entries().items() if key not in FORMER}
         return replace(node, value=entries) if isinstance(node.value, dict) else node
 
-    slots = {slot: kept(node, ("stages", slot)) for slot, node in root.slots().items()}
-    return root.with_slots(slots), problems
+    return root.with_slots({slot: kept(node) for slot, node in root.slots().items()}), problems
 
 
 class Meant(NamedTuple):
