@@ -17,7 +17,7 @@ from pipeline.recipe.dump import render
 from pipeline.recipe.fields import build
 from pipeline.recipe.includes import Sources
 from pipeline.recipe.interpolation import resolve
-from pipeline.recipe.merge import Common, apply, drop_removed, lost, put, without_former
+from pipeline.recipe.merge import Common, apply, lost, put, without_former
 from pipeline.recipe.nodes import (
     RESERVED,
     KeyPath,
@@ -118,7 +118,8 @@ def read_recipe(
         return None, sources.problems
     from_files = list(lost(tree, common))
     tree, wrong_overrides, stayed = apply(tree, overrides, HEADER_KEYS, common)
-    tree, former = without_former(drop_removed(tree))
+    filled = {slot: node for slot, node in tree.slots().items() if node.value is not None}
+    tree, former = without_former(tree.with_slots(filled))
     # so that interpolations do not find the values of other keys
     entries = {key: node for key, node in tree.entries().items() if key in TOP_LEVEL}
     unknown: list[Problem] = []

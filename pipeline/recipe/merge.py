@@ -58,11 +58,6 @@ def merge(base: Node, overlay: Node) -> Node:
     return Node(value={**merged.entries(), "stages": slots}, at=merged.at, keys=merged.keys)
 
 
-def drop_removed(root: Node) -> Node:
-    """Remove slots that are null and that no base ever filled."""
-    return root.with_slots({k: node for k, node in root.slots().items() if node.value is not None})
-
-
 def _merge_maps(base: Node, overlay: Node) -> Node:
     entries, keys = dict(base.entries()), dict(base.keys)
     for key, child in overlay.entries().items():
