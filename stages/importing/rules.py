@@ -223,9 +223,10 @@ def number(value: Any) -> float:
 def whole(value: Any, least: float = -math.inf) -> int:
     """Return a whole number of at most 2^53, after which not all are floats; 2e8 is one too."""
     found = number(value)
-    wanted = ["a whole number"] * (found != int(found)) + ["at most 2^53"] * (abs(found) > 1 << 53)
-    if wanted := [*wanted, *[f"at least {least}"] * (found < least)]:
-        raise WrongValueError(f"refused must be {wanted[0]}, not {value!r}")
+    big = abs(found) > 1 << 53
+    wrong = "a whole number" if found != int(found) else "at most 2^53" if big else ""
+    if wrong or found < least:
+        raise WrongValueError(f"refused must be {wrong or f'at least {least}'}, not {value!r}")
     return int(found)
 
 
