@@ -226,29 +226,25 @@ def _wrong_hook(stage: type) -> str:
                 return f"has a `{name}` that {says} ({name_of(stage)})"
     if issubclass(stage, OpensText):
         for name in ("open_folder", "open_trained", "open_source"):
-            if not _takes_as(getattr(OpensText, name), getattr(stage, name)):
+            if not _takes(getattr(stage, name), like=getattr(OpensText, name)):
                 return f"has a `{name}` that does not take what OpensText says ({name_of(stage)})"
     verify = getattr(stage, "verify", None)
     exports = verify is not None and issubclass(gives(stage) or object, ExportedModel)
-    if exports and not _takes_as(VerifiesExport.verify, verify):
+    if exports and not _takes(verify, like=VerifiesExport.verify):
         return f"has a `verify` that `pipe verify` cannot call: write `{VERIFY}`"
     return ""
 
 
-def _takes(method: Any, *arguments: object, **named: object) -> bool:
-    """Whether a method can be called with these arguments."""
+def _takes(method: Any, *arguments: object, like: Any = None) -> bool:
+    """Whether a method can be called with these arguments, and those of a protocol's method."""
+    wanted = {} if like is None else {**inspect.signature(like).parameters}
+    named = {name for name, one in wanted.items() if one.kind is one.KEYWORD_ONLY}
+    given = [*arguments, *(wanted.keys() - named)]
     try:
-        inspect.signature(method).bind(*arguments, **named)
+        inspect.signature(method).bind(*given, **dict.fromkeys(named))
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _takes_as(protocol: Any, method: Any) -> bool:
-    """Whether a method can be called with the arguments of a protocol's."""
-    wanted = inspect.signature(protocol).parameters
-    named = {name for name, one in wanted.items() if one.kind is one.KEYWORD_ONLY}
-    return _takes(method, *(wanted.keys() - named), **dict.fromkeys(named))
 
 
 def line_in(error: BaseException, module: str) -> str:
