@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from pipeline.chain.entry_points import kind_of
+from pipeline.chain.registry import kind_of
 from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine

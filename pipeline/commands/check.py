@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from pipeline.chain.names import unpinned
-from pipeline.chain.plan import Plan
+from pipeline.chain.plan import Plan, unpinned
 from pipeline.commands import options
 from pipeline.commands.options import flag
 from pipeline.errors import (
@@ -26,7 +25,7 @@ from pipeline.errors import (
     in_words,
     system_errors_as,
 )
-from pipeline.importing.unknown_keys import plan_recipe
+from pipeline.importing.translator import plan_recipe
 from pipeline.utils import terminal
 from pipeline.utils.files import check_writable
 from pipeline.utils.terminal import set_display

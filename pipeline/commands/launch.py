@@ -67,7 +67,7 @@ def launch(
     variables that it reads are passed by name; the script holds none of their values.
     """
     from pipeline.distributed.placement import bounds
-    from pipeline.importing.unknown_keys import plan_recipe
+    from pipeline.importing.translator import plan_recipe
     from pipeline.launch.targets import TARGETS as KNOWN
     from pipeline.launch.targets import with_absolute_paths
     from pipeline.utils.addresses import path_problems

@@ -18,7 +18,7 @@ from pipeline.commands import options
 from pipeline.commands.options import Count, flag, option
 from pipeline.errors import RecipeError
 from pipeline.execution.in_process import Preview, Token, documents, previews
-from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
+from pipeline.importing.translator import of_other_tools, plan_recipe
 from pipeline.recipe import Recipe, RecipeSettings, read_recipe, unless_reported
 from pipeline.recipe.dump import render
 from pipeline.recipe.fields import plain_value

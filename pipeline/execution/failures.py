@@ -92,7 +92,7 @@ def in_force(run_dir: Path) -> bool:
 def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
     """Write this rank's error, with the time, for the launching process to read. If the run's disk
     is full, the report goes to the launcher's file and the traceback to standard error."""
-    from pipeline.chain.entry_points import line_in_plugin
+    from pipeline.chain.registry import line_in_plugin
 
     expected = is_user_error(error)
     memory: Literal["", "host", "device"] = "host" if isinstance(error, MemoryError) else ""

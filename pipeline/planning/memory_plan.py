@@ -12,7 +12,7 @@ from pipeline.chain.plan import Plan
 from pipeline.chain.registry import Registry
 from pipeline.contracts.precision import Precision
 from pipeline.distributed.settings import ProcessCounts
-from pipeline.importing.unknown_keys import plan_recipe
+from pipeline.importing.translator import plan_recipe
 from pipeline.planning import hardware as machinery
 from pipeline.planning.estimate import Estimate, ask_planners, combine
 from pipeline.planning.hardware import Hardware, HardwareOptions, Margins

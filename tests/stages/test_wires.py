@@ -12,16 +12,15 @@ import pytest
 import yaml
 
 from pipeline import Checkpoints, Context, Data, Durable, Engine, ModelSource, TrainedRun, traits
-from pipeline.chain.entry_points import Entry
 from pipeline.chain.plan import Plan, make_plan
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Entry, Registry
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import RecipeError
 from pipeline.execution.journal import Journal
 from pipeline.execution.runner import Runner
 from pipeline.recipe import load_recipe
 from pipeline.testing import plan_view
-from pipeline.testing.helpers import checked
+from pipeline.testing.conformance import checked
 from stages.adapter.lora import Lora
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.data.chat import ChatData

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.chain.entry_points import Entry
+from pipeline.chain.registry import Entry
 from pipeline.checkpoint.formats import Formats, Reading, StateFormat, StateSource
 from pipeline.errors import PluginError, UsageError
 

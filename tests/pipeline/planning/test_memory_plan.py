@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from pipeline import Context, Data, Engine, TrainedRun
-from pipeline.chain.entry_points import BUILT_IN, Entry
 from pipeline.chain.plan import plan_file
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import BUILT_IN, Entry, Registry
 from pipeline.checkpoint.file_layout import PASSAGE
 from pipeline.planning.planner import Planners
 from tests.support.command import pipe

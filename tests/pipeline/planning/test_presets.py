@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.chain.entry_points import Entry
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Entry, Registry
 from pipeline.errors import PluginError, UsageError
 from pipeline.planning.planner import Planners, Preset
 from pipeline.planning.presets import chosen, strategies

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.errors import StageError
 from pipeline.testing import assert_conforms, plan_view
-from pipeline.testing.helpers import checked
+from pipeline.testing.conformance import checked
 from stages.adapter.lora import Lora
 from stages.export.adapter import ExportAdapter
 from stages.model.block_changes import is_linear

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import Problem, StageError
 from pipeline.testing import plan_view
-from pipeline.testing.helpers import checked
+from pipeline.testing.conformance import checked
 from stages.data.chat import ChatData
 from stages.data.text import StreamData, TextData
 from stages.model.assets import config_of_recipe

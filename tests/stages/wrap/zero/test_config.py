@@ -11,7 +11,7 @@ import pytest
 from pipeline import UpdateRule
 from pipeline.contracts.precision import LossScaling, Precision
 from pipeline.testing import plan_view
-from pipeline.testing.helpers import checked
+from pipeline.testing.conformance import checked
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
 from stages.precision.policy import PrecisionPolicy

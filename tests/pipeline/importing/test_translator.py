@@ -13,17 +13,15 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.chain.elsewhere import Slots, explained
+from pipeline.chain.elsewhere import Slots, explained, read_elsewhere
 from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import Registry
 from pipeline.errors import COMMAND_LINE, Location, Problem, RecipeError
-from pipeline.importing.translator import installed_translators
-from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
+from pipeline.importing.translator import installed_translators, of_other_tools, plan_recipe
 from pipeline.recipe import load_recipe
 from pipeline.recipe.dump import render
 from pipeline.recipe.nodes import MissingKey, UnknownKey
-from stages.importing.hugging_face import KINDS
-from stages.importing.translator import TABLES
+from stages.importing.hugging_face import KINDS, TABLES
 from tests.support.tier import times
 
 RECIPE = """\
@@ -228,7 +226,8 @@ def test_every_hint_names_a_field_and_a_value_that_it_takes(
     place = Location(file=f"{COMMAND_LINE}override 1")
     path = ("stages", slot, key) if slot else (key,)
     unknown = UnknownKey(message="unknown field", location=place, path=path, value=value)
-    said = of_other_tools([unknown], Slots(load_recipe(file), Registry.installed()))[0].hint
+    slots = Slots(load_recipe(file), Registry.installed())
+    (((said, _), _),) = read_elsewhere([unknown], slots, of_other_tools)
     if said.startswith("write ") and "`" not in said and "..." not in said:
         follow(file, shlex.split(said.removeprefix("write ")))
     for slot_, text in re.findall(r"a slot `(\w+): ({.*?})`", said):
