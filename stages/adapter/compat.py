@@ -122,6 +122,14 @@ class Layer:
 
     name: str
     """Name of the linear layer's module, or of the stacked weights, without updates."""
+    weight: str
+    """Name of the weight that is updated, in the model without updates."""
+    down: str
+    """Name of the tensor A, shape (rank, inputs), or (experts, rank, inputs)."""
+    up: str
+    """Name of the tensor B, shape (outputs, rank), or (experts, outputs, rank)."""
+    magnitude: str | None = None
+    """Name of the lengths of the rows, shape (outputs,), with DoRA."""
     rank: int
     """Rank of the update, for each expert."""
     scaling: float
@@ -129,37 +137,10 @@ class Layer:
     """Whether a weight is (inputs, outputs), as GPT-2's are."""
     inputs: int
     outputs: int
-    dora: bool = False
     experts: int | None = None
     """Number of stacked weights; None for a linear layer."""
     nested: int = 0
     """Number of updates of the same module that peft puts around this one."""
-
-    def _part(self, part: str) -> str:
-        if self.experts is None:
-            return f"{self.name}.{part}.{ADAPTER}.weight"
-        owner, _, leaf = self.name.rpartition(".")
-        return f"{owner}.{part}.{leaf}"
-
-    @property
-    def down(self) -> str:
-        """Name of the tensor A, shape (rank, inputs), or (experts, rank, inputs)."""
-        return self._part("lora_A")
-
-    @property
-    def up(self) -> str:
-        """Name of the tensor B, shape (outputs, rank), or (experts, outputs, rank)."""
-        return self._part("lora_B")
-
-    @property
-    def magnitude(self) -> str:
-        """Name of the lengths of the rows, shape (outputs,), with DoRA."""
-        return f"{self.name}.lora_magnitude_vector.{ADAPTER}.weight"
-
-    @property
-    def weight(self) -> str:
-        """Name of the weight that is updated, in the model without updates."""
-        return f"{self.name}.weight" if self.experts is None else self.name
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -169,7 +150,7 @@ class Layer:
             self.down: (*stack, self.rank, self.inputs),
             self.up: (*stack, self.outputs, self.rank),
         }
-        return {**shapes, self.magnitude: (self.outputs,)} if self.dora else shapes
+        return shapes | ({} if self.magnitude is None else {self.magnitude: (self.outputs,)})
 
     @property
     def in_file(self) -> Mapping[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,23 +93,26 @@ def _skipped_experts(stage: Lora, plan: PlanView) -> Iterator[Problem]:
 def _unmatched_targets(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     """A mistake for each target with a name that the model's source does not have. A name that it
     has may still name no linear layer, which the run finds when it builds the model."""
-    from stages.model.compat import is_multimodal
+    from stages.model.compat import is_multimodal, type_code
     from stages.model.config_checks import config_of, hf_model
-    from stages.model.source_text_compat import lacks_name, linear_names
 
     config, model = config_of(stage, plan), hf_model(stage, plan)
     foreign = model is not None and model.trust_remote_code
     if config is None or foreign or is_multimodal(config):
         return
     kind = str(config.get("model_type"))
+    code = type_code(kind)
+    if not code or "AutoModel" in code:  # models that are made by other files than the type's
+        return
     linear = () if isinstance(stage.targets, str) else stage.targets
     stacked = stage.target_parameters or ()
     named = [("targets", one) for one in linear] + [("target_parameters", one) for one in stacked]
     for key, target in named:
         parts = [part for part in target.split(".") if part.isidentifier()]
-        if any(lacks_name(kind, part) for part in parts):
+        if not all(re.search(rf"\b{part}\b", code) for part in parts):
             what = "linear layer" if key == "targets" else "weight"
-            names = linear_names(kind)
+            assigned = re.findall(r"self\.(\w+) = (?:nn\.Linear|Conv1D|\w+Linear)\(", code)
+            names = sorted(set(assigned) - {"lm_head"})
             near = closest(target.rpartition(".")[2], names)
             asked = f"did you mean `{near}`? " if near else ""
             yield Problem(

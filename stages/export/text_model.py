@@ -37,7 +37,7 @@ from stages.export import target
 from stages.export.proof import has_room, loaded, loading
 from stages.model import compat
 from stages.model.as_exported import AS_SOURCE, module_tensors
-from stages.model.chat_template import aligned, wanted_ids
+from stages.model.assets import aligned, wanted_ids
 from stages.model.config_checks import table_of_positions
 from stages.model.files import read_json, safetensors_files
 from stages.precision.policy import emulates_narrow

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import Data, ModelSource, PlanView, Problem, StageError, TrainedRun, traits
+from stages.model.compat import size_by_default, type_code
 from stages.model.files import has_tokenizer, is_gguf, is_local, local, read_json
 from stages.model.read import config_at_hand, gguf_header
 from stages.model.settings import HfSettings
-from stages.model.source_text_compat import needs_even_heads, size_by_default
 
 Config = Mapping[str, Any]
 
@@ -264,6 +264,7 @@ def uneven_heads(config: Config) -> str:
     """Return a sentence about heads that do not divide the hidden size, if they have to."""
     kind, names = str(config.get("model_type")), ("hidden_size", "num_attention_heads")
     size, heads = (config.get(name) or size_by_default(kind, name) for name in names)
-    if not (size and heads and size % heads and needs_even_heads(kind)):
+    refusal = "not a multiple of the number of attention"
+    if not (size and heads and size % heads and refusal in type_code(kind, "configuration")):
         return ""
     return f"hidden_size is {size}, which num_attention_heads ({heads}) does not divide"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline import StageError, in_words, system_errors_as
-from pipeline.utils import HubName, commit_of, open_regular, parse_json, read_whole
+from pipeline.utils import HubName, commit_of, parse_json, read_whole
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 REVISION = re.compile(r"[A-Za-z0-9_][\w./-]*")
@@ -27,8 +25,6 @@ TOKENIZER_FILES = (
 ASSETS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 MOST = 1 << 28
 """Most bytes of a JSON file of a model. An index of weights is the largest."""
-EDGE = 1 << 20
-UNSTABLE = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "_model_name_or_path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,19 +137,15 @@ def _indexed(folder: Path, index: str, single: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-def adapter_beside(folder: Path) -> str | None:
-    """Return a sentence on an adapter next to the weights of a folder; None without one."""
-    file = folder / ADAPTER
-    return f"{file}: the adapter next to the weights is not applied" if file.is_file() else None
-
-
-def other_weights(folder: Path) -> str | None:
-    """Return a sentence on a folder that has the same weights in two forms, or None."""
-    forms = (SAFE, TORCH)
+def beside(folder: Path) -> tuple[str, str]:
+    """Return a sentence on an adapter next to the weights of a folder, and one on the same weights
+    in two forms; each empty without them."""
+    file, forms = folder / ADAPTER, (SAFE, TORCH)
+    adapter = f"{file}: the adapter next to the weights is not applied" if file.is_file() else ""
     there = [name for form in forms for name in reversed(form) if (folder / name).is_file()]
     if not any(set(form) <= set(there) for form in forms):
-        return None
-    return f"{folder} has {', '.join(there[:-1])} and {there[-1]}: {there[0]} is read"
+        return adapter, ""
+    return adapter, f"{folder} has {', '.join(there[:-1])} and {there[-1]}: {there[0]} is read"
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -197,25 +189,3 @@ def kernels_named(config: Mapping[str, Any]) -> Iterator[str]:
             yield from (each for each in inner.values() if isinstance(each, str) and "/" in each)
         elif isinstance(value, Mapping):
             yield from kernels_named(value)
-
-
-def source_fingerprint(
-    config: Any, files: Iterable[Path], *, seed: int | None, new: Sequence[str] = ()
-) -> str:
-    """Return sha256 over the config, the weight files, and the seed and names of the weights drawn.
-
-    Each file counts by its name, size, first and last MiB, which is cheap for any model; the header
-    of a safetensors file begins with the first MiB.
-    """
-    stable = {key: value for key, value in config.to_dict().items() if key not in UNSTABLE}
-    digest = hashlib.sha256(json.dumps(stable, sort_keys=True, default=str).encode())
-    if seed is not None:
-        digest.update(f"random {seed}".encode())
-        digest.update("\0".join(new).encode())
-    for file in files:
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
-        with open_regular(file) as stream:
-            digest.update(stream.read(EDGE))
-            stream.seek(max(0, file.stat().st_size - EDGE))
-            digest.update(stream.read(EDGE))
-    return digest.hexdigest()

@@ -21,7 +21,6 @@ import torch
 
 from pipeline import StageError, TensorReader, TensorSpec
 from pipeline.utils import human
-from stages.model import compat
 from stages.model.declared import listed, matches, misfit, refuse_differences, refuse_idle
 from stages.model.settings import Fate
 from stages.weights.views import ExtendedReader, MemoryReader, Origin, named, pieces
@@ -50,13 +49,6 @@ class Unread:
     dropped: list[str] = field(default_factory=list)
     undeclared: list[str] = field(default_factory=list)
     """Neither passed nor dropped by the recipe."""
-
-    def log(self, log: Logger, where: str, held: TensorReader) -> None:
-        """Say what is not read, with number and bytes."""
-        passed = "frozen, not in memory, and passed through to the export"
-        for names, fate in ((self.passed, passed), (self.dropped, "dropped")):
-            if names:
-                log.warning("not read from %s, %s: %s", where, fate, sized(names, held))
 
 
 def sized(names: Collection[str], held: TensorReader) -> str:
@@ -229,7 +221,9 @@ class RandomReader(MemoryReader):
         self._drawn = {}
 
     def _initialised(self, unit: str) -> dict[str, Tensor]:
-        original = self._model.get_submodule(unit)
+        from transformers import PreTrainedModel
+
+        original: Any = self._model.get_submodule(unit)
         whole = original in self._blocks
         module = copy.deepcopy(original)
         for child in module.modules() if whole else [module]:
@@ -237,11 +231,16 @@ class RandomReader(MemoryReader):
                 # NaN, so that a parameter that is not initialised shows.
                 values = torch.full(one.shape, math.nan, dtype=torch.float32)
                 setattr(child, name, torch.nn.Parameter(values))
-        owner: Any = compat.nearest_model(self._model, unit)
+        outer, owner = unit, original  # the innermost transformers model that the unit lies in
+        while outer:
+            outer = outer.rpartition(".")[0]
+            owner = self._model.get_submodule(outer)
+            if isinstance(owner, PreTrainedModel):
+                break
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(unit_seed(self._seed, unit))
             if whole:
-                compat.initialise(owner, module)
+                module.apply(owner._init_weights)
             else:
                 owner._init_weights(module)
         prefix = f"{unit}." if unit else ""
