@@ -9,7 +9,6 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,26 +51,30 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def uninitialised() -> AbstractContextManager[None]:
-    """Leave DoRA's magnitudes without values: peft would compute them from weights that are not
-    loaded yet, or that this process holds in part."""
+@contextlib.contextmanager
+def only_declared() -> Iterator[None]:
+    """Have peft, in the body, put updates where it is told to, and leave DoRA's magnitudes without
+    values.
+
+    It takes names of linear layers that experts had in transformers 4 for names of stacked weights,
+    and doubles their rank; and it would compute magnitudes from weights that are not loaded yet, or
+    that this process holds in part.
+    """
     import torch
     from peft.tuners.lora.dora import DoraLinearLayer
+    from peft.utils import transformers_weight_conversion as conversion
 
     def declare(self: Any, *, base_layer: Any, **_: Any) -> None:
         # A linear layer of torch, or of transformers' GPT-2 kind.
         rows = base_layer.out_features if hasattr(base_layer, "out_features") else base_layer.nf
         self.weight = torch.nn.Parameter(torch.empty(int(rows)))
 
-    return replaced(DoraLinearLayer, "update_layer", declare)
-
-
-def targets_as_named() -> AbstractContextManager[None]:
-    """Have peft put updates where it is told to. It takes names of linear layers that experts had
-    in transformers 4 for names of stacked weights, and doubles their rank."""
-    from peft.utils import transformers_weight_conversion as conversion
-
-    return replaced(conversion, "convert_peft_config_for_transformers", lambda *_, **__: None)
+    name = "convert_peft_config_for_transformers"
+    with (
+        replaced(DoraLinearLayer, "update_layer", declare),
+        replaced(conversion, name, lambda *_, **__: None),
+    ):
+        yield
 
 
 def read_as_experts(model: Any, name: str) -> bool:

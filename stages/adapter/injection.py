@@ -29,17 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline import StageError
-from pipeline.utils import closest
-from stages.adapter.compat import (
-    ADAPTER,
-    Layer,
-    import_peft,
-    quiet,
-    targets_as_named,
-    uninitialised,
-)
+from pipeline.utils import closest, plural
+from stages.adapter.compat import ADAPTER, Layer, import_peft, only_declared, quiet
 from stages.adapter.peft_files import peft_config
-from stages.adapter.settings import LoraSettings
+from stages.adapter.settings import AdaptedModel, LoraSettings
 from stages.model.block_changes import is_linear, linear_layers
 from stages.model.declared import logical_numel, matches, refuse_idle
 
@@ -58,14 +51,28 @@ def inject(stage: LoraSettings, model: nn.Module) -> None:
                 f"train_also: {name} is frozen by the model slot",
                 hint="leave it out of one of them: `train_also` here, or `frozen` there",
             )
-    experts = _chosen_experts(stage, model)
+    experts = [name for name, _, _ in stacked_weights(model)]
+    for target in stage.target_parameters or ():
+        if not any(f".{name}".endswith(f".{target}") for name in experts):
+            ends = ", ".join(sorted({".".join(name.split(".")[-3:]) for name in experts}))
+            raise StageError(
+                f"adapter.lora: no stacked weights of experts have a name that ends in {target!r}",
+                hint=f"they are called {ends}" if ends else "leave out target_parameters",
+            )
+    if stage.target_parameters is None:
+        others = [] if stage.misses_experts else experts
+        experts = [name for name in others if not matches(name, stage.train_also)]
+    else:
+        chosen = tuple(f".{end}" for end in stage.target_parameters)
+        experts = [name for name in experts if f".{name}".endswith(chosen)]
     if stage.targets:
         _inject_linear(stage, model)
     root = stage.rank if stage.scaling == "standard" else math.sqrt(stage.rank)
     add_updates(model, experts, LowRank(stage.rank, stage.alpha / root, stage.dropout))
     found = layers(model)
     for target in () if isinstance(stage.targets, str) else stage.targets:
-        if not any(layer.experts is None and _ends_in(layer.name, target) for layer in found):
+        names = (f".{layer.name}" for layer in found if layer.experts is None)
+        if not any(name.endswith(f".{target}") for name in names):
             raise StageError(
                 f"adapter.lora: no linear layer's name ends in {target!r}",
                 hint=_linear_hint(model, target),
@@ -94,7 +101,7 @@ def _inject_linear(stage: LoraSettings, model: nn.Module) -> None:
     config = peft_config(stage, targets)
     config.init_lora_weights = False  # peft's values would be overwritten
     try:
-        with quiet(), uninitialised(), targets_as_named():
+        with quiet(), only_declared():
             peft.inject_adapter_in_model(config, model)
     except ValueError as error:
         raise StageError(f"adapter.lora: {error}", hint=_linear_hint(model)) from error
@@ -102,27 +109,6 @@ def _inject_linear(stage: LoraSettings, model: nn.Module) -> None:
         if isinstance(module, peft.tuners.lora.LoraLayer):
             # It would follow a dtype that the strategy is about to change.
             module.cast_input_dtype_enabled = False
-
-
-def _chosen_experts(stage: LoraSettings, model: nn.Module) -> Collection[str]:
-    """Names of the stacked weights that get updates. Raises StageError for idle targets."""
-    names = [name for name, _, _ in stacked_weights(model)]
-    if stage.target_parameters is None:
-        trained = () if stage.misses_experts else names
-        return [name for name in trained if not matches(name, stage.train_also)]
-    for target in stage.target_parameters:
-        if not any(_ends_in(name, target) for name in names):
-            ends = ", ".join(sorted({".".join(name.split(".")[-3:]) for name in names}))
-            raise StageError(
-                f"adapter.lora: no stacked weights of experts have a name that ends in {target!r}",
-                hint=f"they are called {ends}" if ends else "leave out target_parameters",
-            )
-    return [name for name in names if any(_ends_in(name, end) for end in stage.target_parameters)]
-
-
-def _ends_in(name: str, end: str) -> bool:
-    """Whether the last parts of a name are `end`."""
-    return f".{name}".endswith(f".{end}")
 
 
 def _linear_hint(model: nn.Module, target: str = "") -> str:
@@ -193,12 +179,18 @@ def layers(model: nn.Module) -> list[Layer]:
     return found
 
 
-def log_left_out(
-    stage: LoraSettings, model: Any, layers: Sequence[Layer], log: logging.Logger
-) -> None:
-    """Warn of linear layers and stacked weights without an update, and say how to include them;
-    mention routers, which are usually left as they are."""
-    for kind, sizes in _left_out(model, layers).items():
+def log_summary(source: AdaptedModel, log: logging.Logger) -> None:
+    """Log the number of trained parameters. Warn of linear layers and stacked weights without an
+    update, and say how to include them; mention routers, which are usually left as they are."""
+    stage, parameters = source.stage, dict(source.outline.named_parameters())
+    trained = sum(parameters[name].numel() for name in source.trained)
+    stacked = sum(layer.experts is not None for layer in source.layers)
+    also = f" and {plural(stacked, 'stack')} of experts" if stacked else ""
+    log.info(
+        "%s%s get updates; %s parameters are trained",
+        plural(len(source.layers) - stacked, "layer"), also, f"{trained:,}",
+    )  # fmt: skip
+    for kind, sizes in _left_out(source.outline, source.layers).items():
         what = f"{sizes.total():,} parameters of {', '.join(sizes)}"
         if kind == "router":
             log.info("%s stay as they are; train_also trains them as a whole", what)
@@ -297,11 +289,6 @@ def add_updates(model: nn.Module, names: Collection[str], settings: LowRank) -> 
         experts.lora_A, experts.lora_B = Factors(downs, device), Factors(ups, device)
         experts.low_rank = settings
         experts.forward = functools.partial(forward, experts)
-
-
-def updated_modules(model: nn.Module) -> list[nn.Module]:
-    """The experts' modules of `model` that have updates."""
-    return [one for one in model.modules() if isinstance(getattr(one, "low_rank", None), LowRank)]
 
 
 def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ class Lora(LoraSettings):
     """
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
+        from stages.model.config_checks import config_of, has_experts
+
         if importlib.util.find_spec("peft") is None:
             yield Problem(message="needs peft", hint="pip install 'pipetrain[adapter]'")
         builder = plan.too_late(self, Engine)
@@ -43,7 +45,15 @@ class Lora(LoraSettings):
         if self.dora and self.target_parameters:
             message = "DoRA has no updates of stacked weights of experts"
             yield Problem(key="target_parameters", message=message, hint="set dora: false")
-        yield from _skipped_experts(self, plan)
+        trained = not self.misses_experts or any("expert" in name for name in self.train_also)
+        if not trained and has_experts(config_of(self, plan) or {}):
+            key, why = "target_parameters", "`targets` are linear layers"
+            hint = "target_parameters: [experts.gate_up_proj, experts.down_proj] includes them"
+            if self.dora:
+                key, why = "dora", "DoRA has none for stacked weights"
+                hint = "train_also: ['*.experts.*'] trains them as a whole"
+            message = f"experts get no update: {why}"
+            yield Problem(key=key, message=message, hint=hint, warning=True)
         yield from _unmatched_targets(self, plan)
         if self.targets == () and not self.target_parameters:
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
@@ -61,8 +71,10 @@ class Lora(LoraSettings):
             yield why, "leave out quantize"
 
     def run(self, ctx: Context, model: ModelSource) -> AdaptedModel:
+        from stages.adapter.injection import log_summary
+
         source = self.declared(model, seed=ctx.seed)
-        source.log_summary(ctx.log)
+        log_summary(source, ctx.log)
         return source
 
     def declared(self, model: ModelSource, *, seed: int) -> AdaptedSource:
@@ -72,22 +84,6 @@ class Lora(LoraSettings):
 
         base = model if self.quantize is None else PackedSource(model, self.quantize)
         return AdaptedSource(self, base, seed=seed)
-
-
-def _skipped_experts(stage: Lora, plan: PlanView) -> Iterator[Problem]:
-    """A warning if the recipe's model has experts, by its config, that are not trained."""
-    from stages.model.config_checks import config_of, has_experts
-
-    if not stage.misses_experts or any("expert" in name for name in stage.train_also):
-        return
-    if has_experts(config_of(stage, plan) or {}):
-        key, why = "target_parameters", "`targets` are linear layers"
-        hint = "target_parameters: [experts.gate_up_proj, experts.down_proj] includes them"
-        if stage.dora:
-            key, why = "dora", "DoRA has none for stacked weights"
-            hint = "train_also: ['*.experts.*'] trains them as a whole"
-        message = f"experts get no update: {why}"
-        yield Problem(key=key, message=message, hint=hint, warning=True)
 
 
 def _unmatched_targets(stage: Lora, plan: PlanView) -> Iterator[Problem]:

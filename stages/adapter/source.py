@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 
 from pipeline import ModelSource, StageError, TensorReader, TensorSpec, Weights
 from pipeline.checkpoint import CHUNK
-from pipeline.utils import plural
 from stages.adapter.compat import CONFIG, WEIGHTS, Layer
-from stages.adapter.injection import inject, layers, log_left_out, updated_modules
+from stages.adapter.injection import inject, layers
 from stages.adapter.peft_files import saved_updates
 from stages.adapter.settings import AdaptedModel, LoraSettings
 from stages.model.declared import outline, ties
@@ -64,9 +62,10 @@ class AdaptedSource(AdaptedModel):
         return {*shared, *shared.values()}
 
     def external_parameter_modules(self, model: nn.Module) -> Sequence[nn.Module]:
-        within = [model.get_submodule(layer.name) for layer in layers(model) if layer.magnitude]
-        experts = updated_modules(model)
-        return [*within, *experts, *self.base.external_parameter_modules(model)]
+        own = (one for one in layers(model) if one.magnitude or one.experts is not None)
+        names = (one.name if one.experts is None else one.name.rpartition(".")[0] for one in own)
+        within = [model.get_submodule(name) for name in dict.fromkeys(names)]
+        return [*within, *self.base.external_parameter_modules(model)]
 
     @functools.cached_property
     def layers(self) -> Sequence[Layer]:
@@ -75,18 +74,6 @@ class AdaptedSource(AdaptedModel):
     @functools.cached_property
     def trained(self) -> Sequence[str]:
         return [name for name, one in self.outline.named_parameters() if one.requires_grad]
-
-    def log_summary(self, log: logging.Logger) -> None:
-        """Log the number of trained parameters and what gets no update."""
-        parameters = dict(self.outline.named_parameters())
-        trained = sum(parameters[name].numel() for name in self.trained)
-        stacked = sum(layer.experts is not None for layer in self.layers)
-        also = f" and {plural(stacked, 'stack')} of experts" if stacked else ""
-        log.info(
-            "%s%s get updates; %s parameters are trained",
-            plural(len(self.layers) - stacked, "layer"), also, f"{trained:,}",
-        )  # fmt: skip
-        log_left_out(self.stage, self.outline, self.layers, log)
 
     @functools.cached_property
     def frozen_base(self) -> Collection[str]:

@@ -257,7 +257,8 @@ def _filled(
         model.generation_config = GenerationConfig.from_pretrained(folder)
         use_cache = read_json(Path(folder) / "config.json").get("use_cache", True)
     model.config.use_cache = model.config.get_text_config().use_cache = use_cache
-    compat.attend_fast(model)
+    with contextlib.suppress(ValueError, ImportError):  # as transformers loads a model
+        model.set_attn_implementation("sdpa")
     size = sum(own.spec(name).nbytes for name in own.names())
     free = free_memory()
     if size > free:

@@ -6,7 +6,6 @@ Importing this imports no torch."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import itertools
@@ -99,64 +98,55 @@ def _drop_keys(file: Path, *keys: str) -> None:
         file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def config_of_recipe(config: Mapping[str, Any] | str) -> Any:
-    """Return a transformers config of a mapping, or of a config.json at a path.
+def open_config(stage: HfSettings, files: Files | None) -> Any:
+    """Return a transformers config of the mapping or config.json in the slot's `config`, or else of
+    a folder or GGUF file.
 
-    Raises StageError if it cannot be used, also for keys of a mapping that the architecture does
-    not know: transformers would keep them and use its default.
+    Raises StageError if it cannot be used or trained, also for keys of a mapping that the
+    architecture does not know: transformers would keep them and use its default.
     """
-    from transformers import AutoConfig
-
-    spelled_out = not isinstance(config, str)
-    values = read_json(local(config)) if isinstance(config, str) else dict(config)
-    kind = values.pop("model_type", None)
-    with _unusable():
-        if spelled_out:
-            default = AutoConfig.for_model(kind)
-            known = {*default.to_dict(), *default.attribute_map, *OLD_SPELLINGS}
-            for key in (key for key in values if key not in known):
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else ""
-                raise StageError(f"a {kind} config has no key {key!r}", hint=hint)
-        if wrong := wrong_size(values):
-            raise ValueError(wrong)
-        return AutoConfig.for_model(kind, **values)
-
-
-def config_of_files(files: Files, *, trust_remote_code: bool) -> Any:
-    """Return the config of a folder or GGUF file. Raises StageError if it cannot be trained."""
+    from huggingface_hub.errors import StrictDataclassError as Strict
     from transformers import AutoConfig
 
     from stages.model.gguf import GgufTensors, quick_gguf
 
-    if files.gguf is not None:
-        GgufTensors(files.folder / files.gguf).close()  # is it there as a whole?
-    with _unusable(), quick_gguf(files.gguf):
-        config = AutoConfig.from_pretrained(
-            files.folder,
-            gguf_file=files.gguf,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-        )
-        if wrong := wrong_size(config.to_dict()):
-            raise ValueError(wrong)
+    gguf = files.gguf if files is not None and stage.config is None else None
+    if files is not None and gguf:
+        GgufTensors(files.folder / gguf).close()  # is it there as a whole?
+    given, values = stage.config, dict[str, Any]()
+    if given is not None:
+        values = read_json(local(given)) if isinstance(given, str) else dict(given)
+    kind = values.pop("model_type", None)
+    try:
+        with compat.quiet(), quick_gguf(gguf):
+            if given is not None and not isinstance(given, str):
+                default = AutoConfig.for_model(kind)
+                known = {*default.to_dict(), *default.attribute_map, *OLD_SPELLINGS}
+                for key in (key for key in values if key not in known):
+                    near = difflib.get_close_matches(key, known, n=1)
+                    hint = f"did you mean {near[0]}?" if near else ""
+                    raise StageError(f"a {kind} config has no key {key!r}", hint=hint)
+            if wrong := wrong_size(values):
+                raise ValueError(wrong)
+            if given is not None:
+                return AutoConfig.for_model(kind, **values)
+            assert files is not None
+            config = AutoConfig.from_pretrained(
+                files.folder,
+                gguf_file=gguf,
+                trust_remote_code=stage.trust_remote_code,
+                local_files_only=True,
+            )
+            if wrong := wrong_size(config.to_dict()):
+                raise ValueError(wrong)
+    except (OSError, ValueError, LookupError, TypeError, ImportError, Strict) as error:
+        raise StageError(f"the model's config cannot be used: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise StageError(
             f"the weights in {files} are quantized and cannot be trained",
             hint="use the unquantized model",
         )
     return config
-
-
-@contextlib.contextmanager
-def _unusable() -> Iterator[None]:
-    from huggingface_hub.errors import StrictDataclassError as Strict
-
-    try:
-        with compat.quiet():
-            yield
-    except (OSError, ValueError, LookupError, TypeError, ImportError, Strict) as error:
-        raise StageError(f"the model's config cannot be used: {error}") from error
 
 
 def open_tokenizer(files: Files, stage: HfSettings, log: Logger) -> Any:

@@ -38,7 +38,7 @@ INSIDE = "_hooks_inside_of_forward"
 Forward = Callable[..., Any]
 
 
-def change_blocks(stage: HfSettings, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def change_blocks(stage: HfSettings, model: Any, blocks: Sequence[nn.Module]) -> None:
     """Apply the slot's changes to a model and its blocks. Raises StageError for changes of blocks
     in a model whose blocks are not known."""
     if not blocks and (stage.activation_checkpointing is not None or stage.compile is not None):
@@ -48,9 +48,19 @@ def change_blocks(stage: HfSettings, model: nn.Module, blocks: Sequence[nn.Modul
             hint="leave out activation_checkpointing and compile",
         )
     if stage.kernels is not None:
-        use_liger(model)
+        needed = "kernels: liger needs liger-kernel, and that needs Triton"
+        with optional(needed, hint="pip install liger-kernel"):
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+            from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+        kind = model.config.model_type
+        if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+            raise StageError(f"Liger has no kernels for {kind}", hint="leave out kernels")
+        # Its own losses would replace the loss that is normalised over the whole step.
+        _apply_liger_kernel_to_instance(
+            model=model, cross_entropy=False, fused_linear_cross_entropy=False
+        )
     if stage.fp8 is not None:
-        use_fp8(model, stage.fp8)
+        _use_fp8(model, stage.fp8)
     if stage.activation_checkpointing is not None:
         checkpoint_blocks(blocks, stage.activation_checkpointing)
     if stage.compile is not None:
@@ -169,7 +179,7 @@ def with_hooks(module: nn.Module, forward: Forward) -> Forward:
     return between
 
 
-def use_fp8(model: Any, settings: Fp8) -> None:
+def _use_fp8(model: Any, settings: Fp8) -> None:
     """Have linear layers of suited sizes but the head multiply in 8 bits. Raises StageError."""
     with optional("fp8 needs torchao", hint="pip install 'pipetrain[torchao]'"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -187,21 +197,6 @@ def use_fp8(model: Any, settings: Fp8) -> None:
         raise StageError(message, hint="leave out fp8")
     convert_to_float8_training(
         model, config=config, module_filter_fn=lambda module, name: module in suited
-    )
-
-
-def use_liger(model: Any) -> None:
-    """Replace parts of the model by Liger's kernels. Raises StageError where it has none."""
-    needed = "kernels: liger needs liger-kernel, and that needs Triton"
-    with optional(needed, hint="pip install liger-kernel"):
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    kind = model.config.model_type
-    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise StageError(f"Liger has no kernels for {kind}", hint="leave out kernels")
-    # Its own losses would replace the loss that is normalised over the whole step.
-    _apply_liger_kernel_to_instance(
-        model=model, cross_entropy=False, fused_linear_cross_entropy=False
     )
 
 

@@ -133,29 +133,11 @@ def _changes(
     ]
 
 
-def gguf_names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
-    """The converter of a GGUF file's arrays, and a map of the file's names to the module's."""
-    import gguf
-    from transformers import modeling_gguf_pytorch_utils as mapping
-
-    kind = mapping.TENSOR_PROCESSORS.get(architecture, mapping.TensorProcessor)
-    processor = kind(config=model.config.to_dict())
-    # transformers asks for the same names once for every module, and making them takes 0.1 s
-    with replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
-        return processor, mapping.get_gguf_hf_weights_map(model, processor)
-
-
 def compute_plainly(model: Any) -> None:
     """Compute attention and experts by plain torch operations, which accept all sizes."""
     model.set_attn_implementation("eager")
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
-
-
-def attend_fast(model: Any) -> None:
-    """Choose the attention that transformers loads a model with, where the architecture has it."""
-    with contextlib.suppress(ValueError, ImportError):
-        model.set_attn_implementation("sdpa")
 
 
 def block_classes(model: nn.Module) -> Collection[str]:

@@ -59,12 +59,6 @@ def is_plain(name: str) -> bool:
     return bool(parts) and not Path(name).is_absolute() and ".." not in parts
 
 
-def commit_at(repo: str, revision: str | None) -> str:
-    """Return the commit of a hub model. Raises StageError."""
-    name = HubName(kind="model", repo=repo, revision=revision, named_by="path", key="revision")
-    return commit_of(name)
-
-
 def find_files(
     path: str, revision: str | None = None, gguf: str | None = None, *, weights: bool = False
 ) -> Files:
@@ -72,9 +66,9 @@ def find_files(
     `weights` where they are asked for. Raises StageError if there is none."""
     if not is_local(path):
         wanted = [gguf] if gguf else ["*.safetensors"] if weights else []
-        folder = _snapshot(path, revision, [*ASSETS, *wanted])
+        folder = download(path, revision, [*ASSETS, *wanted])
         if weights and not gguf and not any(folder.glob("*.safetensors")):
-            folder = _snapshot(path, revision, [*ASSETS, "pytorch_model*.bin"])
+            folder = download(path, revision, [*ASSETS, "pytorch_model*.bin"])
         return Files(folder=folder, gguf=gguf)
     place = local(path)
     if is_gguf(path):
@@ -86,14 +80,25 @@ def find_files(
     return Files(folder=place.absolute(), gguf=gguf)
 
 
-def _snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
+def download(repo: str, revision: str | None, patterns: list[str] | None = None) -> Path:
+    """Return the folder in the hub's cache with a model's files that match the patterns, or its
+    config.json if there are none. Raises StageError."""
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    commit = commit_at(repo, revision)
+    commit = commit_of(
+        HubName(kind="model", repo=repo, revision=revision, named_by="path", key="revision")
+    )
     try:
+        if patterns is None:
+            return Path(hf_hub_download(repo, "config.json", revision=commit))
         return Path(snapshot_download(repo, revision=commit, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        if patterns is None:
+            raise StageError(
+                f"cannot get the config of {repo} at {commit}: {error}",
+                hint="give `path` a folder that holds its config.json",
+            ) from error
         raise StageError(
             f"cannot get {repo} at {commit} from the hub: {error}",
             hint="download it where there is a network and give `path` the folder",

@@ -23,16 +23,11 @@ from stages.weights.converted import Change, ConvertedReader, renamed
 from stages.weights.views import ListedReader, named
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 FLOATS = ("F16", "F32", "F64", "BF16")
 """Names of types that are not quantized."""
-
-
-def gguf_package() -> AbstractContextManager[None]:
-    """Raise StageError where the body imports the package and it is not installed."""
-    hint = "pip install 'pipetrain[gguf]'"
-    return optional("reading a GGUF file needs the package `gguf`", hint=hint)
+NEEDED, HINT = "reading a GGUF file needs the package `gguf`", "pip install 'pipetrain[gguf]'"
 
 
 def quantization(file: Path) -> str:
@@ -46,12 +41,20 @@ def quantization(file: Path) -> str:
     return "" if most in FLOATS else most
 
 
-def open_gguf(file: Path, model: nn.Module) -> ConvertedReader:
+def open_gguf(file: Path, model: Any) -> ConvertedReader:
     """Return the file's tensors in fp32 under the names of `model`, unknown ones under their own.
     Raises StageError for an architecture that it does not know."""
     tensors = GgufTensors(file)
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as mapping
+
     try:
-        processor, names = compat.gguf_names(tensors.architecture, model)
+        kind = mapping.TENSOR_PROCESSORS.get(tensors.architecture, mapping.TensorProcessor)
+        processor = kind(config=model.config.to_dict())
+        # transformers asks for the same names once for every module, and making them takes 0.1 s
+        once = functools.cache(gguf.get_tensor_name_map)
+        with compat.replaced(gguf, "get_tensor_name_map", once):
+            names = mapping.get_gguf_hf_weights_map(model, processor)
     except (ValueError, KeyError, NotImplementedError, IndexError) as error:
         raise StageError(f"{file} cannot be read: {error}") from error
     groups, unknown = dict[str, list[str]](), list[Change]()
@@ -71,7 +74,7 @@ class GgufTensors(ListedReader):
     installed, and for a file that is not GGUF or is cut short."""
 
     def __init__(self, file: Path) -> None:
-        with gguf_package():
+        with optional(NEEDED, hint=HINT):
             from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         header = gguf_header(file)
         self.architecture = str(header.metadata.get("general.architecture", ""))
@@ -149,7 +152,7 @@ def quick_gguf(file: str | None) -> AbstractContextManager[None]:
     makes two views of a memory map for each token of the vocabulary, which takes seconds."""
     if file is None:
         return contextlib.nullcontext()
-    with gguf_package():
+    with optional(NEEDED, hint=HINT):
         import gguf
 
     class QuickReader(gguf.GGUFReader):  # type: ignore[misc]

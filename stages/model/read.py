@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from pipeline import StageError
 from pipeline.utils import open_regular
-from stages.model.files import commit_at, is_gguf, is_local, local, read_json
+from stages.model.files import download, is_gguf, is_local, local, read_json
 from stages.model.settings import HfSettings
 
 TUNED = ("-Instruct", "-instruct", "-chat-hf", "-Base", "-base", "-Chat", "-it", "-pt")
@@ -46,16 +46,15 @@ def known_config(repo: str) -> dict[str, Any] | None:
 def read_config(stage: HfSettings) -> dict[str, Any]:
     """Return the config, with the slot's own vocabulary size; a hub model's config.json is
     downloaded, if it is not in the hub's cache. Raises StageError if it cannot be read."""
-    path, gguf = stage.path, stage.gguf_file
-    if stage.config is not None:
-        given = stage.config
+    given, path = stage.config, stage.path
+    if given is not None:
         config = dict(given) if isinstance(given, Mapping) else read_json(local(given))
     elif path is not None and not is_local(path):
-        config = known_config(path) or read_json(_from_hub(path, stage.revision))
+        config = known_config(path) or read_json(download(path, stage.revision))
     else:
         assert path is not None
-        file = local(path) if is_gguf(path) else local(path) / (gguf or "config.json")
-        config = _of_gguf(file) if gguf or is_gguf(path) else read_json(file)
+        file = local(path) if is_gguf(path) else local(path) / (stage.gguf_file or "config.json")
+        config = _of_gguf(file) if is_gguf(path) or stage.gguf_file else read_json(file)
     if stage.vocab_size is not None:
         config["vocab_size"] = stage.vocab_size
     return config
@@ -71,20 +70,6 @@ def config_at_hand(stage: HfSettings) -> dict[str, Any] | None:
         return read_config(stage)
     except StageError:
         return None
-
-
-def _from_hub(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    commit = commit_at(repo, revision)
-    try:
-        return Path(hf_hub_download(repo, "config.json", revision=commit))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise StageError(
-            f"cannot get the config of {repo} at {commit}: {error}",
-            hint="give `path` a folder that holds its config.json",
-        ) from error
 
 
 def _of_gguf(file: Path) -> dict[str, Any]:

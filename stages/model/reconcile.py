@@ -148,39 +148,32 @@ def fit(
         log.info("not in %s, so initialised: %s", where, listed(missing))
     origins |= {name: Origin(name, 0, wanted[name]) for name in missing}
     for alias, kept in tied.items():
-        _refuse_untied(where, held, alias, kept, origins)
+        if not _agree(held, origins[alias], origins[kept]):
+            raise StageError(
+                f"the model shares one tensor between {alias} and {kept}, but {where} or "
+                "new_weights sets them to different values",
+                hint="name both in new_weights, or set tie_word_embeddings to false in its "
+                "config.json",
+            )
     needs_fresh = any(origin.kept < origin.spec.numel for origin in origins.values())
     return ExtendedReader(held, fresh() if needs_fresh else None, origins)
 
 
-def _refuse_untied(
-    where: str, held: TensorReader, alias: str, kept: str, origins: Mapping[str, Origin]
-) -> None:
-    """Raise StageError for tied tensors that are set to different values."""
-    one, other = origins[alias], origins[kept]
-    if one.kept and other.kept:
-        same = one.source == other.source or _agree(held, one.source, other.source)
-    else:
-        same = one.kept == other.kept  # both are new
-    if not same:
-        raise StageError(
-            f"the model shares one tensor between {alias} and {kept}, but {where} or "
-            "new_weights sets them to different values",
-            hint="name both in new_weights, or set tie_word_embeddings to false in its config.json",
-        )
-
-
-def _agree(held: TensorReader, one: str, other: str) -> bool:
-    """Whether two tensors agree in three samples. Every process compares, so samples have to do: a
-    head that was trained apart from the embedding differs everywhere."""
-    first, second = held.spec(one), held.spec(other)
+def _agree(held: TensorReader, one: Origin, other: Origin) -> bool:
+    """Whether two tensors are both new, or agree in three samples. Every process compares, so
+    samples have to do: a head that was trained apart from the embedding differs everywhere."""
+    if not (one.kept and other.kept):
+        return one.kept == other.kept
+    if one.source == other.source:
+        return True
+    first, second = held.spec(one.source), held.spec(other.source)
     length = min(SAMPLE, first.numel)
     samples = [torch.empty(length, dtype=torch.float32) for _ in range(2)]
     if first.shape != second.shape:
         return False
     for start in (0, (first.numel - length) // 2, first.numel - length):
-        held.read_into(one, start, samples[0])
-        held.read_into(other, start, samples[1])
+        held.read_into(one.source, start, samples[0])
+        held.read_into(other.source, start, samples[1])
         if not torch.equal(*samples):
             return False
     return True

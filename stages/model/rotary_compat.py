@@ -9,7 +9,7 @@ the only one, at inference say: its own function computes them, for one length a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline import MicroBatch, StageError
@@ -28,7 +28,7 @@ def choose_by_document(model: nn.Module) -> None:
         kind = getattr(module, "rope_type", None)
         kinds = kind.values() if isinstance(kind, Mapping) else [kind]
         if set(kinds) & set(LENGTHWISE):
-            module.forward = DocumentAngles(module)
+            module.forward = DocumentAngles(module, module.forward)
     config: Any = model.config
     unsuited = other_angles(config.to_dict(), of_transformers=not is_remote_code(model))
     if unsuited is not None:
@@ -79,17 +79,17 @@ def document_lengths(positions: Tensor) -> Tensor:
     return lengths.gather(-1, number).view(positions.shape)
 
 
+@dataclass(eq=False)
 class DocumentAngles:
     """Forward method of a rotary module: transformers', for documents of one length after another.
     After each, the module is as it was."""
 
-    lengths: Callable[[Tensor], Tensor] = staticmethod(document_lengths)
+    module: Any
+    original: Callable[..., Any]
+    """The module's own forward method."""
+    lengths: Callable[[Tensor], Tensor] = document_lengths
     """Returns the length of each token's document for the positions that the module is called with.
     Whoever calls it with a part of them replaces this."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module: Any = module
-        self._forward = module.forward
 
     def __call__(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **rest: Any
@@ -98,12 +98,12 @@ class DocumentAngles:
 
         if layer_type is not None:
             rest["layer_type"] = layer_type
-        module, lengths = self._module, self.lengths(position_ids)
+        module, lengths = self.module, self.lengths(position_ids)
         kind, stated = module.rope_type, module.config.rope_parameters
         if layer_type is not None:
             kind, stated = kind[layer_type], stated[layer_type]
         if kind not in LENGTHWISE:
-            return self._forward(x, position_ids, **rest)
+            return self.original(x, position_ids, **rest)
         long = kind == "longrope"
         # The most tokens of a text that the first table is for, and lengths that have another.
         limit = int(
@@ -133,14 +133,14 @@ class DocumentAngles:
         import torch
 
         last = torch.full_like(positions[..., :1], length - 1)
-        attributes, made = dict(vars(self._module)), self._module._buffers
+        attributes, made = dict(vars(self.module)), self.module._buffers
         buffers = dict(made)
         made |= {name: None if one is None else one.clone() for name, one in buffers.items()}
         try:
-            found = self._forward(x, torch.cat([positions, last], dim=-1), **rest)
+            found = self.original(x, torch.cat([positions, last], dim=-1), **rest)
         finally:
-            vars(self._module).clear()
-            vars(self._module).update(attributes)
+            vars(self.module).clear()
+            vars(self.module).update(attributes)
             made.clear()
             made.update(buffers)
         return [one[..., :-1, :] for one in (found if isinstance(found, tuple) else (found,))]

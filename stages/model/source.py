@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -76,11 +76,7 @@ def open_source(stage: HfSettings, ctx: Context) -> HfSource:
             )
         if others:
             ctx.log.warning("%s: %s", stage.path, others)
-    if stage.config is not None:
-        config = assets.config_of_recipe(stage.config)
-    else:
-        assert files is not None
-        config = assets.config_of_files(files, trust_remote_code=stage.trust_remote_code)
+    config = assets.open_config(stage, files)
     if stage.vocab_size is not None:
         config.get_text_config().vocab_size = stage.vocab_size
     return HfSource(stage, config, files, words, seed=ctx.seed, log=ctx.log)
@@ -110,6 +106,8 @@ class HfSource(ModelSource):
         foreign = stage.trust_remote_code and "auto_map" in values
         self._multimodal = not foreign and compat.is_multimodal(values)
         """Whether it is a model of more than text, whose other parts are left out."""
+        words = tokenizer_files
+        self._has_tokenizer = words is not None and bool(words.gguf or has_tokenizer(words.folder))
         self._tokenizer: Any = None
         self._processor: Any = None
         self._said: set[str] = set()
@@ -252,10 +250,6 @@ class HfSource(ModelSource):
         )
 
     @functools.cached_property
-    def _ties(self) -> Mapping[str, str]:
-        return ties(self._outline)
-
-    @functools.cached_property
     def _weight_files(self) -> Sequence[Path]:
         """Files that weights are read from; none for random weights."""
         if self._random:
@@ -269,7 +263,7 @@ class HfSource(ModelSource):
         held = self._stored()
         try:
             fitted = fit(
-                str(self._files), held, self._outline, self._ties, self._allowed,
+                str(self._files), held, self._outline, ties(self._outline), self._allowed,
                 self._initialised, self._log,
             )  # fmt: skip
             unread = self._unread(held)
@@ -286,7 +280,7 @@ class HfSource(ModelSource):
 
     def _initialised(self) -> TensorReader:
         model = self._outline
-        return RandomReader(model, self.blocks(model), self._ties, seed=self._seed)
+        return RandomReader(model, self.blocks(model), ties(self._outline), seed=self._seed)
 
     def _stored(self) -> ConvertedReader:
         """Tensors of the files, under the names of the module as far as they are known."""
@@ -374,11 +368,6 @@ class HfSource(ModelSource):
         return commit if COMMIT.fullmatch(commit) else None
 
     # Files next to the weights.
-
-    @property
-    def _has_tokenizer(self) -> bool:
-        files = self._tokenizer_files
-        return files is not None and (files.gguf is not None or has_tokenizer(files.folder))
 
     def tokenizer(self) -> Any:
         files = self._tokenizer_files
