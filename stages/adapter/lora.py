@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import Context, Engine, ModelSource, PlanView, Problem, StageError
 from pipeline.utils import closest, parse_json, read_whole
+from stages.adapter.compat import CONFIG, WEIGHTS
 from stages.adapter.settings import AdaptedModel as AdaptedModel
 from stages.adapter.settings import LoraSettings
 from stages.adapter.settings import QuantType as QuantType
+from stages.model.compat import is_multimodal, type_code
+from stages.model.config_checks import config_of, has_experts, hf_model
 from stages.model.declared import matches
+from stages.model.weight_checks import new_rows, vocabulary_tables
 
 if TYPE_CHECKING:
     from stages.adapter.source import AdaptedSource
@@ -31,8 +35,6 @@ class Lora(LoraSettings):
     """
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        from stages.model.config_checks import config_of, has_experts
-
         if importlib.util.find_spec("peft") is None:
             yield Problem(message="needs peft", hint="pip install 'pipetrain[adapter]'")
         builder = plan.too_late(self, Engine)
@@ -89,9 +91,6 @@ class Lora(LoraSettings):
 def _unmatched_targets(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     """A mistake for each target with a name that the model's source does not have. A name that it
     has may still name no linear layer, which the run finds when it builds the model."""
-    from stages.model.compat import is_multimodal, type_code
-    from stages.model.config_checks import config_of, hf_model
-
     config, model = config_of(stage, plan), hf_model(stage, plan)
     foreign = model is not None and model.trust_remote_code
     if config is None or foreign or is_multimodal(config):
@@ -121,9 +120,6 @@ def _unmatched_targets(stage: Lora, plan: PlanView) -> Iterator[Problem]:
 def _frozen_random(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     """A mistake for weights that are drawn at random, that the data train on, and that stay frozen:
     rows of the vocabulary for new tokens, and `new_weights`."""
-    from stages.model.config_checks import hf_model
-    from stages.model.weight_checks import new_rows, vocabulary_tables
-
     model = hf_model(stage, plan)
     if model is None:
         return
@@ -155,8 +151,6 @@ def _is_named(name: str, patterns: Sequence[str]) -> bool:
 
 def differences(stage: LoraSettings, folder: Path) -> Iterator[tuple[str, str]]:
     """Yield why the stage cannot continue from a saved adapter: a message and a hint each."""
-    from stages.adapter.compat import CONFIG, WEIGHTS
-
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing:
         yield f"no {' and no '.join(missing)} in {folder}", ""

@@ -109,8 +109,9 @@ def fit(
     allowed: Allowed,
     fresh: Callable[[], TensorReader],
     log: Logger,
-) -> TensorReader:
-    """Return a reader of `held` with exactly the names and shapes of `model`.
+) -> tuple[TensorReader, Unread]:
+    """Return a reader of `held` with exactly the names and shapes of `model`, and what it does not
+    read.
 
     `fresh` initialises the tensors that the recipe wants new, and those that the architecture
     tolerates to be missing, which are logged. `held` may have a tied tensor under any of its names.
@@ -156,7 +157,7 @@ def fit(
                 "config.json",
             )
     needs_fresh = any(origin.kept < origin.spec.numel for origin in origins.values())
-    return ExtendedReader(held, fresh() if needs_fresh else None, origins)
+    return ExtendedReader(held, fresh() if needs_fresh else None, origins), unread
 
 
 def _agree(held: TensorReader, one: Origin, other: Origin) -> bool:

@@ -33,7 +33,7 @@ from stages.model.files import (
     weight_files,
 )
 from stages.model.gguf import open_gguf
-from stages.model.reconcile import Allowed, RandomReader, Unread, fit, sized, sort_out
+from stages.model.reconcile import Allowed, RandomReader, fit, sized, sort_out
 from stages.model.rotary_compat import choose_by_document
 from stages.model.settings import HfSettings
 from stages.weights.converted import ConvertedReader, renamed
@@ -262,11 +262,10 @@ class HfSource(ModelSource):
             return self._initialised()
         held = self._stored()
         try:
-            fitted = fit(
+            fitted, unread = fit(
                 str(self._files), held, self._outline, ties(self._outline), self._allowed,
                 self._initialised, self._log,
             )  # fmt: skip
-            unread = self._unread(held)
             passed = "frozen, not in memory, and passed through to the export"
             for names, fate in ((unread.passed, passed), (unread.dropped, "dropped")):
                 if names and fate not in self._said:
@@ -296,17 +295,13 @@ class HfSource(ModelSource):
         safe = bool(safetensors_files(files[0].parent))
         return SafetensorsReader(files) if safe else TorchFilesReader(files)
 
-    def _unread(self, held: TensorReader) -> Unread:
-        """The tensors of the files that the module does not read."""
-        wanted = self._outline.state_dict().keys()
-        return sort_out(held.names(), wanted, self._allowed.towers, self._stage.unused_weights)
-
     def passed_through(self) -> TensorReader | None:
         if self._random:
             return None
         with contextlib.closing(self._stored()) as held:
-            passed = self._unread(held).passed
-            names = {source for name in passed for source in held.sources(name)}
+            wanted, allowed = self._outline.state_dict().keys(), self._allowed
+            unread = sort_out(held.names(), wanted, allowed.towers, allowed.unused)
+            names = {source for name in unread.passed for source in held.sources(name)}
         if not names:
             return None
         file = self._weight_files[0]
