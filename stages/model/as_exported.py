@@ -101,21 +101,16 @@ def needs_source(model: ModelSource) -> bool:
 
 
 class TrainedSource(DerivedSource):
-    """The model that a training made of `origin`, without its adapters, opened when it is read."""
+    """The model that a training made of `model`, without its adapters, opened when it is read."""
 
     def __init__(
-        self,
-        origin: ModelSource,
-        checkpoint: str,
-        *,
-        dtype: str,
-        average: str | None,
-        verify: bool,
+        self, model: ModelSource, trained: TrainedRun, ctx: Context, dtype: str, average: str | None
     ) -> None:
-        super().__init__(origin.training_view)
-        self._origin, self._checkpoint = origin, checkpoint
+        super().__init__(model.training_view)
+        self.name = f"{model.name} trained to step {trained.progress.step}"
+        self._origin, self._checkpoint = model, trained.checkpoint
         self._dtype, self._average = dtype, average
-        self._verify = verify
+        self._verify = ctx.dist.is_main
         """Whether to compare the checksums of whole files, which happens once."""
 
     def weights(self) -> TensorReader:

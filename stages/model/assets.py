@@ -53,21 +53,15 @@ _TURNS = (("user", "question"), ("assistant", _ANSWER))
 
 
 def save_files(
-    config: Any,
-    source: Path | None,
-    folder: Path,
-    *,
-    architecture: str,
-    dtype: str,
-    processor: bool,
-    code: bool,
+    config: Any, model: Any, source: Path | None, folder: Path, dtype: str, *, processor: bool
 ) -> None:
-    """Write config.json, with `dtype` as torch spells it (`bfloat16`), and generation_config.json:
-    the source's own, else what the config implies. Copy what came with the source: the files by
-    which a model of more than text prepares the rest, and the model's code. Raises StageError for
-    code without a source."""
+    """Write config.json of `model`, with `dtype` as torch spells it (`bfloat16`), and
+    generation_config.json: the source's own, else what the config implies. Copy what came with the
+    source: the files by which a model of more than text prepares the rest, and the model's code.
+    Raises StageError for code without a source."""
     from transformers import GenerationConfig
 
+    code = compat.is_remote_code(model)
     if source is None and code:
         raise StageError("the model's code is in no folder that it could be copied from")
     # Copied: transformers refuses to save some settings that published models have.
@@ -79,7 +73,7 @@ def save_files(
     if not (source and (source / names[0]).is_file()):
         GenerationConfig.from_model_config(config).save_pretrained(folder)
     config = copy.deepcopy(config)
-    config.architectures, config.dtype = [architecture], dtype
+    config.architectures, config.dtype = [type(model).__name__], dtype
     config.save_pretrained(folder)
     _drop_keys(folder / "config.json", "quantization_config")
 

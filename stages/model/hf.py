@@ -111,12 +111,8 @@ class TrainedModel:
             )
         require_same_base(ctx, model, trained)
         average = None if self.weights == "model" else self.weights
-        source = TrainedSource(
-            model, trained.checkpoint, dtype=self.dtype, average=average, verify=ctx.dist.is_main
-        )
-        source.name = f"{model.name} trained to step {trained.progress.step}"
         ctx.log.info("the model of step %d, from %s", trained.progress.step, trained.checkpoint)
-        return source
+        return TrainedSource(model, trained, ctx, self.dtype, average)
 
     def run_dry(self, ctx: Context, trained: TrainedRun, model: ModelSource) -> ModelSource:
         return self.run(ctx, trained, model)

@@ -40,8 +40,6 @@ from stages.weights.converted import ConvertedReader, renamed
 from stages.weights.files import SafetensorsReader, TorchFilesReader, sampled
 
 if TYPE_CHECKING:
-    from logging import Logger
-
     from pipeline import Context
 
 EDGE = 1 << 20
@@ -79,7 +77,7 @@ def open_source(stage: HfSettings, ctx: Context) -> HfSource:
     config = assets.open_config(stage, files)
     if stage.vocab_size is not None:
         config.get_text_config().vocab_size = stage.vocab_size
-    return HfSource(stage, config, files, words, seed=ctx.seed, log=ctx.log)
+    return HfSource(stage, config, files, words, ctx)
 
 
 class HfSource(ModelSource):
@@ -87,26 +85,18 @@ class HfSource(ModelSource):
     weights, and new rows of a resized vocabulary, are drawn from the seed."""
 
     def __init__(
-        self,
-        stage: HfSettings,
-        config: Any,
-        files: Files | None,
-        tokenizer_files: Files | None,
-        *,
-        seed: int,
-        log: Logger,
+        self, stage: HfSettings, config: Any, files: Files | None, words: Files | None, ctx: Context
     ) -> None:
         self.name = stage.path or "random initialisation"
         self.config = config
-        self._stage, self._seed, self._log = stage, seed, log
-        self._files, self._tokenizer_files = files, tokenizer_files
+        self._stage, self._seed, self._log = stage, ctx.seed, ctx.log
+        self._files, self._tokenizer_files = files, words
         self._random = stage.config is not None or stage.init == "random"
         self._resized = stage.vocab_size is not None
         values = config.to_dict()
         foreign = stage.trust_remote_code and "auto_map" in values
         self._multimodal = not foreign and compat.is_multimodal(values)
         """Whether it is a model of more than text, whose other parts are left out."""
-        words = tokenizer_files
         self._has_tokenizer = words is not None and bool(words.gguf or has_tokenizer(words.folder))
         self._tokenizer: Any = None
         self._processor: Any = None
@@ -386,10 +376,8 @@ class HfSource(ModelSource):
         origin = self._files.folder if self._files else None
         changes = ""
         with compat.quiet():
-            assets.save_files(
-                self.config, origin, folder, architecture=type(model).__name__, dtype=torch_name,
-                processor=self._multimodal, code=compat.is_remote_code(model),
-            )  # fmt: skip
+            processor = self._multimodal
+            assets.save_files(self.config, model, origin, folder, torch_name, processor=processor)
             if self._has_tokenizer:
                 assets.save_tokenizer(self.tokenizer(), folder)
                 changes = "; ".join(assets.align(folder, self.tokenizer(), self.vocab_size))
