@@ -43,7 +43,7 @@ class AdaptedSource(AdaptedModel):
         return model
 
     @functools.cached_property
-    def outline(self) -> nn.Module:
+    def outline(self) -> nn.Module:  # type: ignore[override]
         return outline(self)
 
     def tie(self, model: nn.Module) -> None:
@@ -68,11 +68,11 @@ class AdaptedSource(AdaptedModel):
         return [*within, *self.base.external_parameter_modules(model)]
 
     @functools.cached_property
-    def layers(self) -> Sequence[Layer]:
+    def layers(self) -> Sequence[Layer]:  # type: ignore[override]
         return layers(self.outline)
 
     @functools.cached_property
-    def trained(self) -> Sequence[str]:
+    def trained(self) -> Sequence[str]:  # type: ignore[override]
         return [name for name, one in self.outline.named_parameters() if one.requires_grad]
 
     @functools.cached_property
