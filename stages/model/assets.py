@@ -104,16 +104,24 @@ def open_config(stage: HfSettings, files: Files | None) -> Any:
 
     from stages.model.gguf import GgufTensors, quick_gguf
 
-    gguf = files.gguf if files is not None and stage.config is None else None
-    if files is not None and gguf:
-        GgufTensors(files.folder / gguf).close()  # is it there as a whole?
-    given, values = stage.config, dict[str, Any]()
+    given, gguf = stage.config, files.gguf if files else None
     if given is not None:
-        values = read_json(local(given)) if isinstance(given, str) else dict(given)
-    kind = values.pop("model_type", None)
+        gguf, values = None, read_json(local(given)) if isinstance(given, str) else dict(given)
+        kind = values.pop("model_type", None)
+    elif files is not None and gguf:
+        GgufTensors(files.folder / gguf).close()  # is it there as a whole?
     try:
         with compat.quiet(), quick_gguf(gguf):
-            if given is not None and not isinstance(given, str):
+            if given is None:
+                assert files is not None
+                config = AutoConfig.from_pretrained(
+                    files.folder,
+                    gguf_file=gguf,
+                    trust_remote_code=stage.trust_remote_code,
+                    local_files_only=True,
+                )
+                values = config.to_dict()
+            elif not isinstance(given, str):
                 default = AutoConfig.for_model(kind)
                 known = {*default.to_dict(), *default.attribute_map, *OLD_SPELLINGS}
                 for key in (key for key in values if key not in known):
@@ -124,15 +132,6 @@ def open_config(stage: HfSettings, files: Files | None) -> Any:
                 raise ValueError(wrong)
             if given is not None:
                 return AutoConfig.for_model(kind, **values)
-            assert files is not None
-            config = AutoConfig.from_pretrained(
-                files.folder,
-                gguf_file=gguf,
-                trust_remote_code=stage.trust_remote_code,
-                local_files_only=True,
-            )
-            if wrong := wrong_size(config.to_dict()):
-                raise ValueError(wrong)
     except (OSError, ValueError, LookupError, TypeError, ImportError, Strict) as error:
         raise StageError(f"the model's config cannot be used: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
