@@ -20,9 +20,8 @@ from stages.data.chat import ChatData
 from stages.export.safetensors import ExportSafetensors
 from stages.model.config_checks import has_experts
 from stages.model.files import is_local
-from stages.model.hf import Compile, HfModel
+from stages.model.hf import Compile, HfModel, TrainedModel
 from stages.model.read import read_config
-from stages.model.trained import TrainedModel
 from stages.optimizer.adamw import AdamW, Moments
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm

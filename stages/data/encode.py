@@ -22,7 +22,7 @@ from stages.data.rendering import Refused, Renderer, layouts, prints_python
 from stages.data.rows import Row, require_text
 from stages.data.tokenize import Span, TextTokenizer, TextTokens
 from stages.data.turns import THOUGHTS, Turns
-from stages.model.chat_template import MARKERS
+from stages.model.assets import MARKERS
 
 ENDED = "whose turns end with the token that begins the next message, since no other ends them"
 LAID_OUT = "whose messages were given to the chat template in another form that says the same"

@@ -37,7 +37,7 @@ from stages.export import target
 from stages.export.proof import has_room, loaded, loading
 from stages.model import compat
 from stages.model.as_exported import AS_SOURCE, module_tensors
-from stages.model.chat_template import aligned, wanted_ids
+from stages.model.assets import aligned, wanted_ids
 from stages.model.config_checks import table_of_positions
 from stages.model.files import read_json, safetensors_files
 from stages.precision.policy import emulates_narrow
@@ -257,7 +257,8 @@ def _filled(
         model.generation_config = GenerationConfig.from_pretrained(folder)
         use_cache = read_json(Path(folder) / "config.json").get("use_cache", True)
     model.config.use_cache = model.config.get_text_config().use_cache = use_cache
-    compat.attend_fast(model)
+    with contextlib.suppress(ValueError, ImportError):  # as transformers loads a model
+        model.set_attn_implementation("sdpa")
     size = sum(own.spec(name).nbytes for name in own.names())
     free = free_memory()
     if size > free:

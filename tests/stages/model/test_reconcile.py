@@ -342,7 +342,7 @@ def fitted(held: dict[str, Tensor], **allowed: Any) -> TensorReader:
     model = Buffered()
     fresh = MemoryReader(model.state_dict())
     log = logging.getLogger("pipe.testing")
-    return fit("here", MemoryReader(held), model, {}, Allowed(**allowed), lambda: fresh, log)
+    return fit("here", MemoryReader(held), model, {}, Allowed(**allowed), lambda: fresh, log)[0]
 
 
 def test_buffers_keep_their_dtype_when_they_are_new(caplog: pytest.LogCaptureFixture) -> None:

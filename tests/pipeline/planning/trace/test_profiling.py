@@ -14,8 +14,8 @@ from pipeline.errors import PipeError
 from pipeline.planning.planner import Job
 from pipeline.planning.profile import Line, Part, Profile
 from pipeline.planning.trace.profiling import profile
+from stages.model.compat import attentions
 from stages.model.declared import outline
-from stages.model.source_text_compat import attentions
 from tests.support.command import pipe
 from tests.support.every_family import every, small
 from tests.support.models import context

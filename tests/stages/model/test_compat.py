@@ -9,14 +9,15 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from stages.model.compat import causal_types, image_text_types
-from stages.model.config_checks import stated_context
-from stages.model.source_text_compat import (
+from stages.model.compat import (
     attentions,
+    causal_types,
+    image_text_types,
     suited_attention,
     tied_names,
     ties_by_default,
 )
+from stages.model.config_checks import stated_context
 from tests.support.models import FAMILIES
 from tests.support.tier import spread
 
