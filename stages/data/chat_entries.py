@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import Context, ModelSource, Samples, StageError
+from pipeline import Context, ModelSource, StageError
 from pipeline.utils import activity, counted
 from stages.data import encode, samples, tokenize
 from stages.data.cache import KEYS, Counts, Entry, cache_folder, prepare
 from stages.data.fields import ChatFields
 from stages.data.forms import rows_with_forms
 from stages.data.mistakes import Mistake, Mistakes, Note, write_notes
-from stages.data.prepare import BAD, CHANGED, Entries
 from stages.data.rows import JSON, JSON_LINES, Row
+from stages.data.samples import BAD, CHANGED, CountedSamples, Entries
 from stages.data.sources import OpenedSource
 from stages.digests import digest
 
@@ -90,19 +90,18 @@ class ChatEntries(Entries):
         dropped += [f"{k}_{value}" for k, value in treatments.items() if value != _TREATMENTS[k]]
         return _SEPARATOR.join([content, start, *dropped])
 
-    def _has_start(self, entry: Entry) -> bool:
-        """Whether any row of an entry begins with `start`."""
-        texts = {"text"} if self.fields.template else {"text", "prompt/completion", "alpaca"}
-        return bool(self.start) and any(entry.counts.get(FORM + form) for form in texts)
-
     def identity(self, entries: Sequence[Entry]) -> Mapping[str, str | int | float | None]:
         # What decides an entry's tokens is the same as in earlier versions wherever the tokens are:
         # without the digest of `start` if no row begins with it, and with the numbers of rows that
         # earlier versions refused, gave nulls to the template, or encoded otherwise.
         contents, kinds = list[str](), (BAD, NULLS, CHANGED, *DROPPED.values())
+        texts = {"text"} if self.fields.template else {"text", "prompt/completion", "alpaca"}
+        begun = False
         for entry in entries:
             content, start, *_ = entry.key.split(_SEPARATOR)
-            more = [start] if self._has_start(entry) else []
+            begins = bool(self.start) and any(entry.counts.get(FORM + form) for form in texts)
+            begun |= begins
+            more = [start] if begins else []
             more += [f"{name}:{entry.counts[name]}" for name in kinds if entry.counts[name]]
             contents.append(_SEPARATOR.join([content, *more]))
         return {
@@ -110,7 +109,7 @@ class ChatEntries(Entries):
             "contents": digest(contents),
             "packing": self.fields.packing,
             "tokenizer": self.tokenizer_identity,
-            **({"prepend_bos": True} if any(map(self._has_start, entries)) else {}),
+            **({"prepend_bos": True} if begun else {}),
             **({"rows_cut_to": SHORTER} if any(entry.counts[CUT] for entry in entries) else {}),
             **self.settings,
         }
@@ -240,7 +239,7 @@ class ChatEntries(Entries):
             )
         return int(starts[1:][np.abs(starts[1:] - count).argmin()])
 
-    def samples(self, entry: Entry, first: int, count: int) -> Samples:
+    def samples(self, entry: Entry, first: int, count: int) -> CountedSamples:
         rows = samples.MaskedSamples(entry, self.dtype, first, count)
         if not self.fields.packing:
             return rows

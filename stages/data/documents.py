@@ -15,9 +15,8 @@ from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry
 from stages.data.fields import DocumentSettings
 from stages.data.mistakes import Enough, Mistakes, Note, write_notes
-from stages.data.prepare import BAD, CHANGED, Entries
-from stages.data.rows import TEXT, Report, raised, read_text, require_text
-from stages.data.samples import STARTS, TOKENS, TokenBlocks
+from stages.data.rows import TEXT, Row, raised, read_text, require_text
+from stages.data.samples import BAD, CHANGED, STARTS, TOKENS, Entries, TokenBlocks
 from stages.data.sources import OpenedSource, Part
 from stages.data.tokenizer_compat import cutter
 from stages.digests import digest
@@ -63,34 +62,35 @@ def read_documents(
     """
     report, report_file = (mistakes.report, mistakes.add_file) if mistakes else (raised, raised)
     for part in parts:
+        plain = str(part.name).endswith(TEXT)
+        key = "text" if plain else text_key
         found, before = False, mistakes.count if mistakes else 0
         try:
-            for document in _documents(part, text_key, unit, report):
-                if document.text.strip():
+            if plain and unit == "file":
+                text = read_text(Path(part.name)).replace("\r\n", "\n")
+                rows = iter([Row(file=part.name, number=0, value={"text": text})])
+            else:
+                rows = part.rows(None if plain else [key], report)
+            for row in rows:
+                try:
+                    if key not in row.value:
+                        message = f"no key {key!r}; it has {sorted(row.value)}"
+                        raise row.error(message, hint="set `text_key`")
+                    # A whole file has been decoded as UTF-8.
+                    text = row.value[key]
+                    text = require_text(row, text, f"{key!r}") if row.number else text
+                except DataError as error:
+                    report(error)
+                    continue
+                if text.strip():
                     found = True
-                    yield document
+                    yield Document(text, row.file, row.number)
             if not (found or blank or (mistakes and mistakes.count > before)):
                 raise DataError("no text in this file", file=part.name)
         except Enough:
             return
         except DataError as error:
             report_file(error)
-
-
-def _documents(part: Part, key: str, unit: str, report: Report) -> Iterator[Document]:
-    plain = str(part.name).endswith(TEXT)
-    if plain and unit == "file":
-        yield Document(read_text(Path(part.name)).replace("\r\n", "\n"), part.name, 0)
-        return
-    key = "text" if plain else key
-    for row in part.rows(None if plain else [key], report):
-        try:
-            if key not in row.value:
-                hint = "set `text_key`"
-                raise row.error(f"no key {key!r}; it has {sorted(row.value)}", hint=hint)
-            yield Document(require_text(row, row.value[key], f"{key!r}"), row.file, row.number)
-        except DataError as error:
-            report(error)
 
 
 def _batches(
@@ -249,8 +249,8 @@ class DocumentEntries(Entries):
         ids, begins, own = list[int](), list[int](), list[bool]()
         found = tokenize.plain_ids(self.tokenizer, [piece.text for piece in batch])
         for (text, first, last, *_), inside in zip(batch, found, strict=True):
-            begun = first and tokenize.begins_with(inside, self.start)
-            ended = last and bool(self.end) and tokenize.ends_with(text, self.tokenizer.eos_token)
+            begun = first and bool(self.start) and inside[: len(self.start)] == self.start
+            ended = last and bool(self.end) and text.rstrip().endswith(self.tokenizer.eos_token)
             if first:
                 begins.append(len(ids))
                 ids += [] if begun else self.start

@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 
 from pipeline import BadRows, DataError
 from pipeline.utils import counted
-from stages.data.cache import Entry
 from stages.data.sources import Part
 
-_NOTES = "notes.json"
+NOTES = "notes.json"
+"""File of an entry with its notes, if there are any."""
 SHOWN = 20
 """Rows that an error shows."""
 MOST = 1000
@@ -55,14 +55,7 @@ def write_notes(folder: Path, notes: Sequence[Note]) -> None:
     """Write the notes on a source, if there are any, among the files of its entry."""
     if notes:
         text = json.dumps([asdict(note) for note in notes])
-        (folder / _NOTES).write_text(text, encoding="utf-8")
-
-
-def read_notes(entry: Entry) -> list[Note]:
-    """Return the notes in an entry; none where there is nothing to report."""
-    if not (entry.folder / _NOTES).exists():
-        return []
-    return [Note(**each) for each in json.loads(entry.array(_NOTES, "u1")[:].tobytes())]
+        (folder / NOTES).write_text(text, encoding="utf-8")
 
 
 class Mistake(NamedTuple):

@@ -12,6 +12,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline import DataError, StageError
@@ -102,12 +103,12 @@ def prints_python(messages: Messages, text: str) -> bool:
     return any(repr(each) in text for each in given if isinstance(each, dict) and each)
 
 
+@dataclass(eq=False)
 class Refused(Exception):
     """A template does not lay out some messages; its cause is the template's own error."""
 
-    def __init__(self, messages: Messages, prompt: bool) -> None:
-        super().__init__()
-        self.messages, self.prompt = messages, prompt
+    messages: Messages
+    prompt: bool
 
 
 class Renderer:

@@ -176,10 +176,11 @@ _MARKING = json.JSONDecoder(object_pairs_hook=_marked)
 """Decodes texts that `_PLAIN` refuses, to say where a key is twice."""
 
 
-def parsed_json(row: Row, text: str, what: str = "") -> Any:
-    """Return the value of a JSON text in a row; `what` names the text unless it is the whole row.
-    Raises the row's error if it is not JSON, or has an object with a key twice."""
-    value, repeats = _decoded(row, text, what)
+def parsed_json(row: Row, value: Any, what: str = "") -> Any:
+    """Return the value of a JSON text in a row, or another value as it is; `what` names it unless
+    it is the whole row. Raises the row's error if the text is not JSON, or has an object with a key
+    twice."""
+    value, repeats = _decoded(row, value, what) if isinstance(value, str) else (value, False)
     return _require_once(row, value, what) if repeats else value
 
 

@@ -15,9 +15,8 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,6 @@ from pipeline import (
     ModelSource,
     Sample,
     SampleOrder,
-    Samples,
     StageError,
     in_words,
 )
@@ -38,7 +36,7 @@ from stages.data import sources, tokenize
 from stages.data.cache import Counts, cache_errors, cache_folder, prepare_locally
 from stages.data.documents import Document, DocumentEntries
 from stages.data.fields import StreamFields
-from stages.data.samples import Indices, JoinedSamples, TokenBlocks, block_count
+from stages.data.samples import CountedSamples, Indices, TokenBlocks, block_count
 from stages.data.sources import Part, Patterns, Source
 from stages.digests import content_digest, digest
 
@@ -52,8 +50,7 @@ _DIGEST = "sha256"
 """File of an entry with the digest of the shard's file."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
+class Shard(NamedTuple):
     """One file of a corpus: its address (a local path, or one that fsspec knows), its size in bytes
     and its version as its file system reports it (a time, an ETag)."""
 
@@ -71,18 +68,22 @@ def _access_errors(message: str) -> Iterator[None]:
         raise StageError(f"{message}: {' '.join(in_words(error).split())}") from error
 
 
-def _file_system(address: str) -> tuple[Any, str]:
-    """Return the file system of an address, and its place there."""
-    with _access_errors(f"{address} cannot be opened"):
-        system, place = open_address(address)
-    return system, place
-
-
 def list_shards(patterns: Patterns) -> list[Shard]:
     """Return the shards in order. Raises StageError if there are none, or of unknown kind."""
     found: dict[str, Shard] = {}
     for pattern in sources.each_pattern(patterns):
-        matches = list(_matches(pattern))
+        matches = list[Shard]()
+        if "://" not in pattern:
+            for path in sources.find_files(pattern):
+                stat = path.stat()
+                matches.append(Shard(str(path), stat.st_size, str(stat.st_mtime_ns)))
+        else:
+            with _access_errors(f"{pattern} cannot be opened"):
+                system, place = open_address(pattern)
+            with _access_errors(f"cannot list {pattern}"):
+                for each in sorted(system.glob(place)):
+                    address, stamp = system.unstrip_protocol(each), str(system.checksum(each))
+                    matches.append(Shard(address, int(system.size(each)), stamp))
         if not matches:
             raise StageError(f"no such file: {pattern}")
         found.update((shard.address, shard) for shard in matches)
@@ -90,19 +91,6 @@ def list_shards(patterns: Patterns) -> list[Shard]:
         for problem in sources.kind_problems("shards", address):
             raise StageError(problem.message, hint=problem.hint)
     return list(found.values())
-
-
-def _matches(pattern: str) -> Iterator[Shard]:
-    if "://" not in pattern:
-        for path in sources.find_files(pattern):
-            stat = path.stat()
-            yield Shard(address=str(path), size=stat.st_size, stamp=str(stat.st_mtime_ns))
-        return
-    system, place = _file_system(pattern)
-    with _access_errors(f"cannot list {pattern}"):
-        for each in sorted(system.glob(place)):
-            address, stamp = system.unstrip_protocol(each), str(system.checksum(each))
-            yield Shard(address=address, size=int(system.size(each)), stamp=stamp)
 
 
 def edges(shards: Iterable[Shard]) -> str:
@@ -126,7 +114,8 @@ def fetched(shard: Shard, scratch: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="shard-", dir=scratch) as folder:
         path = Path(folder) / PurePosixPath(shard.address).name
-        system, place = _file_system(shard.address)
+        with _access_errors(f"{shard.address} cannot be opened"):
+            system, place = open_address(shard.address)
         with _access_errors(f"cannot read {shard.address}"):
             system.get_file(place, str(path))
         try:
@@ -345,7 +334,7 @@ def _require(count: int, bits: int, what: str) -> None:
         raise StageError(f"{count} {what} are more than the {1 << bits} that a stream can have")
 
 
-class StreamSamples(JoinedSamples):
+class StreamSamples(CountedSamples):
     """Blocks of all shards, by what an index encodes. Reading a block of a window prepares the
     `ahead` windows after it."""
 
@@ -373,11 +362,13 @@ class StreamSamples(JoinedSamples):
         self._prepared = max(self._prepared, after)
         return self._store.blocks(shard)
 
-    def _divided(self, indices: Indices) -> Iterator[tuple[Samples, Indices]]:
-        # one by the index of the first block of its shard and window
+    def counted(self, indices: Indices) -> Indices:
+        # By the index of the first block of each shard and window.
         firsts, which = np.unique(indices >> BLOCK_BITS << BLOCK_BITS, return_inverse=True)
+        counts = np.zeros(2, np.int64)
         for number, first in enumerate(firsts.tolist()):
-            yield self._blocks(first), indices[which == number] - first
+            counts += self._blocks(first).counted(indices[which == number] - first)
+        return counts
 
     def order(self, seed: int, *, shuffle: bool) -> StreamOrder:
         self._prepared = 0
@@ -396,8 +387,8 @@ def stream_data(fields: StreamFields, ctx: Context, model: ModelSource) -> Data:
     # one worker, this thread: processes must not be forked in the middle of training
     documents = DocumentEntries(fields, 1, ctx, model)
     main = ctx.dist.is_main
-    text = json.dumps([asdict(shard) for shard in list_shards(fields.shards)]) if main else None
-    listed = [Shard(**each) for each in json.loads(ctx.dist.broadcast_str(text))]
+    text = json.dumps(list_shards(fields.shards)) if main else None
+    listed = [Shard(*each) for each in json.loads(ctx.dist.broadcast_str(text))]
     ctx.dist.require_same("shards", {"their sizes, beginnings and ends": edges(listed)})
     place = digest([str(ctx.run_dir.resolve()), ctx.slot])
     folder = cache_folder(fields.cache) / f"stream-{place[:16]}"

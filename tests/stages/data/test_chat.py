@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline import NO_TARGET, Context, Data, Sample
 from pipeline.testing import plan_view, problems
-from stages.data.chat import ChatData, ChatSource
+from stages.data.stages import ChatData, ChatSource
 from stages.model.hf import HfModel
 from tests.stages.data.conftest import Chats, trained_ids
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids

@@ -9,9 +9,8 @@ import pytest
 
 from pipeline.testing import plan_view
 from pipeline.testing import problems as recipe_problems
-from stages.data.chat import ChatData
 from stages.data.sources import Source
-from stages.data.text import TextData
+from stages.data.stages import ChatData, TextData
 
 HUB = {"dataset": "owner/name", "revision": "0" * 40}
 

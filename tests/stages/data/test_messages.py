@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from stages.data.chat import ChatData, ChatSource
 from stages.data.chat_entries import ChatEntries
 from stages.data.messages import RESERVED
 from stages.data.sources import open_source
+from stages.data.stages import ChatData, ChatSource
 from stages.digests import digest
 from tests.stages.data.conftest import Chats
 from tests.stages.data.fakes import MARKED, PLAIN, FakeSource

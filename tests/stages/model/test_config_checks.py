@@ -13,8 +13,7 @@ import pytest
 from pipeline.errors import Problem, StageError
 from pipeline.testing import plan_view
 from pipeline.testing.helpers import checked
-from stages.data.chat import ChatData
-from stages.data.text import StreamData, TextData
+from stages.data.stages import ChatData, StreamData, TextData
 from stages.model.assets import config_of_recipe
 from stages.model.checks import problems
 from stages.model.config_checks import lengthwise_kind, too_long, wrong_size
