@@ -159,10 +159,9 @@ def foreign(folder: Path) -> str | None:
         return None  # it is kept aside
     if written is None:
         return f"{folder} holds other files than an export by pipe"
-    added = names_in(folder) - set(written.files) if written.proof is not None else ()
-    return (
-        f"{folder} holds files that were added after its export: {_names(added)}" if added else None
-    )
+    added = sorted(names_in(folder) - set(written.files)) if written.proof is not None else []
+    names = ", ".join(added[:10])
+    return f"{folder} holds files that were added after its export: {names}" if added else None
 
 
 def changed(folder: Path) -> str | None:
@@ -175,7 +174,8 @@ def changed(folder: Path) -> str | None:
         found = written.sums_of_others(folder).items() - written.others.items()
     except (ExportError, OSError) as error:
         return in_words(error)
-    return f"changed after it was written: {_names(dict(found))}" if found else None
+    names = ", ".join(sorted(dict(found))[:10])
+    return f"changed after it was written: {names}" if found else None
 
 
 def damaged(folder: Path, written: Manifest) -> str | None:
@@ -203,10 +203,6 @@ def finished(folder: Path, plan: str) -> Manifest | None:
         whole = all((folder / name).is_file() for name in found.weights)
         return found if whole and found.others == found.sums_of_others(folder) else None
     return None
-
-
-def _names(files: Collection[str]) -> str:
-    return ", ".join(sorted(files)[:10])
 
 
 def target_of(name: str | None, ctx: Context) -> Path:

@@ -14,9 +14,8 @@ import torch
 from pipeline.errors import ExportError, StageError
 from pipeline.testing import plan_view
 from stages.export import contents
-from stages.export.adapter import ExportAdapter
 from stages.export.proof import verify
-from stages.export.safetensors import ExportSafetensors
+from stages.export.safetensors import ExportAdapter, ExportSafetensors
 from tests.support.exports import Run, stored
 from tests.support.models import filled
 
