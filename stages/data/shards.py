@@ -21,20 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import (
-    ENDLESS,
-    Context,
-    Data,
-    ModelSource,
-    Sample,
-    SampleOrder,
-    StageError,
-    in_words,
-)
+from pipeline import ENDLESS, Context, Data, ModelSource, Sample, SampleOrder, StageError, in_words
 from pipeline.utils import append_line, counted, open_address, read_lines, wait_for_lock
 from stages.data import sources, tokenize
 from stages.data.cache import Counts, cache_errors, cache_folder, prepare_locally
-from stages.data.documents import Document, DocumentEntries
+from stages.data.documents import DocumentEntries
 from stages.data.fields import StreamFields
 from stages.data.samples import CountedSamples, Indices, TokenBlocks, block_count
 from stages.data.sources import Part, Patterns, Source
@@ -211,16 +202,11 @@ class ShardStore:
 
     def prepare(self, numbers: Sequence[int]) -> None:
         """Tokenise shards in a thread; processes of a node begin at others, to share the work."""
-
-        def tokenise(number: int) -> None:
-            with contextlib.suppress(StageError):  # it is raised where the shard is needed
-                self.blocks(number)
-
         dist = self.documents.ctx.dist
         first = len(numbers) * dist.local_rank // dist.local_world_size
         for number in (*numbers[first:], *numbers[:first]):
             with contextlib.suppress(RuntimeError):  # closed meanwhile
-                self._ahead.submit(tokenise, number)
+                self._ahead.submit(self.blocks, number)  # which raises where the shard is needed
 
     def close(self) -> None:
         """End the thread; remove the tokens."""
@@ -231,18 +217,17 @@ class ShardStore:
 
     def _build(self, shard: Shard, folder: Path) -> Counts:
         """Tokenise one shard; it may have no text."""
-
-        def until_closed(documents: Iterator[Document]) -> Iterator[Document]:
-            for document in documents:
-                if self._closed:
-                    raise StageError("the run ends")
-                yield document
-
         log = self.documents.ctx.log
         with fetched(shard, self.folder) as path:
             (folder / _DIGEST).write_text(content_digest(path), "ascii")
-            parts = [Part(path)]
-            counts, notes = self.documents.tokenise(parts, folder, blank=True, watch=until_closed)
+            counts, notes = self.documents.tokenise(
+                [Part(path)],
+                folder,
+                blank=True,
+                watch=lambda documents: itertools.takewhile(lambda _: not self._closed, documents),
+            )
+        if self._closed:
+            raise StageError("the run ends")
         for note in notes:
             log.warning("stream: %s", note.told([shard.address]))
         if not counts["documents"]:
@@ -303,7 +288,17 @@ class StreamOrder:
                     raise StageError("no shard has two tokens of text")
             number = bisect_right(self._starts, start) - 1
             taken = min(count, self._starts[number + 1] - start)
-            pieces.append(self._blocks(number, start - self._starts[number], taken))
+            _require(number + 1, WINDOW_BITS, "windows")
+            members = np.array(self.members(number), dtype=np.int64)
+            sizes = map(self._count, members.tolist())
+            firsts = np.array([0, *itertools.accumulate(sizes)], dtype=np.int64)
+            size = int(firsts[-1])
+            _require(int(np.diff(firsts).max()), BLOCK_BITS, "blocks in a shard")
+            order = SampleOrder(self._seed, size, shuffle=self._shuffle)
+            places = order.indices(number * size + start - self._starts[number], taken)
+            which = np.searchsorted(firsts, places, side="right") - 1
+            shards = (number << SHARD_BITS) | members[which]
+            pieces.append((shards << BLOCK_BITS) | (places - firsts[which]))
             start, count = start + taken, count - taken
         return np.concatenate(pieces)
 
@@ -314,19 +309,6 @@ class StreamOrder:
         size = min(self._window, count - first)
         members: list[int] = self._shards.indices(epoch * count + first, size).tolist()
         return members
-
-    def _blocks(self, number: int, offset: int, count: int) -> NDArray[np.int64]:
-        _require(number + 1, WINDOW_BITS, "windows")
-        members = np.array(self.members(number), dtype=np.int64)
-        sizes = map(self._count, members.tolist())
-        starts = np.array([0, *itertools.accumulate(sizes)], dtype=np.int64)
-        size = int(starts[-1])
-        _require(int(np.diff(starts).max()), BLOCK_BITS, "blocks in a shard")
-        order = SampleOrder(self._seed, size, shuffle=self._shuffle)
-        places = order.indices(number * size + offset, count)
-        which = np.searchsorted(starts, places, side="right") - 1
-        shards = (number << SHARD_BITS) | members[which]
-        return (shards << BLOCK_BITS) | (places - starts[which])
 
 
 def _require(count: int, bits: int, what: str) -> None:

@@ -48,7 +48,7 @@ def test_a_gpu_takes_what_host_memory_has_no_room_for(
 ) -> None:
     """The meta device stands for a GPU."""
     folder = exported.folder
-    monkeypatch.setattr(proof, "_fits", lambda folder: False)
+    monkeypatch.setattr(proof, "has_room", lambda size, free: False)
     meta = torch.device("meta")
     with proof.loaded(folder, (), trust_remote_code=False, device=meta) as model:
         assert {one.device for one in model.to(meta).parameters()} == {meta}
