@@ -86,8 +86,6 @@ def loaded(
         if device is not None and device.type != "cpu":
             options = {"device_map": {"": device}}
         elif not has_room(size, free_memory()):
-            sum(one.stat().st_size for one in folder.glob("*.safetensors")), free_memory()
-        ):
             scratch = tempfile.TemporaryDirectory(prefix=".offload-", dir=folder.parent)
             options = {"device_map": {"": "disk"}, "offload_folder": stack.enter_context(scratch)}
         with loading("transformers cannot load the export"):
