@@ -70,12 +70,10 @@ def cache_errors(folder: Path) -> Iterator[None]:
 
 
 def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Build) -> Entry:
-    """Return the entry of a key, and build it if it is absent (collective).
-
-    Rank 0 computes the key and builds. Then one process of every node that does not see rank 0's
-    folder builds the node's own. Raises StageError if that node computes another key, or if the
-    entries of two nodes differ.
-    """
+    """Return the entry of a key, and build it if it is absent (collective). Rank 0 computes the key
+    and builds. Then one process of every node that does not see rank 0's folder builds the node's
+    own. Raises StageError if that node computes another key, or if the entries of two nodes
+    differ."""
 
     def build_same(partial: Path) -> Counts:
         found = make_key()

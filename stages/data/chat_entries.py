@@ -135,26 +135,18 @@ class ChatEntries(Entries):
         names = self.fields.names(opened.source)
         mistakes = Mistakes(opened.parts, self.fields.bad_rows)
         encoder = encode.RowEncoder(
-            fields=self.fields,
-            names=names,
-            tokens=tokenize.TextTokenizer(self.tokenizer),
-            vocab_size=self.model.vocab_size,
-            start=self.start,
-            dtype=self.dtype,
-        )
+            fields=self.fields, names=names, tokens=tokenize.TextTokenizer(self.tokenizer),
+            vocab_size=self.model.vocab_size, start=self.start, dtype=self.dtype,
+        )  # fmt: skip
         rows = rows_with_forms(opened.parts, self.fields.form, names, mistakes)
         batches = iter(lambda: list(itertools.islice(rows, _BATCH)), [])
         results = tokenize.map_batches(encoder.batch, batches, self.fields.workers)
         counts, times, first = self._write(folder, results, mistakes)
         notes = mistakes.notes() + [
-            Note(
-                text=what.format(counted(times[what], "rows")),
-                part=mistakes.part(row.file),
-                row=row.number,
-                place=place,
-                hint=_KEPT if place else "",
+            Note(text, mistakes.part(row.file), row.number, place, _KEPT if place else "")
+            for text, row, place in (
+                (what.format(counted(times[what], "rows")), *seen) for what, seen in first.items()
             )
-            for what, (row, place) in first.items()
         ]
         if not counts["samples"]:
             reasons = "; ".join(note.text.removeprefix("dropped ") for note in notes)
@@ -173,12 +165,10 @@ class ChatEntries(Entries):
         mistakes: Mistakes,
     ) -> tuple[Counts, Counter[str], dict[str, tuple[Row, str]]]:
         """Write batches of rows with their samples as the files of MaskedSamples, and the index of
-        each row's first sample if a row has several. Raises the error of the mistakes.
-
-        Returns `rows`, `samples`, `tokens`, `targets`, `largest` (id), `long` (rows that were
-        truncated or dropped), `dropped`, BAD, NULLS, CHANGED, CUT, each of DROPPED, and the rows of
-        each form; the rows with each of `_changes`; and the first of these, with its place.
-        """
+        each row's first sample if a row has several. Raises the error of the mistakes. Returns
+        `rows`, `samples`, `tokens`, `targets`, `largest` (id), `long` (rows that were truncated or
+        dropped), `dropped`, BAD, NULLS, CHANGED, CUT, each of DROPPED, and the rows of each form;
+        the rows with each of `_changes`; and the first of these, with its place."""
         names = ["rows", "samples", "tokens", "targets", "largest", "long", "dropped"]
         counts = dict.fromkeys([*names, BAD, NULLS, CHANGED, CUT, *DROPPED.values()], 0)
         offsets, targets, starts = array("q", [0]), array("i"), array("q")

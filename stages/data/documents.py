@@ -54,12 +54,10 @@ def read_documents(
     blank: bool = False,
     mistakes: Mistakes | None = None,
 ) -> Iterator[Document]:
-    """Yield every document that is not blank, in the order of parts and rows.
-
-    `unit` is the extent of a document in a plain text file: "file" or "line". `mistakes` gets a
-    DataError for each row without text, for a file that cannot be read and, unless `blank`, for a
-    part without text; the first one is raised without `mistakes`.
-    """
+    """Yield every document that is not blank, in the order of parts and rows. `unit` is the extent
+    of a document in a plain text file: "file" or "line". `mistakes` gets a DataError for each row
+    without text, for a file that cannot be read and, unless `blank`, for a part without text; the
+    first one is raised without `mistakes`."""
     report, report_file = (mistakes.report, mistakes.add_file) if mistakes else (raised, raised)
     for part in parts:
         plain = str(part.name).endswith(TEXT)
@@ -190,28 +188,22 @@ class DocumentEntries(Entries):
         what to report. Raises the error of their mistakes."""
         mistakes = Mistakes(parts, self.settings.bad_rows)
         documents = read_documents(
-            parts,
-            text_key=self.settings.text_key,
-            unit=self.settings.documents,
-            blank=blank,
+            parts, text_key=self.settings.text_key, unit=self.settings.documents, blank=blank,
             mistakes=mistakes,
-        )
+        )  # fmt: skip
         counts, changed = self.write(folder, watch(documents))
         mistakes.check(counts["documents"] + mistakes.count)
         notes = mistakes.notes()
         if changed is not None:
             said = f"{counted(counts[CHANGED], 'documents')} {tokenize.FORMATTED}"
-            notes.append(Note(text=said, part=mistakes.part(changed.file), row=changed.row))
+            notes.append(Note(said, mistakes.part(changed.file), changed.row))
         return counts | ({BAD: mistakes.count} if mistakes.count else {}), notes
 
     def write(self, folder: Path, documents: Iterable[Document]) -> tuple[Counts, Piece | None]:
         """Write the ids of all documents as one stream, and the place of the first token of each
         document that has one. Returns `documents`, `tokens`, `largest` (id), and as CHANGED the
         documents that had a begin or end token already, if any did; and a piece of the first of
-        those.
-
-        The memory needed is bounded by the longest documents.
-        """
+        those. The memory needed is bounded by the longest documents."""
         counts = {"documents": 0, "tokens": 0, "largest": 0}
         first: Piece | None = None
         changed = False

@@ -66,12 +66,10 @@ Example = Conversation | Completion | Tokens
 def rows_with_forms(
     parts: Iterable[Part], given: str | None, names: Names, mistakes: Mistakes
 ) -> Iterator[Row]:
-    """Yield every row with its form: the `given` one, or else the one that its keys fit.
-
-    `mistakes` gets a DataError for each row that cannot be read, fits no form or several, lacks the
-    keys of the given one, or is of another form than the first of its file; and for a file that
-    cannot be read to its end, or has no row.
-    """
+    """Yield every row with its form: the `given` one, or else the one that its keys fit. `mistakes`
+    gets a DataError for each row that cannot be read, fits no form or several, lacks the keys of
+    the given one, or is of another form than the first of its file; and for a file that cannot be
+    read to its end, or has no row."""
     for part in parts:
         first, before = "", mistakes.count
         try:
@@ -145,10 +143,8 @@ def _meant(there: Sequence[str], names: Names) -> str:
 
 def read(row: Row, *, template: bool, names: Names, vocab_size: int) -> Example:
     """Read a row, whose form is known, as an example. Raises DataError for a mistake in the row.
-
     `template`: whether a pair of texts becomes a user's and an assistant's turn of the chat
-    template. `vocab_size`: bound of token ids.
-    """
+    template. `vocab_size`: bound of token ids."""
     row = names.row(row)
     match row.form:
         case "messages":

@@ -29,18 +29,16 @@ _VARIES = re.compile(
 """Parts that differ between mistakes of one kind: quoted values, indices and numbers."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Note:
-    """A change to some rows of a source."""
+    """A change to some rows of a source. `part` is the index of the source's part with the first of
+    these rows (the same content may have another name in a later run), `row` its number in that
+    part, from 1, or 0 for the whole, `place` the place in that row, if one matters."""
 
     text: str
     part: int
-    """Index of the source's part that has the first of these rows: the same content may have
-    another name in a later run."""
     row: int
-    """Its number in that part, from 1; 0 for the whole."""
     place: str = ""
-    """The place in that row, if one matters."""
     hint: str = ""
 
     def told(self, names: Sequence[object]) -> str:
@@ -151,13 +149,10 @@ class Mistakes:
 
     def notes(self) -> list[Note]:
         """Return what was dropped, as notes on the source."""
+        what = "that cannot be trained on"
         return [
-            Note(
-                text=f"dropped {counted(count, 'rows')} that cannot be trained on: {words}",
-                part=self.part(first.file),
-                row=first.row or 0,
-            )
-            for words, count, first in self.kinds()
+            Note(f"dropped {counted(n, 'rows')} {what}: {words}", *self._place(first))
+            for words, n, first in self.kinds()
         ]
 
     def kinds(self) -> Iterator[tuple[str, int, DataError]]:

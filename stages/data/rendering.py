@@ -30,11 +30,9 @@ _WORDS = 300
 
 @functools.lru_cache(maxsize=8)
 def with_date(template: str, date: str) -> str:
-    """Return a chat template whose `strftime_now` formats midnight of `date` (YYYY-MM-DD).
-
-    It is replaced by a macro, since templates cannot be given functions, and a macro takes
-    precedence over transformers' own function.
-    """
+    """Return a chat template whose `strftime_now` formats midnight of `date` (YYYY-MM-DD). It is
+    replaced by a macro, since templates cannot be given functions, and a macro takes precedence
+    over transformers' own function."""
     if "strftime_now" not in template:
         return template
     midnight = datetime.datetime.fromisoformat(date)
@@ -48,12 +46,9 @@ def with_date(template: str, date: str) -> str:
 
 
 def layouts(messages: Messages) -> Iterator[Messages]:
-    """Yield the messages as they are, and in each other form that says the same.
-
-    Templates take the arguments of calls as objects or as JSON text, a call without a content or
-    with null or an empty text for it, thoughts under one of several keys, and contents as text or
-    as lists of parts.
-    """
+    """Yield the messages as they are, and in each other form that says the same. Templates take the
+    arguments of calls as objects or as JSON text, a call without a content or with null or an empty
+    text for it, thoughts under one of several keys, and contents as text or as lists of parts."""
     yield messages
     calls = [any(message.get(key) for key in CALLS) for message in messages]
     silent = [has and not each.get("content") for has, each in zip(calls, messages, strict=True)]

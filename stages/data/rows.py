@@ -53,10 +53,8 @@ def raised(error: DataError) -> None:
 
 def rows(path: Path, columns: list[str] | None = None, report: Report = raised) -> Iterator[Row]:
     """Yield the rows of a file of any known kind as dicts; a line of a .txt file as {"text": line}.
-
     `columns` limits what is read of a Parquet file. `report` gets a DataError for each row that is
-    not an object, or holds a key twice. Raises DataError for a file that cannot be read.
-    """
+    not an object, or holds a key twice. Raises DataError for a file that cannot be read."""
     if path.name.endswith(PARQUET):
         yield from _parquet_rows(path, columns)
     elif path.name.endswith(TEXT):

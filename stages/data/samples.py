@@ -128,11 +128,9 @@ class PackedSamples(CountedSamples):
 def best_fit_decreasing(lengths: Indices, capacity: int) -> list[array[int]]:
     """Pack items into bins: the longest item first, each into the fullest bin with enough room
     (Johnson 1974, Fast algorithms for bin packing; at most 11/9 of the fewest bins, and one more).
-
     `lengths`: int64, shape (items,), none above `capacity`. Returns each bin's items in ascending
     order, the bins by their first item. Takes O(n log n) comparisons: bins are found by bisection
-    among the distinct amounts of room.
-    """
+    among the distinct amounts of room."""
     bins: list[array[int]] = []
     rooms: list[int] = []  # distinct, ascending
     with_room: dict[int, list[int]] = {}
@@ -244,11 +242,9 @@ class Mixture(CountedSamples):
 def mixed(
     parts: Sequence[CountedSamples], weights: Sequence[float] | None = None
 ) -> CountedSamples:
-    """Return the sets mixed by weight; without weights, one after the other.
-
-    An epoch holds the fewest samples that are every one of every set, in proportion to the weights
-    but for rounding.
-    """
+    """Return the sets mixed by weight; without weights, one after the other. An epoch holds the
+    fewest samples that are every one of every set, in proportion to the weights but for
+    rounding."""
     if len(parts) == 1:
         return parts[0]
     counts = [len(part) for part in parts]

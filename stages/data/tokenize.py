@@ -211,12 +211,10 @@ _thread: ThreadPoolExecutor
 def map_batches(
     function: Callable[[T], R], batches: Iterable[T], workers: int | None
 ) -> Iterator[tuple[T, R]]:
-    """Yield each batch with its result, in order.
-
-    `workers` processes (None: one a core) are forked when there is a second batch; `function` need
-    not be picklable, its arguments and results must be. Raises the error of `function` for the
-    first batch that it fails on, and StageError when a process is killed.
-    """
+    """Yield each batch with its result, in order. `workers` processes (None: one a core) are forked
+    when there is a second batch; `function` need not be picklable, its arguments and results must
+    be. Raises the error of `function` for the first batch that it fails on, and StageError when a
+    process is killed."""
     rest, count = iter(batches), workers or cores_each(1)
     # The first here, because most mistakes show at once, and little data needs no help.
     for batch in itertools.islice(rest, 1 if count > 1 else None):
