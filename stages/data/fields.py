@@ -129,10 +129,7 @@ class ChatFields(Selection):
     """Fields of `data.chat`."""
 
     sources: tuple[ChatSource, ...] = ()
-    """Instead of `files`: several sources, mixed by weight. An epoch holds every sample of every
-    source at least once, and repeats samples until the shares match the weights."""
     heldout_sources: tuple[ChatSource, ...] = ()
-    """Instead of `heldout_files`: several sources to evaluate on, one after the other."""
     form: (
         Literal["messages", "sharegpt", "prompt/completion", "alpaca", "text", "input_ids"] | None
     ) = None

@@ -56,8 +56,7 @@ class _Marked:
 
     def __init__(self, messages: Messages, which: Collection[int], keys: bool) -> None:
         self._keys, self.which = keys, which
-        self.text = ""
-        """The rendering, which is set later."""
+        self.text = ""  # set later
         own = set(_MARK.findall(json.dumps(messages, ensure_ascii=False, default=str)))
         self._free = (each for each in map(chr, range(_FIRST, _LAST)) if each not in own)
         self.marks: list[Mark] = []
