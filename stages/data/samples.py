@@ -185,10 +185,10 @@ class TokenBlocks(CountedSamples):
     def counted(self, indices: Indices) -> Indices:
         begin, end = self._bounds(indices)
         counts = np.array([(end - begin - 1).sum(), len(indices)])
-        if self._starts is None:
-            return counts
-        first, last, after = np.searchsorted(self._starts, [begin + 1, end - 1, end])
-        return counts + np.array([(first - after).sum(), (last - first).sum()])
+        if self._starts is not None:
+            first, last, after = np.searchsorted(self._starts, [begin + 1, end - 1, end])
+            counts += np.array([(first - after).sum(), (last - first).sum()])
+        return counts
 
     def __getitem__(self, index: int) -> Sample:
         start, stop = map(int, self._bounds(index))
