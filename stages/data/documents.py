@@ -28,22 +28,14 @@ _LARGEST_CALL = 1_000_000
 
 
 class Document(NamedTuple):
-    """A text, the file that has it, and the number of its row, from 1; 0 for a whole file."""
+    """A text, or a piece of one: its file, the number of its row, from 1 (0 for a whole file), and
+    whether the text begins and ends with it."""
 
     text: str
     file: str | Path
     row: int
-
-
-class Piece(NamedTuple):
-    """A part of a document's text, whether the document begins and ends with it, and its file and
-    row."""
-
-    text: str
-    first: bool
-    last: bool
-    file: str | Path
-    row: int
+    first: bool = True
+    last: bool = True
 
 
 def read_documents(
@@ -93,17 +85,16 @@ def read_documents(
 
 def _batches(
     documents: Iterable[Document], cut: Callable[[str], list[str]]
-) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    size = 0
-    for text, file, row in documents:
+) -> Iterator[list[Document]]:
+    batch, size = list[Document](), 0
+    for text, file, row, *_ in documents:
         pieces = cut(text)
         for number, piece in enumerate(pieces, 1):
             size += len(piece)
             if batch and (len(batch) == _BATCH or size > _LARGEST_CALL):
                 yield batch
                 batch, size = [], len(piece)
-            batch.append(Piece(piece, number == 1, number == len(pieces), file, row))
+            batch.append(Document(piece, file, row, number == 1, number == len(pieces)))
     if batch:
         yield batch
 
@@ -130,14 +121,9 @@ class DocumentEntries(Entries):
             making.append(self.start)
         self.settings_digest = digest([identity, making])
         """Digest of everything that decides which tokens a document becomes."""
-        self.settings_identity: dict[str, str | int] = {
-            "tokenizer": identity,
-            "sequence_length": settings.sequence_length,
-            "append_eos": settings.append_eos,
-            "prepend_bos": bool(self.start),
-            "documents": settings.documents,
-            "documents_apart": settings.documents_apart,
-        }
+        names = ("sequence_length", "append_eos", "documents", "documents_apart")
+        same = {name: getattr(settings, name) for name in names}
+        self.settings_identity = {"tokenizer": identity, "prepend_bos": bool(self.start), **same}
         """The settings that decide the samples of a text, for the identity of the data."""
 
     def key(self, opened: OpenedSource) -> str:
@@ -199,25 +185,22 @@ class DocumentEntries(Entries):
             notes.append(Note(said, mistakes.part(changed.file), changed.row))
         return counts | ({BAD: mistakes.count} if mistakes.count else {}), notes
 
-    def write(self, folder: Path, documents: Iterable[Document]) -> tuple[Counts, Piece | None]:
+    def write(self, folder: Path, documents: Iterable[Document]) -> tuple[Counts, Document | None]:
         """Write the ids of all documents as one stream, and the place of the first token of each
         document that has one. Returns `documents`, `tokens`, `largest` (id), and as CHANGED the
         documents that had a begin or end token already, if any did; and a piece of the first of
         those. The memory needed is bounded by the longest documents."""
-        counts = {"documents": 0, "tokens": 0, "largest": 0}
-        first: Piece | None = None
-        changed = False
+        counts, changed = {"documents": 0, "tokens": 0, "largest": 0}, False
+        first: Document | None = None
+        waiting = np.empty(0, np.int64)  # place of a document that has no token yet
         batches = _batches(documents, self._cut)
-        waiting = np.empty(0, np.int64)
-        """Place of a document that has no token yet."""
         with (
             (folder / TOKENS).open("wb") as tokens,
             (folder / STARTS).open("wb") as starts,
             activity(tokenize.TOKENISING, unit="documents") as doing,
         ):
-            for batch, (ids, begins, own) in tokenize.map_batches(
-                self._encode, batches, self.workers
-            ):
+            results = tokenize.map_batches(self._encode, batches, self.workers)
+            for batch, (ids, begins, own) in results:
                 ids.tofile(tokens)
                 places = np.unique(np.concatenate([waiting, begins + counts["tokens"]]))
                 counts["tokens"] += len(ids)
@@ -234,13 +217,13 @@ class DocumentEntries(Entries):
                 doing.advance(len(begins))
         return counts, first
 
-    def _encode(self, batch: list[Piece]) -> tuple[NDArray[Any], NDArray[np.int64], list[bool]]:
+    def _encode(self, batch: list[Document]) -> tuple[NDArray[Any], NDArray[np.int64], list[bool]]:
         """Return the ids of all pieces, one after another, and where in these documents begin;
         shapes (tokens,) and (documents that begin here,); and whether each piece has the begin or
         the end token of its document already."""
         ids, begins, own = list[int](), list[int](), list[bool]()
         found = tokenize.plain_ids(self.tokenizer, [piece.text for piece in batch])
-        for (text, first, last, *_), inside in zip(batch, found, strict=True):
+        for (text, _, _, first, last), inside in zip(batch, found, strict=True):
             begun = first and bool(self.start) and inside[: len(self.start)] == self.start
             ended = last and bool(self.end) and text.rstrip().endswith(self.tokenizer.eos_token)
             if first:
