@@ -74,7 +74,10 @@ R = TypeVar("R")
 
 
 def _tried(function: Callable[..., R], *args: Any) -> R | Dropped | Mistake:
-    """Call a function, and return what it raises for a row."""
+    """Call a function, and return what it raises for a row, or what an earlier step raised for it,
+    the last argument."""
+    if isinstance(args[-1], Dropped | Mistake):
+        return args[-1]
     try:
         return function(*args)
     except Dropped as dropped:
@@ -117,10 +120,7 @@ class RowEncoder:
         if self.tokens.tokenizer.chat_template:
             chats = [each for each in flat if isinstance(each, Conversation)]
             self._renderer.ahead(chats, self._located)
-        laid_out = [
-            each if isinstance(each, Dropped | Mistake) else _tried(self._laid_out, each)
-            for each in flat
-        ]
+        laid_out = [_tried(self._laid_out, each) for each in flat]
         texts = [each.text for each in laid_out if isinstance(each, _Text)]
         found = iter(self.tokens(texts))
         encoded = (
@@ -129,10 +129,8 @@ class RowEncoder:
         )
         results = list[list[Encoded | Dropped] | Mistake]()
         for row, own in zip(rows, examples, strict=True):
-            made = [next(encoded) for _ in own]
-            samples = [
-                _tried(self._cut, row, each) if isinstance(each, Encoded) else each for each in made
-            ]
+            made = itertools.islice(encoded, len(own))
+            samples = [_tried(self._cut, row, each) for each in made]
             mistakes = [each for each in samples if isinstance(each, Mistake)]
             kept = [each for each in samples if not isinstance(each, Mistake)]
             results.append(mistakes[0] if mistakes else kept)
