@@ -19,7 +19,7 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.testing import context, problems
 from stages.publish.hub import PublishedModel, PublishHub
 from tests.stages.publish.conftest import LISTED, REPO, publish, refused, snapshot
-from tests.stages.publish.hub_server import ATTRIBUTES, TOKEN, Files, Hub, new_repo, serving
+from tests.stages.publish.hub_server import ATTRIBUTES, TOKEN, Hub, new_repo, serving
 from tests.support.pipe import Outcome, Pipe
 from tests.support.plugins import install
 from tests.support.ports import free_port
@@ -166,31 +166,18 @@ def test_no_network(model: ExportedModel, hub: Hub, monkeypatch: pytest.MonkeyPa
     assert "must be valid" not in text
 
 
-def lose(files: Files) -> None:
-    del files["config.json"]
-
-
-def shorten(files: Files) -> None:
-    files["model.safetensors"] = b"short"
-
-
-def flip(files: Files) -> None:
-    files["model.safetensors"] = files["model.safetensors"][::-1]
-
-
-def edit(files: Files) -> None:
-    files["README.md"] = files["README.md"].replace(b"model", b"MODEL")
-
-
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lose, "config.json is not there"),
-        (shorten, "model.safetensors has 5 bytes instead of 10240"),
-        (flip, "model.safetensors has another sha256"),
-        (edit, "README.md has other contents"),
+        (lambda files: files.pop("config.json"), "config.json is not there"),
+        (lambda files: files.update({"model.safetensors": b"short"}),
+         "model.safetensors has 5 bytes instead of 10240"),
+        (lambda files: files.update({"model.safetensors": bytes(10240)}),
+         "model.safetensors has another sha256"),
+        (lambda files: files.update({"README.md": bytes(len(files["README.md"]))}),
+         "README.md has other contents"),
     ],
-)
+)  # fmt: skip
 def test_what_arrived_is_compared(spoil: Any, words: str, model: ExportedModel, hub: Hub) -> None:
     hub.spoil = spoil
     text = refused(model)
