@@ -115,7 +115,14 @@ class RowEncoder:
     def batch(self, rows: Sequence[Row]) -> list[list[Encoded | Dropped] | Mistake]:
         """Encode rows in order, with one call of the tokenizer, each as a sample or as several; a
         Mistake stands for each that cannot be used."""
-        examples = [self._examples(row) for row in rows]
+        examples = list[Sequence[Example | Dropped | Mistake]]()
+        for row in rows:
+            example = _tried(self._example, row)
+            if self.fields.turns == "each" and isinstance(example, Conversation):
+                turns = self._trained_turns(example)
+                examples.append([example.until(turn) for turn in turns] or [example])
+            else:
+                examples.append([example])
         flat = [*itertools.chain.from_iterable(examples)]
         if self.tokens.tokenizer.chat_template:
             chats = [each for each in flat if isinstance(each, Conversation)]
@@ -135,13 +142,6 @@ class RowEncoder:
             kept = [each for each in samples if not isinstance(each, Mistake)]
             results.append(mistakes[0] if mistakes else kept)
         return results
-
-    def _examples(self, row: Row) -> Sequence[Example | Dropped | Mistake]:
-        """Return a row as one example, or as one for each turn."""
-        example = _tried(self._example, row)
-        if self.fields.turns == "together" or not isinstance(example, Conversation):
-            return [example]
-        return [example.until(turn) for turn in self._trained_turns(example)] or [example]
 
     def _example(self, row: Row) -> Example:
         example = forms.read(

@@ -212,10 +212,8 @@ class Renderer:
             found = (what for what, instead in changes if renders([*before, *instead]))
             what, where = next(found, None), f"messages[{last}]"
             if what is None:
-                role = messages[last]["role"]
-                return chat.row.error(
-                    f"the chat template refuses {where}, whose role is {role!r}: {words}"
-                )
+                role = f"whose role is {messages[last]['role']!r}"
+                return chat.row.error(f"the chat template refuses {where}, {role}: {words}")
             said = f"{where} {what}"
         return chat.row.error(f"{said}, which the chat template does not lay out: {words}")
 

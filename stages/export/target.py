@@ -216,16 +216,11 @@ def partial_of(folder: Path) -> Path:
     return folder.with_name(folder.name + PARTIAL)
 
 
-def _previous_of(folder: Path) -> Path:
-    """The hidden place of the earlier export during a swap."""
-    return folder.with_name(f".{folder.name}.previous")
-
-
 def claim(folder: Path, plan: str, held: contextlib.ExitStack, log: logging.Logger) -> Manifest:
     """Make the partial folder of `folder`, which no other process can claim until `held` ends;
     returns the manifest of what it holds of the export `plan`. Raises StageError if another process
     has claimed it, and if a folder must not be replaced."""
-    partial, previous = partial_of(folder), _previous_of(folder)
+    partial, previous = partial_of(folder), folder.with_name(f".{folder.name}.previous")
     if not folder.exists() and previous.exists():
         # A crash fell between the two renames of an earlier swap.
         previous.replace(folder)
@@ -265,7 +260,7 @@ def clear(partial: Path, keep: Collection[str] = ()) -> None:
 
 def put_in_place(folder: Path, finished: Manifest) -> None:
     """Flush the partial folder to disk, manifest last, and swap it for an earlier export."""
-    partial, previous = partial_of(folder), _previous_of(folder)
+    partial, previous = partial_of(folder), folder.with_name(f".{folder.name}.previous")
     sync_tree(partial)
     finished.save(partial)
     sync(partial / EXPORT_MANIFEST)
