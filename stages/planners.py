@@ -16,8 +16,8 @@ from pipeline.planning import BYTES, Extra, Planner, SampleShape, Saving, Topolo
 from stages.adapter.lora import Lora
 from stages.average.ema import ELEMENT, EmaAverage
 from stages.checkpoint.sharded import CheckpointSettings
-from stages.data.chat import ChatData
-from stages.export.safetensors import ExportSafetensors
+from stages.data.stages import ChatData, StreamData, TextData
+from stages.export.safetensors import ExportAdapter, ExportSafetensors
 from stages.model.config_checks import has_experts
 from stages.model.files import is_local
 from stages.model.hf import Compile, HfModel, TrainedModel
@@ -29,8 +29,6 @@ from stages.train.causal_lm import TrainCausalLm
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.data.text import StreamData, TextData
-    from stages.export.adapter import ExportAdapter
     from stages.optimizer.lion import Lion
 
 LEFT_OUT = {

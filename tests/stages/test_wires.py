@@ -23,8 +23,7 @@ from pipeline.testing import plan_view
 from pipeline.testing.conformance import checked
 from stages.adapter.lora import Lora
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
-from stages.data.chat import ChatData
-from stages.data.text import StreamData, TextData
+from stages.data.stages import ChatData, StreamData, TextData
 from stages.model.config_checks import config_of, declarations
 from stages.model.hf import ActivationCheckpointing, HfModel
 from stages.optimizer.adamw import AdamW

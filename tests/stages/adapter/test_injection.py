@@ -17,8 +17,7 @@ from pipeline.errors import StageError
 from pipeline.testing import plan_view
 from stages.adapter.compat import quiet
 from stages.adapter.lora import Lora
-from stages.export.adapter import ExportAdapter
-from stages.export.safetensors import ExportSafetensors
+from stages.export.safetensors import ExportAdapter, ExportSafetensors
 from stages.model.hf import HfModel
 from tests.support.adapters import adapted, logits, module_with, saved_by_peft, trained
 from tests.support.models import context

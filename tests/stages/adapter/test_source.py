@@ -19,8 +19,7 @@ from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.errors import ResumeRefused, StageError
 from stages.adapter.lora import Lora
 from stages.adapter.source import row_blocks
-from stages.export.adapter import ExportAdapter
-from stages.export.safetensors import ExportSafetensors
+from stages.export.safetensors import ExportAdapter, ExportSafetensors
 from stages.model.hf import ActivationCheckpointing, Fp8, HfModel
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.resuming import lineage, require_same_lineage

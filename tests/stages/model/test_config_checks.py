@@ -13,8 +13,7 @@ import pytest
 from pipeline.errors import Problem, StageError
 from pipeline.testing import plan_view
 from pipeline.testing.conformance import checked
-from stages.data.chat import ChatData
-from stages.data.text import StreamData, TextData
+from stages.data.stages import ChatData, StreamData, TextData
 from stages.model.assets import open_config
 from stages.model.checks import problems
 from stages.model.config_checks import lengthwise_kind, too_long, wrong_size

@@ -100,14 +100,10 @@ def test_weights_of_a_training_whose_optimizer_is_another(tmp_path: Path) -> Non
         opened(tmp_path)
 
 
-def pickle_of(value: Any, protocol: int) -> bytes:
-    return pickle.dumps(value, protocol=protocol)
-
-
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_metadata_that_would_run_code_is_refused_by_name(protocol: int, tmp_path: Path) -> None:
     bomb = Bomb(tmp_path / "it-ran")
-    (tmp_path / ".metadata").write_bytes(pickle_of({"state": bomb}, protocol))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"state": bomb}, protocol))
     with pytest.raises(CheckpointError, match=r"\.metadata: refused: it holds posix\.system"):
         opened(tmp_path)
     assert not bomb.mark.exists()

@@ -1,4 +1,4 @@
-"""Mistakes in fields that show without reading a file."""
+"""Mistakes in the fields of data stages that show without reading more than first rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 
 from pipeline.testing import plan_view
 from pipeline.testing import problems as recipe_problems
-from stages.data.chat import ChatData
 from stages.data.sources import Source
-from stages.data.text import TextData
+from stages.data.stages import ChatData, ChatSource, TextData
 
 HUB = {"dataset": "owner/name", "revision": "0" * 40}
 
@@ -68,3 +67,42 @@ def test_settings(
 def test_weights(weight: float) -> None:
     (problem,) = recipe_problems(ChatData, {"sources": [{"files": "a.txt", "weight": weight}]})
     assert problem.key == "sources.0.weight"
+
+
+@pytest.mark.parametrize("bad", ["tomorrow", "2024-02-30", "20240726", "26 Jul 2024"])
+def test_what_is_no_date(tmp_path: Path, bad: str) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    (problem,) = ChatData(files=str(tmp_path / "a.txt"), today=bad).check(plan_view())
+    assert str(problem) == f"today: {bad!r} is not a date (write it as YYYY-MM-DD)"
+
+
+def test_each_turn_and_every_token_exclude_each_other() -> None:
+    found = [str(each) for each in ChatData(files="x", turns="each", loss="all").check(plan_view())]
+    assert any(each.startswith("turns: trains each answer") for each in found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "message"),
+    [
+        ({"columns": {"mesages": "x"}}, "columns.mesages", "is not a key of a row or a"),
+        ({"columns": {"prompt": "x", "text": "x"}}, "columns.text", "'x' is `prompt` already"),
+        ({"role_names": {"bot": "asistant"}}, "role_names.bot", "'asistant' is not a role"),
+        ({"sources": (ChatSource(files="a.txt", role_names={"bot": "x"}),), "files": ()},
+         "sources.0.role_names.bot", "'x' is not a role"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: Any, key: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("x")
+    (problem,) = ChatData(**{"files": "a.txt", **fields}).check(plan_view())
+    assert problem.key == key
+    assert problem.message.startswith(message)
+
+
+def test_the_recipe_s_check_knows_the_fields() -> None:
+    fields = {"columns": {"messages": "dialog"}, "role_names": {"bot": "user"}}
+    assert [problem.key for problem in recipe_problems(ChatData, fields)] == ["files"]
+    found = recipe_problems(ChatData, {**fields, "columns": {"messages": 3}})
+    assert [problem.key for problem in found] == ["columns.messages"]

@@ -20,13 +20,7 @@ from stages.formats import stored
 from stages.formats.deepspeed_native import ADMITTED, Fragment
 from stages.formats.formats import Canonical, DeepSpeed
 from tests.support.damage import Bomb
-from tests.support.formats import (
-    STEP,
-    digest_of,
-    load_universal,
-    same,
-    save_deepspeed,
-)
+from tests.support.formats import STEP, digest_of, load_universal, same, save_deepspeed
 from tests.support.processes import run_ranks
 from tests.support.state import Setting, load_run
 

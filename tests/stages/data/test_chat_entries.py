@@ -1,3 +1,5 @@
+"""Rows tokenised: ids and mask by hand, what is dropped, cut and told, and what the cache knows."""
+
 from __future__ import annotations
 
 import json
@@ -11,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline import NO_TARGET, Context, Data, Sample
-from pipeline.testing import plan_view, problems
-from stages.data.chat import ChatData, ChatSource
+from stages.data.stages import ChatData
 from stages.model.hf import HfModel
 from tests.stages.data.conftest import Chats, trained_ids
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
@@ -163,16 +164,6 @@ def test_rows_without_targets_are_dropped(
     assert found.startswith("no token to train on in 1 row: 1 row ")
 
 
-def test_held_out_samples_are_the_last(chats: Chats) -> None:
-    rows = [{"prompt": "A", "completion": letter} for letter in "bcdefgh"]
-    data = chats.run(*rows, heldout_fraction=0.3)
-    assert [trained_ids(data.train[index])[0] for index in range(5)] == ids("bcdef")
-    assert data.heldout is not None
-    assert [trained_ids(data.heldout[i])[0] for i in range(len(data.heldout))] == ids("gh")
-    with pytest.raises(IndexError):
-        data.train[5]
-
-
 def test_the_cache_knows_the_template_and_the_settings(
     chats: Chats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,17 +194,6 @@ def test_a_template_is_told_the_date_that_is_set(chats: Chats, template: str) ->
     other = chats.run(ONE, source=source, today="2031-01-02")
     assert only(other).input_ids.tolist()[:14] == ids("\n  02 Jan 2031")
     assert other.fingerprint != data.fingerprint
-
-
-@pytest.mark.parametrize("bad", ["tomorrow", "2024-02-30", "20240726", "26 Jul 2024"])
-def test_what_is_no_date(chats: Chats, bad: str) -> None:
-    (problem,) = chats.stage(ONE, today=bad).check(plan_view())
-    assert str(problem) == f"today: {bad!r} is not a date (write it as YYYY-MM-DD)"
-
-
-def test_each_turn_and_every_token_exclude_each_other() -> None:
-    found = [str(each) for each in ChatData(files="x", turns="each", loss="all").check(plan_view())]
-    assert any(each.startswith("turns: trains each answer") for each in found)
 
 
 def test_a_template_that_forgets_earlier_turns(chats: Chats) -> None:
@@ -276,30 +256,3 @@ def test_a_published_model_and_the_bundled_conversations(
     assert sorted(said) == sorted(wanted)
     assert len(rows) == 64
     assert len(data.train) == (7 if packing else len(rows))
-
-
-@pytest.mark.parametrize(
-    ("fields", "key", "message"),
-    [
-        ({"columns": {"mesages": "x"}}, "columns.mesages", "is not a key of a row or a"),
-        ({"columns": {"prompt": "x", "text": "x"}}, "columns.text", "'x' is `prompt` already"),
-        ({"role_names": {"bot": "asistant"}}, "role_names.bot", "'asistant' is not a role"),
-        ({"sources": (ChatSource(files="a.txt", role_names={"bot": "x"}),), "files": ()},
-         "sources.0.role_names.bot", "'x' is not a role"),
-    ],
-)  # fmt: skip
-def test_mistakes_in_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: Any, key: str, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("x")
-    (problem,) = ChatData(**{"files": "a.txt", **fields}).check(plan_view())
-    assert problem.key == key
-    assert problem.message.startswith(message)
-
-
-def test_the_recipe_s_check_knows_the_fields() -> None:
-    fields = {"columns": {"messages": "dialog"}, "role_names": {"bot": "user"}}
-    assert [problem.key for problem in problems(ChatData, fields)] == ["files"]
-    found = problems(ChatData, {**fields, "columns": {"messages": 3}})
-    assert [problem.key for problem in found] == ["columns.messages"]
