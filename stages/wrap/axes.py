@@ -156,14 +156,13 @@ def axis_sizes(stage: Any) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """Coordinates of a rank on the axes."""
-
     pipeline: int
     data: DataAxis
     context: int
     tensor: int
     stream: int
-    """Number of the rank's stream of random numbers."""
+    """Number of the rank's stream of random numbers. Ranks of a tensor-parallel group share one,
+    since what they all compute must be the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,12 +184,6 @@ class Axes:
         """Sizes of the axes on which ranks run one model together."""
         found = {"pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
         return {axis: size for axis, size in found.items() if size > 1}
-
-    @property
-    def streams(self) -> int:
-        """Number of streams of random numbers. Ranks of a tensor-parallel group share one, since
-        what they all compute must be the same."""
-        return self.ranks // self.tensor
 
     @classmethod
     def of(cls, stage: Any, procs: int) -> Axes | None:
@@ -241,34 +234,28 @@ def least_microbatches(schedule: str, ranks: int, count: int) -> int:
     return count
 
 
-def _mesh(device: str, **sizes: int) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def parameter_mesh(axes: Axes, device: str, shards: int) -> DeviceMesh:
+def parameter_mesh(axes: Axes, device: str, shards: int, experts: int = 1) -> DeviceMesh:
     """The mesh over which parameters are cut: `pipeline`, `replicate`, `shard`, `tensor`
     (collective). Each tensor-parallel part is cut again into `shards`, over the data and context
-    axes together."""
-    copies, pipeline = axes.data * axes.context // shards, axes.pipeline
-    return _mesh(device, pipeline=pipeline, replicate=copies, shard=shards, tensor=axes.tensor)
+    axes together. With `experts`, the mesh over which experts are cut: after `shard` it has an axis
+    `expert` of so many ranks, which are neighbours among the `shards`."""
+    from torch.distributed.device_mesh import init_device_mesh
 
-
-def expert_mesh(axes: Axes, device: str, shards: int, experts: int) -> DeviceMesh:
-    """The mesh over which experts are cut (collective): as `parameter_mesh`, but for an axis
-    `expert` of `experts` ranks, which are neighbours among the `shards`."""
     sizes = {"pipeline": axes.pipeline, "replicate": axes.data * axes.context // shards}
-    return _mesh(device, **sizes, shard=shards // experts, expert=experts, tensor=axes.tensor)
+    sizes |= {"shard": shards // experts} | ({"expert": experts} if experts > 1 else {})
+    sizes |= {"tensor": axes.tensor}
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def context_group(axes: Axes, device: str) -> ProcessGroup:
     """The ranks that share this rank's samples (collective)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     from pipeline.utils import with_values
 
-    outer = axes.pipeline * axes.data
+    sizes = axes.pipeline * axes.data, axes.context, axes.tensor
     with with_values():
-        mesh = _mesh(device, outer=outer, context=axes.context, tensor=axes.tensor)
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=("outer", "context", "tensor"))
         return mesh["context"].get_group()
 
 
@@ -291,12 +278,11 @@ def layer_ranges(layers: int, stages: int, head: int = 0, layer: int = 1) -> lis
     if stages > layers:
         raise StageError(f"pipeline_parallel: {layers} blocks do not make {stages} stages")
     sizes, last = [1] * stages, stages - 1
-
-    def work(stage: int) -> tuple[int, bool, bool]:
-        return sizes[stage] * layer + head * (stage == last), stage == 0, stage == last
-
     for _ in range(layers - stages):
-        sizes[min(range(stages), key=work)] += 1
+        work = [
+            (size * layer + head * (n == last), n == 0, n == last) for n, size in enumerate(sizes)
+        ]
+        sizes[work.index(min(work))] += 1
     starts = itertools.accumulate(sizes, initial=0)
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,6 +153,7 @@ def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
                 around_forward(module, cast, cast.undo)
 
 
+@dataclass(eq=False)
 class ParameterCast:
     """Forward pre-hook that casts the parameters of `owners` for the time of a forward.
 
@@ -158,15 +161,15 @@ class ParameterCast:
     hook has put there is used, and left in place.
     """
 
-    def __init__(self, dtype: torch.dtype, owners: Sequence[nn.Module]) -> None:
-        self.dtype, self._owners = dtype, owners
-        self._replaced: list[list[tuple[nn.Module, str, nn.Parameter]]] = []
+    dtype: torch.dtype
+    owners: Sequence[nn.Module]
+    _replaced: list[list[tuple[nn.Module, str, nn.Parameter]]] = field(default_factory=list)
 
     def differing(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
         """Floating parameters of another dtype, each with its owner and its name there."""
         return [
             (owner, name, one)
-            for owner in self._owners
+            for owner in self.owners
             for name, one in owner._parameters.items()
             if one is not None and one.is_floating_point() and one.dtype != self.dtype
         ]
@@ -235,17 +238,12 @@ def named_parameters(
         yield NamedParameter(name, own, tuple(parameter.shape), number, kind)
 
 
-def trained(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that the optimizer updates."""
-    return (parameter for parameter in module.parameters() if parameter.requires_grad)
-
-
 def parameter_count(
-    module: nn.Module, elements: Callable[[nn.Parameter], int] = nn.Parameter.numel
+    module: nn.Module, shape: Callable[[nn.Parameter], Sequence[int]] = lambda one: one.shape
 ) -> int:
     """Number of the model's weights, tied ones once, however they are packed or sharded."""
     known = logical_numel(module)
-    return sum(known.get(name) or elements(one) for name, one in module.named_parameters())
+    return sum(known.get(name) or math.prod(shape(one)) for name, one in module.named_parameters())
 
 
 def dtype_names(tensors: Iterable[Tensor]) -> list[str]:

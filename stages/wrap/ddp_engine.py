@@ -27,7 +27,7 @@ from pipeline import (
 )
 from stages.wrap.axes import Axes
 from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
-from stages.wrap.context.attention import divide_sequence
+from stages.wrap.context_compat import divide_sequence
 from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_compat import (

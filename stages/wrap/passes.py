@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -33,6 +32,10 @@ class Passes(ABC):
         self.parts, self.device = tuple(parts), dist.device
         self.axes = axes or Axes(data=dist.world_size)
         self.here = self.axes.coordinates(dist.rank)
+        self.counts_rows = self.here.tensor == 0 and self.here.context == 0
+        """Whether sums and rows are this rank's to return, of all that compute them alike."""
+        self._by_length = any(map(depends_on_length, self.parts))
+        """Whether the model has to know how long each document is."""
 
     @abstractmethod
     def train(
@@ -45,16 +48,6 @@ class Passes(ABC):
     @abstractmethod
     def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
         """See `Engine.evaluate`."""
-
-    @property
-    def counts_rows(self) -> bool:
-        """Whether sums and rows are this rank's to return, of all that compute them alike."""
-        return self.here.tensor == 0 and self.here.context == 0
-
-    @functools.cached_property
-    def _by_length(self) -> bool:
-        """Whether the model has to know how long each document is."""
-        return any(map(depends_on_length, self.parts))
 
     def laid_out(self, batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
         """The micro-batch padded to a length that the axes divide, and this rank's part of it: all

@@ -44,18 +44,14 @@ def prime_buckets(model: DistributedDataParallel) -> None:
     zeros before any step makes both runs alike. Gradients must not be views of the first buckets
     then, or both layouts are held until the first step has ended: one more copy of all gradients.
     """
-    _reduce_zeros(model)
-    model.zero_grad(set_to_none=True)
-    if model.reducer._rebuild_buckets() and sums_in_buckets(model):
-        _reduce_zeros(model)  # gradients become views of the new buckets
-        model.zero_grad(set_to_none=False)
-
-
-def _reduce_zeros(model: DistributedDataParallel) -> None:
-    nothing: Any = sum(p.sum() * 0.0 for p in model.parameters() if p.requires_grad)
-    # As in DDP's forward: parameters that are unreachable from here count as ready.
-    model.reducer.prepare_for_backward([nothing] if model.find_unused_parameters else [])
-    nothing.backward()
+    for again in (False, True):  # again, gradients become views of the new buckets
+        nothing: Any = sum(p.sum() * 0.0 for p in model.parameters() if p.requires_grad)
+        # As in DDP's forward: parameters that are unreachable from here count as ready.
+        model.reducer.prepare_for_backward([nothing] if model.find_unused_parameters else [])
+        nothing.backward()
+        model.zero_grad(set_to_none=not again)
+        if again or not (model.reducer._rebuild_buckets() and sums_in_buckets(model)):
+            return
 
 
 def sums_in_buckets(model: DistributedDataParallel) -> bool:
@@ -103,11 +99,6 @@ def packed(dim: int, parts: int) -> Placement:
     """Placement of a matrix that holds `parts` equal matrices one after the other along `dim`; each
     is sharded."""
     return _StridedShard(dim, split_factor=parts)
-
-
-def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """L2 norm of each of some tensors of one dtype, in few kernels."""
-    return torch._foreach_norm(tensors)
 
 
 def multiply(tensors: Iterable[Tensor], factor: Tensor) -> None:

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed
@@ -36,21 +36,23 @@ from pipeline import (
 from pipeline.checkpoint import Tile
 from pipeline.utils import HostCopy, local_part
 from stages.objectives.judge import StepSums
-from stages.wrap.build import dtype_names, installed_casts, parameter_count
+from stages.wrap.build import dtype_names, installed_casts, named_parameters, parameter_count
 from stages.wrap.optimizer_state import (
+    UPDATES,
     LivePart,
     declared_state,
-    grouped_state,
+    fixed_state,
+    group_state,
+    groups_of,
     read_moments,
     require_known,
     set_updates,
     start_state,
-    updates,
     write_moments,
 )
 from stages.wrap.passes import Passes
 from stages.wrap.shards import flat, stored_tensors, tile_fragments, tiles_of
-from stages.wrap.torch_compat import divides_gradients, multiply, norms_of, step_divided
+from stages.wrap.torch_compat import divides_gradients, multiply, step_divided
 
 
 def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
@@ -72,7 +74,7 @@ def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
     if not own:
         norm = torch.zeros((), device=local_part(gradients[0]).device if gradients else "cpu")
     elif all(one.dtype == torch.float32 for one in own):
-        norm = torch.linalg.vector_norm(torch.stack([*norms_of(own)]))
+        norm = torch.nn.utils.get_total_norm(own, foreach=True)
     else:  # torch's foreach norms accumulate in the gradients' own dtype
         norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in own]
         norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -92,37 +94,22 @@ class LossScaler:
     when a gradient overflows, and doubled after `growth_interval` steps without."""
 
     def __init__(self, scaling: LossScaling) -> None:
-        self.scale, self._good_steps = scaling.initial_scale, 0
-        self._interval = scaling.growth_interval
+        self.state = LossScale(scale=scaling.initial_scale, good_steps=0)
+        self.interval = scaling.growth_interval
 
     def update(self, *, overflowed: bool) -> None:
         """Adjust the scale after a step."""
-        self._good_steps = 0 if overflowed else self._good_steps + 1
+        scale, good_steps = self.state.scale, self.state.good_steps + 1
         if overflowed:
-            self.scale *= BACKOFF
-        elif self._good_steps == self._interval:
-            self.scale *= GROWTH
-            self._good_steps = 0
-
-    @property
-    def state(self) -> LossScale:
-        """State for a checkpoint."""
-        return LossScale(scale=self.scale, good_steps=self._good_steps)
-
-    def restore(self, saved: LossScale) -> None:
-        """Continue from a checkpoint. The interval stays the recipe's."""
-        self.scale, self._good_steps = saved.scale, saved.good_steps % self._interval
+            scale, good_steps = scale * BACKOFF, 0
+        elif good_steps == self.interval:
+            scale, good_steps = scale * GROWTH, 0
+        self.state = LossScale(scale=scale, good_steps=good_steps)
 
 
-class _Stored(NamedTuple):
-    """A tensor of the training state, which may be sharded."""
-
-    name: str
-    tensor: Tensor
-    tiles: list[Tile]
-    """Its elements on this rank; empty without any."""
-    live: LivePart | None
-    """Part of the plan that updates it; None for a tensor that is not trained."""
+_Stored = tuple[str, Tensor, list[Tile], LivePart | None]
+"""Name of a tensor of the training state; the tensor, which may be sharded; its elements on this
+rank, empty without any; the part of the plan that updates it, None for one that is not trained."""
 
 
 class TorchEngine(Engine):
@@ -142,7 +129,8 @@ class TorchEngine(Engine):
         self.passes, self.optimizers, self.plan = passes, optimizers, plan
         self.parts, self.device = passes.parts, passes.device
         self.data_axis = passes.here.data
-        self.random_stream, self.random_streams = passes.here.stream, passes.axes.streams
+        self.random_stream = passes.here.stream
+        self.random_streams = passes.axes.ranks // passes.axes.tensor
         scaling = precision.loss_scaling
         self.scaler = None if scaling is None else LossScaler(scaling)
         self._whole = whole
@@ -156,7 +144,7 @@ class TorchEngine(Engine):
     @property
     def _scale(self) -> float:
         """The factor by which losses are multiplied now; 1 without loss scaling."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+        return 1.0 if self.scaler is None else self.scaler.state.scale
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
         """Surround one forward and backward; in the `last` of a step, gradients must be reduced
@@ -249,14 +237,11 @@ class TorchEngine(Engine):
         counts = {name: self._restored.get(name, 0) + made for name in names}
         for name, tensor, _, live in stored:
             if live is not None:
-                state, rule = live.state(tensor), type(live.optimizer).__name__
+                state, rule = live.optimizer.state[tensor], type(live.optimizer).__name__
                 require_known(state, live.plan, rule, local_part(tensor))
-                counts[name] = updates(state, counts[name])
+                counts[name] = int(state.get(UPDATES, counts[name]))
         scale = None if self.scaler is None else self.scaler.state
         return dataclasses.replace(fixed, updates=counts, loss_scale=scale)
-
-    def fragments(self) -> Iterator[Fragment]:
-        yield from self._fragments(write=False)
 
     @property
     def lasting_fragments(self) -> bool:
@@ -266,12 +251,10 @@ class TorchEngine(Engine):
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         self.announce_change()
         self._restored, self._applied = state.updates, 0
-        for name, tensor, _, live in self._layout[1]:
-            if live is not None:
-                set_updates(live.state(tensor), state.updates[name])
-        if self.scaler is not None and state.loss_scale is not None:
-            self.scaler.restore(state.loss_scale)
-        yield from self._fragments(write=True)
+        if self.scaler is not None and (saved := state.loss_scale) is not None:
+            good_steps = saved.good_steps % self.scaler.interval  # the interval is the recipe's
+            self.scaler.state = dataclasses.replace(saved, good_steps=good_steps)
+        yield from self.fragments(write=True)
 
     def sync_compute_weights(self) -> None:
         """Nothing to do: the parameters are the masters."""
@@ -293,19 +276,27 @@ class TorchEngine(Engine):
             for group in live.optimizer.param_groups:
                 owners |= {one: live for one in group["params"] if one.numel()}
         tensors = {name: one for part in self.parts for name, one in stored_tensors(part)}
-        stored = [
-            _Stored(name, one, tiles_of(name, one), owners.get(one))
-            for name, one in tensors.items()
+        stored = [(n, one, tiles_of(n, one), owners.get(one)) for n, one in tensors.items()]
+        whole = self._whole or self.parts[0]
+        held = [one for one in named_parameters(whole, self.parts) if one.parameter.numel()]
+        names = {one.parameter: one.name for one in held}
+        groups = [
+            group_state(part, group, [names[one] for one in group["params"]])
+            for part, own in zip(self.plan.parts, self.plan.divide(held), strict=True)
+            for group in (groups_of(part, own) if own else ())
         ]
-        return grouped_state(self._whole or self.parts[0], self.plan, self.parts), stored
+        return fixed_state(whole, groups), stored
 
-    def _fragments(self, *, write: bool) -> Iterator[Fragment]:
+    def fragments(self, *, write: bool = False) -> Iterator[Fragment]:
+        """See `Engine.fragments`; with `write`, what the reader writes into them is kept."""
         self.to_sharded()
         for name, tensor, tiles, live in self._layout[1]:
             state, moments = {WEIGHT: flat(tensor)}, dict[str, Tensor]()
+            if write and live is not None:
+                set_updates(live.optimizer.state[tensor], self._restored[name])
             if live is not None and tiles:
-                own = live.state(tensor)
+                own = live.optimizer.state[tensor]
                 moments = read_moments(own, live.plan, 0, state[WEIGHT].numel())
             yield from tile_fragments(name, tensor.shape, tiles, state | moments)
             if write and live is not None and tiles:
-                write_moments(live.state(tensor), live.plan, moments)
+                write_moments(live.optimizer.state[tensor], live.plan, moments)

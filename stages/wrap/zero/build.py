@@ -1,9 +1,8 @@
 """The way from a recipe's wrap.zero slot to a running engine.
 
 Under tensor parallelism each rank's part of the layers is a whole model to DeepSpeed, which shards
-it among the ranks that have the same part. Layers are divided as under wrap.fsdp
-(`stages/wrap/tensor/`), and not by DeepSpeed's AutoTP, which builds the whole model on every rank,
-replaces modules, and sends pickles.
+it among the ranks that have the same part. Layers are divided as under wrap.fsdp, and not by
+DeepSpeed's AutoTP, which builds the whole model on every rank, replaces modules, and sends pickles.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from stages.wrap.build import (
     source_of,
     verify_engine,
 )
-from stages.wrap.context.attention import divide_sequence
+from stages.wrap.context_compat import divide_sequence
 from stages.wrap.optimizer_state import groups_of, require_zeros
 from stages.wrap.passes import ModulePasses
 from stages.wrap.shards import load_weights
-from stages.wrap.tensor.divide import divide_layers, replace_parameters
+from stages.wrap.tensor_divide import divide_layers, replace_parameters
 from stages.wrap.zero import compat
 from stages.wrap.zero.config import generate, rule_problems
 from stages.wrap.zero.engine import ZeroEngine
@@ -125,7 +124,8 @@ def make_module(
     if axes.tensor > 1:
         wholes, groups = _divide(stage, ctx, model, module, axes)
     if stage.stage == 3:
-        _partition(module, device, torch_dtype(precision.compute), config, groups)
+        compute = torch_dtype(precision.compute)
+        compat.partition_parameters(module, device, compute, config, groups)
     materialize(module, device, buffer_device=device)
     parameter: Any
     for name, parameter in module.named_parameters():
@@ -174,23 +174,6 @@ def _divide(
         get_model_parallel_world_size=lambda: dist.get_world_size(tensor),
         get_model_parallel_rank=lambda: dist.get_rank(tensor),
     )
-
-
-def _partition(
-    module: nn.Module, device: torch.device, compute: torch.dtype, config: Mapping[str, Any],
-    groups: SimpleNamespace | None,
-) -> None:  # fmt: skip
-    """Give each meta parameter uninitialised storage, and partition it as soon as it exists: no
-    process holds more of the model than its part and one whole tensor."""
-    partition = compat.partitioner(config, groups)
-
-    def partitioned(_: str, parameter: nn.Parameter) -> nn.Parameter:
-        empty = torch.empty_like(parameter, device=device, dtype=compute)
-        made = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        partition(made)
-        return made
-
-    replace_parameters(module, partitioned)
 
 
 def _declare_uses(model: ModelSource, module: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -25,26 +26,20 @@ from pipeline import (
     Unit,
 )
 from stages.objectives.judge import StepSums
-from stages.wrap.build import dtype_names, parameter_count, trained
+from stages.wrap.build import dtype_names, parameter_count
 from stages.wrap.optimizer_state import (
+    UPDATES,
     declared_state,
     fixed_state,
     group_state,
     read_moments,
     require_known,
     set_updates,
-    updates,
     write_moments,
 )
 from stages.wrap.passes import Passes
 from stages.wrap.torch_engine import TorchEngine
 from stages.wrap.zero import compat
-from stages.wrap.zero.partitions import (
-    FlatMaster,
-    flat_masters,
-    frozen_fragments,
-    update_compute_weights,
-)
 
 
 class ZeroEngine(TorchEngine):
@@ -69,8 +64,8 @@ class ZeroEngine(TorchEngine):
         return getattr(self.deepspeed, "optimizer", None)
 
     @functools.cached_property
-    def _flats(self) -> list[FlatMaster]:
-        return list(flat_masters(self.zero, self.parts[0])) if self.plan.parts else []
+    def _flats(self) -> list[compat.FlatMaster]:
+        return list(compat.flat_masters(self.zero, self.parts[0])) if self.plan.parts else []
 
     def accumulate(
         self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
@@ -115,7 +110,8 @@ class ZeroEngine(TorchEngine):
         for flat in self._flats:
             kept = self._optimizer_state(flat)
             for name in flat.names:
-                counts[name] = updates(kept, self._restored.get(name, 0) + self._applied)
+                made = self._restored.get(name, 0) + self._applied
+                counts[name] = int(kept.get(UPDATES, made))
             names.setdefault(flat.group, []).extend(flat.names)
         groups = []
         for at in sorted(names):
@@ -129,26 +125,17 @@ class ZeroEngine(TorchEngine):
     def lasting_fragments(self) -> bool:
         return bool(self.plan.parts) and "nvme" not in compat.offload_devices(self.zero)
 
-    def fragments(self) -> Iterator[Fragment]:
-        yield from self._trained(write=False)
-        yield from frozen_fragments(self.parts[0], self.zero)
-
     def restore(self, state: EngineState) -> Iterator[Fragment]:
-        self.announce_change()
-        self._restored, self._applied = state.updates, 0
         for flat in self._flats:
             counts = {name: state.updates[name] for name in flat.names}
             if len(set(counts.values())) > 1:
                 message = "parameters that ZeRO updates together were updated unequally often"
                 raise CheckpointError(f"{message}: {counts}")
-        yield from self._trained(write=True)
-        yield from frozen_fragments(self.parts[0], self.zero)
+        yield from super().restore(state)
         compat.restore_bias_correction(self.zero.optimizer)
-        if self.scaler is not None and state.loss_scale is not None:
-            self.scaler.restore(state.loss_scale)
         compat.set_loss_scale(self.zero, self._scale)
 
-    def _trained(self, *, write: bool) -> Iterator[Fragment]:
+    def fragments(self, *, write: bool = False) -> Iterator[Fragment]:
         for flat in self._flats:
             rule = self.plan.parts[0]
             with flat.present(write=write):
@@ -163,8 +150,9 @@ class ZeroEngine(TorchEngine):
                     own = own or read_moments(state, rule, part.low, part.low + part.length)
                     yield from part.fragments({WEIGHT: part.of(flat.tensor), **own})
                 write_moments(state, rule, moments)
+        yield from compat.frozen_fragments(self.parts[0], self.zero)
 
-    def _optimizer_state(self, flat: FlatMaster) -> dict[str, Any]:
+    def _optimizer_state(self, flat: compat.FlatMaster) -> dict[str, Any]:
         """Optimizer state of a flat master, created as the optimizer's first step would."""
         optimizer, master, (rule,) = self.zero.optimizer, flat.tensor, self.plan.parts
         if not optimizer.state[master]:
@@ -180,11 +168,11 @@ class ZeroEngine(TorchEngine):
             with flat.present(write=True):
                 for part in flat.parts:
                     yield from part.fragments({WEIGHT: part.of(flat.tensor)})
-        yield from frozen_fragments(self.parts[0], self.zero)
+        yield from compat.frozen_fragments(self.parts[0], self.zero)
 
     def sync_compute_weights(self) -> None:
         if self.plan.parts:
-            update_compute_weights(self.zero)
+            compat.update_compute_weights(self.zero)
 
     def describe(self) -> Mapping[str, Any]:
         """Read off the engine, its optimizers and its tensors, not off a configuration."""
@@ -197,8 +185,12 @@ class ZeroEngine(TorchEngine):
             "device": self.device.type,
             "compute": dtype_names(module.parameters()),
             "buffers": dtype_names(module.buffers()),
-            "parameters": parameter_count(module, compat.full_numel),
-            "trained_parameters": sum(map(compat.full_numel, trained(module))),
+            "parameters": parameter_count(module, compat.full_shape),
+            "trained_parameters": sum(
+                math.prod(compat.full_shape(one))
+                for one in module.parameters()
+                if one.requires_grad
+            ),
         }
         return facts | (compat.facts(self.deepspeed) if self.plan.parts else {})
 
@@ -206,7 +198,10 @@ class ZeroEngine(TorchEngine):
         if self.deepspeed is None:
             return
         if self.zero is not None:
-            compat.destroy(self.deepspeed)
+            from deepspeed.utils import groups
+
+            self.deepspeed.destroy()
+            groups.mpu = None  # otherwise left to the next engine of this process
         self.deepspeed = None
         del self.passes, self.parts
         vars(self).pop("_flats", None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -126,6 +127,7 @@ def kept(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     return [block for block in blocks if not isinstance(block, Absent)]
 
 
+@dataclass(eq=False)
 class TiedEmbedding:
     """An embedding that the first stage looks up and the last multiplies with: each has a copy.
 
@@ -134,24 +136,21 @@ class TiedEmbedding:
     this rank, which has one or none: schedules that put both on one are refused.
     """
 
-    def __init__(
-        self, group: ProcessGroup, first: nn.Parameter | None, last: nn.Parameter | None
-    ) -> None:
-        self._group, self._first = group, first
-        self.repeated = last
-        """The last stage's copy, which the gradient norm leaves out."""
+    group: ProcessGroup
+    first: nn.Parameter | None
+    last: nn.Parameter | None
 
     def sum_gradients(self) -> None:
         """Give both copies the sum of their gradients (collective among their ranks). A sum of two
         is the same in either order, so both ranks get equal bits."""
-        for copy, peer in ((self._first, self._group.size() - 1), (self.repeated, 0)):
+        for copy, peer in ((self.first, self.group.size() - 1), (self.last, 0)):
             if copy is None or copy.grad is None:
                 continue
             own = local_part(copy.grad)
             other = torch.empty_like(own)
             exchange = [
-                dist.P2POp(dist.isend, own, group=self._group, group_peer=peer),
-                dist.P2POp(dist.irecv, other, group=self._group, group_peer=peer),
+                dist.P2POp(dist.isend, own, group=self.group, group_peer=peer),
+                dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
             ]
             for work in dist.batch_isend_irecv(exchange):
                 work.wait()
