@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from stages.data.text import StreamData, TextData
     from stages.export.adapter import ExportAdapter
-    from stages.optimizer.lion import Lion
+    from stages.optimizer import Lion
 
 LEFT_OUT = {
     "fp8": "copies of weights and activations in 8 bits are not counted",

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pipeline.utils import local_part
-from stages.optimizer import torchao_compat
-from stages.optimizer.quantized_moments import MOMENTS, SMALLEST, MomentCodec
+from stages.optimizer.moments_compat import MOMENTS, SMALLEST, MomentCodec, torchao
 
 
 class LionOptimizer(Optimizer):
@@ -55,9 +54,8 @@ class LowBitAdamW(Optimizer):
         super().__init__(params, rule)
         self._codec = codec
         self._noise = None if rounding_seed is None else Noise(rounding_seed)
-        self._update = functools.partial(
-            _adamw, codec=codec, rule=torchao_compat.adam().single_param_adam
-        )
+        rule_of_torchao = torchao("adam").single_param_adam
+        self._update = functools.partial(_adamw, codec=codec, rule=rule_of_torchao)
         self.compiled: Callable[..., None] = self._update
         """The update of large parts."""
         if compiled:

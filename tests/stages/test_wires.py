@@ -28,9 +28,8 @@ from stages.data.chat import ChatData
 from stages.data.text import StreamData, TextData
 from stages.model.config_checks import config_of, declarations
 from stages.model.hf import ActivationCheckpointing, HfModel
+from stages.optimizer import Lion, NoOptimizer
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.lion import Lion
-from stages.optimizer.none import NoOptimizer
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.settings import Anomalies

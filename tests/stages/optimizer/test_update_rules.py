@@ -18,10 +18,9 @@ from torch import nn
 from pipeline import testing
 from pipeline.contracts.optimizer import NamedParameter
 from pipeline.errors import StageError
-from stages.optimizer import torchao_compat
+from stages.optimizer import Lion
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.lion import Lion
-from stages.optimizer.quantized_moments import BLOCK, MOMENTS
+from stages.optimizer.moments_compat import BLOCK, MOMENTS, torchao
 from stages.optimizer.update_rules import Noise, round_stochastically
 from stages.precision.policy import PrecisionPolicy
 from stages.wrap.ddp import Ddp
@@ -249,8 +248,8 @@ def test_without_torchao_the_stage_says_what_to_install(
 
 
 def test_torchao_still_has_what_is_private() -> None:
-    assert callable(torchao_compat.adam().single_param_adam)
-    assert len(torchao_compat.quantizers().create_dynamic_map(True)) == 256
+    assert callable(torchao("adam").single_param_adam)
+    assert len(torchao("quant_utils").create_dynamic_map(True)) == 256
 
 
 def built(parameter: nn.Parameter, tmp_path: Path, **fields: float) -> torch.optim.Optimizer:

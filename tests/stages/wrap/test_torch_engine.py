@@ -17,8 +17,8 @@ from pipeline import testing
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision
 from pipeline.distributed.process_group import DistContext
+from stages.optimizer import Lion
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.lion import Lion
 from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_compat import divides_gradients, multiply

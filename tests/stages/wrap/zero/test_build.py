@@ -11,7 +11,7 @@ from torch import nn
 from pipeline import ModelSource, StageError
 from pipeline.contracts.precision import Precision
 from pipeline.testing import context
-from stages.optimizer.lion import Lion
+from stages.optimizer import Lion
 from stages.wrap.zero import OptimizerOffload, Zero
 from stages.wrap.zero.build import beyond_bucket
 

@@ -12,8 +12,8 @@ from pipeline import UpdateRule
 from pipeline.contracts.precision import LossScaling, Precision
 from pipeline.testing import plan_view
 from pipeline.testing.helpers import checked
+from stages.optimizer import Lion
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.lion import Lion
 from stages.precision.policy import PrecisionPolicy
 from stages.wrap.axes import ContextParallel, TensorParallel
 from stages.wrap.zero import Aio, OptimizerOffload, ParameterOffload, PlusPlus, Zero

@@ -1,19 +1,22 @@
 """Storage of AdamW's moments: tensors of one dtype, or blocks of 8-bit codes.
 
 Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization: each block of values is divided
-by its largest magnitude, its scale, and rounded to the nearest values of a code book.
+by its largest magnitude, its scale, and rounded to the nearest values of a code book. Code books
+and the update rule are in private modules of torchao 0.18.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline import StateCodec
-from stages.optimizer import torchao_compat
+from pipeline.utils import optional
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BLOCK = 256
@@ -26,22 +29,26 @@ AT_A_TIME = 1 << 22
 """Elements that are encoded exactly at a time: encoding needs about ten times their memory."""
 
 
+def torchao(name: str) -> ModuleType:
+    """A module of torchao.optim: `adam` has `single_param_adam`, the update rule, and `quant_utils`
+    has `create_dynamic_map` and `quantize_8bit_with_qmap`. Raises StageError without torchao."""
+    with optional("this optimizer needs torchao", hint="pip install 'pipetrain[torchao]'"):
+        return importlib.import_module(f"torchao.optim.{name}")
+
+
 class CodeBook:
     """The 256 dynamic values of bitsandbytes and torchao, ascending, from 0 or from -0.993 to 1."""
 
     def __init__(self, *, signed: bool) -> None:
-        quantizers = torchao_compat.quantizers()
+        quantizers = torchao("quant_utils")
         self.values: tuple[float, ...] = tuple(quantizers.create_dynamic_map(signed))
         self._nearest = quantizers.quantize_8bit_with_qmap
-
-    def table(self, device: torch.device) -> Tensor:
-        """The values as an fp32 tensor of shape (256,), which the other methods take."""
-        return torch.tensor(self.values, dtype=torch.float32, device=device)
 
     def encode(
         self, blocks: Tensor, table: Tensor, scales: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """uint8 codes (blocks, BLOCK) and fp32 scales (blocks,) of fp32 values (blocks, BLOCK)."""
+        """uint8 codes (blocks, BLOCK) and fp32 scales (blocks,) of fp32 values (blocks, BLOCK).
+        `table` are the book's values as an fp32 tensor (256,)."""
         scales = blocks.abs().amax(-1).clip(LEAST_SCALE) if scales is None else scales
         return self._nearest(blocks / scales.view(-1, 1), table), scales
 
@@ -74,16 +81,18 @@ class CodeBook:
 
 
 class MomentCodec(StateCodec):
-    """Flat tensors of one dtype, None for the parameter's own; with `blocks`, 8-bit codes and a
-    scale for each block instead, but for small parameters and what is left after the last block.
+    """The codec for the field `moments` of optimizer.adamw: flat tensors of one dtype, by default
+    the parameter's own; with `8bit`, codes and a scale for each block instead, but for small
+    parameters and what is left after the last block. Raises StageError without torchao.
 
     An update decodes the moments of each part, changes and encodes them.
     """
 
-    def __init__(self, dtype: torch.dtype | None, *, blocks: bool = False) -> None:
-        self._dtype = dtype
+    def __init__(self, moments: str) -> None:
+        dtypes = {"fp32": torch.float32, "8bit": torch.float32, "bf16": torch.bfloat16}
+        self._dtype = dtypes.get(moments)
         self._books: dict[str, CodeBook] = {}
-        if blocks:
+        if moments == "8bit":
             first, second = MOMENTS
             self._books = {first: CodeBook(signed=True), second: CodeBook(signed=False)}
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
@@ -141,8 +150,10 @@ class MomentCodec(StateCodec):
     def tables(self, device: torch.device) -> dict[str, Tensor]:
         """Constants for `decode` and `encode` of blocks on a device."""
         if device not in self._tables:
-            found = {f"{m}.table": book.table(device) for m, book in self._books.items()}
-            self._tables[device] = found
+            self._tables[device] = {
+                f"{moment}.table": torch.tensor(book.values, dtype=torch.float32, device=device)
+                for moment, book in self._books.items()
+            }
         return self._tables[device]
 
     def decode(self, state: Mapping[str, Tensor], moment: str) -> Tensor:
@@ -169,9 +180,3 @@ def _in_blocks(state: Mapping[str, Any], moment: str) -> int:
 def _blocks(state: Mapping[str, Tensor], moment: str) -> tuple[Tensor, Tensor]:
     """Views of the stored codes (blocks, BLOCK) and scales (blocks,)."""
     return state[f"{moment}.codes"].view(-1, BLOCK), state[f"{moment}.scales"]
-
-
-def moment_codec(moments: str) -> MomentCodec:
-    """The codec for the field `moments` of optimizer.adamw. Raises StageError without torchao."""
-    dtypes = {"fp32": torch.float32, "8bit": torch.float32, "bf16": torch.bfloat16}
-    return MomentCodec(dtypes.get(moments), blocks=moments == "8bit")
