@@ -44,14 +44,18 @@ def prime_buckets(model: DistributedDataParallel) -> None:
     zeros before any step makes both runs alike. Gradients must not be views of the first buckets
     then, or both layouts are held until the first step has ended: one more copy of all gradients.
     """
-    for again in (False, True):  # again, gradients become views of the new buckets
-        nothing: Any = sum(p.sum() * 0.0 for p in model.parameters() if p.requires_grad)
-        # As in DDP's forward: parameters that are unreachable from here count as ready.
-        model.reducer.prepare_for_backward([nothing] if model.find_unused_parameters else [])
-        nothing.backward()
-        model.zero_grad(set_to_none=not again)
-        if again or not (model.reducer._rebuild_buckets() and sums_in_buckets(model)):
-            return
+    _reduce_zeros(model)
+    model.zero_grad(set_to_none=True)
+    if model.reducer._rebuild_buckets() and sums_in_buckets(model):
+        _reduce_zeros(model)  # gradients become views of the new buckets
+        model.zero_grad(set_to_none=False)
+
+
+def _reduce_zeros(model: DistributedDataParallel) -> None:
+    nothing: Any = sum(p.sum() * 0.0 for p in model.parameters() if p.requires_grad)
+    # As in DDP's forward: parameters that are unreachable from here count as ready.
+    model.reducer.prepare_for_backward([nothing] if model.find_unused_parameters else [])
+    nothing.backward()
 
 
 def sums_in_buckets(model: DistributedDataParallel) -> bool:
