@@ -19,8 +19,7 @@ from stages.wrap.context_compat import divide_sequence
 from stages.wrap.ddp import Ddp
 from stages.wrap.ddp_engine import BucketSums
 from stages.wrap.optimizer_state import make_optimizers
-from stages.wrap.passes import ModulePasses
-from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.torch_engine import ModulePasses, TorchEngine
 
 
 class TracedReplica(TorchEngine):

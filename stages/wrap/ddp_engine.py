@@ -29,7 +29,6 @@ from stages.wrap.axes import Axes
 from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
 from stages.wrap.context_compat import divide_sequence
 from stages.wrap.optimizer_state import make_optimizers
-from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_compat import (
     hook_states,
     no_buffer_sync,
@@ -37,7 +36,7 @@ from stages.wrap.torch_compat import (
     require_reduced,
     sums_in_buckets,
 )
-from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.torch_engine import ModulePasses, TorchEngine
 
 
 def build(

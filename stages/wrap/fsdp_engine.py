@@ -43,12 +43,11 @@ from stages.wrap.context_compat import divide_sequence
 from stages.wrap.experts_compat import divide_experts
 from stages.wrap.fsdp_fields import FsdpFields
 from stages.wrap.optimizer_state import make_optimizers
-from stages.wrap.passes import ModulePasses, Passes
 from stages.wrap.pipeline_split import TiedEmbedding, is_tied, keep_layers, kept
 from stages.wrap.tensor_divide import divide_layers
 from stages.wrap.tensor_plan import TensorPlan
 from stages.wrap.torch_compat import reshard, sharding_facts
-from stages.wrap.torch_engine import TorchEngine, total_norm
+from stages.wrap.torch_engine import ModulePasses, Passes, TorchEngine, total_norm
 
 DATA_AXES = {
     "full_shard": ("shard",),

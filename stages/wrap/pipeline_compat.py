@@ -25,9 +25,9 @@ from stages.batches.layout import equal_shapes
 from stages.objectives.documents_compat import flash_documents, known_documents
 from stages.objectives.judge import StepSums, measured
 from stages.wrap.axes import SEVERAL_STAGES, Axes, PipelineParallel, least_microbatches
-from stages.wrap.passes import Around, Backward, Passes, evaluating
 from stages.wrap.pipeline_split import StageInput
 from stages.wrap.torch_compat import sum_in_reduce_dtype
+from stages.wrap.torch_engine import Around, Backward, Passes, evaluating
 
 EVALUATED = 4
 """Micro-batches for each stage that an evaluation passes on at a time."""

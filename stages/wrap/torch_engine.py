@@ -1,12 +1,15 @@
-"""The engine of a torch module and torch optimizers: its step and its training state."""
+"""The engine of a torch module and torch optimizers: its micro-batches, its step and its training
+state."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,17 +20,18 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import (
     WEIGHT,
+    DistContext,
     Engine,
     EngineState,
     Fragment,
     LossParts,
     LossScale,
-    LossScaling,
     Measure,
     MicroBatch,
     Objective,
     OptimizerPlan,
     Precision,
+    Scorer,
     StepGuard,
     StepReport,
     Unit,
@@ -35,7 +39,11 @@ from pipeline import (
 )
 from pipeline.checkpoint import Tile
 from pipeline.utils import HostCopy, local_part
-from stages.objectives.judge import StepSums
+from stages.batches.layout import padded, sequence_slice
+from stages.model.rotary_compat import depends_on_length, with_positions
+from stages.objectives.documents_compat import known_documents
+from stages.objectives.judge import StepSums, measured
+from stages.wrap.axes import Axes
 from stages.wrap.build import dtype_names, installed_casts, named_parameters, parameter_count
 from stages.wrap.optimizer_state import (
     UPDATES,
@@ -50,7 +58,6 @@ from stages.wrap.optimizer_state import (
     start_state,
     write_moments,
 )
-from stages.wrap.passes import Passes
 from stages.wrap.shards import flat, stored_tensors, tile_fragments, tiles_of
 from stages.wrap.torch_compat import divides_gradients, multiply, step_divided
 
@@ -85,26 +92,94 @@ def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
     return norm
 
 
+Around = Callable[[bool], AbstractContextManager[None]]
+Backward = Callable[[Tensor], object]
+
+
+class Passes(ABC):
+    """This rank's parts of a model, its place on the axes, and the way of micro-batches through
+    both. Without `axes`, all ranks are data-parallel."""
+
+    def __init__(
+        self, parts: Sequence[nn.Module], dist: DistContext, axes: Axes | None = None
+    ) -> None:
+        """`parts` are modules with names as in the source."""
+        self.parts, self.device = tuple(parts), dist.device
+        self.axes = axes or Axes(data=dist.world_size)
+        self.here = self.axes.coordinates(dist.rank)
+        self.counts_rows = self.here.tensor == 0 and self.here.context == 0
+        """Whether sums and rows are this rank's to return, of all that compute them alike."""
+        self._by_length = any(map(depends_on_length, self.parts))
+        """Whether the model has to know how long each document is."""
+
+    @abstractmethod
+    def train(
+        self, batches: Iterable[MicroBatch], sums: StepSums, around: Around, backward: Backward
+    ) -> LossParts:
+        """Run forward and backward of a step; returns this rank's part of each sum. Where
+        micro-batches pass one after another, `around(last)` surrounds each, and `backward` is
+        called with its loss."""
+
+    @abstractmethod
+    def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
+        """See `Engine.evaluate`."""
+
+    def laid_out(self, batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+        """The micro-batch padded to a length that the axes divide, and this rank's part of it: all
+        of it, or its slice of the tokens."""
+        context = self.axes.context
+        whole = padded(batch, context * self.axes.tensor)
+        if self._by_length:
+            whole = with_positions(whole)
+        own = whole if context == 1 else sequence_slice(whole, self.here.context, context)
+        return whole, own
+
+
+class ModulePasses(Passes):
+    """Runs micro-batches one after another through one module, the whole model."""
+
+    def __init__(
+        self, module: nn.Module, scorer: Scorer, dist: DistContext, axes: Axes | None = None
+    ) -> None:
+        super().__init__([module], dist, axes)
+        self._scorer = scorer
+
+    def train(
+        self, batches: Iterable[MicroBatch], sums: StepSums, around: Around, backward: Backward
+    ) -> LossParts:
+        rest = iter(batches)
+        batch = next(rest, None)
+        while batch is not None:
+            following = next(rest, None)
+            whole, own = self.laid_out(batch)
+            with around(following is None), known_documents(own):
+                backward(sums.judge(self._scorer, own, whole))
+            batch = following
+        return sums.part(counted=self.counts_rows)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
+        with evaluating(self.parts):
+            for batch in batches:
+                whole, own = self.laid_out(batch)
+                with known_documents(own):
+                    rows = measured(measure, self._scorer, own, whole)
+                yield rows if self.counts_rows else None
+
+
+@contextlib.contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put modules into eval mode in the body, and back into training mode."""
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.train()
+
+
 GROWTH, BACKOFF = 2.0, 0.5
-
-
-class LossScaler:
-    """Dynamic loss scaling (Micikevicius et al. 2018, Mixed Precision Training, section 3.2): the
-    factor by which losses are multiplied, so that gradients stay in the range of fp16. It is halved
-    when a gradient overflows, and doubled after `growth_interval` steps without."""
-
-    def __init__(self, scaling: LossScaling) -> None:
-        self.state = LossScale(scale=scaling.initial_scale, good_steps=0)
-        self.interval = scaling.growth_interval
-
-    def update(self, *, overflowed: bool) -> None:
-        """Adjust the scale after a step."""
-        scale, good_steps = self.state.scale, self.state.good_steps + 1
-        if overflowed:
-            scale, good_steps = scale * BACKOFF, 0
-        elif good_steps == self.interval:
-            scale, good_steps = scale * GROWTH, 0
-        self.state = LossScale(scale=scale, good_steps=good_steps)
 
 
 _Stored = tuple[str, Tensor, list[Tile], LivePart | None]
@@ -131,9 +206,8 @@ class TorchEngine(Engine):
         self.data_axis = passes.here.data
         self.random_stream = passes.here.stream
         self.random_streams = passes.axes.ranks // passes.axes.tensor
-        scaling = precision.loss_scaling
-        self.scaler = None if scaling is None else LossScaler(scaling)
-        self._whole = whole
+        self._whole, self._scaling = whole, (scaling := precision.loss_scaling)
+        self.loss_scale = scaling and LossScale(scale=scaling.initial_scale, good_steps=0)
 
     @property
     def averaged_over(self) -> int:
@@ -144,7 +218,7 @@ class TorchEngine(Engine):
     @property
     def _scale(self) -> float:
         """The factor by which losses are multiplied now; 1 without loss scaling."""
-        return 1.0 if self.scaler is None else self.scaler.state.scale
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
         """Surround one forward and backward; in the `last` of a step, gradients must be reduced
@@ -179,7 +253,7 @@ class TorchEngine(Engine):
             "buffers": dtype_names(one for part in self.parts for one in part.buffers()),
             "parameters": sum(map(parameter_count, self.parts)),
             "trained_parameters": sum(parameter.numel() for parameter in trained),
-            "loss_scaling": self.scaler is not None,
+            "loss_scaling": self.loss_scale is not None,
         }
 
     def step(
@@ -195,17 +269,29 @@ class TorchEngine(Engine):
         scale = self._scale
         norm = self.gradient_norm(list(itertools.chain(*gradients))) / scale
         sent = HostCopy(norm)
-        overflowed = self.scaler is not None and not math.isfinite(sent)
+        overflowed = self.loss_scale is not None and not math.isfinite(sent)
         # Without a guard and loss scaling the host waits for nothing.
         applied = not overflowed and (should_step is None or should_step(float(sent)))
         if applied:
             self._update(gradients, norm, scale)
-        if self.scaler is not None:
-            self.scaler.update(overflowed=overflowed)
+        self.adjust_scale(overflowed=overflowed)
         for live in self.optimizers:
             live.optimizer.zero_grad()
         self._applied += applied
         return StepReport(grad_norm=sent, applied=applied, loss_scale=scale)
+
+    def adjust_scale(self, *, overflowed: bool) -> None:
+        """Dynamic loss scaling (Micikevicius et al. 2018, Mixed Precision Training, section 3.2):
+        after a step, halve the factor by which losses are multiplied, so that gradients stay in the
+        range of fp16, if one overflowed, and double it after `growth_interval` steps without."""
+        if self._scaling is None or self.loss_scale is None:
+            return
+        scale, good_steps = self.loss_scale.scale, self.loss_scale.good_steps + 1
+        if overflowed:
+            scale, good_steps = scale * BACKOFF, 0
+        elif good_steps == self._scaling.growth_interval:
+            scale, good_steps = scale * GROWTH, 0
+        self.loss_scale = LossScale(scale=scale, good_steps=good_steps)
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Norm of the whole model's gradient; this rank has `gradients` of it (collective)."""
@@ -240,8 +326,7 @@ class TorchEngine(Engine):
                 state, rule = live.optimizer.state[tensor], type(live.optimizer).__name__
                 require_known(state, live.plan, rule, local_part(tensor))
                 counts[name] = int(state.get(UPDATES, counts[name]))
-        scale = None if self.scaler is None else self.scaler.state
-        return dataclasses.replace(fixed, updates=counts, loss_scale=scale)
+        return dataclasses.replace(fixed, updates=counts, loss_scale=self.loss_scale)
 
     @property
     def lasting_fragments(self) -> bool:
@@ -251,9 +336,9 @@ class TorchEngine(Engine):
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         self.announce_change()
         self._restored, self._applied = state.updates, 0
-        if self.scaler is not None and (saved := state.loss_scale) is not None:
-            good_steps = saved.good_steps % self.scaler.interval  # the interval is the recipe's
-            self.scaler.state = dataclasses.replace(saved, good_steps=good_steps)
+        if self._scaling is not None and (saved := state.loss_scale) is not None:
+            good_steps = saved.good_steps % self._scaling.growth_interval  # of the recipe
+            self.loss_scale = dataclasses.replace(saved, good_steps=good_steps)
         yield from self.fragments(write=True)
 
     def sync_compute_weights(self) -> None:

@@ -351,7 +351,7 @@ def test_zero3_never_has_more_than_its_shard_and_a_tensor(big: tuple[Path, int, 
     """The limit holds until DeepSpeed makes its masters and buffers, and while these are loaded."""
     folder, total, largest = big
     partition = "stages.wrap.zero.compat.partition_parameters"
-    functions = partition, "stages.wrap.zero.build.load_weights"
+    functions = partition, "stages.wrap.zero.engine.load_weights"
     for made, loading in measured(folder, Case(wrap=ALL_PERSIST), *functions):
         assert total / 2 <= made <= total / 2 + largest + SLACK < total
         assert loading <= SLACK
