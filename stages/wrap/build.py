@@ -104,18 +104,27 @@ def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
 
 
 def materialize(module: nn.Module, device: torch.device, *, buffer_device: torch.device) -> None:
-    """Give every meta parameter uninitialised storage on `device`; move buffers. Tied parameters
-    stay one object, which `nn.Module.to_empty` does not promise."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    """Give every meta parameter uninitialised storage on `device`; move buffers."""
+    replace_parameters(
+        module, lambda _, one: torch.empty_like(one, device=device) if one.is_meta else one
+    )
     for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if parameter not in made:
-                    empty = torch.empty_like(parameter, device=device)
-                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                owner._parameters[name] = made[parameter]
         for name, buffer in owner._buffers.items():
             owner._buffers[name] = None if buffer is None else buffer.to(buffer_device)
+
+
+def replace_parameters(module: nn.Module, changed: Callable[[str, nn.Parameter], Tensor]) -> None:
+    """Replace each parameter by what `changed` makes of its name and itself: one of other values,
+    or a parameter. Tied ones stay one object."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if parameter not in made:
+            value = changed(name, parameter)
+            if not isinstance(value, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            made[parameter] = value
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._parameters[leaf] = made[parameter]
 
 
 def cast_buffers(module: nn.Module, precision: Precision) -> None:

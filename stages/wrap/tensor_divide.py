@@ -29,6 +29,7 @@ from stages.collectives import (
     sum_gradients,
 )
 from stages.wrap.axes import TensorParallel
+from stages.wrap.build import replace_parameters
 from stages.wrap.tensor_plan import (
     COLUMNS,
     ROWS,
@@ -75,20 +76,6 @@ def divide_layers(
 
     replace_parameters(model, part)
     _Installer(model, mesh, plan, compiled, late=late).install()
-
-
-def replace_parameters(module: nn.Module, changed: Callable[[str, nn.Parameter], Tensor]) -> None:
-    """Replace each parameter by what `changed` makes of its name and itself: one of other values,
-    or a parameter. Tied ones stay one object."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        if parameter not in made:
-            value = changed(name, parameter)
-            if not isinstance(value, nn.Parameter):
-                value = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            made[parameter] = value
-        owner, _, leaf = name.rpartition(".")
-        module.get_submodule(owner)._parameters[leaf] = made[parameter]
 
 
 class _Installer:

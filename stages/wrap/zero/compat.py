@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import WEIGHT, DistContext, Fragment, OptimizerPart, StageError, dtype_name
 from pipeline.checkpoint import Tile
+from stages.wrap.build import replace_parameters
 from stages.wrap.shards import part_of, stored_tensors, tile_fragments, tiles_of
-from stages.wrap.tensor_divide import replace_parameters
 from stages.wrap.zero.operators_compat import keep_operators
 
 

@@ -108,14 +108,10 @@ def beyond_bucket(stage: ZeroFields, module: nn.Module) -> str:
         return ""
     trained = ((name, one.numel()) for name, one in module.named_parameters() if one.requires_grad)
     name, most = max(trained, key=lambda pair: pair[1], default=("", 0))
-    return (
-        ""
-        if most <= stage.reduce_bucket_size
-        else (
-            f"overlap_comm: the gradient of {name} is larger than reduce_bucket_size, and DeepSpeed may "
-            f"use its memory again before it is sent; set reduce_bucket_size: {most}"
-        )
-    )
+    if most <= stage.reduce_bucket_size:
+        return ""
+    text = f"overlap_comm: the gradient of {name} is larger than reduce_bucket_size, and DeepSpeed "
+    return f"{text}may use its memory again before it is sent; set reduce_bucket_size: {most}"
 
 
 Row = tuple[object, str, str, str]

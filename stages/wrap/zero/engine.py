@@ -53,6 +53,7 @@ from stages.wrap.build import (
     materialize,
     named_parameters,
     parameter_count,
+    replace_parameters,
     source_of,
     verify_engine,
 )
@@ -70,7 +71,7 @@ from stages.wrap.optimizer_state import (
     write_moments,
 )
 from stages.wrap.shards import load_weights
-from stages.wrap.tensor_divide import divide_layers, replace_parameters
+from stages.wrap.tensor_divide import divide_layers
 from stages.wrap.torch_engine import ModulePasses, Passes, TorchEngine
 from stages.wrap.zero import compat
 from stages.wrap.zero.config import beyond_bucket, generate, rule_problems
