@@ -83,10 +83,8 @@ class CodeBook:
 class MomentCodec(StateCodec):
     """The codec for the field `moments` of optimizer.adamw: flat tensors of one dtype, by default
     the parameter's own; with `8bit`, codes and a scale for each block instead, but for small
-    parameters and what is left after the last block. Raises StageError without torchao.
-
-    An update decodes the moments of each part, changes and encodes them.
-    """
+    parameters and what is left after the last block. Raises StageError without torchao. An update
+    decodes the moments of each part, changes and encodes them."""
 
     def __init__(self, moments: str) -> None:
         dtypes = {"fp32": torch.float32, "8bit": torch.float32, "bf16": torch.bfloat16}

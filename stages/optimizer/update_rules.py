@@ -42,10 +42,8 @@ class LionOptimizer(Optimizer):
 class LowBitAdamW(Optimizer):
     """torchao's AdamW (`single_param_adam`, computed in fp32) on this process's elements of each
     parameter, flat: `lr`, `betas`, `eps`, `weight_decay`. State: `step`, and what the codec stores.
-
     With a `rounding_seed`, weights are bf16 and rounded stochastically; each group's `shard` is the
-    number of this process's shard.
-    """
+    number of this process's shard."""
 
     def __init__(
         self, params: Iterable[dict[str, Any]], *, codec: MomentCodec, rounding_seed: int | None,

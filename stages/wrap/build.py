@@ -55,8 +55,7 @@ def build_module(
     the ranks that hold the same shards and share the reading; without, each rank reads its own.
     Parameters live on `home`, buffers on the run's device, which is the default of `home`. With
     `casts`, modules compute in the compute dtype; a strategy that casts by itself needs none.
-    Raises StageError for weights that do not fit the model.
-    """
+    Raises StageError for weights that do not fit the model."""
     shards = [shard or (lambda module: None)]
     (module,) = build_modules(ctx, model, precision, shards, replicas=replicas, home=home)
     if casts:
@@ -146,8 +145,7 @@ def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
     Every module sees its own parameters cast, as sharding strategies cast when they gather. Unlike
     under autocast, no operator keeps another dtype, so a policy means the same with and without
     sharding. Activation checkpointing repeats the cast with a module's forward. A module also sees
-    its children's parameters cast, as some read them, but not its grandchildren's.
-    """
+    its children's parameters cast, as some read them, but not its grandchildren's."""
 
     def visible(module: nn.Module) -> Iterator[nn.Module]:
         """The module and its children, and children of a container, which nothing calls."""
@@ -164,11 +162,9 @@ def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
 
 @dataclass(eq=False)
 class ParameterCast:
-    """Forward pre-hook that casts the parameters of `owners` for the time of a forward.
-
-    Cast tensors take the places of the parameters, where a module finds them. One that a caller's
-    hook has put there is used, and left in place.
-    """
+    """Forward pre-hook that casts the parameters of `owners` for the time of a forward. Cast
+    tensors take the places of the parameters, where a module finds them. One that a caller's hook
+    has put there is used, and left in place."""
 
     dtype: torch.dtype
     owners: Sequence[nn.Module]

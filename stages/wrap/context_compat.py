@@ -85,12 +85,10 @@ def mask_function(implementation: str) -> Callable[..., Any] | None:
 
 
 class ContextParallel:
-    """Attention of one model over a sequence; each rank of `group` has a slice of it.
-
-    The model is called with its slice of the tokens, and with `position_ids` of the whole sequence,
-    as `sequence_slice` makes them. `tensor` ranks share its heads too. Raises StageError for a
-    model whose attention cannot be divided.
-    """
+    """Attention of one model over a sequence; each rank of `group` has a slice of it. The model is
+    called with its slice of the tokens, and with `position_ids` of the whole sequence, as
+    `sequence_slice` makes them. `tensor` ranks share its heads too. Raises StageError for a model
+    whose attention cannot be divided."""
 
     def __init__(self, model: Any, group: ProcessGroup, tensor: int) -> None:
         self._group = group

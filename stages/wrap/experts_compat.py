@@ -22,13 +22,11 @@ METHOD = "all_to_all"
 def divide_experts(model: Any, mesh: DeviceMesh, tensor: DeviceMesh) -> list[nn.Module]:
     """Divide the experts of `model`, whose parameters are on the meta device, over the one axis
     `mesh`, in place; returns the modules that hold them. `tensor` has the ranks of the same tokens.
-
     Every rank holds an equal share of the experts. It sends each token to the ranks of its experts
     and gets their results back, so an expert's gradient is of the tokens of all ranks of `mesh`.
     Raises StageError for a model without a plan of experts, for experts that do not divide, and for
     parameters that ranks with different experts would share: their gradients would count once for
-    each of these ranks.
-    """
+    each of these ranks."""
     refuse_type("expert_parallel", model.config)
     stated = getattr(model, "ep_plan", None)
     plan = model._expand_parallel_plan(stated) if stated else {}

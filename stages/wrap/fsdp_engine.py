@@ -109,12 +109,10 @@ def _stages(
     mesh: DeviceMesh, axes: Axes, plan: OptimizerPlan,
 ) -> tuple[Passes, nn.Module, TiedEmbedding | None]:  # fmt: skip
     """Cut this rank's stages out of the model, divide each, and load them (collective); returns
-    them with the whole model on the meta device, and with the copies of a tied embedding.
-
-    Raises StageError for a model that does not divide into stages, for a tied embedding whose two
-    stages would be on one rank, and if nothing is trained on this rank or in the first stage, as
-    backward begins with an output that needs a gradient.
-    """
+    them with the whole model on the meta device, and with the copies of a tied embedding. Raises
+    StageError for a model that does not divide into stages, for a tied embedding whose two stages
+    would be on one rank, and if nothing is trained on this rank or in the first stage, as backward
+    begins with an output that needs a gradient."""
     from stages.wrap.pipeline_compat import PipelinePasses, Stage
 
     asked = divider.config.pipeline_parallel
@@ -296,11 +294,9 @@ class UnitDivider:
 
     def _prefetch(self, units: Sequence[nn.Module], experts: Sequence[nn.Module]) -> None:
         """Name the units that are gathered ahead of each, where torch's own order is not enough.
-
         Experts are units inside of their blocks. Where ranks divide them, the host waits in every
         block for numbers of tokens and cannot run ahead, and in backward a block needs its experts
-        first; so the next block is gathered with its experts while one computes.
-        """
+        first; so the next block is gathered with its experts while one computes."""
         forward, backward = self.config.forward_prefetch, self.config.backward_prefetch
         inside = {unit: [one for one in experts if one in set(unit.modules())] for unit in units}
 
@@ -322,12 +318,10 @@ def choose_units(
     config: FsdpFields, module: nn.Module, blocks: Sequence[nn.Module],
     ends: tuple[nn.Module | None, nn.Module | None],
 ) -> list[nn.Module]:  # fmt: skip
-    """The units in forward order, inner before outer, without the root.
-
-    With blocks, `ends` (embedding and head) are units too, except those that share a weight: it
-    stays in the root, whose time covers both uses. Raises StageError if the recipe's choice finds
-    none in this model, or separates tied weights.
-    """
+    """The units in forward order, inner before outer, without the root. With blocks, `ends`
+    (embedding and head) are units too, except those that share a weight: it stays in the root,
+    whose time covers both uses. Raises StageError if the recipe's choice finds none in this model,
+    or separates tied weights."""
     owners: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):

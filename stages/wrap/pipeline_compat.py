@@ -170,11 +170,9 @@ KINDS = {
 
 @contextlib.contextmanager
 def forward_only(schedule: Any) -> Iterator[None]:
-    """Leave actions of backward out of a schedule of several stages a rank in the body.
-
-    `eval` of torch 2.13 runs them as if they did nothing, which fails where two neighbouring stages
-    are on one rank.
-    """
+    """Leave actions of backward out of a schedule of several stages a rank in the body. `eval` of
+    torch 2.13 runs them as if they did nothing, which fails where two neighbouring stages are on
+    one rank."""
     whole = getattr(schedule, "pipeline_order_with_comms", None)
     if whole is None:
         yield
@@ -196,12 +194,10 @@ def forward_only(schedule: Any) -> Iterator[None]:
 
 def adapt(stage: Any, numbered: Any) -> None:
     """Number the micro-batches that pass a stage of torch (`numbered.number`), and mend two faults
-    of torch 2.13 where backward runs in two halves.
-
-    The half for inputs keeps their gradients until the next step, which takes as much memory as all
-    that was received. The half for weights is hidden from FSDP, so that gradients of several
-    micro-batches might be summed in the compute dtype.
-    """
+    of torch 2.13 where backward runs in two halves. The half for inputs keeps their gradients until
+    the next step, which takes as much memory as all that was received. The half for weights is
+    hidden from FSDP, so that gradients of several micro-batches might be summed in the compute
+    dtype."""
     # No cycle of references: the buffers of a stage go with the last one.
     kind, alive = type(stage), weakref.ref(stage)
 

@@ -130,11 +130,9 @@ def kept(blocks: Iterable[nn.Module]) -> list[nn.Module]:
 @dataclass(eq=False)
 class TiedEmbedding:
     """An embedding that the first stage looks up and the last multiplies with: each has a copy.
-
     Both start alike. Their gradients are summed before each step, and optimizers are functions of
     gradient and state, so the copies stay the same to the bit. `first` and `last` are the copies on
-    this rank, which has one or none: schedules that put both on one are refused.
-    """
+    this rank, which has one or none: schedules that put both on one are refused."""
 
     group: ProcessGroup
     first: nn.Parameter | None

@@ -59,8 +59,7 @@ def divide_layers(
     same tokens on every rank, and returns logits that are a DTensor sharded by the vocabulary if
     the plan divides the output layer, else complete. With `sequence` the length has to divide among
     the ranks. Every rank computes the same loss; gradients are parts where weights are divided,
-    complete and equal on all ranks where they are not.
-    """
+    complete and equal on all ranks where they are not."""
     plan = TensorPlan(config, model, blocks)
     if mesh.size() != plan.size:
         raise ValueError(f"a plan for {plan.size} ranks on a mesh of {mesh.size()}")
@@ -329,14 +328,11 @@ STRIDE = 0x9E3779B1  # odd, so that places in one block have different seeds
 @dataclass(frozen=True)
 class Streams:
     """Random numbers of dropout on one of `size` ranks: different masks on what ranks divide, equal
-    ones on what each has whole.
-
-    Ranks of a group begin a step with equal states of torch's generators. Within a block, or a
-    layer that ranks divide, these are seeded by a number that all ranks draw alike, with or without
-    their rank. There is no other state, so checkpoints and activation checkpointing need not know.
-    The number is part of the seed, so that it is known in a recomputed part too. No device is
-    waited for.
-    """
+    ones on what each has whole. Ranks of a group begin a step with equal states of torch's
+    generators. Within a block, or a layer that ranks divide, these are seeded by a number that all
+    ranks draw alike, with or without their rank. There is no other state, so checkpoints and
+    activation checkpointing need not know. The number is part of the seed, so that it is known in a
+    recomputed part too. No device is waited for."""
 
     rank: int
     size: int

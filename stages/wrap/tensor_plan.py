@@ -50,12 +50,10 @@ def region_of(name: str, regions: Sequence[Region]) -> Region | None:
 
 
 class TensorPlan:
-    """The architecture's plan with a recipe's patterns added, for one model.
-
-    Raises StageError for a type that does not divide, an unknown style, a pattern of the recipe
-    that matches nothing (in a stage of a pipeline, it may), sizes or heads that do not divide, and
-    layers whose parts nothing takes up.
-    """
+    """The architecture's plan with a recipe's patterns added, for one model. Raises StageError for
+    a type that does not divide, an unknown style, a pattern of the recipe that matches nothing (in
+    a stage of a pipeline, it may), sizes or heads that do not divide, and layers whose parts
+    nothing takes up."""
 
     def __init__(
         self, config: TensorParallel, model: nn.Module, blocks: Sequence[nn.Module]

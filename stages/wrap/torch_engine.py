@@ -64,11 +64,9 @@ from stages.wrap.torch_compat import divides_gradients, multiply, step_divided
 
 def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
     """L2 norm over the gradients of all ranks, accumulated in fp32; a scalar (collective, if they
-    are DTensors, or `divided`: ranks have different ones, and one may have none).
-
-    Works across meshes: each shard is counted once, by the first rank on the axes that replicate
-    it. Plain tensors are the same on every rank.
-    """
+    are DTensors, or `divided`: ranks have different ones, and one may have none). Works across
+    meshes: each shard is counted once, by the first rank on the axes that replicate it. Plain
+    tensors are the same on every rank."""
     sharded = [one for one in gradients if isinstance(one, DTensor)]
     repeated = {
         id(one)

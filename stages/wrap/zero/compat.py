@@ -194,11 +194,9 @@ def quiet() -> AbstractContextManager[Any]:
 
 
 def restore_bias_correction(optimizer: Any) -> None:
-    """Recompute the powers of beta that DeepSpeedCPUAdam keeps outside of its saved state.
-
-    It multiplies beta^t up in float32; after loading it would continue with pow(beta, t), which
-    differs in the last bits.
-    """
+    """Recompute the powers of beta that DeepSpeedCPUAdam keeps outside of its saved state. It
+    multiplies beta^t up in float32; after loading it would continue with pow(beta, t), which
+    differs in the last bits."""
     kernel = getattr(optimizer, "ds_opt_adam", None)
     steps = [state["step"] for state in optimizer.state.values() if "step" in state]
     if kernel is None or not steps:

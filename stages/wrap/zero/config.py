@@ -100,10 +100,9 @@ def _zero_block(stage: ZeroFields) -> dict[str, Any]:
 
 def beyond_bucket(stage: ZeroFields, module: nn.Module) -> str:
     """A warning of the largest gradient that stage 2 would reduce outside of its bucket during
-    backward; empty if there is none.
-
-    DeepSpeed 0.19 reduces it on another stream and frees it, without telling the allocator of that
-    stream, on ranks that hold no part of it (`average_tensor`, `clear_grad_attribute`)."""
+    backward; empty if there is none. DeepSpeed 0.19 reduces it on another stream and frees it,
+    without telling the allocator of that stream, on ranks that hold no part of it
+    (`average_tensor`, `clear_grad_attribute`)."""
     if not stage.overlap_comm or stage.stage != 2 or stage.offload_optimizer is not None:
         return ""
     trained = ((name, one.numel()) for name, one in module.named_parameters() if one.requires_grad)
