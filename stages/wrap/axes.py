@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge
 
@@ -154,8 +154,9 @@ def axis_sizes(stage: Any) -> dict[str, int]:
     return {axis: block.size for axis, block in blocks.items() if block is not None}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coordinates:
+class Coordinates(NamedTuple):
+    """Coordinates of a rank on the axes."""
+
     pipeline: int
     data: DataAxis
     context: int
@@ -176,7 +177,6 @@ class Axes:
 
     @property
     def ranks(self) -> int:
-        """Number of all ranks."""
         return self.pipeline * self.data * self.context * self.tensor
 
     @property
@@ -194,17 +194,11 @@ class Axes:
         return None if rest else cls(data=data, **sizes)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Coordinates of a rank on the axes."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
-        return Coordinates(
-            pipeline=pipeline,
-            data=DataAxis(index=data, count=self.data),
-            context=context,
-            tensor=tensor,
-            stream=rank // self.tensor,
-        )
+        of_data = DataAxis(index=data, count=self.data)
+        return Coordinates(pipeline, of_data, context, tensor, rank // self.tensor)
 
 
 def required(stage: Any, procs: int) -> Axes:

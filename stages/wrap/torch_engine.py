@@ -177,9 +177,6 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
             module.train()
 
 
-GROWTH, BACKOFF = 2.0, 0.5
-
-
 _Stored = tuple[str, Tensor, list[Tile], LivePart | None]
 """Name of a tensor of the training state; the tensor, which may be sharded; its elements on this
 rank, empty without any; the part of the plan that updates it, None for one that is not trained."""
@@ -286,9 +283,9 @@ class TorchEngine(Engine):
             return
         scale, good_steps = self.loss_scale.scale, self.loss_scale.good_steps + 1
         if overflowed:
-            scale, good_steps = scale * BACKOFF, 0
+            scale, good_steps = scale / 2, 0
         elif good_steps == self._scaling.growth_interval:
-            scale, good_steps = scale * GROWTH, 0
+            scale, good_steps = scale * 2, 0
         self.loss_scale = LossScale(scale=scale, good_steps=good_steps)
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
