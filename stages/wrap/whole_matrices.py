@@ -268,10 +268,11 @@ def _elements(routes: Iterable[Route]) -> list[int]:
 
 def _pieces(memory: Tensor, routes: Iterable[Route]) -> Iterator[tuple[Tensor, _Piece]]:
     """Each piece after its part of the memory."""
-    pieces = list(itertools.chain(*routes))
-    parts = memory.split([math.prod(piece.shape) for piece in pieces])
-    for part, piece in zip(parts, pieces, strict=True):
-        yield part.view(piece.shape), piece
+    begin = 0
+    for piece in itertools.chain(*routes):
+        end = begin + math.prod(piece.shape)
+        yield memory[begin:end].view(piece.shape), piece
+        begin = end
 
 
 def _blocks(
