@@ -26,28 +26,21 @@ _TUPLES = re.compile(r"hidden_states = \w+\[0\]|hidden_states, attn_weights = ")
 
 
 class Absent(nn.Module):
-    """Stands in for a module that another stage holds: returns its first argument."""
+    """Stands in for a module that another stage holds: returns its first argument, by itself or
+    first of several. For a block, it has what the model reads of it."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else next(iter(kwargs.values()))
-
-
-class AbsentBlock(Absent):
-    """Stands in for a block of another stage. It has what the model reads of a block, and returns
-    its first argument as the block does, by itself or first of several."""
-
-    def __init__(self, block: nn.Module, *, several: bool) -> None:
+    def __init__(self, block: nn.Module | None = None, *, several: bool = False) -> None:
         super().__init__()
         self._several = several
         # Numbers and words, such as the kind of a block's attention.
         kinds = [kind for kind in type(block).__mro__ if kind not in nn.Module.__mro__]
-        for place in (*reversed(kinds), block):
+        for place in (*reversed(kinds), block) if block is not None else ():
             for name, value in vars(place).items():
                 if isinstance(value, str | int | float) and not name.startswith("_"):
                     setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().forward(*args, **kwargs)
+        found = args[0] if args else next(iter(kwargs.values()))
         return (found, None) if self._several else found
 
 
@@ -59,7 +52,7 @@ class AbsentTable(Absent):
         return numbers.new_zeros(*numbers.shape, 1)
 
 
-class StageInput(AbsentBlock):
+class StageInput(Absent):
     """Stands in for the layer before a stage's first: returns what that layer returned on the stage
     before. Whatever the model computed before it is discarded."""
 
@@ -87,7 +80,7 @@ def keep_layers(model: Any, layers: range) -> None:
         if number == layers.start - 1:
             every[number] = StageInput(block, several=several)
         elif number not in layers:
-            every[number] = AbsentBlock(block, several=several)
+            every[number] = Absent(block, several=several)
     kept = model.get_input_embeddings() if last and is_tied(model) else None
     for part in before if not first else ():
         if (held := getattr(base, part)) is not kept:
