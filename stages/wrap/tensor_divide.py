@@ -138,7 +138,7 @@ class _Installer:
             # Outputs of row layers are summed over ranks, so one adds the bias.
             once = leaf == "bias" and self.plan.styles.get(entry) in ROWS
             factor = 0.0 if once and rank > 0 else 1.0
-            found[leaf] = functools.partial(_local_value, module, leaf, group, head, factor)
+            found[leaf] = functools.partial(local_value, module, leaf, group, head, factor)
         return found
 
     def _install_style(self, name: str, module: nn.Module, style: str) -> None:
@@ -220,9 +220,10 @@ class _Installer:
         change(module, after=switched)
 
 
-def _local_value(
-    module: nn.Module, name: str, group: ProcessGroup | None, chunk: tuple[int, int], factor: float
-) -> Tensor:
+def local_value(
+    module: nn.Module, name: str, group: ProcessGroup | None = None,
+    chunk: tuple[int, int] = (1, 0), factor: float = 1.0,
+) -> Tensor:  # fmt: skip
     """This rank's part of a parameter, differentiable: one of several equal chunks of it, times a
     factor. Its gradients are summed over `group`, in fp32."""
     parameter: Any = module._parameters[name]
