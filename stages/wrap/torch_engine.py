@@ -201,8 +201,10 @@ class TorchEngine(Engine):
         self.data_axis = passes.here.data
         self.random_stream = passes.here.stream
         self.random_streams = passes.axes.ranks // passes.axes.tensor
-        self._whole, self._scaling = whole, (scaling := precision.loss_scaling)
-        self.loss_scale = scaling and LossScale(scale=scaling.initial_scale, good_steps=0)
+        self._whole, self._scaling = whole, precision.loss_scaling
+        self.loss_scale: LossScale | None = None
+        if self._scaling is not None:
+            self.loss_scale = LossScale(scale=self._scaling.initial_scale, good_steps=0)
 
     @property
     def averaged_over(self) -> int:
