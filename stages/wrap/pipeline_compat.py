@@ -100,8 +100,10 @@ class PipelinePasses(Passes):
         rest, size = iter(batches), EVALUATED * self.axes.pipeline
         found: dict[int, Tensor] = {}
 
-        def end(number: int, *given: Any, **inputs: Tensor) -> Tensor:
-            found[number] = measured(measure, *given, **inputs)
+        def end(
+            number: int, scorer: Scorer, own: MicroBatch, whole: MicroBatch, **inputs: Tensor
+        ) -> Tensor:
+            found[number] = measured(measure, scorer, own, whole, **inputs)
             return torch.zeros((), device=self.device)
 
         with evaluating(self.parts):
