@@ -245,7 +245,7 @@ class Lion(OptimizerSettings):
     """Share of the moment in the update, and decay rate of the moment."""
 
     def run(self, ctx: Context) -> OptimizerPlan:
-        from stages.optimizer.update_rules import LionOptimizer
+        from stages.optimizer.rules_compat import LionOptimizer
 
         return self.plan(
             LionOptimizer, moments=("exp_avg",), counts_updates=False, betas=tuple(self.betas)

@@ -79,8 +79,7 @@ class AdamW(OptimizerSettings):
         if self.algorithm == "adamw":
             plain = functools.partial(torch.optim.AdamW, fused=fused, foreach=False)
             return self.plan(plain, **rule)
-        from stages.optimizer.moments_compat import MomentCodec
-        from stages.optimizer.update_rules import LowBitAdamW
+        from stages.optimizer.rules_compat import LowBitAdamW, MomentCodec
 
         codec = MomentCodec(self.moments)
         seed = ctx.seed if rounds else None
