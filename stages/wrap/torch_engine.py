@@ -271,13 +271,13 @@ class TorchEngine(Engine):
         applied = not overflowed and (should_step is None or should_step(float(sent)))
         if applied:
             self._update(gradients, norm, scale)
-        self.adjust_scale(overflowed=overflowed)
+        self._adjust_scale(overflowed=overflowed)
         for live in self.optimizers:
             live.optimizer.zero_grad()
         self._applied += applied
         return StepReport(grad_norm=sent, applied=applied, loss_scale=scale)
 
-    def adjust_scale(self, *, overflowed: bool) -> None:
+    def _adjust_scale(self, *, overflowed: bool) -> None:
         """Dynamic loss scaling (Micikevicius et al. 2018, Mixed Precision Training, section 3.2):
         after a step, halve the factor by which losses are multiplied, so that gradients stay in the
         range of fp16, if one overflowed, and double it after `growth_interval` steps without."""
@@ -325,6 +325,9 @@ class TorchEngine(Engine):
                 counts[name] = int(state.get(UPDATES, counts[name]))
         return dataclasses.replace(fixed, updates=counts, loss_scale=self.loss_scale)
 
+    def fragments(self) -> Iterator[Fragment]:
+        return self._fragments(write=False)
+
     @property
     def lasting_fragments(self) -> bool:
         # Moments in few bits are unpacked into copies.
@@ -336,7 +339,7 @@ class TorchEngine(Engine):
         if self._scaling is not None and (saved := state.loss_scale) is not None:
             good_steps = saved.good_steps % self._scaling.growth_interval  # of the recipe
             self.loss_scale = dataclasses.replace(saved, good_steps=good_steps)
-        yield from self.fragments(write=True)
+        yield from self._fragments(write=True)
 
     def sync_compute_weights(self) -> None:
         """Nothing to do: the parameters are the masters."""
@@ -369,7 +372,7 @@ class TorchEngine(Engine):
         ]
         return fixed_state(whole, groups), stored
 
-    def fragments(self, *, write: bool = False) -> Iterator[Fragment]:
+    def _fragments(self, *, write: bool) -> Iterator[Fragment]:
         """See `Engine.fragments`; with `write`, what the reader writes into them is kept."""
         self.to_sharded()
         for name, tensor, tiles, live in self._layout[1]:

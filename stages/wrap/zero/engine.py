@@ -299,7 +299,7 @@ class ZeroEngine(TorchEngine):
         finally:
             del optimizer.step
         finite = bool(live.was_step_applied())
-        self.adjust_scale(overflowed=not finite)
+        self._adjust_scale(overflowed=not finite)
         compat.set_loss_scale(self.zero, self._scale)
         applied = finite and all(asked)
         self._applied += applied
@@ -335,7 +335,7 @@ class ZeroEngine(TorchEngine):
         compat.restore_bias_correction(self.zero.optimizer)
         compat.set_loss_scale(self.zero, self._scale)
 
-    def fragments(self, *, write: bool = False) -> Iterator[Fragment]:
+    def _fragments(self, *, write: bool) -> Iterator[Fragment]:
         for flat in self._flats:
             rule = self.plan.parts[0]
             with flat.present(write=write):
