@@ -29,7 +29,7 @@ from stages.train.causal_lm import TrainCausalLm
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.optimizer.lion import Lion
+    from stages.optimizer import Lion
 
 LEFT_OUT = {
     "fp8": "copies of weights and activations in 8 bits are not counted",

@@ -56,8 +56,8 @@ from stages.train.resuming import Done, lineage, require_same_lineage
 from stages.train.step import advance
 from stages.wrap.build import build_module
 from stages.wrap.optimizer_state import make_optimizers
-from stages.wrap.passes import evaluating
 from stages.wrap.shards import stored_tensors
+from stages.wrap.torch_engine import evaluating
 
 
 def train(

@@ -87,7 +87,7 @@ def passes_of(schedule: str, ranks: int, per_rank: int, count: int) -> tuple[int
     passes of each rank."""
     count = least_microbatches(schedule, ranks, count)
     if schedule not in ("GPipe", "1F1B"):
-        from stages.wrap.pipeline.compat import orders
+        from stages.wrap.pipeline_compat import orders
 
         return count, orders(schedule, ranks, per_rank, count)
     found = []

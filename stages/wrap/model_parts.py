@@ -38,10 +38,10 @@ class ModelParts(Division):
     def divide(
         self, model: Any, blocks: Sequence[Any]
     ) -> tuple[Mapping[str, str], Mapping[str, int]]:
-        from stages.wrap.axes import context_group, expert_mesh, parameter_mesh
-        from stages.wrap.context.attention import ContextParallel
+        from stages.wrap.axes import context_group, parameter_mesh
+        from stages.wrap.context_compat import ContextParallel
         from stages.wrap.experts_compat import divide_experts
-        from stages.wrap.tensor.divide import divide_layers
+        from stages.wrap.tensor_divide import divide_layers
 
         axes, groups, experts = self._axes, dict[str, str](), dict[str, int]()
         if self._tensor is not None:
@@ -49,7 +49,7 @@ class ModelParts(Division):
             divide_layers(self._tensor, model, blocks, mesh)
             groups[mesh.get_group().group_name] = "activations of divided layers"
         if self._among > 1:
-            meshes = expert_mesh(axes, "cpu", self._shards, self._among)
+            meshes = parameter_mesh(axes, "cpu", self._shards, self._among)
             dispatched = divide_experts(model, meshes["expert"], meshes["tensor"])
             own = {parameter for module in dispatched for parameter in module.parameters()}
             experts = {name: self._among for name, one in model.named_parameters() if one in own}

@@ -26,9 +26,8 @@ from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.data.stages import ChatData, StreamData, TextData
 from stages.model.config_checks import config_of, declarations
 from stages.model.hf import ActivationCheckpointing, HfModel
+from stages.optimizer import Lion, NoOptimizer
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.lion import Lion
-from stages.optimizer.none import NoOptimizer
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.settings import Anomalies

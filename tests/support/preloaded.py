@@ -33,7 +33,7 @@ MODULES = (
     "stages.train.loop",
     "stages.wrap.ddp_engine",
     "stages.wrap.fsdp_engine",
-    "stages.wrap.zero.build",
+    "stages.wrap.zero.engine",
     "tests.support.state",
     "tokenizers.trainers",
     "torch._dynamo",

@@ -12,7 +12,7 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from stages.objectives.scoring import ModelScorer
 from stages.train.verify_packing import verify_packing
-from stages.wrap.passes import ModulePasses
+from stages.wrap.torch_engine import ModulePasses
 from tests.support.models import filled, random_source, tiny_llama_config
 from tests.support.packed import PACKED
 

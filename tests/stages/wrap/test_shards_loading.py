@@ -350,7 +350,8 @@ def test_ddp_never_has_more_than_one_copy_next_to_its_gradients(big: tuple[Path,
 def test_zero3_never_has_more_than_its_shard_and_a_tensor(big: tuple[Path, int, int]) -> None:
     """The limit holds until DeepSpeed makes its masters and buffers, and while these are loaded."""
     folder, total, largest = big
-    functions = "stages.wrap.zero.build._partition", "stages.wrap.zero.build.load_weights"
+    partition = "stages.wrap.zero.compat.partition_parameters"
+    functions = partition, "stages.wrap.zero.engine.load_weights"
     for made, loading in measured(folder, Case(wrap=ALL_PERSIST), *functions):
         assert total / 2 <= made <= total / 2 + largest + SLACK < total
         assert loading <= SLACK

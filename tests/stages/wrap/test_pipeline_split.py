@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.errors import StageError
-from stages.wrap.pipeline.schedule import Stage
-from stages.wrap.pipeline.split import keep_layers, layer_list
+from stages.wrap.pipeline_compat import Stage
+from stages.wrap.pipeline_split import keep_layers, layer_list
 from tests.support.batches import micro_batch
 
 TINY = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}

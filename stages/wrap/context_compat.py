@@ -4,11 +4,17 @@ Everything but attention runs on the slice. Around attention, ranks exchange hea
 sequence (Ulysses, Jacobs et al. 2023), so each attends over the whole sequence with a share of the
 heads, by the model's own attention function. Gradients are partial sums, and must be reduced over
 the context group as over data ranks.
+
+A model of transformers makes masks from the length of its input, and finds packed documents by
+positions. Both see a slice of the sequence, while attention sees all of it. So an implementation of
+attention is registered for each group of ranks, together with a mask function that knows the whole
+sequence.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +27,6 @@ from pipeline import StageError
 from stages.model.rotary_compat import document_angles, document_lengths
 from stages.objectives.documents_compat import flash_documents
 from stages.wrap.axes import Axes, context_group
-from stages.wrap.context import compat
 from stages.wrap.types_compat import refuse_type
 
 
@@ -39,12 +44,12 @@ def require_divisible(model: Any, ranks: int, tensor: int) -> None:
     """Raise StageError unless attention of a transformers model divides among context-parallel
     `ranks`, each with the heads of one of `tensor` ranks."""
     refuse_type("context_parallel", model.config)
-    implementation, among = compat.implementation(model), ranks * tensor
-    heads = model.config.get_text_config().num_attention_heads
+    text, among = model.config.get_text_config(), ranks * tensor
+    implementation, heads = str(text._attn_implementation), text.num_attention_heads
     # A weight for each head that no token takes (Xiao et al. 2023).
     sinks = any(isinstance(getattr(one, "sinks", None), Tensor) for one in model.modules())
-    reason = compat.reason_not_divisible(model)
-    if not reason and compat.mask_function(implementation) is None:
+    reason = reason_not_divisible(model)
+    if not reason and mask_function(implementation) is None:
         reason = f"has no known masks for {implementation}"
     if not reason and heads % among:
         reason = f"has {heads} attention heads, which do not divide among {among} ranks"
@@ -54,24 +59,54 @@ def require_divisible(model: Any, ranks: int, tensor: int) -> None:
         raise StageError(f"context_parallel: {type(model).__name__} {reason}")
 
 
-class ContextParallel:
-    """Attention of one model over a sequence; each rank of `group` has a slice of it.
+def reason_not_divisible(model: Any) -> str:
+    """Why a model cannot be context-parallel: something other than attention functions lets tokens
+    see each other. Empty if nothing does."""
+    config = model.config.get_text_config()
+    known = {"full_attention", "sliding_attention", "chunked_attention"}
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
+    if others:
+        return f"has layers of kind {', '.join(others)}"
+    if model._is_stateful:
+        return "keeps a state along the sequence"
+    if not model._supports_attention_backend:
+        return "computes attention by itself"
+    if getattr(config, "alibi", False):
+        return "adds biases by distance to attention"
+    return ""
 
-    The model is called with its slice of the tokens, and with `position_ids` of the whole sequence,
-    as `sequence_slice` makes them. `tensor` ranks share its heads too. Raises StageError for a
-    model whose attention cannot be divided.
-    """
+
+def mask_function(implementation: str) -> Callable[..., Any] | None:
+    """The function that makes masks for an implementation; None if there is none."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    found: Callable[..., Any] | None = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
+    return found
+
+
+class ContextParallel:
+    """Attention of one model over a sequence; each rank of `group` has a slice of it. The model is
+    called with its slice of the tokens, and with `position_ids` of the whole sequence, as
+    `sequence_slice` makes them. `tensor` ranks share its heads too. Raises StageError for a model
+    whose attention cannot be divided."""
 
     def __init__(self, model: Any, group: ProcessGroup, tensor: int) -> None:
         self._group = group
         self._index, self._count = dist.get_rank(group), dist.get_world_size(group)
         require_divisible(model, self._count, tensor)
-        self._base = compat.implementation(model)
-        self._mask = compat.mask_function(self._base)
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        text = model.config.get_text_config()
+        self._base = str(text._attn_implementation)
+        self._mask = mask_function(self._base)
         self._positions: Tensor
         """Positions of the whole sequence in the running forward, shape (samples, length)."""
         name = f"ulysses_{group.group_name}_{self._base}"
-        compat.install(model, name, self._attend, self._whole_mask)
+        AttentionInterface.register(name, self._attend)
+        AttentionMaskInterface.register(name, self._whole_mask)
+        # Not through `set_attn_implementation`: it guesses from names what they demand.
+        for config in (model.config, text):
+            config._attn_implementation_internal = name
         for angles in document_angles(model):
             angles.lengths = lambda _: self._own(document_lengths(self._positions))
         # Stages of a pipeline call this one, not the model around it.
@@ -95,9 +130,15 @@ class ContextParallel:
 
     def _whole_mask(self, *, kv_length: int, mask_function: Callable[..., Any], **rest: Any) -> Any:
         """Called by the model for the mask of its slice; returns the whole sequence's mask."""
+        from transformers import masking_utils
+
         assert self._mask is not None
         changed = {"q_length": kv_length, "attention_mask": None, "mask_function": mask_function}
-        if (within := compat.within_documents(mask_function, self._positions)) is not None:
+        # Documents of a sample by positions in them; None if every sample is one document.
+        numbers = masking_utils.find_packed_sequence_indices(self._positions)
+        if numbers is not None:
+            within = masking_utils.packed_sequence_compatibility_function
+            within = within(mask_function, self._positions, numbers)
             changed |= {"mask_function": within, "allow_is_causal_skip": False}
         return self._mask(**rest | changed, kv_length=kv_length)
 
@@ -107,13 +148,16 @@ class ContextParallel:
     ) -> tuple[Tensor, None]:  # fmt: skip
         """Attention function of transformers: states of shape (samples, heads, length, width);
         output of shape (samples, length, heads, width)."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         kwargs.pop("position_ids", None)  # of the slice; flash attention is given documents
         if "flash" in self._base and kwargs.get("cu_seq_lens_q") is None:
             raise StageError(f"context_parallel: {type(module).__name__} takes no cu_seq_lens_q")
         if kwargs.get("s_aux") is not None:  # a weight for each head
             kwargs["s_aux"] = self._own(kwargs["s_aux"])
         query, key, value = gather_sequence((query, key, value), self._group)
-        attend = compat.attention_function(self._base, module)
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self._base, eager)
         # The module as attention functions see it, with this rank's heads.
         config = _Changed(module.config, _attn_implementation=self._base)
         groups = query.shape[1] // key.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch.distributed.tensor import Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.errors import StageError
-from stages.wrap.tensor.plan import TensorPlan, matches
+from stages.wrap.axes import TensorParallel
+from stages.wrap.tensor_plan import TensorPlan, matches
 from tests.support.tensor import GPT2, sized
 
 GQA = sized("llama", num_key_value_heads=2)
@@ -19,14 +21,18 @@ MIXTRAL = sized("mixtral", num_local_experts=4, num_experts_per_tok=2, intermedi
 
 
 def plan_of(
-    config: dict[str, Any], size: int = 2, patterns: Any = None, *, sequence: bool = False
+    config: dict[str, Any],
+    size: int = 2,
+    patterns: Any = MappingProxyType({}),
+    *,
+    sequence: bool = False,
 ) -> TensorPlan:
     made = AutoConfig.for_model(**config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(made)
     base = model.base_model
     blocks = list(base.h if config["model_type"] == "gpt2" else base.layers)
-    return TensorPlan(model, blocks, size=size, patterns=patterns, sequence=sequence)
+    return TensorPlan(TensorParallel(size=size, plan=patterns, sequence=sequence), model, blocks)
 
 
 def test_an_architecture_is_divided_by_its_own_plan() -> None:

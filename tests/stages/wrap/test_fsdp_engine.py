@@ -10,7 +10,7 @@ from torch import nn
 from pipeline.errors import StageError
 from stages.wrap.axes import PipelineParallel
 from stages.wrap.fsdp import Fsdp
-from stages.wrap.fsdp_units import choose_units, kept_units
+from stages.wrap.fsdp_engine import choose_units, kept_units
 
 
 class Inner(nn.Module):

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.distributed.process_group import DistContext
 from pipeline.planning.trace.torch_compat import silent_group
-from stages.wrap.pipeline.schedule import Pipeline, Stage
+from stages.wrap.axes import Axes, PipelineParallel
+from stages.wrap.pipeline_compat import PipelinePasses, Stage
 from tests.support.batches import micro_batch
 
 
@@ -52,15 +54,14 @@ def test_flash_attention_is_told_of_documents_on_every_stage() -> None:
 def test_a_schedule_that_is_dropped_takes_its_buffers_with_it(schedule: str) -> None:
     """Without the garbage collector, as steps of other shapes come one after another."""
     with silent_group(2):
-        pipeline = Pipeline(
-            schedule=schedule, group=torch.distributed.group.WORLD,
-            stages_per_rank=1 if schedule == "1F1B" else 2, width=4, dtype=torch.float32,
-            device=torch.device("cpu"),
-        )  # fmt: skip
-        pipeline.stages += [
-            Stage(Recorder(), first=n == 0, last=False, dtype=torch.float32, beat=lambda: None)
-            for n in pipeline.own()
-        ]
+        stages = {
+            n: Stage(Recorder(), first=n == 0, last=False, dtype=torch.float32, beat=lambda: None)
+            for n in ([0] if schedule == "1F1B" else [0, 2])
+        }
+        asked: Any = PipelineParallel(size=2, schedule=schedule)
+        dist = DistContext(world_size=2, device=torch.device("cpu"))
+        group = torch.distributed.group.WORLD
+        pipeline = PipelinePasses(asked, group, stages, 4, dist, Axes(pipeline=2))
         first = pipeline._schedule(2, 1, 4)
         before = weakref.ref(first._stage if schedule == "1F1B" else first._stages[0])
         del first

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.errors import StageError
-from stages.wrap.context.attention import require_divisible
-from stages.wrap.context.compat import reason_not_divisible
+from stages.wrap.context_compat import reason_not_divisible, require_divisible
 from tests.support.tensor import sized
 
 

@@ -12,24 +12,23 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from pipeline import StageError
-from stages.wrap.pipeline.split import Absent
-from stages.wrap.tensor.layers import (
-    COLUMNS,
-    ROWS,
-    STYLES,
-    SUMMED,
-    check_layers,
-    innermost,
-    layer_sizes,
-    placement_of,
-    shared_heads,
-)
+from stages.wrap.axes import Style, TensorParallel
+from stages.wrap.pipeline_split import Absent
+from stages.wrap.torch_compat import packed
+from stages.wrap.types_compat import refuse_type
+
+COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
+ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
+SUMMED = "replicated_with_grad_allreduce"
+TRANSPOSED = "Conv1D"
+"""Class of layers with a weight of (inputs, outputs), as GPT-2 has."""
+STYLES = (*get_args(Style), "colwise_rep", "rowwise_rep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +50,17 @@ def region_of(name: str, regions: Sequence[Region]) -> Region | None:
 
 
 class TensorPlan:
-    """The architecture's plan with a recipe's `patterns` added, for one model and `size` ranks.
-
-    Raises StageError for an unknown style, a pattern of the recipe that matches nothing (in a stage
-    of a pipeline, it may), sizes or heads that do not divide, and layers whose parts nothing takes
-    up.
-    """
+    """The architecture's plan with a recipe's patterns added, for one model. Raises StageError for
+    a type that does not divide, an unknown style, a pattern of the recipe that matches nothing (in
+    a stage of a pipeline, it may), sizes or heads that do not divide, and layers whose parts
+    nothing takes up."""
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[nn.Module], *,
-        size: int, patterns: Mapping[str, str] | None = None, sequence: bool = False,
-    ) -> None:  # fmt: skip
-        self.size, self.sequence = size, sequence
-        self.styles = _styles(model, getattr(model, "tp_plan", None) or {}, patterns or {})
+        self, config: TensorParallel, model: nn.Module, blocks: Sequence[nn.Module]
+    ) -> None:
+        refuse_type("tensor_parallel", model.config)
+        self.size, self.sequence = size, sequence = config.size, config.sequence
+        self.styles = _styles(model, getattr(model, "tp_plan", None) or {}, config.plan)
         """Name of each module, or bare parameter, that is in the plan -> style."""
         names = {module: name for name, module in model.named_modules()}
         self.blocks = [names[block] for block in blocks]
@@ -72,7 +69,11 @@ class TensorPlan:
         head = names.get(getattr(model, "get_output_embeddings", lambda: None)(), "")
         self.head = head if self.styles.get(head) in COLUMNS else None
         """The output layer, if it is sharded by the vocabulary."""
-        self.shared_heads = shared_heads(model, self.styles, size)
+        keys = (name for name, style in self.styles.items() if style == "colwise")
+        heads = {name: _heads(model, name) for name in keys if name.endswith(("k_proj", "v_proj"))}
+        self.shared_heads = {
+            name: n for name, n in heads.items() if n and n < size and not size % n
+        }
         """Key and value layers with fewer heads than ranks -> number of heads."""
         check_layers(model, self.styles, size, self.shared_heads)
         self.placements: dict[str, Any] = {}
@@ -166,3 +167,91 @@ def _regions(
                 plain = len(widths) == 1 and any(style in ROWS for style in inside.values())
             divides = "colwise" in inside.values()
             yield Region(name=name, block=block, plain=plain, divides=divides)
+
+
+def innermost(name: str, styles: Mapping[str, str]) -> str:
+    """The entry of the plan that a module or parameter is, or is in; empty if there is none."""
+    while name and name not in styles:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def placement_of(name: str, parameter: nn.Parameter, style: str, module: nn.Module) -> Any:
+    """Placement of a parameter of `module`. In a layer with an update W + B A, the rows of W and B
+    are outputs, the columns of W and A inputs."""
+    down, up = ".lora_A." in name, ".lora_B." in name
+    outputs, inputs = max(parameter.ndim - 2, 0), parameter.ndim - 1
+    if parameter.ndim > 1 and type(module).__name__ == TRANSPOSED:
+        outputs, inputs = inputs, outputs
+    if style == "embedding_rowwise":
+        return Shard(0)
+    if style in COLUMNS and not down:
+        return packed(outputs, 2) if style == "packed_colwise" else Shard(outputs)
+    if style in ROWS and not up and parameter.ndim > 1:
+        return packed(inputs, 2) if style == "packed_rowwise" else Shard(inputs)
+    return Replicate()
+
+
+def layer_sizes(module: Any) -> tuple[int, int] | None:
+    """Inputs and outputs of a linear layer, with or without an update; None for other modules."""
+    if type(module).__name__ == TRANSPOSED:
+        inputs, outputs = module.weight.shape
+        return inputs, outputs
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return int(module.in_features), int(module.out_features)
+    return None
+
+
+def _heads(model: nn.Module, name: str) -> int | None:
+    """Number of attention heads that a layer computes; None for other layers."""
+    owner, _, leaf = name.rpartition(".")
+    parent: Any = model.get_submodule(owner)
+    width = getattr(parent, "head_dim", getattr(parent, "head_size", None))
+    outputs = getattr(getattr(parent, leaf), "out_features", None)  # a parameter has none
+    return None if width is None or outputs is None else int(outputs) // int(width)
+
+
+def check_layers(
+    model: nn.Module, styles: Mapping[str, str], size: int, shared: Mapping[str, int]
+) -> None:
+    """Raise StageError for a layer that does not divide among `size` ranks in its style; `shared`
+    ones have fewer heads than ranks."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, style in styles.items():
+        linear, parts = style in (*COLUMNS, *ROWS), size * (2 if style.startswith("packed") else 1)
+        if name in parameters:
+            shape = parameters[name].shape
+            dim = shape[-1 if style in ROWS or len(shape) < 2 else -2]
+            if linear and dim % parts:
+                raise StageError(f"{name}: {dim} do not divide into {parts} parts")
+            continue
+        module = model.get_submodule(name)
+        updated = any(True for child in module.children() for _ in child.parameters())
+        if style == "moe_tp_experts" and updated:
+            raise StageError(
+                f"{name}: updates of experts are not divided by tensor_parallel",
+                hint="leave experts out of the adapter's targets",
+            )
+        if style == "embedding_rowwise" and not isinstance(module, nn.Embedding):
+            kind = type(module).__name__
+            raise StageError(f"{name}: {style} is for embeddings, this is a {kind}")
+        if linear:
+            heads = _heads(model, name) if style == "colwise" and name not in shared else None
+            head = getattr(model, "get_output_embeddings", lambda: None)() is module
+            _check_linear(name, module, style, parts, uneven=head or name in shared)
+            if heads and heads % size:
+                message = f"{heads} attention heads do not divide among {size} ranks"
+                raise StageError(f"{name}: {message}")
+
+
+def _check_linear(name: str, module: nn.Module, style: str, parts: int, *, uneven: bool) -> None:
+    sizes = layer_sizes(module)
+    if sizes is None:
+        kind = type(module).__name__
+        raise StageError(f"{name}: {style} is for linear layers, this is a {kind}")
+    if any(".lora_magnitude_vector." in f".{key}." for key, _ in module.named_parameters()):
+        raise StageError(f"{name}: DoRA needs whole rows of the weight; set dora: false")
+    divided, what = (sizes[1], "outputs") if style in COLUMNS else (sizes[0], "inputs")
+    # Parts of these may differ in size, as a divided layer consumes what another returns.
+    if divided % parts and not (style in ("colwise", "rowwise") or uneven):
+        raise StageError(f"{name}: {divided} {what} do not divide into {parts} parts")

@@ -1,16 +1,23 @@
-"""Divide a model's layers among tensor-parallel ranks, by a plan resolved in `plan.py`."""
+"""Divide a model's layers among tensor-parallel ranks, by a plan (`tensor_plan.py`).
+
+Weights are DTensors, for sharding and saving; layers compute with their local tensors, and say
+themselves what is communicated. Forward methods are replaced, not modules: names stay, hooks of a
+strategy stay outside.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.utils import local_part, own_chunk
 from stages.collectives import (
@@ -22,22 +29,22 @@ from stages.collectives import (
     sum_gradients,
 )
 from stages.wrap.axes import TensorParallel
-from stages.wrap.tensor.layers import COLUMNS, ROWS, innermost, layer_sizes
-from stages.wrap.tensor.plan import Region, TensorPlan, region_of
-from stages.wrap.tensor.styles import (
-    Change,
-    Streams,
-    change,
-    draw_within,
-    has_dropout,
-    install_embedding,
-    install_experts,
-    latent_states,
-    use_local_values,
-    whole_logits,
+from stages.wrap.build import replace_parameters
+from stages.wrap.tensor_plan import (
+    COLUMNS,
+    ROWS,
+    Region,
+    TensorPlan,
+    innermost,
+    layer_sizes,
+    region_of,
 )
 from stages.wrap.torch_compat import split_of
-from stages.wrap.types_compat import refuse_type
+
+Forward = Callable[..., Any]
+Change = Callable[[Tensor], Tensor]
+Values = Mapping[nn.Module, Mapping[str, Callable[[], Tensor]]]
+"""Module -> name of a direct parameter -> function that returns the local tensor to use."""
 
 
 def divide_layers(
@@ -52,9 +59,8 @@ def divide_layers(
     same tokens on every rank, and returns logits that are a DTensor sharded by the vocabulary if
     the plan divides the output layer, else complete. With `sequence` the length has to divide among
     the ranks. Every rank computes the same loss; gradients are parts where weights are divided,
-    complete and equal on all ranks where they are not.
-    """
-    plan = resolve_plan(config, model, blocks)
+    complete and equal on all ranks where they are not."""
+    plan = TensorPlan(config, model, blocks)
     if mesh.size() != plan.size:
         raise ValueError(f"a plan for {plan.size} ranks on a mesh of {mesh.size()}")
 
@@ -69,30 +75,6 @@ def divide_layers(
 
     replace_parameters(model, part)
     _Installer(model, mesh, plan, compiled, late=late).install()
-
-
-def resolve_plan(
-    config: TensorParallel, model: nn.Module, blocks: Sequence[nn.Module]
-) -> TensorPlan:
-    """The plan of a model for what a recipe asks. Raises StageError for a model that does not
-    divide so."""
-    refuse_type("tensor_parallel", model.config)
-    size, patterns, sequence = config.size, config.plan, config.sequence
-    return TensorPlan(model, blocks, size=size, patterns=patterns, sequence=sequence)
-
-
-def replace_parameters(module: nn.Module, changed: Callable[[str, nn.Parameter], Tensor]) -> None:
-    """Replace each parameter by what `changed` makes of its name and itself: one of other values,
-    or a parameter. Tied ones stay one object."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        if parameter not in made:
-            value = changed(name, parameter)
-            if not isinstance(value, nn.Parameter):
-                value = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            made[parameter] = value
-        owner, _, leaf = name.rpartition(".")
-        module.get_submodule(owner)._parameters[leaf] = made[parameter]
 
 
 class _Installer:
@@ -119,21 +101,21 @@ class _Installer:
         ahead = {inner for block in self.compiled for inner in block.modules()}
         for one in self.modules.values():
             if self.values[one] and one not in ahead:
-                use_local_values(one, {one: self.values[one]})
+                use_local_values(one, self.values, inside=[one])
         for name, style in plan.styles.items():
             if name in self.modules:
                 self._install_style(name, self.modules[name], style)
         for region in plan.regions:
             # A module may read weights of others that it does not call.
             if not self.late and self.modules[region.block] not in self.compiled:
-                self._use_values_within(self.modules[region.name])
+                use_local_values(self.modules[region.name], self.values)
             self._install_region(region, self.modules[region.name])
         blocks = [self.modules[name] for name in plan.blocks]
         for block in blocks:
             if plan.sequence and has_dropout(block):
                 draw_within(block, self.streams)
         for block in self.compiled:
-            self._use_values_within(block)
+            use_local_values(block, self.values)
         if plan.sequence:
             change(blocks[0], before=lambda value: split(value, group, SEQUENCE))
             complete = functools.partial(gather, group=group, dim=SEQUENCE, summands=False)
@@ -156,11 +138,8 @@ class _Installer:
             # Outputs of row layers are summed over ranks, so one adds the bias.
             once = leaf == "bias" and self.plan.styles.get(entry) in ROWS
             factor = 0.0 if once and rank > 0 else 1.0
-            found[leaf] = functools.partial(_local_value, module, leaf, group, head, factor)
+            found[leaf] = functools.partial(local_value, module, leaf, group, head, factor)
         return found
-
-    def _use_values_within(self, module: nn.Module) -> None:
-        use_local_values(module, {one: self.values[one] for one in module.modules()})
 
     def _install_style(self, name: str, module: nn.Module, style: str) -> None:
         group, config = self.group, cast("Any", self.model.config)
@@ -241,9 +220,10 @@ class _Installer:
         change(module, after=switched)
 
 
-def _local_value(
-    module: nn.Module, name: str, group: ProcessGroup | None, chunk: tuple[int, int], factor: float
-) -> Tensor:
+def local_value(
+    module: nn.Module, name: str, group: ProcessGroup | None = None,
+    chunk: tuple[int, int] = (1, 0), factor: float = 1.0,
+) -> Tensor:  # fmt: skip
     """This rank's part of a parameter, differentiable: one of several equal chunks of it, times a
     factor. Its gradients are summed over `group`, in fp32."""
     parameter: Any = module._parameters[name]
@@ -253,3 +233,143 @@ def _local_value(
     count, number = chunk
     value = value if count == 1 else value.chunk(count)[number]
     return value if factor == 1.0 else value * factor
+
+
+def use_local_values(
+    module: nn.Module, values: Values, inside: Iterable[nn.Module] | None = None
+) -> None:
+    """Let the modules `inside` of a module, by default all, find local tensors under their
+    parameters' names while its forward runs, unless they find them already."""
+    readers = list(module.modules() if inside is None else inside)
+
+    def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        new = [(one, n) for one in readers for n in values[one] if n not in one.__dict__]
+        try:
+            for one, name in new:
+                # Attributes are looked up here before they are in `_parameters`.
+                one.__dict__[name] = values[one][name]()
+            return forward(*args, **kwargs)
+        finally:
+            for one, name in new:
+                one.__dict__.pop(name, None)
+
+    replace_forward(module, around)
+
+
+def replace_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Call `around(forward, *args, **kwargs)` instead of the forward method."""
+    module.forward = functools.partial(around, module.forward)
+
+
+def change(module: nn.Module, *, before: Change | None = None, after: Change | None = None) -> None:
+    """Change the hidden states that `module` takes, and those that it returns, by themselves or
+    first in a tuple."""
+
+    def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if before is not None and args:
+            args = before(args[0]), *args[1:]
+        elif before is not None:
+            kwargs = {**kwargs, "hidden_states": before(kwargs["hidden_states"])}
+        output = forward(*args, **kwargs)
+        if after is None:
+            return output
+        return (after(output[0]), *output[1:]) if isinstance(output, tuple) else after(output)
+
+    replace_forward(module, around)
+
+
+def install_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Each rank looks up its rows of the embedding, and zeros for others; then ranks are summed."""
+    assert isinstance(module, nn.Embedding)
+    own, group = own_chunk(module.num_embeddings, mesh), mesh.get_group()
+    if module.padding_idx is not None:
+        module.padding_idx = own.index(module.padding_idx) if module.padding_idx in own else None
+
+    def around(forward: Forward, tokens: Tensor) -> Tensor:
+        here = (tokens >= own.start) & (tokens < own.stop)
+        found: Tensor = forward(torch.where(here, tokens - own.start, 0))
+        return all_reduce(found.masked_fill(~here[..., None], 0), group)
+
+    replace_forward(module, around)
+
+
+def install_experts(module: nn.Module, group: ProcessGroup) -> None:
+    """Each rank has a part of every expert; states, indices and weights come complete."""
+
+    def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        summed = (
+            sum_gradients(one, group)
+            if isinstance(one, Tensor) and one.is_floating_point()
+            else one
+            for one in args
+        )
+        return all_reduce(forward(*summed, **kwargs), group)
+
+    replace_forward(module, around)
+
+
+def whole_logits(value: Tensor, *, mesh: DeviceMesh, vocabulary: int) -> Tensor:
+    """Logits of this rank's part of the vocabulary, as a DTensor that says so."""
+    whole = torch.empty(*value.shape[:-1], vocabulary, device="meta")
+    return DTensor.from_local(
+        value, mesh, [Shard(-1)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def latent_states(value: Tensor, *, group: ProcessGroup, rope: int) -> Tensor:
+    """Outputs of latent attention's first layer; all ranks' heads use the last `rope` of them."""
+    latent, rotary = torch.split(value, [value.shape[-1] - rope, rope], dim=-1)
+    return torch.cat([latent, sum_gradients(rotary, group)], dim=-1)
+
+
+SEEDS = 1 << 40
+STRIDE = 0x9E3779B1  # odd, so that places in one block have different seeds
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Random numbers of dropout on one of `size` ranks: different masks on what ranks divide, equal
+    ones on what each has whole. Ranks of a group begin a step with equal states of torch's
+    generators. Within a block, or a layer that ranks divide, these are seeded by a number that all
+    ranks draw alike, with or without their rank. There is no other state, so checkpoints and
+    activation checkpointing need not know. The number is part of the seed, so that it is known in a
+    recomputed part too. No device is waited for."""
+
+    rank: int
+    size: int
+
+    @contextlib.contextmanager
+    def within(self, place: int | None = None) -> Iterator[None]:
+        """Draw other numbers than the other ranks, where all would draw the same; or, inside of
+        such a context, the same numbers at a `place`."""
+        drawn = None if place is not None else int(torch.randint(SEEDS, (), device="cpu"))
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):
+            self.switch(place or 0, shared=place is not None, drawn=drawn)
+            yield
+
+    def switch(self, place: int, *, shared: bool, drawn: int | None = None) -> None:
+        """Inside of `within`: draw a place's numbers up to its end."""
+        if drawn is None:
+            drawn = torch.initial_seed() // (self.size + 1)
+        seed = (drawn + place * STRIDE) % SEEDS
+        torch.manual_seed(seed * (self.size + 1) + (0 if shared else 1 + self.rank))
+
+
+def draw_within(module: nn.Module, streams: Streams, place: int | None = None) -> None:
+    """Run the forward of `module` in a stream (`Streams.within`) while it trains."""
+
+    def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        with streams.within(place) if module.training else contextlib.nullcontext():
+            return forward(*args, **kwargs)
+
+    replace_forward(module, around)
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether `module` draws random numbers in training."""
+    return any(
+        (isinstance(one, nn.Dropout) and one.p > 0)
+        or any("drop" in n and isinstance(p, float) and p > 0 for n, p in vars(one).items())
+        for one in module.modules()
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,28 +26,21 @@ _TUPLES = re.compile(r"hidden_states = \w+\[0\]|hidden_states, attn_weights = ")
 
 
 class Absent(nn.Module):
-    """Stands in for a module that another stage holds: returns its first argument."""
+    """Stands in for a module that another stage holds: returns its first argument, by itself or
+    first of several. For a block, it has what the model reads of it."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else next(iter(kwargs.values()))
-
-
-class AbsentBlock(Absent):
-    """Stands in for a block of another stage. It has what the model reads of a block, and returns
-    its first argument as the block does, by itself or first of several."""
-
-    def __init__(self, block: nn.Module, *, several: bool) -> None:
+    def __init__(self, block: nn.Module | None = None, *, several: bool = False) -> None:
         super().__init__()
         self._several = several
         # Numbers and words, such as the kind of a block's attention.
         kinds = [kind for kind in type(block).__mro__ if kind not in nn.Module.__mro__]
-        for place in (*reversed(kinds), block):
+        for place in (*reversed(kinds), block) if block is not None else ():
             for name, value in vars(place).items():
                 if isinstance(value, str | int | float) and not name.startswith("_"):
                     setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().forward(*args, **kwargs)
+        found = args[0] if args else next(iter(kwargs.values()))
         return (found, None) if self._several else found
 
 
@@ -58,7 +52,7 @@ class AbsentTable(Absent):
         return numbers.new_zeros(*numbers.shape, 1)
 
 
-class StageInput(AbsentBlock):
+class StageInput(Absent):
     """Stands in for the layer before a stage's first: returns what that layer returned on the stage
     before. Whatever the model computed before it is discarded."""
 
@@ -86,7 +80,7 @@ def keep_layers(model: Any, layers: range) -> None:
         if number == layers.start - 1:
             every[number] = StageInput(block, several=several)
         elif number not in layers:
-            every[number] = AbsentBlock(block, several=several)
+            every[number] = Absent(block, several=several)
     kept = model.get_input_embeddings() if last and is_tied(model) else None
     for part in before if not first else ():
         if (held := getattr(base, part)) is not kept:
@@ -126,32 +120,28 @@ def kept(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     return [block for block in blocks if not isinstance(block, Absent)]
 
 
+@dataclass(eq=False)
 class TiedEmbedding:
     """An embedding that the first stage looks up and the last multiplies with: each has a copy.
-
     Both start alike. Their gradients are summed before each step, and optimizers are functions of
     gradient and state, so the copies stay the same to the bit. `first` and `last` are the copies on
-    this rank, which has one or none: schedules that put both on one are refused.
-    """
+    this rank, which has one or none: schedules that put both on one are refused."""
 
-    def __init__(
-        self, group: ProcessGroup, first: nn.Parameter | None, last: nn.Parameter | None
-    ) -> None:
-        self._group, self._first = group, first
-        self.repeated = last
-        """The last stage's copy, which the gradient norm leaves out."""
+    group: ProcessGroup
+    first: nn.Parameter | None
+    last: nn.Parameter | None
 
     def sum_gradients(self) -> None:
         """Give both copies the sum of their gradients (collective among their ranks). A sum of two
         is the same in either order, so both ranks get equal bits."""
-        for copy, peer in ((self._first, self._group.size() - 1), (self.repeated, 0)):
+        for copy, peer in ((self.first, self.group.size() - 1), (self.last, 0)):
             if copy is None or copy.grad is None:
                 continue
             own = local_part(copy.grad)
             other = torch.empty_like(own)
             exchange = [
-                dist.P2POp(dist.isend, own, group=self._group, group_peer=peer),
-                dist.P2POp(dist.irecv, other, group=self._group, group_peer=peer),
+                dist.P2POp(dist.isend, own, group=self.group, group_peer=peer),
+                dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
             ]
             for work in dist.batch_isend_irecv(exchange):
                 work.wait()
