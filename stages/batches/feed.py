@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pipeline import Data, DataAxis, MicroBatch, Progress, Sample, StageError, Unit
-from stages.batches.samples import count_units, micro_batch, read
-from stages.batches.settings import BatchPlan
+from stages.batches.layout import count_units, micro_batch, read
+from stages.fields import BatchPlan
 
 WAIT = "pipe: wait for data"
 """Annotation of a profile around each wait for a micro-batch."""

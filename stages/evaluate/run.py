@@ -23,8 +23,7 @@ from stages.model import compat
 from stages.model.declared import outline
 from stages.model.files import read_json
 from stages.model.rotary_compat import choose_by_document, depends_on_length, placed
-from stages.objectives.cross_entropy import RowLoss
-from stages.objectives.judge import measured
+from stages.objectives.cross_entropy import RowLoss, measured
 from stages.objectives.scoring import ModelScorer
 
 

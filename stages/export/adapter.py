@@ -9,8 +9,8 @@ from typing import Literal
 from pipeline import Context, ExportedModel, PlanView, Problem, TrainedRun, Weights
 from stages.adapter.lora import AdaptedModel
 from stages.export.safetensors import ExportSettings
+from stages.fields import made_by_training
 from stages.model.config_checks import hf_model
-from stages.wires import made_by_training
 
 
 @dataclass(frozen=True, kw_only=True)

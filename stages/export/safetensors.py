@@ -21,7 +21,7 @@ from pipeline import (
     Weights,
 )
 from pipeline.utils import path_problems
-from stages.wires import result_problems
+from stages.fields import result_problems
 
 
 @dataclass(frozen=True, kw_only=True)

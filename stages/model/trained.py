@@ -8,7 +8,7 @@ from typing import Literal
 
 from pipeline import Context, ModelSource, PlanView, Problem, TrainedRun
 from stages.consolidate.stream import average_problems
-from stages.wires import result_problems
+from stages.fields import result_problems
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,8 +41,8 @@ def known_documents(*batches: MicroBatch) -> Iterator[None]:
     before = _lengths, masking_utils.find_packed_sequence_indices, flash._is_packed_sequence
     known = {has_several(batch) for batch in batches}
     if known == {False}:
-        masking_utils.find_packed_sequence_indices = _one_each
-        flash._is_packed_sequence = _no
+        masking_utils.find_packed_sequence_indices = _none
+        flash._is_packed_sequence = _none
     elif known == {True}:
         masking_utils.find_packed_sequence_indices = _numbers
     _lengths = batches[0].documents if len(batches) == 1 else None
@@ -55,12 +55,8 @@ def known_documents(*batches: MicroBatch) -> Iterator[None]:
 # Functions that compiled blocks refer to have to stay the same ones.
 
 
-def _one_each(position_ids: Tensor) -> None:
-    return None
-
-
-def _no(position_ids: Tensor | None, batch_size: int) -> bool:
-    return False
+def _none(position_ids: Tensor | None, batch_size: int = 0) -> None:
+    """No document but one each, and no packed sequence."""
 
 
 def _numbers(position_ids: Tensor) -> Tensor:

@@ -25,9 +25,14 @@ from pipeline.utils import has_values, local_part
 from stages.collectives import SEQUENCE, all_reduce, gather
 from stages.objectives.chunked import chunked_cross_entropy, chunked_scores
 from stages.objectives.documents_compat import flash_documents
-from stages.objectives.logits_loss import compiled_loss, loss_of_logits
-from stages.objectives.token_scores import ScoreColumns, whole_vocabulary
-from stages.objectives.vocabulary import VocabularyShard, sharded_cross_entropy
+from stages.objectives.logits import (
+    ScoreColumns,
+    VocabularyShard,
+    compiled_loss,
+    loss_of_logits,
+    sharded_cross_entropy,
+    whole_vocabulary,
+)
 
 HINT = "leave out loss_chunk_size"
 FUNCTION = "load_balancing_loss_func"
@@ -235,13 +240,18 @@ class RouterLoss:
     def __init__(self, model: nn.Module, weight: float | Literal["config"]) -> None:
         """Raises StageError for a model, wrapped or not, without such a loss."""
         for module in model.modules():
-            if (loss := _loss_of(module)) is not None:
+            if not all(hasattr(module, name) for name in SIZES):
+                continue
+            # In the file of the module's class; strategies put their own classes on top.
+            files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+            losses = [getattr(file, FUNCTION) for file in files if hasattr(file, FUNCTION)]
+            if losses:
                 break
         else:
             message = "router_loss: the model's architecture has no loss of its router"
             raise StageError(message, hint="leave out router_loss")
         experts, picks, coefficient = (getattr(module, name) for name in SIZES)
-        self._loss, self._experts, self._picks = loss, int(experts), int(picks)
+        self._loss, self._experts, self._picks = losses[0], int(experts), int(picks)
         self.weight = float(coefficient) if weight == "config" else weight
 
     def __call__(self, output: Any, real: Tensor | None = None) -> Tensor:
@@ -249,12 +259,3 @@ class RouterLoss:
         which is left out."""
         loss: Tensor = self._loss(output.router_logits, self._experts, self._picks, real)
         return self.weight * loss.float()
-
-
-def _loss_of(module: nn.Module) -> Callable[..., Tensor] | None:
-    """The router loss in the file of the module's class, if the module has what it takes.
-    Strategies put their own classes on top."""
-    if not all(hasattr(module, name) for name in SIZES):
-        return None
-    files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
-    return next((getattr(file, FUNCTION) for file in files if hasattr(file, FUNCTION)), None)

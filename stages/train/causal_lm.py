@@ -1,13 +1,15 @@
-"""Training of a causal language model."""
+"""Training of a causal language model, and a finished training in its place."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pipeline import (
+    CheckpointError,
     Checkpoints,
     Context,
     Data,
@@ -16,12 +18,14 @@ from pipeline import (
     OptimizerPlan,
     PlanView,
     Problem,
+    Progress,
     ResourceNeed,
     StepCallback,
     TrainedRun,
     traits,
 )
-from stages.fields import epoch_problems
+from pipeline.utils import address_problems
+from stages.fields import epoch_problems, mixed_problems
 from stages.model.config_checks import (
     config_of,
     has_experts,
@@ -29,7 +33,6 @@ from stages.model.config_checks import (
     tokenizer_problems,
 )
 from stages.train.settings import CausalLmFields, heldout_problems
-from stages.wires import mixed_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,3 +130,33 @@ class TrainCausalLm(CausalLmFields):
         form = Formats.installed().detect(folder)
         if isinstance(form, Canonical):
             form.open(folder, Reading()).close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedTraining:
+    """Take an existing checkpoint of any format, to consolidate and export it. `pipe export` writes
+    recipes with this stage."""
+
+    nothing_to_plan: ClassVar[bool] = True
+
+    checkpoint: str
+    """The checkpoint's folder, or its address (`s3://bucket/run/step-00000100`)."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        yield from address_problems("checkpoint", self.checkpoint)
+        if "://" not in self.checkpoint and not Path(self.checkpoint).expanduser().is_dir():
+            yield Problem(key="checkpoint", message=f"no such folder: {self.checkpoint}")
+
+    def run(self, ctx: Context) -> TrainedRun:
+        from pipeline.checkpoint import Reading, open_state
+
+        address = self.checkpoint
+        if "://" not in address:
+            address = str(Path(address).expanduser().absolute())
+        reading = Reading(weights_only=True, verify=False)
+        with contextlib.closing(open_state(address, reading)) as state:
+            try:
+                progress = Progress.from_record(state.progress)
+            except TypeError as error:
+                raise CheckpointError(f"{address}: written by another version: {error}") from error
+        return TrainedRun(checkpoint=address, progress=progress)

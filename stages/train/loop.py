@@ -29,16 +29,20 @@ from pipeline.checkpoint import start_random_streams
 from pipeline.utils import activity
 from stages.batches.feed import Feed
 from stages.train.anomalies import AnomalyMonitor
-from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation
-from stages.train.flops import known_cost
-from stages.train.generate import TextGenerator
+from stages.train.checks import (
+    Done,
+    has_trained,
+    hint_to_retrain,
+    lineage,
+    require_same_lineage,
+    verify_packing,
+)
+from stages.train.evaluation import TextGenerator, evaluate, reason_to_stop, record_evaluation
 from stages.train.profiling import Profiler
 from stages.train.report import Reporter, Saves
-from stages.train.resuming import Done, has_trained, hint_to_retrain, lineage, require_same_lineage
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES, CausalLmFields
+from stages.train.speed import StragglerWatch, known_cost
 from stages.train.step import LaunchedSteps, StepMeter, StepResult, TrainStep
-from stages.train.stragglers import StragglerWatch
-from stages.train.verify_packing import verify_packing
 
 COLLECTED = 50
 """Steps between two collections of reference cycles."""
@@ -155,7 +159,9 @@ class Training:
         collect_after(number)
         with launched.reported_on_failure():
             self.saves.poll()
-            at_once = profiled or self.monitor.guard is not None or self._pause_due()
+            paused = self._is_last() or self._evaluation_due() or self._texts_due()
+            paused = paused or self.checkpoints.due(progress)
+            at_once = profiled or paused or self.monitor.guard is not None
         launched.report(but=0 if at_once else 1)
         if launched.stop:
             self._stop()
@@ -166,15 +172,10 @@ class Training:
         if self.checkpoints.due(progress):
             self._save()
 
-    def _pause_due(self) -> bool:
-        """Whether something comes between this step and the next."""
-        due = self._is_last() or self._evaluation_due() or self._texts_due()
-        return due or self.checkpoints.due(self.progress)
-
     def _begin(self) -> None:
-        """Check that training can start; run what is asked for before the first step, and what an
-        interrupted run missed."""
-        progress, config = self.progress, self.config
+        """Check that training can start; evaluate and generate what is asked for before the first
+        step, and what an interrupted run missed."""
+        progress, config, settings = self.progress, self.config, self.config.generate
         verify_packing(self.engine, self.data, self.feed.samples(progress.samples))
         self.callbacks.restore(progress.callbacks)
         self.callbacks.state()  # one that cannot be saved is found before anything is trained
@@ -186,39 +187,31 @@ class Training:
         else:
             for warning in self.train_step.plan.schedule_warnings(total):
                 self.ctx.log.warning("%s", warning)
-            self._make_up()
+            asked = bool(self.data.heldout) and config.eval_first
+            first = asked and not progress.step and not progress.best
+            trained = has_trained(progress)
+            evaluates = first or (trained and self._evaluation_due() and not self.evaluated)
+            at_first = settings is not None and settings.first and not progress.step
+            writes = (trained and self._texts_due()) or (at_first and progress.texts_step is None)
+            if evaluates:
+                self._evaluate()
+            if writes:
+                self._write_texts()
+            if (evaluates or writes) and self.checkpoints.due(progress):
+                self._save()
         if config.anomalies.rolls_back:
             self._save()  # so that there is a checkpoint to go back to
-
-    def _make_up(self) -> None:
-        """Run the initial evaluation and generation, and those that an interrupted run missed."""
-        progress, settings = self.progress, self.config.generate
-        asked = bool(self.data.heldout) and self.config.eval_first
-        first = asked and not progress.step and not progress.best
-        trained = has_trained(progress)
-        evaluates = first or (trained and self._evaluation_due() and not self.evaluated)
-        at_first = settings is not None and settings.first and not progress.step
-        writes = (trained and self._texts_due()) or (at_first and progress.texts_step is None)
-        if evaluates:
-            self._evaluate()
-        if writes:
-            self._write_texts()
-        if (evaluates or writes) and self.checkpoints.due(progress):
-            self._save()
 
     def _goes_on(self) -> bool:
         """Whether there is another step; reports the reason for an early end (collective)."""
         progress, total = self.progress, self.feed.total_steps(self.progress)
-        known, progress.stopped = progress.stopped, ""
-        if progress.step < total:
-            stopping = self.config.early_stopping
-            reason = reason_to_stop(progress, stopping) or self.callbacks.agree_to_end(self.dist)
-            if reason:  # decided again, as early_stopping may have been changed; an end that is
-                progress.stopped = known or reason  # confirmed keeps its first wording
-        if progress.stopped:
-            self.launched.report()
-            self.reporter.ended_early(progress.step, total, progress.stopped, again=bool(known))
-        return progress.step < total and not progress.stopped
+
+        def reason() -> str:
+            found = reason_to_stop(progress, self.config.early_stopping)
+            return found or self.callbacks.agree_to_end(self.dist)
+
+        ended = self.reporter.ends_early(progress, total, reason, self.launched.report)
+        return progress.step < total and not ended
 
     def _is_last(self) -> bool:
         return self.progress.step == self.feed.total_steps(self.progress)

@@ -30,10 +30,9 @@ from pipeline.utils import HostCopy
 from stages.batches.feed import BatchStats, Feed
 from stages.train.anomalies import AnomalyMonitor
 from stages.train.evaluation import set_metric
-from stages.train.flops import Cost
 from stages.train.profiling import Profile
-from stages.train.report import Reporter
-from stages.train.stragglers import StragglerWatch
+from stages.train.report import Reporter, step_record
+from stages.train.speed import Cost, StragglerWatch
 
 UNITS: Mapping[Unit, str] = {"targets": "target token", "rows": "row", "groups": "group of rows"}
 PEAKS = ("peak_memory_bytes", "peak_host_memory_bytes")
@@ -220,29 +219,17 @@ class StepMeter:
         """The record of a step. The host waits until the device has taken it."""
         result, profile, progress = pending.result, pending.profile, pending.progress
         seconds = pending.ended.since(pending.began) if profile is None else profile.seconds
-        targets, samples = pending.trained
         ranks, shares = self.dist.world_size, self._engine.data_axis.count
         loss, *sums = result.sums.read()
         named = len(sums) - len(result.metrics)
         total = BatchStats(*sums[:named])
         gpu, host, _ = pending.maxima()
-        record = {
-            "grad_norm": float(result.report.grad_norm),
-            **result.rates,
-            "tokens": progress.tokens,
-            "samples": progress.samples,
-            "applied": result.report.applied,
-            "loss_scale": result.report.loss_scale,
-            "time": pending.time,
-            "step_seconds": seconds,
-            "target_tokens_per_second": targets / seconds,
-            "samples_per_second": samples / seconds,
-            "loss": loss,
-            "tokens_per_second": total.tokens / seconds,
-            "tokens_per_second_per_rank": total.tokens / seconds / ranks,
-            "data_wait_share": total.seconds / seconds / shares,
-            **{name: size for name, size in zip(PEAKS, (gpu, host), strict=True) if size},
-        }
+        record = step_record(
+            progress, total, seconds=seconds, trained=pending.trained, ranks=ranks, shares=shares,
+            loss=loss, grad_norm=float(result.report.grad_norm), rates=result.rates,
+            when=pending.time, applied=result.report.applied, loss_scale=result.report.loss_scale,
+        )  # fmt: skip
+        record |= {name: size for name, size in zip(PEAKS, (gpu, host), strict=True) if size}
         if self._cost is not None:
             spent = seconds * ranks
             record["mfu"] = self._cost.utilisation(total.tokens, total.squares, spent)

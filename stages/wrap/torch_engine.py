@@ -35,7 +35,7 @@ from pipeline import (
 )
 from pipeline.checkpoint import Tile
 from pipeline.utils import HostCopy, local_part
-from stages.objectives.judge import StepSums
+from stages.objectives.cross_entropy import StepSums
 from stages.wrap.build import dtype_names, installed_casts, parameter_count
 from stages.wrap.optimizer_state import (
     LivePart,

@@ -24,7 +24,7 @@ from pipeline import (
     StepReport,
     Unit,
 )
-from stages.objectives.judge import StepSums
+from stages.objectives.cross_entropy import StepSums
 from stages.wrap.build import dtype_names, parameter_count, trained
 from stages.wrap.optimizer_state import (
     declared_state,

@@ -23,7 +23,7 @@ from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import ActivationCheckpointing, Fp8, HfModel
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.resuming import lineage, require_same_lineage
+from stages.train.checks import lineage, require_same_lineage
 from tests.support.adapters import adapted, base_of, logits, module_with, saved_by_peft, trained
 from tests.support.models import context
 from tests.support.runs import TINY

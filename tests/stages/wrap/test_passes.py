@@ -10,8 +10,7 @@ import torch
 
 from pipeline.contracts.objective import Scores
 from pipeline.distributed.process_group import DistContext
-from stages.objectives.cross_entropy import CrossEntropy, RowLoss
-from stages.objectives.judge import StepSums
+from stages.objectives.cross_entropy import CrossEntropy, RowLoss, StepSums
 from stages.wrap.axes import Axes
 from stages.wrap.passes import ModulePasses
 from tests.support.batches import micro_batch
