@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands import completion, options
+from pipeline.commands import options
 from pipeline.commands.options import PATH, Count, option
 from pipeline.errors import Problem, RecipeError, UsageError, system_errors_as
 from pipeline.utils.files import overwrite
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @click.command("cp")
-@click.argument("name", required=False, shell_complete=completion.shipped)
+@click.argument("name", required=False, shell_complete=options.complete_shipped)
 @click.argument("to", type=PATH, default=".")
 def cp(name: str | None, to: Path) -> None:
     """Copy the shipped recipe NAME, with the recipes it extends, into the folder TO.
@@ -79,7 +79,7 @@ def _first_sentence(file: Path) -> str:
 
 
 @click.command("pin")
-@click.argument("recipe", type=PATH, shell_complete=completion.recipes)
+@click.argument("recipe", type=PATH, shell_complete=options.complete_recipes)
 def pin(recipe: Path) -> None:
     """Write the commits of RECIPE's hub models and data sets into its file.
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from pipeline.chain.json_schema import recipe_schema
-from pipeline.commands import completion, options
+from pipeline.commands import options
 from pipeline.commands.options import FOLDER
 from pipeline.contracts.signature import gives, needs
 from pipeline.errors import PluginError, UsageError, system_errors_as
@@ -22,7 +22,7 @@ from pipeline.utils.text import align
 
 
 @click.command()
-@click.argument("name", required=False, shell_complete=completion.stages)
+@click.argument("name", required=False, shell_complete=options.complete_stages)
 @options.as_json
 def stages(name: str | None, as_json: bool) -> None:
     """List the installed stages, or explain stage NAME with all its fields."""
