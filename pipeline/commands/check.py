@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,9 +29,9 @@ from pipeline.errors import (
     in_words,
     system_errors_as,
 )
-from pipeline.execution.in_process import Preview, Token, documents, previews
+from pipeline.execution.in_process import Preview, documents, previews
 from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
-from pipeline.recipe import Recipe, RecipeSettings, read_recipe, unless_reported
+from pipeline.recipe import RecipeSettings, read_recipe, unless_reported
 from pipeline.recipe.dump import render
 from pipeline.recipe.fields import plain_value
 from pipeline.recipe.load import HEADER_KEYS, reserved
@@ -238,32 +238,28 @@ def show(
         plan = plan_recipe(file, overrides, registry=options.registry())
         _show_data(plan, count=count, as_json=as_json)
         return
-    loaded, values = _resolved(file, overrides)
+    registry = options.registry()
+    loaded, problems = read_recipe(file, overrides, registry.common_fields)
+    if loaded is None:
+        raise RecipeError(in_order(problems))
+    _, stages, more = load_slots(loaded, registry)
+    problems += unless_reported(more, problems)
+    if problems:
+        raise RecipeError(in_order(explained(problems, loaded, registry, of_other_tools)))
+    public = loaded.public()
+    header = plain_value(RecipeSettings(**{key: getattr(loaded, key) for key in HEADER_KEYS}))
+    written = public.get("stages") or {}
+    slots = {
+        slot: {**reserved(written[slot]), **_filled(plain_value(stage), written[slot])}
+        for slot, stage in stages.items()
+    }
+    values = {**_filled(header, public), "stages": slots}
     if as_json:
         origins = {".".join(map(str, path)): loaded.origin(path) for path, _ in leaves(values)}
         shown = {"recipe": values, "origins": origins} if origin else values
         click.echo(json.dumps(shown, indent=2))
     else:
         click.echo(render(values, loaded.origin if origin else None), nl=False)
-
-
-def _resolved(file: Path, overrides: tuple[str, ...]) -> tuple[Recipe, dict[str, Any]]:
-    registry = options.registry()
-    recipe, problems = read_recipe(file, overrides, registry.common_fields)
-    if recipe is None:
-        raise RecipeError(in_order(problems))
-    _, stages, more = load_slots(recipe, registry)
-    problems += unless_reported(more, problems)
-    if problems:
-        raise RecipeError(in_order(explained(problems, recipe, registry, of_other_tools)))
-    public = recipe.public()
-    header = plain_value(RecipeSettings(**{key: getattr(recipe, key) for key in HEADER_KEYS}))
-    written = public.get("stages") or {}
-    slots = {
-        slot: {**reserved(written[slot]), **_filled(plain_value(stage), written[slot])}
-        for slot, stage in stages.items()
-    }
-    return recipe, {**_filled(header, public), "stages": slots}
 
 
 def _filled(values: Any, written: Any) -> Any:
@@ -286,7 +282,7 @@ def _show_data(plan: Plan, *, count: int, as_json: bool) -> None:
     log.addHandler(logging.StreamHandler(sys.stderr))
     with previews(plan, log) as found:
         if as_json:
-            facts = {slot: _as_json(one, one.indices(count)) for slot, one in found.items()}
+            facts = {slot: _as_json(one, count) for slot, one in found.items()}
             (only,) = facts.values() if len(facts) == 1 else ({"slots": facts},)
             click.echo(json.dumps(only, indent=1))
             return
@@ -311,7 +307,13 @@ def _described(shown: Preview, index: int, number: int) -> Iterator[str]:
     for place, (part, row) in enumerate(zip(parts, rows, strict=True), 1):
         if packed:
             yield f"--- document {place} of {len(parts)}"
-        yield _marked(shown, part)
+        text = ""  # runs of tokens that are trained on are coloured or marked
+        for trained, run in groupby(part, key=lambda token: token.trained):
+            words = terminal.shown(shown.tokenizer.decode([token.id for token in run]))
+            if trained and sys.stdout.isatty():
+                words = click.style(words, fg="green", bold=True)
+            text += words.join(MARKS) if trained and not sys.stdout.isatty() else words
+        yield text
         yield from _columns(row)
     yield from _columns({**sample.tokens, **sample.free})
 
@@ -325,22 +327,11 @@ def _columns(columns: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name}: {shown}{shape}"
 
 
-def _marked(shown: Preview, tokens: Sequence[Token]) -> str:
-    """Return the text, with runs of tokens that are trained on coloured or marked."""
-    texts, colour = [], sys.stdout.isatty()
-    for trained, run in groupby(tokens, key=lambda token: token.trained):
-        text = terminal.shown(shown.tokenizer.decode([token.id for token in run]))
-        if trained:
-            text = click.style(text, fg="green", bold=True) if colour else text.join(MARKS)
-        texts.append(text)
-    return "".join(texts)
-
-
-def _as_json(shown: Preview, indices: Sequence[int]) -> dict[str, object]:
-    samples = []
-    for place, index in enumerate(indices):
-        sample = shown.data.train[index]
-        facts = {
+def _as_json(shown: Preview, count: int) -> dict[str, object]:
+    indices = shown.indices(count)
+    samples = (shown.data.train[index] for index in indices)
+    facts = [
+        {
             "place": place,
             "index": index,
             "input_ids": sample.input_ids.tolist(),
@@ -349,8 +340,9 @@ def _as_json(shown: Preview, indices: Sequence[int]) -> dict[str, object]:
             **{name: one.tolist() for name, one in {**sample.tokens, **sample.rows}.items()},
             **{name: list(one.shape) for name, one in sample.free.items()},
         }
-        samples.append(facts)
-    return {**shown.facts(), "shown": samples}
+        for place, (index, sample) in enumerate(zip(indices, samples, strict=True))
+    ]
+    return {**shown.facts(), "shown": facts}
 
 
 @click.command("dag")

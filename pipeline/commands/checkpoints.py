@@ -7,7 +7,7 @@ import functools
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +19,17 @@ from pipeline.errors import CheckpointError, ExportError, StageError, UsageError
 from pipeline.execution.rank_logging import say
 from pipeline.utils.activities import BYTES, activity
 from pipeline.utils.files import replace_text
-from pipeline.utils.foreign import json_object
+from pipeline.utils.foreign import TRUST_CODE, json_object, trusted
 from pipeline.utils.terminal import bare
 from pipeline.utils.text import human, plural
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
-    from pipeline.checkpoint.formats import StateSource
     from pipeline.checkpoint.manifest import TensorEntry
     from pipeline.checkpoint.reader import CheckpointReader
     from pipeline.checkpoint.store import Store
     from pipeline.distributed.settings import ProcessCounts
-    from pipeline.view.display import Display
+    from pipeline.view.screen import Display
 
 
 @click.command("inspect")
@@ -51,9 +50,15 @@ def inspect(checkpoint: str, as_json: bool, verify: bool) -> None:
     if everything and not as_json:
         for place in location.earlier(checkpoint):
             click.echo(f"of the newest training; an earlier one's: pipe inspect {place}")
-        click.echo(
-            "\n".join([*_list(everything), *(f"{a}  damaged, kept aside" for a in aside), ""])
-        )
+        best = min((s["eval_loss"] for s in everything if s["eval_loss"] is not None), default=None)
+        for one in everything:
+            loss = one["eval_loss"]
+            size = "" if one["bytes"] is None else f"{human(one['bytes']):>9}"
+            scored = "" if loss is None else f"eval_loss {loss:.4f}"
+            mark = "best" if scored and loss == best else ""
+            fields = (one["name"], one["written"], size, scored, mark, one["damage"])
+            click.echo("  ".join(filter(None, fields)))
+        click.echo("".join(f"{name}  damaged, kept aside\n" for name in aside))
     found, damage = _look(store, name or everything[-1]["name"], verify, quiet=as_json)
     if as_json:
         verified = False if damage else True if verify else None
@@ -86,17 +91,6 @@ def _summary(store: Store, name: str) -> dict[str, Any]:
     except CheckpointError as error:
         line["damage"] = f"not readable: {error}"
     return line
-
-
-def _list(summaries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    best = min((s["eval_loss"] for s in summaries if s["eval_loss"] is not None), default=None)
-    for one in summaries:
-        loss = one["eval_loss"]
-        size = "" if one["bytes"] is None else f"{human(one['bytes']):>9}"
-        scored = "" if loss is None else f"eval_loss {loss:.4f}"
-        mark = "best" if scored and loss == best else ""
-        fields = (one["name"], one["written"], size, scored, mark, one["damage"])
-        yield "  ".join(filter(None, fields))
 
 
 def _look(
@@ -212,6 +206,7 @@ def convert(
     tensor in memory at a time. Pickles are refused unless --trust-pickle is given.
     """
     from pipeline.checkpoint.formats import Formats, Reading, StateView
+    from pipeline.contracts.training import Progress
 
     for path in (src, dst):
         if ":/" in str(path):
@@ -227,25 +222,21 @@ def convert(
             target = writing.target(dst, source.step)
             if target.exists():
                 raise UsageError(f"{target} is there already", hint="give another folder")
-            _announce(source, reading.name)
+            tensors, size = plural(len(source.tensors), "tensor"), human(source.nbytes)
+            step = f"{source.where}: {reading.name}, step {source.step}"
+            click.echo(f"{step}, {tensors}, {size}")
+            if not Progress.from_record(source.progress).lineage:
+                assumed = source.progress.get("samples", 0)
+                click.echo(
+                    "warning: it does not say on which model and data it was trained, so nothing "
+                    f"will be compared; samples={assumed} is assumed (--samples)",
+                    err=True,
+                )
             with activity(f"converting to {writing.name}", source.nbytes, BYTES) as converting:
                 notes = writing.write(StateView(source, converting.advance), target)
     click.echo(f"wrote {target}")
     for note in notes:
         click.echo(f"note: {note}", err=True)
-
-
-def _announce(source: StateSource, name: str) -> None:
-    from pipeline.contracts.training import Progress
-
-    tensors, size = plural(len(source.tensors), "tensor"), human(source.nbytes)
-    click.echo(f"{source.where}: {name}, step {source.step}, {tensors}, {size}")
-    if not Progress.from_record(source.progress).lineage:
-        click.echo(
-            "warning: it does not say on which model and data it was trained, so nothing will be "
-            f"compared; samples={source.progress.get('samples', 0)} is assumed (--samples)",
-            err=True,
-        )
 
 
 @click.command("export")
@@ -312,39 +303,32 @@ def verify(folder: Path) -> None:
     RUN is by default the newest run in ./runs. Reads and compares every byte, then loads the model
     with transformers and runs it on the prompt of its export. Exit code 1 if anything differs.
     """
+    from pipeline.chain.registry import Registry
+    from pipeline.contracts.export import EXPORT_MANIFEST, VERIFY, ExportedModel
+    from pipeline.contracts.signature import gives
     from pipeline.execution import rundir
     from pipeline.execution.export_recipe import exports_of
 
-    folder = folder.resolve()
+    folder, registry = folder.resolve(), Registry.installed()
     is_run = (folder / rundir.RECIPE).is_file()
     for export in exports_of(folder) if is_run else [folder]:
         if not export.is_dir():
             raise UsageError(f"{export} is not there", hint="`pipe resume RUN` finishes a run")
         # the hub's cache holds links to files elsewhere; a run writes none
-        _verify(export, export if is_run else None)
+        within = export if is_run else None
+        name = json_object(export / EXPORT_MANIFEST, most=1 << 28, within=within).get("writer")
+        if not isinstance(name, str):
+            raise UsageError(
+                f"{export} is not an export of ours: it has no {EXPORT_MANIFEST} with its writer",
+                hint="give a folder that `pipe export` or a run has written",
+            )
+        wrote = f"the stage {name}, which wrote {export},"
+        if name not in registry:
+            hint = "install its package into this environment"
+            raise UsageError(f"{wrote} is not installed", hint=hint)
+        stage = registry.load(name)
+        if not issubclass(gives(stage) or object, ExportedModel) or not hasattr(stage, "verify"):
+            raise UsageError(f"{wrote} cannot verify it", hint=f"its class lacks `{VERIFY}`")
+        with system_errors_as(ExportError):
+            stage.verify(export, click.echo, trust_remote_code=trusted(TRUST_CODE))
     click.echo("verified")
-
-
-def _verify(folder: Path, within: Path | None) -> None:
-    """Have the stage that wrote an export, by its manifest, verify it."""
-    from pipeline.chain.registry import Registry
-    from pipeline.contracts.export import EXPORT_MANIFEST, VERIFY, ExportedModel
-    from pipeline.contracts.signature import gives
-    from pipeline.utils.foreign import TRUST_CODE, trusted
-
-    name = json_object(folder / EXPORT_MANIFEST, most=1 << 28, within=within).get("writer")
-    if not isinstance(name, str):
-        raise UsageError(
-            f"{folder} is not an export of ours: it has no {EXPORT_MANIFEST} with its writer",
-            hint="give a folder that `pipe export` or a run has written",
-        )
-    registry = Registry.installed()
-    wrote = f"the stage {name}, which wrote {folder},"
-    if name not in registry:
-        hint = "install its package into this environment"
-        raise UsageError(f"{wrote} is not installed", hint=hint)
-    stage = registry.load(name)
-    if not issubclass(gives(stage) or object, ExportedModel) or not hasattr(stage, "verify"):
-        raise UsageError(f"{wrote} cannot verify it", hint=f"its class lacks `{VERIFY}`")
-    with system_errors_as(ExportError):
-        stage.verify(folder, click.echo, trust_remote_code=trusted(TRUST_CODE))

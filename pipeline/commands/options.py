@@ -300,7 +300,7 @@ def display(command: Command) -> Command:
     @flag("--json", JSON_HELP)
     @functools.wraps(command)
     def with_display(*args: Any, quiet: bool, verbose: bool, json: bool, **rest: Any) -> Any:
-        from pipeline.view.display import Display
+        from pipeline.view.screen import Display
 
         if quiet and (verbose or json):
             raise click.UsageError("--quiet excludes --verbose and --json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import shutil
@@ -39,7 +40,12 @@ def cp(name: str | None, to: Path) -> None:
     from pipeline.recipe.nodes import texts_in
 
     if name is None:
-        rows = [(known, _first_sentence(file)) for known, file in shipped().items()]
+        rows = list[tuple[str, str]]()
+        for known, source in shipped().items():  # with the first sentence of its first comment
+            text = source.read_text("utf-8").splitlines()
+            comment = itertools.takewhile(lambda line: line.startswith("#"), text)
+            words = " ".join(" ".join(line.removeprefix("#") for line in comment).split())
+            rows.append((known, words.partition(". ")[0].partition("; ")[0]))
         click.echo("\n".join(align(rows, left=2)))
         return
     from pipeline.recipe import load_recipe
@@ -66,16 +72,6 @@ def cp(name: str | None, to: Path) -> None:
         )
     check = f"pipe check {shlex.quote(str(to / file.name))}"
     click.echo(f"paths in it are relative to it; next: {check}", err=True)
-
-
-def _first_sentence(file: Path) -> str:
-    """Return the first sentence of the comment that a recipe begins with."""
-    words = list[str]()
-    for line in file.read_text("utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        words += line.removeprefix("#").split()
-    return " ".join(words).partition(". ")[0].partition("; ")[0]
 
 
 @click.command("pin")

@@ -139,20 +139,16 @@ def status(run: Path, follow: bool, as_json: bool) -> None:
         raise click.UsageError("--follow excludes --json")
     found = Run(run, recipe_in(run).uses)
     found.look()
-    if as_json:
-        click.echo(json.dumps(_facts(found), indent=1, allow_nan=False))
+    if not as_json:
+        _draw(found, follow=follow)
         return
-    _draw(found, follow=follow)
-
-
-def _facts(run: Run) -> dict[str, object]:
-    training = run.training
-    return {
+    training = found.training
+    facts = {
         "schema_version": 1,
-        "folder": str(run.folder),
-        "state": run.state,
-        "slot": run.running,
-        "activity": run.activity() or None,
+        "folder": str(found.folder),
+        "state": found.state,
+        "slot": found.running,
+        "activity": found.activity() or None,
         "training": training.slot or None,
         "step": training.step or None,
         "evaluation": training.newest.get("evaluation"),
@@ -162,9 +158,10 @@ def _facts(run: Run) -> dict[str, object]:
             for name, values in training.measured.items()
         },
         "mean_tokens_per_second": training.speed.mean("tokens_per_second"),
-        "seconds_left": run.seconds_left,
+        "seconds_left": found.seconds_left,
         "ended_early": training.ended_early or None,
     }
+    click.echo(json.dumps(facts, indent=1, allow_nan=False))
 
 
 def _draw(run: Run, *, follow: bool) -> None:
@@ -172,15 +169,15 @@ def _draw(run: Run, *, follow: bool) -> None:
     from rich.live import Live
 
     from pipeline.view.ending import next_lines
-    from pipeline.view.live import ASCII, LABEL_WIDTH, UNICODE, Header, drawing
+    from pipeline.view.live import ASCII, LABEL_WIDTH, UNICODE, drawing
     from pipeline.view.run import LOOK_SECONDS
 
     console = Console(file=bare(sys.stdout), highlight=False)
     marks = ASCII if console.options.ascii_only else UNICODE
 
     def picture() -> Any:
-        header = Header(name=run.folder.resolve().name, where=run.state)
-        return drawing(header, run, [], width=console.width, marks=marks)
+        name, width = run.folder.resolve().name, console.width
+        return drawing(run, [], name=name, where=run.state, width=width, marks=marks)
 
     if not follow or not console.is_terminal:
         console.print(picture())

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.execution.run_state import Training
 from pipeline.execution.talk import can_talk
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import count, held_out, shown_path
@@ -30,23 +29,20 @@ def outcome(folder: Path) -> Iterator[tuple[str, str]]:
     reason of an early end, the first and the last held-out loss, plugins' numbers, and answers
     before and after training. Raises what `History` raises, and OSError."""
     for training in History(folder, ended=True).trainings:
-        yield from ((training.named(label), text) for label, text in _measured(training))
-
-
-def _measured(training: Training) -> Iterator[tuple[str, str]]:
-    if step := training.step:
-        rate, total = training.speed.mean("tokens_per_second"), step.get("total_steps")
-        mean = "" if rate is None else f", {count(rate)} tokens/s (mean)"
-        of_all = f" of {total}" if total and total > step["step"] else ""
-        yield "steps", f"{step['step']}{of_all}{mean}"
-    if training.ended_early:
-        yield "ended early", shown(training.ended_early)
-    if text := held_out(training.evaluations, training.best):
-        yield "held-out loss", text
-    for name, values in training.measured.items():
-        number, value = values[-1]
-        yield name, f"{value:.4g} at step {number}"
-    yield from before_and_after(training.records)
+        if step := training.step:
+            rate, total = training.speed.mean("tokens_per_second"), step.get("total_steps")
+            mean = "" if rate is None else f", {count(rate)} tokens/s (mean)"
+            of_all = f" of {total}" if total and total > step["step"] else ""
+            yield training.named("steps"), f"{step['step']}{of_all}{mean}"
+        if training.ended_early:
+            yield training.named("ended early"), shown(training.ended_early)
+        if text := held_out(training.evaluations, training.best):
+            yield training.named("held-out loss"), text
+        for name, values in training.measured.items():
+            number, value = values[-1]
+            yield training.named(name), f"{value:.4g} at step {number}"
+        for label, text in before_and_after(training.records):
+            yield training.named(label), text
 
 
 def next_lines(folder: Path, state: str) -> list[tuple[str, str]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+import operator
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,19 +55,6 @@ def json_in(file: Path, kinds: Kinds) -> dict[str, Any]:
     return fitting(json_object(file, within=file.parent), kinds)
 
 
-def _in_order(*sources: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Events and records by their time, each in its own order; one without a time follows the one
-    before it."""
-
-    def timed(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any]]]:
-        newest = 0.0
-        for row in rows:
-            newest = max(newest, float(row.get("time") or 0.0))
-            yield newest, row
-
-    return (row for _, row in heapq.merge(*map(timed, sources), key=lambda pair: pair[0]))
-
-
 class Run:
     """A run as it is now; `look` brings it up to date."""
 
@@ -87,8 +76,13 @@ class Run:
         self._apply(events, found)
         return events, found, first or self._metrics.replaced
 
-    def _apply(self, events: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]]) -> None:
-        for one in _in_order(events, found):
+    def _apply(self, events: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> None:
+        """Apply both by their time, each in its own order; one without a time follows the one
+        before it."""
+        times = ((float(one.get("time") or 0) for one in rows) for rows in (events, found))
+        newest = (itertools.accumulate(each, max) for each in times)
+        timed = map(zip, newest, (events, found))
+        for _, one in heapq.merge(*timed, key=operator.itemgetter(0)):
             self.now.apply(one)
         if self.state != "running":
             self.now.end_silently()
@@ -163,7 +157,8 @@ class History(Run):
         self.recipe = recipe_in(folder)
         super().__init__(folder, self.recipe.uses)
         self._over, self.now = ended, RunState()
-        self._apply(Journal(folder / rundir.JOURNAL).events(), records(folder / rundir.METRICS))
+        events = Journal(folder / rundir.JOURNAL).events()
+        self._apply(events, list(records(folder / rundir.METRICS)))
         self.environment: Mapping[str, Any] = json_in(folder / ENVIRONMENT_FILE, SURROUNDINGS)
         """Packages and machine of the newest start; empty if not known."""
         self.engines: Mapping[str, Mapping[str, Any]] = {
@@ -173,17 +168,16 @@ class History(Run):
         }
         """Facts of the live engine of each training that has begun, by its slot (empty: the
         recipe's first)."""
-        self.trainings = self._labelled(self.now.trainings)
+        found = self.now.trainings
+        self.trainings = [found.get("", Training())]
         """The trainings that have begun, in order; at least one. Several have their slots as
         labels."""
-
-    def _labelled(self, found: Mapping[str, Training]) -> list[Training]:
-        if found.keys() <= {""}:
-            return [found.get("", Training())]
-        first, *others = slots_that_train(self.uses) or ("the first training",)
-        for key, training in found.items():
-            training.label = key or first
-        return [found[key] for key in dict.fromkeys(["", *others, *found]) if key in found]
+        if not found.keys() <= {""}:
+            first, *others = slots_that_train(self.uses) or ("the first training",)
+            for key, training in found.items():
+                training.label = key or first
+            keys = dict.fromkeys(["", *others, *found])
+            self.trainings = [found[key] for key in keys if key in found]
 
     @property
     def state(self) -> Ended:

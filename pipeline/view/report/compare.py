@@ -170,10 +170,20 @@ def lines(
 
 def comparison_page(histories: Sequence[History]) -> str:
     """Return the comparison as one HTML page: differences, results, curves, and what is equal."""
-    rows = results(histories)
+    rows, drawn = results(histories), list[Plot]()
+    by_label: dict[str, list[tuple[str, Training]]] = {}
+    for history, trainings in zip(histories, _trainings(histories), strict=True):
+        for training in trainings:
+            by_label.setdefault(training.label, []).append((history.name, training))
+    for found in by_label.values():
+        runs = [(name, training.records) for name, training in found]
+        own = (name for _, records in runs for one in records for name, _ in measured(one))
+        speeds = ("grad_norm", "tokens_per_second", "mfu")
+        curves = plots(runs, ["loss", "eval_loss", *dict.fromkeys(own), *speeds])
+        drawn += (replace(plot, title=found[0][1].named(plot.title)) for plot in curves)
     return render(
         "compare.html.j2",
-        list(_plots(histories)),
+        drawn,
         title=" and ".join(history.name for history in histories),
         names=[history.name for history in histories],
         results=[row for row in rows if not row.equal],
@@ -181,20 +191,6 @@ def comparison_page(histories: Sequence[History]) -> str:
         recipes=recipe_differences(histories),
         environments=environment_differences(histories),
     )
-
-
-def _plots(histories: Sequence[History]) -> Iterator[Plot]:
-    """Yield the curves of all runs, training by training."""
-    groups: dict[str, list[tuple[str, Training]]] = {}
-    for history, trainings in zip(histories, _trainings(histories), strict=True):
-        for training in trainings:
-            groups.setdefault(training.label, []).append((history.name, training))
-    for found in groups.values():
-        runs = [(name, training.records) for name, training in found]
-        own = (name for _, records in runs for one in records for name, _ in measured(one))
-        speeds = ("grad_norm", "tokens_per_second", "mfu")
-        for plot in plots(runs, ["loss", "eval_loss", *dict.fromkeys(own), *speeds]):
-            yield replace(plot, title=found[0][1].named(plot.title))
 
 
 def holds_runs(folder: Path) -> bool:
