@@ -86,23 +86,17 @@ class BatchPlan:
         ("micro_batch_size", "accumulation"),
     )
     """At most one of these fields is set, for hints."""
-
     global_batch_size: Count
     """Samples in one optimizer step, over all ranks and micro-batches."""
-
     steps: Count | None = None
     """Optimizer steps to train for. Exactly one of `steps` and `epochs`."""
-
     epochs: Annotated[float, Gt(0)] | None = None
     """Passes over the training samples, may be a fraction. Exactly one of `steps` and `epochs`."""
-
     micro_batch_size: Count | None = None
     """Samples of one forward pass on one rank; null derives it from `accumulation`."""
-
     accumulation: Count | None = None
     """Micro-batches of one step on one rank; null derives it from `micro_batch_size`, or is 1.
     Where the samples do not divide evenly, fewer can be enough."""
-
     shuffle: bool = True
     """Shuffle again every epoch, by the recipe's seed; false trains in file order."""
 

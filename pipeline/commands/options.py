@@ -387,13 +387,9 @@ machine = together(*(option(name, text, type=kind) for name, (kind, text) in MAC
 
 
 def machines(
-    *,
-    nvme: float | None = None,
-    overhead: float | None = None,
-    measured: Path | None = None,
-    machine: Path | None = None,
-    **given: Any,
-) -> tuple[HardwareOptions, Margins]:
+    *, nvme: float | None = None, overhead: float | None = None, measured: Path | None = None,
+    machine: Path | None = None, **given: Any,
+) -> tuple[HardwareOptions, Margins]:  # fmt: skip
     """The machines, and the margins of their GPUs. Raises UsageError for a file that describes no
     machine, or no run's memory."""
     from pipeline.planning.hardware import HardwareOptions, margins_for

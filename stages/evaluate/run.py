@@ -43,19 +43,10 @@ def load(folder: Path, source: ModelSource, *, on_gpu: bool) -> Any:
 
 
 def measure_files(
-    model: Any,
-    source: ModelSource,
-    files: str | tuple[str, ...],
-    *,
-    text_key: str,
-    unit: str,
-    prepend_bos: bool,
-    window: int | None,
-    usual: int,
-    stride: int | None,
-    batch_size: int,
-    most: int | None,
-) -> dict[str, Any]:
+    model: Any, source: ModelSource, files: str | tuple[str, ...], *, text_key: str, unit: str,
+    prepend_bos: bool, window: int | None, usual: int, stride: int | None, batch_size: int, most:
+    int | None,
+) -> dict[str, Any]:  # fmt: skip
     """Score the documents in files, `batch_size` windows at a time, and no more than `most` windows
     of all of them; the results as JSON. Without a `window` it is the `usual` one, or as many tokens
     as the model has positions. Raises StageError if nothing was scored, or the model returns NaN or
@@ -119,15 +110,9 @@ def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Sample]:
 
 
 def run_tasks(
-    model: Any,
-    tokenizer: Any,
-    tasks: Sequence[str],
-    *,
-    folder: str | None,
-    batch_size: int,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-) -> dict[str, Any]:
+    model: Any, tokenizer: Any, tasks: Sequence[str], *, folder: str | None, batch_size: int,
+    num_fewshot: int | None = None, limit: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Task -> its numbers, under lm-eval's names (`METRIC,FILTER`), and version, as JSON. Raises
     StageError for an unknown task."""
     with optional("tasks need lm_eval", hint="pip install 'pipetrain[evaluate]'"):

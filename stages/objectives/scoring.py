@@ -114,11 +114,9 @@ class ModelScorer:
     arguments. Ranks of `group` have slices of the same sequences."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        group: ProcessGroup | None = None,
-        forward: Callable[..., Any] | None = None,
-    ) -> None:
+        self, model: nn.Module, group: ProcessGroup | None = None, forward: Callable[..., Any] |
+        None = None,
+    ) -> None:  # fmt: skip
         self._model = model
         self._group = group
         self._forward = forward or model
@@ -179,11 +177,21 @@ class ModelScorer:
             return {"values": whole_vocabulary(local_part(logits), VocabularyShard.find(logits))}
         found = dict[str, Tensor]()
         if request.logits:
-            found["logits"] = self._at_row_ends(logits, whole)
+            # Of the token after each row; shape (rows, vocabulary).
+            length, size = whole.input_ids.shape[1], logits.shape[1]
+            rank = 0 if self._group is None else dist.get_rank(self._group)
+            ends = whole.row_ends()
+            line, place = ends // length, ends % length - rank * size
+            here = (place >= 0) & (place < size)
+            at_ends = local_part(logits)[line, torch.where(here, place, 0)]
+            at_ends = torch.where(here[:, None], at_ends, 0.0)
+            at_ends = whole_vocabulary(at_ends, VocabularyShard.find(logits))
+            found["logits"] = at_ends if self._group is None else all_reduce(at_ends, self._group)
         flat, labels = logits.flatten(0, 1), own.labels.reshape(-1)
         shard = VocabularyShard.find(flat)
         if columns:
-            scores = columns(local_part(flat), labels, _candidates(own, request), shard)
+            ids = own.tokens[request.candidates].flatten(0, 1) if request.candidates else None
+            scores = columns(local_part(flat), labels, ids, shard)
             found |= columns.named(scores.view(*own.labels.shape, -1))
         elif request.total and shard is not None:
             found["total"] = -sharded_cross_entropy(flat, labels)
@@ -191,18 +199,6 @@ class ModelScorer:
             wide = flat.to(torch.float32)
             found["total"] = -F.cross_entropy(wide, labels, ignore_index=NO_TARGET, reduction="sum")
         return found
-
-    def _at_row_ends(self, logits: Tensor, whole: MicroBatch) -> Tensor:
-        """Logits of the token after each row; shape (rows, vocabulary)."""
-        length, size = whole.input_ids.shape[1], logits.shape[1]
-        rank = 0 if self._group is None else dist.get_rank(self._group)
-        ends = whole.row_ends()
-        line, place = ends // length, ends % length - rank * size
-        here = (place >= 0) & (place < size)
-        found = local_part(logits)[line, torch.where(here, place, 0)]
-        found = torch.where(here[:, None], found, 0.0)
-        found = whole_vocabulary(found, VocabularyShard.find(logits))
-        return found if self._group is None else all_reduce(found, self._group)
 
 
 def _in_chunks(
@@ -212,18 +208,13 @@ def _in_chunks(
     instead of the head's logits."""
     chunk, backend = request.chunk, request.compiled_by
     assert chunk is not None
-    flat, labels = hidden.reshape(-1, hidden.shape[-1]), own.labels.reshape(-1)
-    given = flat, head.weight, head.bias, labels
+    given = hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, own.labels.reshape(-1)
     of_logits = loss_of_logits if backend is None else compiled_loss(backend)
     if columns:
-        ids = _candidates(own, request)
+        ids = own.tokens[request.candidates].flatten(0, 1) if request.candidates else None
         scores = chunked_scores(*given, ids, chunk, columns, of_logits)
         return scores.view(*own.labels.shape, -1)
     return -chunked_cross_entropy(*given, chunk, of_logits)
-
-
-def _candidates(own: MicroBatch, request: ScoreRequest) -> Tensor | None:
-    return own.tokens[request.candidates].flatten(0, 1) if request.candidates else None
 
 
 class RouterLoss:

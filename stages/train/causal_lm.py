@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pipeline import (
     CheckpointError,
@@ -44,8 +44,29 @@ class TrainCausalLm(CausalLmFields):
         yield from self._saving_problems(plan.producer(self, Checkpoints))
         yield from heldout_problems(self, plan, self.fields_needing_heldout)
         yield from epoch_problems([self], plan, eval_every=self.eval_every)
-        yield from self._router_problems(config_of(self, plan))
-        yield from self._generation_problems(plan)
+        # Of the model, by its config if that can be read without a network.
+        config, weight, generate = config_of(self, plan), self.router_loss, self.generate
+        if config and weight is None and config.get("output_router_logits") is True:
+            yield Problem(
+                key="router_loss",
+                message="the model's config asks for the loss of its router (output_router_logits)",
+                hint="router_loss: config adds it, 0 says that it is left out",
+                warning=True,
+            )
+        if config is not None and weight is not None and not has_experts(config):
+            message = "the model has no experts"
+            yield Problem(key="router_loss", message=message, hint="leave out router_loss")
+        if generate is not None:
+            without = "leave out `generate.chat`" if generate.chat else None
+            for problem in tokenizer_problems(self, plan, no_template=without):
+                yield replace(problem, key="generate")
+            positions = table_of_positions(config or {})
+            if positions is not None and generate.max_tokens > positions:
+                yield Problem(
+                    key="generate.max_tokens",
+                    message=f"is {generate.max_tokens}, and the model has {positions} positions",
+                    hint="leave room for the prompt, too",
+                )
         yield from mixed_problems(self, plan)
 
     def _saving_problems(self, saving: Checkpoints | None) -> Iterator[Problem]:
@@ -70,39 +91,6 @@ class TrainCausalLm(CausalLmFields):
         if self.result == "best" and saving is not None and not best:
             message = "the checkpoint slot does not keep the best checkpoint"
             yield Problem(key="result", message=message, hint="set keep_best: 1 there")
-
-    def _router_problems(self, config: Mapping[str, Any] | None) -> Iterator[Problem]:
-        """The problem of a router's loss that the model cannot have, or asks for in vain, by its
-        config if that can be read without a network."""
-        weight = self.router_loss
-        if config is None:
-            return
-        if weight is None and config.get("output_router_logits") is True:
-            yield Problem(
-                key="router_loss",
-                message="the model's config asks for the loss of its router (output_router_logits)",
-                hint="router_loss: config adds it, 0 says that it is left out",
-                warning=True,
-            )
-        if weight is not None and not has_experts(config):
-            message = "the model has no experts"
-            yield Problem(key="router_loss", message=message, hint="leave out router_loss")
-
-    def _generation_problems(self, plan: PlanView) -> Iterator[Problem]:
-        """Problems of texts that the model cannot write, by its config and files if these can be
-        read without a network."""
-        if (generate := self.generate) is None:
-            return
-        without = "leave out `generate.chat`" if generate.chat else None
-        for problem in tokenizer_problems(self, plan, no_template=without):
-            yield replace(problem, key="generate")
-        positions = table_of_positions(config_of(self, plan) or {})
-        if positions is not None and generate.max_tokens > positions:
-            yield Problem(
-                key="generate.max_tokens",
-                message=f"is {generate.max_tokens}, and the model has {positions} positions",
-                hint="leave room for the prompt, too",
-            )
 
     def resource_needs(
         self, ctx: Context, data: Data, checkpoints: Checkpoints
@@ -138,7 +126,6 @@ class FinishedTraining:
     recipes with this stage."""
 
     nothing_to_plan: ClassVar[bool] = True
-
     checkpoint: str
     """The checkpoint's folder, or its address (`s3://bucket/run/step-00000100`)."""
 

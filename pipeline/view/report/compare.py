@@ -144,12 +144,9 @@ def _differences(found: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 
 def lines(
-    names: Sequence[str],
-    *,
-    recipes: Sequence[Row],
-    environments: Sequence[Row],
-    results: Sequence[Row],
-) -> Iterator[str]:
+    names: Sequence[str], *, recipes: Sequence[Row], environments: Sequence[Row], results:
+    Sequence[Row],
+) -> Iterator[str]:  # fmt: skip
     """Yield a comparison as text: what differs, the results that differ with the best of each row
     marked, and what is equal in one line."""
     for title, head, rows in (
