@@ -53,8 +53,7 @@ Period: TypeAlias = (
 def epoch_problems(
     trains: Iterable[Any], plan: PlanView, **periods: int | str | None
 ) -> Iterator[Problem]:
-    """Yield the fields that count epochs of the data that stages train on, where those know of
-    none."""
+    """Yield the fields that count epochs of data that do not know their number."""
     given = [plan.producer(train, Data) for train in trains]
     if all(data.has_epochs for data in given if isinstance(data, traits.HasEpochs)):
         return
@@ -65,8 +64,7 @@ def epoch_problems(
 
 
 def instead_of_variable(path: str) -> str:
-    """Return a hint with what to write for a path with a variable, such as `$DATA/x.jsonl`; empty
-    for other paths."""
+    """Return what to write for a path with a variable, as `$DATA/x.jsonl`, or an empty text."""
     found = re.search(r"\$(\w+)", path)
     if found is None:
         return ""

@@ -147,8 +147,7 @@ class Choices:
 
 
 def choose(survey: DataSurvey, *, sequence: int | None, batch: int | None, ranks: int) -> Choices:
-    """Choose what is not given: the tokens of a sample and the samples of a step, on `ranks`
-    processes."""
+    """Choose what is not given: tokens of a sample and, on `ranks` processes, samples of a step."""
     length, covers = _sequence(survey, sequence)
     count = _blocks(survey.tokens, length) if survey.running else survey.usable
     fraction = HELD if count * HELD <= MOST_HELD else float(f"{MOST_HELD / count:.1g}")

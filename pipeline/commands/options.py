@@ -53,8 +53,7 @@ def completion(shell: str) -> None:
 
 
 def _quietly(found: Callable[[click.Context, str], Iterator[str]]) -> Complete:
-    """Return a function of click's that offers what `found` yields and begins as typed; nothing if
-    it fails."""
+    """Offer to click what `found` yields and begins as typed; nothing if it fails."""
 
     def complete(
         context: click.Context, parameter: click.Parameter, typed: str
@@ -111,8 +110,7 @@ def complete_shipped(context: click.Context, typed: str) -> Iterator[str]:
 
 @_quietly
 def complete_overrides(context: click.Context, typed: str) -> Iterator[str]:
-    """Yield `slot.field=` for every field of the recipe's stages, and the values of a field whose
-    values are known."""
+    """Yield `slot.field=` for every field of the recipe's stages, and the values of a field."""
     from pipeline.chain.entry_points import kind_of
     from pipeline.chain.registry import Registry
     from pipeline.contracts.signature import needs
@@ -243,8 +241,7 @@ def run(name: str = "run", *, metavar: str = "RUN", address: bool = False) -> De
 
 
 def newest_run() -> Path:
-    """Return the newest run in ./runs, and name it on standard error. Raises UsageError if there is
-    none."""
+    """Return and name, on standard error, the newest run in ./runs. Raises UsageError."""
     from pipeline.execution import rundir
 
     folder = rundir.newest(Path("runs"))

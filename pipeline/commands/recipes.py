@@ -200,8 +200,7 @@ def import_(
 
 
 def _problems(text: str, translation: Translation) -> list[str]:
-    """Return what `pipe check` refuses about the recipe, but for what this machine lacks, and what
-    is filled in."""
+    """What `pipe check` refuses, without lacks of this machine and keys to be filled in."""
     from pipeline.chain.plan import plan_file
 
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:

@@ -280,8 +280,7 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
 
 
 def _look(folder: Path, yes: bool, all_checkpoints: bool) -> CleanResult:
-    """Return what was found, or removed. A run that is in use is noted, any other
-    error is a failure."""
+    """Return what was found, or removed. A run in use is noted, other errors are failures."""
     from pipeline.execution import clean, rundir
 
     try:

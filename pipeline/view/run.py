@@ -77,8 +77,7 @@ class Run:
         return events, found, first or self._metrics.replaced
 
     def _apply(self, events: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> None:
-        """Apply both by their time, each in its own order; one without a time follows the one
-        before it."""
+        """Apply all by time, each in its own order; one without a time follows its neighbour."""
         times = ((float(one.get("time") or 0) for one in rows) for rows in (events, found))
         newest = (itertools.accumulate(each, max) for each in times)
         timed = map(zip, newest, (events, found))
@@ -215,8 +214,7 @@ class History(Run):
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """Lowest held-out loss of the newest training, `eval_loss`, and its `step`; None before an
-        evaluation."""
+        """Lowest held-out loss of the newest training, `eval_loss`, and its `step`, if any."""
         return self.trainings[-1].best
 
     @property

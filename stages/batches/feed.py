@@ -105,8 +105,7 @@ class Feed:
         return self._batch if self._end is None else min(self._batch, self._end - position)
 
     def unit_counts(self, position: int, units: Iterable[Unit] = ()) -> dict[Unit, int]:
-        """Target tokens of the whole step on all ranks, and its number of other units, known
-        without communication."""
+        """Target tokens of the step on all ranks, and its numbers of other units, by arithmetic."""
         indices = self._indices(position, self.samples_in_step(position))
         return count_units(self._data, self._data.train, indices, units)
 

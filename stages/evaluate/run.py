@@ -44,8 +44,8 @@ def load(folder: Path, source: ModelSource, *, on_gpu: bool) -> Any:
 
 def measure_files(
     model: Any, source: ModelSource, files: str | tuple[str, ...], *, text_key: str, unit: str,
-    prepend_bos: bool, window: int | None, usual: int, stride: int | None, batch_size: int, most:
-    int | None,
+    prepend_bos: bool, window: int | None, usual: int, stride: int | None, batch_size: int,
+    most: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Score the documents in files, `batch_size` windows at a time, and no more than `most` windows
     of all of them; the results as JSON. Without a `window` it is the `usual` one, or as many tokens

@@ -35,8 +35,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 
 def tell(record: logging.LogRecord) -> bool:
-    """Filter of torch's log, which lets every record pass, and repeats to the run's log what
-    concerns its user."""
+    """Filter of torch's log: all records pass, and the run's log gets what concerns its user."""
     found = GIVEN_UP.match(record.getMessage())
     if found:
         limit, function = found.groups()

@@ -196,8 +196,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
 
 class ScoreColumns(NamedTuple):
-    """Which scores of each token are asked for, and their computation as columns of one tensor,
-    differentiable."""
+    """Which scores of each token are asked for; computes them as columns of one tensor."""
 
     tokens: bool
     entropy: bool

@@ -55,8 +55,7 @@ class ReplacedHead:
 
     @classmethod
     def of(cls, model: nn.Module) -> ReplacedHead:
-        """The replaced head of `model`, wrapped or not. Raises StageError for a head that is not a
-        plain linear layer."""
+        """The replaced head of `model`. Raises StageError for one that is not nn.Linear."""
         modules = (m for m in model.modules() if hasattr(m, "get_output_embeddings"))
         transformer: Any = next(modules, None)
         if transformer is None:
@@ -171,8 +170,7 @@ class ModelScorer:
         self, logits: Tensor, own: MicroBatch, whole: MicroBatch, request: ScoreRequest,
         columns: ScoreColumns,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Scores from all logits, shape (lines, length, vocabulary), whole or divided among
-        ranks."""
+        """Scores from all logits (lines, length, vocabulary), whole or divided among ranks."""
         if request.values:
             return {"values": whole_vocabulary(local_part(logits), VocabularyShard.find(logits))}
         found = dict[str, Tensor]()
@@ -246,7 +244,6 @@ class RouterLoss:
         self.weight = float(coefficient) if weight == "config" else weight
 
     def __call__(self, output: Any, real: Tensor | None = None) -> Tensor:
-        """The weighted loss of `output`; `real`, shape (lines, length), is False for padding,
-        which is left out."""
+        """The weighted loss of `output`, without padding, where `real` (lines, length) is False."""
         loss: Tensor = self._loss(output.router_logits, self._experts, self._picks, real)
         return self.weight * loss.float()

@@ -297,8 +297,7 @@ class Training:
 
 @contextlib.contextmanager
 def collected_at_steps() -> Iterator[None]:
-    """Collect no cycles in the body but by `collect_after`, and never look at what is there
-    before."""
+    """Collect no cycles in the body but by `collect_after`, and none that were there before."""
     was_on = gc.isenabled()
     gc.collect()
     gc.freeze()

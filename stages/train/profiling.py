@@ -132,8 +132,7 @@ def breakdown(events: Sequence[Event], *, ranks: int) -> Breakdown:
 
 
 def _times(kinds: Sequence[Iterable[Span]], start: float, end: float) -> list[float]:
-    """Return the time in [start, end) that spans of each kind cover and spans of earlier kinds do
-    not."""
+    """The time in [start, end) that spans of each kind cover, without spans of earlier kinds."""
     edges = [
         (min(max(moment, start), end), kind, change)
         for kind, spans in enumerate(kinds)

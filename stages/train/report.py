@@ -207,8 +207,7 @@ class Saves(StepCallback):
         return last
 
     def poll(self) -> None:
-        """Look after the save that is being written, after each step. Raises CheckpointError if it
-        failed."""
+        """Look after the save that is being written. Raises CheckpointError if it failed."""
         self._written += self.checkpoints.poll()
 
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:

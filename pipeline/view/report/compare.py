@@ -77,8 +77,7 @@ def results(histories: Sequence[History]) -> list[Row]:
 
 
 def _trainings(histories: Sequence[History]) -> list[list[Training]]:
-    """Return each run's trainings; if one has several, all are labelled by their slots, by which
-    they are compared."""
+    """Each run's trainings, with their slots as labels if a run has several."""
     found = [history.trainings for history in histories]
     if max(map(len, found)) == 1:
         return found
@@ -144,8 +143,8 @@ def _differences(found: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 
 def lines(
-    names: Sequence[str], *, recipes: Sequence[Row], environments: Sequence[Row], results:
-    Sequence[Row],
+    names: Sequence[str], *, recipes: Sequence[Row], environments: Sequence[Row],
+    results: Sequence[Row],
 ) -> Iterator[str]:  # fmt: skip
     """Yield a comparison as text: what differs, the results that differ with the best of each row
     marked, and what is equal in one line."""
@@ -196,8 +195,7 @@ def holds_runs(folder: Path) -> bool:
 
 
 def write_folder_report(folder: Path, to: Path | None = None) -> Path:
-    """Write the report of all runs in a folder that holds runs, and return its path. Raises
-    OSError."""
+    """Write the report of a folder of runs, and return its path. Raises OSError."""
     path = to or folder / REPORT
     found = runs_in(folder)
     rows = [_row(*run, path.resolve().parent) for run in found]
