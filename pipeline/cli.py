@@ -87,7 +87,7 @@ BAR_SECONDS = 0.5
 
 
 class CommandActivities:
-    """Shows activities on standard error: in a terminal as bars, elsewhere by a line now and then."""
+    """Shows activities on standard error: bars in a terminal, elsewhere a line now and then."""
 
     def __init__(self) -> None:
         self._bars: dict[Activity, TaskID] = {}
