@@ -306,8 +306,8 @@ def report(run: Path, out: Path | None, opens: bool) -> None:
     origin of every value, and the environment. Each run also writes it when it ends. The report of
     a FOLDER with runs is a table of all runs, with their curves and links to their reports.
     """
-    from pipeline.view.report.compare import holds_runs, write_folder_report
-    from pipeline.view.report.run_report import write_report
+    from pipeline.view.compare import holds_runs, write_folder_report
+    from pipeline.view.run_report import write_report
 
     hide_environment()
     with system_errors_as(UsageError):
@@ -334,7 +334,7 @@ def compare(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
 
     A * marks the best value of a row. Lower is better for losses and memory, higher for speeds.
     """
-    from pipeline.view.report import compare as comparison
+    from pipeline.view import compare as comparison
     from pipeline.view.run import History
 
     if len(runs) < 2:

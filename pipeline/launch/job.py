@@ -191,7 +191,7 @@ def report(folder: Path, interrupted: Interrupted | None) -> None:
     try:
         if interrupted is not None:
             raise interrupted
-        from pipeline.view.report.run_report import write_report
+        from pipeline.view.run_report import write_report
 
         write_report(folder, ended=True)
     except (Exception, Interrupted) as error:

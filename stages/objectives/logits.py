@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from pipeline import NO_TARGET, MicroBatch, ScoreRequest
 from pipeline.utils import local_part, own_chunk
 from stages.collectives import all_reduce, sum_gradients
-from stages.objectives.compile_compat import compiled, rows_vary
+from stages.objectives.compat import compiled, rows_vary
 
 LossOfLogits = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 """Logits (tokens, vocabulary), which it may overwrite, labels (tokens,) of int64, and whether a

@@ -24,7 +24,7 @@ from pipeline import NO_TARGET, MicroBatch, ScoreRequest, Scores, StageError
 from pipeline.utils import has_values, local_part
 from stages.collectives import SEQUENCE, all_reduce, gather
 from stages.objectives.chunked import chunked_cross_entropy, chunked_scores
-from stages.objectives.documents_compat import flash_documents
+from stages.objectives.compat import flash_documents
 from stages.objectives.logits import (
     ScoreColumns,
     VocabularyShard,

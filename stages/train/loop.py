@@ -38,10 +38,9 @@ from stages.train.checks import (
     verify_packing,
 )
 from stages.train.evaluation import TextGenerator, evaluate, reason_to_stop, record_evaluation
-from stages.train.profiling import Profiler
 from stages.train.report import Reporter, Saves
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES, CausalLmFields
-from stages.train.speed import StragglerWatch, known_cost
+from stages.train.speed import Profiler, StragglerWatch, known_cost
 from stages.train.step import LaunchedSteps, StepMeter, StepResult, TrainStep
 
 COLLECTED = 50

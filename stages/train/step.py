@@ -30,9 +30,8 @@ from pipeline.utils import HostCopy
 from stages.batches.feed import BatchStats, Feed
 from stages.train.anomalies import AnomalyMonitor
 from stages.train.evaluation import set_metric
-from stages.train.profiling import Profile
 from stages.train.report import Reporter, step_record
-from stages.train.speed import Cost, StragglerWatch
+from stages.train.speed import Cost, Profile, StragglerWatch
 
 UNITS: Mapping[Unit, str] = {"targets": "target token", "rows": "row", "groups": "group of rows"}
 PEAKS = ("peak_memory_bytes", "peak_host_memory_bytes")

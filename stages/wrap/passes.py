@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from pipeline import DistContext, LossParts, Measure, MicroBatch, Scorer
 from stages.batches.layout import padded, sequence_slice
 from stages.model.rotary_compat import depends_on_length, with_positions
+from stages.objectives.compat import known_documents
 from stages.objectives.cross_entropy import StepSums, measured
-from stages.objectives.documents_compat import known_documents
 from stages.wrap.axes import Axes
 
 Around = Callable[[bool], AbstractContextManager[None]]

@@ -11,8 +11,8 @@ from torch import Tensor
 from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.objective import Objective
+from stages.objectives.compat import flash_documents
 from stages.objectives.cross_entropy import CrossEntropy, RowLoss, judged
-from stages.objectives.documents_compat import flash_documents
 from stages.objectives.scoring import ModelScorer
 
 

@@ -20,8 +20,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pipeline import DistContext, LossParts, Measure, MicroBatch, Scorer
 from stages.batches.layout import equal_shapes
+from stages.objectives.compat import flash_documents, known_documents
 from stages.objectives.cross_entropy import StepSums, measured
-from stages.objectives.documents_compat import flash_documents, known_documents
 from stages.wrap.axes import FOLDED, SEVERAL_STAGES, Axes, least_microbatches, stages_of
 from stages.wrap.passes import Around, Backward, Passes, evaluating
 from stages.wrap.pipeline import compat

@@ -29,7 +29,7 @@ from stages.model.rotary_compat import (
     with_positions,
 )
 from stages.model.source import open_source
-from stages.objectives.documents_compat import known_documents
+from stages.objectives.compat import known_documents
 from stages.train.checks import verify_packing
 from tests.support.batches import logits_of, micro_batch
 from tests.support.every_family import every, small

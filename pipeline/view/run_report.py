@@ -20,7 +20,7 @@ from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import count, duration, gib, human, number, percent, plural
 from pipeline.view.ending import REPORT, prompts
-from pipeline.view.report.page import (
+from pipeline.view.page import (
     FIELDS,
     MOST_POINTS,
     Curve,
