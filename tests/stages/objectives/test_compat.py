@@ -19,6 +19,7 @@ from transformers import modeling_flash_attention_utils as flash
 
 from pipeline import MicroBatch
 from stages.batches.layout import pad, sequence_slice
+from stages.objectives import compat
 from stages.objectives.compat import (
     CompiledBlocks,
     compiled,
