@@ -125,13 +125,10 @@ class CommandActivities:
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
             self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=30),
-                TextColumn("{task.fields[amount]}"),
-                TimeRemainingColumn(),
-                console=Console(file=bare(sys.stderr), highlight=False),
-                transient=True,
-            )
+                TextColumn("{task.description}"), BarColumn(bar_width=30),
+                TextColumn("{task.fields[amount]}"), TimeRemainingColumn(),
+                console=Console(file=bare(sys.stderr), highlight=False), transient=True,
+            )  # fmt: skip
             self._progress.start()
         if activity not in self._bars:
             name, total = shown(activity.name), activity.total

@@ -302,13 +302,10 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         stage, most = self.stage, -(-self.stage.global_batch_size // topology.data_ranks)
         size = min(stage.microbatch_size(topology.data_ranks), most)
         return planning.Step(
-            microbatches=-(-most // size),
-            micro_batch=size,
-            of_rank=most,
-            samples=stage.global_batch_size,
-            tokens=stage.global_batch_size * samples.length,
+            microbatches=-(-most // size), micro_batch=size, of_rank=most,
+            samples=stage.global_batch_size, tokens=stage.global_batch_size * samples.length,
             length=stage.length(),
-        )
+        )  # fmt: skip
 
     def trace(self, ctx: Context, samples: SampleShape, scope: TraceScope) -> None:
         from stages.objectives.cross_entropy import CrossEntropy

@@ -267,13 +267,9 @@ class TrackioTracker(Tracker):
 
         name = state.get("name") or f"{own.name or run.name}-{secrets.token_hex(3)}"
         self._run = trackio.init(
-            project=own.project or str(run.recipe["name"]),
-            name=name,
-            space_id=own.space,
-            config={"recipe": dict(run.recipe)},
-            resume="allow",
-            embed=False,
-        )
+            project=own.project or str(run.recipe["name"]), name=name, space_id=own.space,
+            config={"recipe": dict(run.recipe)}, resume="allow", embed=False,
+        )  # fmt: skip
         return {"name": name}
 
     def log(self, step: int, metrics: Mapping[str, float], time: float) -> None:
@@ -332,18 +328,11 @@ class WandbTracker(Tracker):
 
         own = self.settings
         self._run = wandb.init(
-            project=own.project or str(run.recipe["name"]),
-            entity=own.entity,
-            name=own.name or run.name,
-            group=own.group,
-            tags=list(own.tags),
-            notes=own.notes,
-            mode=own.mode,
-            id=state.get("id"),
-            resume="allow",
-            dir=str(run.folder),
+            project=own.project or str(run.recipe["name"]), entity=own.entity,
+            name=own.name or run.name, group=own.group, tags=list(own.tags), notes=own.notes,
+            mode=own.mode, id=state.get("id"), resume="allow", dir=str(run.folder),
             config={"recipe": dict(run.recipe), "environment": dict(run.environment)},
-        )
+        )  # fmt: skip
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         return {"id": self._run.id}

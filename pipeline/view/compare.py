@@ -178,15 +178,11 @@ def comparison_page(histories: Sequence[History]) -> str:
         curves = plots(runs, ["loss", "eval_loss", *dict.fromkeys(own), *speeds])
         drawn += (replace(plot, title=found[0][1].named(plot.title)) for plot in curves)
     return render(
-        "compare.html.j2",
-        drawn,
-        title=" and ".join(history.name for history in histories),
+        "compare.html.j2", drawn, title=" and ".join(history.name for history in histories),
         names=[history.name for history in histories],
-        results=[row for row in rows if not row.equal],
-        equal=[row for row in rows if row.equal],
-        recipes=recipe_differences(histories),
-        environments=environment_differences(histories),
-    )
+        results=[row for row in rows if not row.equal], equal=[row for row in rows if row.equal],
+        recipes=recipe_differences(histories), environments=environment_differences(histories),
+    )  # fmt: skip
 
 
 def holds_runs(folder: Path) -> bool:
@@ -205,14 +201,11 @@ def write_folder_report(folder: Path, to: Path | None = None) -> Path:
     runs = [(shown(f"{name} {one.label}".strip()), one.records) for name, one in newest]
     curves = plots(runs, ["eval_loss", "loss", "tokens_per_second"], most=MOST_POINTS)
     page = render(
-        "runs.html.j2",
-        [replace(one, curves=[c for c in one.curves if c.steps]) for one in curves],
-        title=f"runs in {folder.resolve().name}",
-        rows=rows,
+        "runs.html.j2", [replace(one, curves=[c for c in one.curves if c.steps]) for one in curves],
+        title=f"runs in {folder.resolve().name}", rows=rows,
         states=list(Counter(row["state"] for row in rows).items()),
-        drawn=len(drawn) if len(drawn) < len(found) else 0,
-        written=clock(time.time(), STARTED),
-    )
+        drawn=len(drawn) if len(drawn) < len(found) else 0, written=clock(time.time(), STARTED),
+    )  # fmt: skip
     replace_text(path, page)
     return path
 

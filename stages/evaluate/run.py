@@ -126,12 +126,9 @@ def run_tasks(
     # lm_eval does not say where padding begins, on which the angles of a row would depend.
     size = 1 if depends_on_length(model) else batch_size
     found = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size),
-        tasks=list(tasks),
-        num_fewshot=num_fewshot,
-        limit=limit,
-        task_manager=manager,
-    )
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size), tasks=list(tasks),
+        num_fewshot=num_fewshot, limit=limit, task_manager=manager,
+    )  # fmt: skip
     return {
         task: {
             **{

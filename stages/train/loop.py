@@ -74,13 +74,9 @@ class Training:
         self.monitor = AnomalyMonitor(config.anomalies, engine.total, restore)
         self.meter = StepMeter(engine, ctx.dist, progress, known_cost(engine, model))
         self.train_step = TrainStep(
-            engine=engine,
-            objective=config.objective(model),
-            feed=self.feed,
-            plan=plan,
-            monitor=self.monitor,
-            meter=self.meter,
-        )
+            engine=engine, objective=config.objective(model), feed=self.feed, plan=plan,
+            monitor=self.monitor, meter=self.meter,
+        )  # fmt: skip
         folder = ctx.run_dir / (f"profile-{ctx.training}" if ctx.training else "profile")
         self.profiler = Profiler(config.profile_steps, folder, engine, ctx.dist)
         texts = config.generate
@@ -89,13 +85,9 @@ class Training:
         self.saves = Saves(checkpoints=checkpoints, reporter=self.reporter, newest=progress.step)
         self.callbacks = Callbacks(self.reporter, self.saves, callback)
         self.launched = LaunchedSteps(
-            progress=progress,
-            meter=self.meter,
-            monitor=self.monitor,
-            reporter=self.reporter,
-            callbacks=self.callbacks,
-            stragglers=StragglerWatch(ctx),
-        )
+            progress=progress, meter=self.meter, monitor=self.monitor, reporter=self.reporter,
+            callbacks=self.callbacks, stragglers=StragglerWatch(ctx),
+        )  # fmt: skip
         self.evaluated = "eval_loss" in progress.metrics
         """Whether the current weights have been evaluated."""
 

@@ -201,16 +201,12 @@ class StepMeter:
         on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         own = Maxima(on_gpu, peak_beyond() or 0, int(stop))
         pending = PendingStep(
-            before=before,
-            progress=replace(progress, metrics=dict(progress.metrics)),
-            result=result,
-            profile=profile,
-            time=time.time(),
-            began=self._since,
+            before=before, progress=replace(progress, metrics=dict(progress.metrics)),
+            result=result, profile=profile, time=time.time(), began=self._since,
             ended=Moment(device),
             trained=(progress.tokens - self._tokens, progress.samples - self._samples),
             maxima=ask_maxima(own, self.dist.world_size),
-        )
+        )  # fmt: skip
         self._since, self._tokens, self._samples = pending.ended, progress.tokens, progress.samples
         return pending
 
