@@ -29,7 +29,6 @@ from pipeline.errors import (
     in_words,
     system_errors_as,
 )
-from pipeline.execution.in_process import Preview, documents, previews
 from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
 from pipeline.recipe import RecipeSettings, read_recipe, unless_reported
 from pipeline.recipe.dump import render
@@ -42,6 +41,7 @@ from pipeline.utils.terminal import bare, set_display
 from pipeline.utils.text import align, plural
 
 if TYPE_CHECKING:
+    from pipeline.execution.in_process import Preview
     from pipeline.planning.search import Candidate
 
 
@@ -278,6 +278,8 @@ MARKS = "⟦", "⟧"
 def _show_data(plan: Plan, *, count: int, as_json: bool) -> None:
     """Print `count` samples of a recipe's training data, of each of several data slots, and the
     number of all samples. Messages of the stages go to stderr."""
+    from pipeline.execution.in_process import previews
+
     log = logging.Logger("pipe.show", logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stderr))
     with previews(plan, log) as found:
@@ -296,6 +298,8 @@ def _show_data(plan: Plan, *, count: int, as_json: bool) -> None:
 
 
 def _described(shown: Preview, index: int, number: int) -> Iterator[str]:
+    from pipeline.execution.in_process import documents
+
     sample = shown.data.train[index]
     parts = list(documents(sample))
     values = zip(*sample.rows.values(), strict=True)
