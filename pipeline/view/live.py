@@ -78,7 +78,13 @@ def drawing(
         for label, value in _rows(run, gpus, marks):
             if value:
                 table.add_row(Text(label), Text(value) if isinstance(value, str) else value)
-        parts += [_progress(run, width), table]
+        newest, slot = run.training.step, shown(run.training.slot)
+        at, total = newest["step"], newest.get("total_steps")
+        progress: RenderableType = Text(f"{slot} step {at}".strip())
+        if total:
+            amount, left = f"step {at} of {total}", run.seconds_left or None
+            progress = _bar(slot or "training", at, total, amount, left, width)
+        parts += [progress, table]
     return Group(*parts)
 
 
@@ -104,15 +110,6 @@ def _activity(doing: dict[str, Any], width: int) -> RenderableType:
         return Text(f"{name}  {amount(done) if done else duration(seconds)}")
     left = seconds * (total - done) / done if done else None
     return _bar(name, done, total, f"{amount(done)} of {amount(total)}", left, width)
-
-
-def _progress(run: Run, width: int) -> RenderableType:
-    newest, name = run.training.step, shown(run.training.slot)
-    step, total = newest["step"], newest.get("total_steps")
-    if not total:
-        return Text(f"{name} step {step}".strip())
-    left = run.seconds_left or None
-    return _bar(name or "training", step, total, f"step {step} of {total}", left, width)
 
 
 def _bar(
@@ -151,19 +148,17 @@ def _rows(run: Run, gpus: Sequence[GpuReading], marks: Glyphs) -> Iterator[tuple
             ([one.temperature for one in gpus if one.temperature is not None], "°C"),
             ([one.watts for one in gpus if one.watts is not None], "W"),
         )
-        ranges = [_range(values, unit) for values, unit in readings if values]
-        yield plural(len(gpus), "GPU"), dot.join(ranges)
+        ranges = [
+            (dict.fromkeys((round(min(values)), round(max(values)))), unit)
+            for values, unit in readings if values
+        ]  # fmt: skip
+        texts = (f"{' to '.join(map(str, ends))} {unit}" for ends, unit in ranges)  # 70 to 71 °C
+        yield plural(len(gpus), "GPU"), dot.join(texts)
     for gpu in gpus:
         if gpu.throttled:
             yield "slowed", Text(f"GPU {gpu.index} by {' and '.join(gpu.throttled)}", "yellow")
     if saved := newest.get("checkpoint"):
         yield "saved", f"step {saved['step']}, {duration(time.time() - saved['time'])} ago"
-
-
-def _range(values: Sequence[float], unit: str) -> str:
-    """Return `70 to 71 °C`."""
-    ends = dict.fromkeys((round(min(values)), round(max(values))))
-    return f"{' to '.join(map(str, ends))} {unit}"
 
 
 def _held_out(run: Run) -> Iterator[str]:

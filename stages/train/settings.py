@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
@@ -68,12 +68,6 @@ class Anomalies:
     def rolls_back(self) -> bool:
         """Whether training may go back to a checkpoint."""
         return "rollback" in (self.non_finite, self.spike)
-
-    def without_rollback(self) -> Anomalies:
-        """The same policy with `skip` instead of `rollback`."""
-        given: dict[str, Any] = {"non_finite": self.non_finite, "spike": self.spike}
-        skipped: dict[str, Any] = {k: "skip" for k, one in given.items() if one == "rollback"}
-        return replace(self, **skipped)
 
 
 @dataclass(frozen=True, kw_only=True)
