@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NoReturn
@@ -37,11 +38,17 @@ from stages.train.checks import (
     require_same_lineage,
     verify_packing,
 )
-from stages.train.evaluation import TextGenerator, evaluate, reason_to_stop, record_evaluation
+from stages.train.evaluation import (
+    TextGenerator,
+    evaluate,
+    reason_to_stop,
+    record_evaluation,
+    set_metric,
+)
 from stages.train.report import Reporter, Saves
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES, CausalLmFields
 from stages.train.speed import Profiler, StragglerWatch, known_cost
-from stages.train.step import LaunchedSteps, StepMeter, StepResult, TrainStep
+from stages.train.step import PendingStep, StepMeter, StepResult, TrainStep
 
 COLLECTED = 50
 """Steps between two collections of reference cycles."""
@@ -84,10 +91,13 @@ class Training:
         self.reporter = Reporter(ctx, log_every=config.log_every, total_steps=self.feed.total_steps)
         self.saves = Saves(checkpoints=checkpoints, reporter=self.reporter, newest=progress.step)
         self.callbacks = Callbacks(self.reporter, self.saves, callback)
-        self.launched = LaunchedSteps(
-            progress=progress, meter=self.meter, monitor=self.monitor, reporter=self.reporter,
-            callbacks=self.callbacks, stragglers=StragglerWatch(ctx),
-        )  # fmt: skip
+        self.stragglers = StragglerWatch(ctx)
+        self.pending = deque[PendingStep]()
+        """Steps that were launched and not yet reported. While nothing needs the numbers of a step,
+        they are read after the launch of the next, on which the device works meanwhile: the same
+        step on every rank, so all decide alike."""
+        self.asked_to_stop = False
+        """Whether any rank was asked to stop, by the steps that were reported."""
         self.evaluated = "eval_loss" in progress.metrics
         """Whether the current weights have been evaluated."""
 
@@ -131,14 +141,14 @@ class Training:
 
     def _advance(self) -> None:
         """Run one step, then any evaluation, generation or save that is due."""
-        progress, launched = self.progress, self.launched
+        progress = self.progress
         number = progress.step + 1
         self.dist.heartbeat.beat(Phase.STEP, step=number)
         profiled = self.profiler.due(number)
         if profiled:
-            launched.report()  # so that the device does nothing else
+            self._report()  # so that the device does nothing else
         before = replace(progress)
-        with launched.reported_on_failure():
+        with self._reported_on_failure():
             result, profile = self.profiler.run(number, lambda: self.train_step(progress))
         if result.anomaly:
             self._recover(result)
@@ -146,15 +156,15 @@ class Training:
         self.evaluated = False
         stop = self.dist.stop.asked
         step = self.meter.launched_step(result, before, progress, profile, stop=stop)
-        launched.pending.append(step)
+        self.pending.append(step)
         collect_after(number)
-        with launched.reported_on_failure():
+        with self._reported_on_failure():
             self.saves.poll()
             paused = self._is_last() or self._evaluation_due() or self._texts_due()
             paused = paused or self.checkpoints.due(progress)
             at_once = profiled or paused or self.monitor.guard is not None
-        launched.report(but=0 if at_once else 1)
-        if launched.stop:
+        self._report(but=0 if at_once else 1)
+        if self.asked_to_stop:
             self._stop()
         if self._evaluation_due():
             self._evaluate()
@@ -201,7 +211,7 @@ class Training:
             found = reason_to_stop(progress, self.config.early_stopping)
             return found or self.callbacks.agree_to_end(self.dist)
 
-        ended = self.reporter.ends_early(progress, total, reason, self.launched.report)
+        ended = self.reporter.ends_early(progress, total, reason, self._report)
         return progress.step < total and not ended
 
     def _is_last(self) -> bool:
@@ -231,11 +241,45 @@ class Training:
             self.progress.texts_step = step
             self.reporter.generated(step, texts)
 
+    def _report(self, *, but: int = 0) -> None:
+        """Wait for the numbers of all steps but the newest `but`, and report them, each once and in
+        order (collective). Raises StageError for a step whose gradient is not finite."""
+        while len(self.pending) > but:
+            step, record = self._next()
+            self.callbacks.on_step(step.progress.step, step.progress, record)
+            seconds, data = record["step_seconds"], step.result.stats.seconds
+            if self.stragglers.look(step.progress.step, seconds=seconds, data=data):
+                self.meter.restart(self.progress)
+
+    @contextlib.contextmanager
+    def _reported_on_failure(self) -> Iterator[None]:
+        """Write the records of steps before it if the body raises, as other ranks may not come to
+        what is collective. Raises StageError for one whose gradient was not finite, in its place:
+        that explains the failure."""
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(RuntimeError):  # a peer or the device is lost
+                while self.pending:
+                    step, record = self._next()
+                    self.reporter.on_step(step.progress.step, step.progress, record)
+            raise
+
+    def _next(self) -> tuple[PendingStep, dict[str, float]]:
+        """The oldest pending step, and its record, whose loss becomes the progress's."""
+        step = self.pending.popleft()
+        self.monitor.require_finite(step.result.report, step.before, step.progress)
+        record = self.meter.record(step)
+        for progress in (self.progress, step.progress):
+            set_metric(progress, "loss", record["loss"])
+        self.asked_to_stop |= step.maxima().stop > 0
+        return step, record
+
     @contextlib.contextmanager
     def _paused(self, phase: Phase) -> Iterator[None]:
         """Report all pending steps, and exclude the body from the speed of training."""
         self.dist.heartbeat.beat(phase)
-        self.launched.report()
+        self._report()
         self.reporter.show()
         with collected_as_usual():
             yield
@@ -254,7 +298,7 @@ class Training:
             self.callbacks.on_evaluation(progress.step, progress, record)
 
     def _save(self) -> None:
-        self.launched.report()
+        self._report()
         self.progress.callbacks = self.callbacks.state()
         with self._paused(Phase.SAVE):
             self.saves.save(self.progress)
