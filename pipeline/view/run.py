@@ -78,9 +78,10 @@ class Run:
 
     def _apply(self, events: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> None:
         """Apply all by time, each in its own order; one without a time follows its neighbour."""
-        times = ((float(one.get("time") or 0) for one in rows) for rows in (events, found))
-        newest = (itertools.accumulate(each, max) for each in times)
-        timed = map(zip, newest, (events, found))
+        timed = []
+        for rows in (events, found):
+            times = (float(one.get("time") or 0) for one in rows)
+            timed.append(zip(itertools.accumulate(times, max), rows, strict=True))
         for _, one in heapq.merge(*timed, key=operator.itemgetter(0)):
             self.now.apply(one)
         if self.state != "running":
