@@ -30,7 +30,7 @@ ENDING = (
 STOPPABLE = ("run", "resume", "export")
 STOPPED = 75
 """Exit code of these commands when a signal has ended them (README)."""
-RANK, SUPERVISED = "pipeline.execution.worker", "pipeline.commands.supervised"
+RANK, SUPERVISED = "pipeline.execution.worker", "pipeline.cli"
 
 
 class OwnPackages:

@@ -90,7 +90,7 @@ class OurLoop:
             result = self._step(progress)
             pending.append(self._meter.launched_step(result, before, progress))
             collect_after(progress.step)
-            while len(pending) > (left > 0):  # as LaunchedSteps
+            while len(pending) > (left > 0):  # as Training
                 loss = self._tell(pending.pop(0))
         gc.enable()
         return loss

@@ -13,17 +13,21 @@ import importlib
 import os
 import sys
 import tempfile
+import time
 import traceback
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import click
 
 from pipeline.errors import PipeError, UsageError, in_words, is_user_error
 from pipeline.execution.rank_logging import quiet_loggers
-from pipeline.utils.activities import show_in
+from pipeline.utils.activities import Activity, show_in
 from pipeline.utils.packages import gc_rarely
-from pipeline.utils.terminal import redact_output
-from pipeline.view.terminal_activity import CommandActivities
+from pipeline.utils.terminal import bare, redact_output, shown
+from pipeline.utils.text import duration
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 HEADINGS = {
     "Start": {
@@ -47,26 +51,26 @@ HEADINGS = {
         "ls": ("runs:ls", "List runs."),
         "status": ("runs:status", "Show the progress of a run."),
         "logs": ("runs:logs", "Print or follow the log of a rank."),
-        "report": ("report:report", "Write the report of a run, one HTML file."),
-        "compare": ("report:compare", "Compare the results, recipes and environments of runs."),
-        "track": ("report:track", "Send a run's remaining measurements to its trackers."),
+        "report": ("runs:report", "Write the report of a run, one HTML file."),
+        "compare": ("runs:compare", "Compare the results, recipes and environments of runs."),
+        "track": ("runs:track", "Send a run's remaining measurements to its trackers."),
         "inspect": ("checkpoints:inspect", "Show or verify the contents of a checkpoint."),
-        "show": ("show:show", "Show a recipe with all values, or samples of its data."),
-        "dag": ("show:dag", "Show which slots read each slot's result."),
+        "show": ("check:show", "Show a recipe with all values, or samples of its data."),
+        "dag": ("check:dag", "Show which slots read each slot's result."),
         "clean": ("runs:clean", "List or remove files that are no longer needed."),
     },
     "Use the model": {
         "chat": ("chat:chat", "Chat with the model of a run."),
         "generate": ("chat:generate", "Answer one prompt with the model of a run."),
-        "export": ("export:export", "Export the model of a run or of a checkpoint."),
-        "verify": ("export:verify", "Verify that an export is undamaged and works."),
+        "export": ("checkpoints:export", "Export the model of a run or of a checkpoint."),
+        "verify": ("checkpoints:verify", "Verify that an export is undamaged and works."),
         "convert": ("checkpoints:convert", "Convert a training state to another format."),
     },
     "Extend": {
         "stages": ("stages:stages", "List the installed stages, or explain one."),
         "new-stage": ("stages:new_stage", "Write a plugin package with a working stage."),
         "schema": ("stages:schema", "Print the JSON Schema of recipes, for editors."),
-        "completion": ("completion:completion", "Print the shell code that completes commands."),
+        "completion": ("options:completion", "Print the shell code that completes commands."),
     },
 }
 """Heading in `pipe --help` -> name -> module and function in `pipeline.commands`, and the line in
@@ -74,6 +78,65 @@ HEADINGS = {
 COMMANDS = {name: one for commands in HEADINGS.values() for name, one in commands.items()}
 WORDS = "pipe.words"
 """Key of the command line's words after `pipe` in click's context."""
+
+
+LINE_SECONDS = 10.0
+"""Seconds between two lines about an activity where no bar can be drawn, and before the first."""
+BAR_SECONDS = 0.5
+"""Seconds after which an activity is worth a bar."""
+
+
+class CommandActivities:
+    """Shows activities on standard error: bars in a terminal, elsewhere a line now and then."""
+
+    def __init__(self) -> None:
+        self._bars: dict[Activity, TaskID] = {}
+        self._progress: Progress | None = None
+        self._said: dict[Activity, float] = {}
+
+    def changed(self, activity: Activity) -> None:
+        if sys.stderr.isatty():
+            if activity.seconds >= BAR_SECONDS:
+                self._draw(activity)
+            return
+        last = self._said.setdefault(activity, activity.began)
+        newest = activity is next(reversed(self._said))
+        if newest and time.monotonic() - last >= LINE_SECONDS:
+            self._said[activity] = time.monotonic()
+            click.echo(activity.describe(), err=True)
+
+    def ended(self, activity: Activity) -> None:
+        self._said.pop(activity, None)
+        bar = self._bars.pop(activity, None)
+        if bar is not None and self._progress is not None:
+            self._progress.remove_task(bar)
+            if not self._bars:
+                self._progress.stop()
+                self._progress = None
+
+    def close(self) -> None:
+        """Leave the terminal as it was, whatever is still shown."""
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _draw(self, activity: Activity) -> None:
+        if self._progress is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._progress = Progress(
+                TextColumn("{task.description}"), BarColumn(bar_width=30),
+                TextColumn("{task.fields[amount]}"), TimeRemainingColumn(),
+                console=Console(file=bare(sys.stderr), highlight=False), transient=True,
+            )  # fmt: skip
+            self._progress.start()
+        if activity not in self._bars:
+            name, total = shown(activity.name), activity.total
+            self._bars[activity] = self._progress.add_task(name, total=total, amount="")
+        amount = activity.amount if activity.done else ""
+        if not amount and activity.total is None:
+            amount = duration(activity.seconds)
+        self._progress.update(self._bars[activity], completed=activity.done, amount=amount)
 
 
 class Commands(click.Group):
@@ -177,3 +240,10 @@ def _leave(last_words: str, code: int) -> NoReturn:
 def main() -> None:
     """Train a transformer from one recipe, with any parallelism strategy."""
     quiet_loggers()
+
+
+if __name__ == "__main__":  # `PARENT ARGUMENTS...`: ends with the process PARENT, however that ends
+    from pipeline.utils.processes import die_with
+
+    die_with(int(sys.argv[1]))
+    main(sys.argv[2:])

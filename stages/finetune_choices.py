@@ -147,8 +147,7 @@ class Choices:
 
 
 def choose(survey: DataSurvey, *, sequence: int | None, batch: int | None, ranks: int) -> Choices:
-    """Choose what is not given: the tokens of a sample and the samples of a step, on `ranks`
-    processes."""
+    """Choose what is not given: tokens of a sample and, on `ranks` processes, samples of a step."""
     length, covers = _sequence(survey, sequence)
     count = _blocks(survey.tokens, length) if survey.running else survey.usable
     fraction = HELD if count * HELD <= MOST_HELD else float(f"{MOST_HELD / count:.1g}")
@@ -162,7 +161,9 @@ def choose(survey: DataSurvey, *, sequence: int | None, batch: int | None, ranks
         fits = max(samples // STEPS_OF_EPOCH, LEAST_BATCH)
         size = -(-min(BATCH, 1 << fits.bit_length() - 1) // ranks) * ranks
     steps = -(-epochs * samples // size)
-    evaluated = max(1, _round(steps / EVALUATIONS))
+    # In two digits at most, the second one 0 or 5.
+    unit = 10 ** max(math.floor(math.log10(max(steps / EVALUATIONS, 1))), 0)
+    evaluated = max(1, round(round(2 * steps / EVALUATIONS / unit) * unit / 2))
     saved = evaluated * max(1, round(steps / SAVES / evaluated))
     warmup = 0.1 if steps < SHORT else 0.03
     broken = survey.rows - survey.usable
@@ -214,9 +215,3 @@ def _sequence(survey: DataSurvey, given: int | None) -> tuple[int, str]:
 def _blocks(tokens: int, length: int) -> int:
     """Blocks of a text: its first token is not a target."""
     return max(1, -(-(tokens - 1) // length))
-
-
-def _round(number: float) -> int:
-    """The number in two digits at most, the second one 0 or 5."""
-    unit = 10 ** max(math.floor(math.log10(max(number, 1))), 0)
-    return round(round(2 * number / unit) * unit / 2) or 1

@@ -274,14 +274,16 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         return {"loss_chunk_size": self.stage.loss_chunk_size}
 
     def for_benchmark(self, trial: planning.Trial) -> TrainCausalLm:
-        """The stage without evaluations and texts; the micro-batch is its own, or follows from the
-        trial's `shares`."""
+        """The stage without evaluations, texts and rollbacks; the micro-batch is its own, or
+        follows from the trial's `shares`."""
+        policy, names = self.stage.anomalies, ("non_finite", "spike")
+        skips: dict[str, Any] = {n: "skip" for n in names if getattr(policy, n) == "rollback"}
         return replace(
             self.stage, steps=trial.steps, epochs=None,
             global_batch_size=trial.grown(self.stage.global_batch_size),
             micro_batch_size=self.stage.microbatch_size(trial.shares), accumulation=None,
             eval_every=None, eval_first=False, eval_last=False, early_stopping=None,
-            generate=None, result="last", anomalies=self.stage.anomalies.without_rollback(),
+            generate=None, result="last", anomalies=replace(policy, **skips),
             profile_steps=trial.profile,
         )  # fmt: skip
 
@@ -299,13 +301,10 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         stage, most = self.stage, -(-self.stage.global_batch_size // topology.data_ranks)
         size = min(stage.microbatch_size(topology.data_ranks), most)
         return planning.Step(
-            microbatches=-(-most // size),
-            micro_batch=size,
-            of_rank=most,
-            samples=stage.global_batch_size,
-            tokens=stage.global_batch_size * samples.length,
+            microbatches=-(-most // size), micro_batch=size, of_rank=most,
+            samples=stage.global_batch_size, tokens=stage.global_batch_size * samples.length,
             length=stage.length(),
-        )
+        )  # fmt: skip
 
     def trace(self, ctx: Context, samples: SampleShape, scope: TraceScope) -> None:
         from stages.objectives.cross_entropy import CrossEntropy

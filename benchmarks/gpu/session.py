@@ -33,7 +33,7 @@ from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.process_group import environment_dist
 from pipeline.execution import rundir
 from stages.data.samples import TokenBlocks
-from stages.train.flops import known_cost, known_peak
+from stages.train.speed import known_cost, known_peak
 
 SAMPLES = 512
 
@@ -162,7 +162,7 @@ def _turns(
 def _operations(
     engine: Engine, source: ModelSource, setting: Setting, length: int
 ) -> dict[str, float]:
-    """Floating-point operations of a step, as `stages.train.flops` counts them, and the device's
+    """Floating-point operations of a step, as `stages.train.speed` counts them, and the device's
     peak in 16 bits, if it is known."""
     peak = known_peak(engine)
     cost = known_cost(engine, source, peak or math.inf)

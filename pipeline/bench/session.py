@@ -276,7 +276,7 @@ def _clear(folder: Path, *, failed: bool) -> None:
 def _call(arguments: list[str], output: int, seconds: float) -> int | None:
     """Exit code of `pipe ARGUMENTS` in a separate session; None if it was ended after `seconds`. No
     process that it started outlives this call."""
-    command = module_command("pipeline.commands.supervised", str(os.getpid()))
+    command = module_command("pipeline.cli", str(os.getpid()))
     with kill_descendants():
         process = subprocess.Popen(
             [*command, *arguments],

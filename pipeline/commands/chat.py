@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands import completion, options
+from pipeline.commands import options
 from pipeline.commands.options import Count, flag, option
 from pipeline.contracts.export import Message, TextModel, Writing, Written
 from pipeline.errors import StageError
@@ -45,7 +45,7 @@ talk_options = options.together(
 
 @click.command("generate")
 @click.argument("words", metavar="[RUN] PROMPT", nargs=-1, required=True,
-                shell_complete=completion.runs)  # fmt: skip
+                shell_complete=options.complete_runs)  # fmt: skip
 @talk_options
 @options.as_json
 def generate(words: tuple[str, ...], as_json: bool, **given: Any) -> None:

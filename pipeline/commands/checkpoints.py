@@ -1,29 +1,35 @@
-"""`pipe inspect` and `pipe convert`."""
+"""`pipe inspect`, `pipe convert`, `pipe export` and `pipe verify`."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeline.commands import options
-from pipeline.commands.options import PATH, Count, flag, option
-from pipeline.errors import CheckpointError, StageError, UsageError, system_errors_as
+from pipeline.commands.options import FOLDER, PATH, Count, flag, option
+from pipeline.errors import CheckpointError, ExportError, StageError, UsageError, system_errors_as
+from pipeline.execution.rank_logging import say
 from pipeline.utils.activities import BYTES, activity
+from pipeline.utils.files import replace_text
+from pipeline.utils.foreign import TRUST_CODE, json_object, trusted
 from pipeline.utils.terminal import bare
 from pipeline.utils.text import human, plural
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.formats import StateSource
+    from pipeline.chain.plan import Plan
     from pipeline.checkpoint.manifest import TensorEntry
     from pipeline.checkpoint.reader import CheckpointReader
     from pipeline.checkpoint.store import Store
+    from pipeline.distributed.settings import ProcessCounts
+    from pipeline.view.screen import Display
 
 
 @click.command("inspect")
@@ -44,9 +50,15 @@ def inspect(checkpoint: str, as_json: bool, verify: bool) -> None:
     if everything and not as_json:
         for place in location.earlier(checkpoint):
             click.echo(f"of the newest training; an earlier one's: pipe inspect {place}")
-        click.echo(
-            "\n".join([*_list(everything), *(f"{a}  damaged, kept aside" for a in aside), ""])
-        )
+        best = min((s["eval_loss"] for s in everything if s["eval_loss"] is not None), default=None)
+        for one in everything:
+            loss = one["eval_loss"]
+            size = "" if one["bytes"] is None else f"{human(one['bytes']):>9}"
+            scored = "" if loss is None else f"eval_loss {loss:.4f}"
+            mark = "best" if scored and loss == best else ""
+            fields = (one["name"], one["written"], size, scored, mark, one["damage"])
+            click.echo("  ".join(filter(None, fields)))
+        click.echo("".join(f"{name}  damaged, kept aside\n" for name in aside))
     found, damage = _look(store, name or everything[-1]["name"], verify, quiet=as_json)
     if as_json:
         verified = False if damage else True if verify else None
@@ -79,17 +91,6 @@ def _summary(store: Store, name: str) -> dict[str, Any]:
     except CheckpointError as error:
         line["damage"] = f"not readable: {error}"
     return line
-
-
-def _list(summaries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    best = min((s["eval_loss"] for s in summaries if s["eval_loss"] is not None), default=None)
-    for one in summaries:
-        loss = one["eval_loss"]
-        size = "" if one["bytes"] is None else f"{human(one['bytes']):>9}"
-        scored = "" if loss is None else f"eval_loss {loss:.4f}"
-        mark = "best" if scored and loss == best else ""
-        fields = (one["name"], one["written"], size, scored, mark, one["damage"])
-        yield "  ".join(filter(None, fields))
 
 
 def _look(
@@ -205,6 +206,7 @@ def convert(
     tensor in memory at a time. Pickles are refused unless --trust-pickle is given.
     """
     from pipeline.checkpoint.formats import Formats, Reading, StateView
+    from pipeline.contracts.training import Progress
 
     for path in (src, dst):
         if ":/" in str(path):
@@ -220,7 +222,16 @@ def convert(
             target = writing.target(dst, source.step)
             if target.exists():
                 raise UsageError(f"{target} is there already", hint="give another folder")
-            _announce(source, reading.name)
+            tensors, size = plural(len(source.tensors), "tensor"), human(source.nbytes)
+            step = f"{source.where}: {reading.name}, step {source.step}"
+            click.echo(f"{step}, {tensors}, {size}")
+            if not Progress.from_record(source.progress).lineage:
+                assumed = source.progress.get("samples", 0)
+                click.echo(
+                    "warning: it does not say on which model and data it was trained, so nothing "
+                    f"will be compared; samples={assumed} is assumed (--samples)",
+                    err=True,
+                )
             with activity(f"converting to {writing.name}", source.nbytes, BYTES) as converting:
                 notes = writing.write(StateView(source, converting.advance), target)
     click.echo(f"wrote {target}")
@@ -228,14 +239,96 @@ def convert(
         click.echo(f"note: {note}", err=True)
 
 
-def _announce(source: StateSource, name: str) -> None:
-    from pipeline.contracts.training import Progress
+@click.command("export")
+@options.run("source", metavar="RUN|CHECKPOINT", address=True)
+@option("--step",
+        "Checkpoint of RUN to export: its step, or the one with the lowest held-out loss.",
+        metavar="N|best", show_default="newest")  # fmt: skip
+@options.out("Folder to write.", kind=FOLDER)
+@option(
+    "--model",
+    "Take architecture and tokenizer from this model, not from the checkpoint's run: a folder "
+    "in Hugging Face layout, a GGUF file, or a hub id (ID or ID@REVISION).",
+)
+@option("--dtype", "Dtype of the weights; source keeps the base model's.",
+        type=click.Choice(["fp32", "bf16", "fp16", "source"]))  # fmt: skip
+@option("--max-shard-size", "Size of the largest weight file, such as 5GB.")
+@option("--procs", "Number of processes.", type=Count(min=1), show_default="up to 4")
+@option("--accept", "Export even if the frozen weights of the model have changed since training.",
+        type=click.Choice(["weights"]), multiple=True)  # fmt: skip
+@options.display
+@options.trust
+def export(
+    source: str, step: str | None, out: Path | None, model: str | None, procs: int | None,
+    accept: tuple[str, ...], display: Display, **settings: Any,
+) -> None:  # fmt: skip
+    """Export the model of RUN, or of any CHECKPOINT, and verify the export.
 
-    tensors, size = plural(len(source.tensors), "tensor"), human(source.nbytes)
-    click.echo(f"{source.where}: {name}, step {source.step}, {tensors}, {size}")
-    if not Progress.from_record(source.progress).lineage:
-        click.echo(
-            "warning: it does not say on which model and data it was trained, so nothing will be "
-            f"compared; samples={source.progress.get('samples', 0)} is assumed (--samples)",
-            err=True,
-        )
+    RUN is by default the newest run in ./runs. CHECKPOINT may come from this program, DeepSpeed,
+    torch.distributed.checkpoint or transformers' Trainer. Needs no GPU and little memory. Repeat
+    the command to continue an interrupted export.
+    """
+    from pipeline.chain.plan import plan_file
+    from pipeline.execution import rundir
+    from pipeline.execution.export_recipe import chosen, recipe_text
+    from pipeline.hardware.host import cores_each
+    from pipeline.launch.job import Job
+    from pipeline.launch.start import start
+
+    choose = functools.cache(lambda: chosen(source, step=step, model=model, to=out))
+
+    @system_errors_as(UsageError)
+    def plan(started: ProcessCounts) -> Plan:
+        choice = choose()
+        given = {key: value for key, value in settings.items() if value is not None}
+        count = started.per_node or started.procs or procs or min(4, cores_each(1))
+        choice.job.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Every stage runs again: the export itself finds out which of its files are finished.
+        (choice.job / rundir.JOURNAL).unlink(missing_ok=True)
+        file = choice.job / "export.yaml"
+        replace_text(file, recipe_text(choice, given, count))
+        made = plan_file(file, for_this_machine=True, started=started)
+        say(f"{choice.checkpoint} -> {choice.folder}")
+        return made
+
+    start(Job(plan=plan, folder=lambda _: choose().job, display=display, accept=accept))
+
+
+@click.command("verify")
+@options.run("folder", metavar="RUN|EXPORT")
+@options.trust_code
+def verify(folder: Path) -> None:
+    """Verify EXPORT, or the exports of RUN: nothing is damaged and the model computes the same.
+
+    RUN is by default the newest run in ./runs. Reads and compares every byte, then loads the model
+    with transformers and runs it on the prompt of its export. Exit code 1 if anything differs.
+    """
+    from pipeline.chain.registry import Registry
+    from pipeline.contracts.export import EXPORT_MANIFEST, VERIFY, ExportedModel
+    from pipeline.contracts.signature import gives
+    from pipeline.execution import rundir
+    from pipeline.execution.export_recipe import exports_of
+
+    folder, registry = folder.resolve(), Registry.installed()
+    is_run = (folder / rundir.RECIPE).is_file()
+    for export in exports_of(folder) if is_run else [folder]:
+        if not export.is_dir():
+            raise UsageError(f"{export} is not there", hint="`pipe resume RUN` finishes a run")
+        # the hub's cache holds links to files elsewhere; a run writes none
+        within = export if is_run else None
+        name = json_object(export / EXPORT_MANIFEST, most=1 << 28, within=within).get("writer")
+        if not isinstance(name, str):
+            raise UsageError(
+                f"{export} is not an export of ours: it has no {EXPORT_MANIFEST} with its writer",
+                hint="give a folder that `pipe export` or a run has written",
+            )
+        wrote = f"the stage {name}, which wrote {export},"
+        if name not in registry:
+            hint = "install its package into this environment"
+            raise UsageError(f"{wrote} is not installed", hint=hint)
+        stage = registry.load(name)
+        if not issubclass(gives(stage) or object, ExportedModel) or not hasattr(stage, "verify"):
+            raise UsageError(f"{wrote} cannot verify it", hint=f"its class lacks `{VERIFY}`")
+        with system_errors_as(ExportError):
+            stage.verify(export, click.echo, trust_remote_code=trusted(TRUST_CODE))
+    click.echo("verified")

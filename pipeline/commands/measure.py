@@ -19,7 +19,7 @@ from pipeline.utils.text import align, plural
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
     from pipeline.distributed.settings import ProcessCounts
-    from pipeline.view.display import Display
+    from pipeline.view.screen import Display
 
 SHARES = ("compute", "communication", "data", "idle")
 """Parts of a step's time."""

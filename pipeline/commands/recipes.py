@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import shutil
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from pipeline.commands import completion, options
+from pipeline.commands import options
 from pipeline.commands.options import PATH, Count, option
 from pipeline.errors import Problem, RecipeError, UsageError, system_errors_as
 from pipeline.utils.files import overwrite
@@ -33,7 +34,7 @@ VALUE = 44
 
 
 @click.command("cp")
-@click.argument("name", required=False, shell_complete=completion.shipped)
+@click.argument("name", required=False, shell_complete=options.complete_shipped)
 @click.argument("to", type=PATH, default=".")
 def cp(name: str | None, to: Path) -> None:
     """Copy the shipped recipe NAME, with the recipes it extends, into the folder TO.
@@ -44,7 +45,12 @@ def cp(name: str | None, to: Path) -> None:
     from pipeline.recipe.nodes import texts_in
 
     if name is None:
-        rows = [(known, _first_sentence(file)) for known, file in shipped().items()]
+        rows = list[tuple[str, str]]()
+        for known, source in shipped().items():  # with the first sentence of its first comment
+            text = source.read_text("utf-8").splitlines()
+            comment = itertools.takewhile(lambda line: line.startswith("#"), text)
+            words = " ".join(" ".join(line.removeprefix("#") for line in comment).split())
+            rows.append((known, words.partition(". ")[0].partition("; ")[0]))
         click.echo("\n".join(align(rows, left=2)))
         return
     from pipeline.recipe import load_recipe
@@ -73,18 +79,8 @@ def cp(name: str | None, to: Path) -> None:
     click.echo(f"paths in it are relative to it; next: {check}", err=True)
 
 
-def _first_sentence(file: Path) -> str:
-    """Return the first sentence of the comment that a recipe begins with."""
-    words = list[str]()
-    for line in file.read_text("utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        words += line.removeprefix("#").split()
-    return " ".join(words).partition(". ")[0].partition("; ")[0]
-
-
 @click.command("pin")
-@click.argument("recipe", type=PATH, shell_complete=completion.recipes)
+@click.argument("recipe", type=PATH, shell_complete=options.complete_recipes)
 def pin(recipe: Path) -> None:
     """Write the commits of RECIPE's hub models and data sets into its file.
 
@@ -242,8 +238,7 @@ def outcome_json(translation: Translation) -> dict[str, Any]:
 
 
 def _problems(text: str, translation: Translation) -> list[str]:
-    """Return what `pipe check` refuses about the recipe, but for what this machine lacks, and what
-    is filled in."""
+    """What `pipe check` refuses, without lacks of this machine and keys to be filled in."""
     from pipeline.chain.plan import plan_file
 
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
     from pipeline.distributed.settings import ProcessCounts
     from pipeline.execution.resume import Selection
-    from pipeline.view.display import Display
+    from pipeline.view.screen import Display
 
 start_options = options.together(
     option("--nodes", "Number of nodes; start the same command on each. With MIN:MAX the run "

@@ -1,21 +1,23 @@
-"""`pipe ls`, `pipe status`, `pipe logs` and `pipe clean`."""
+"""`pipe ls`, `status`, `logs`, `clean`, `report`, `compare` and `track`: look at runs."""
 
 from __future__ import annotations
 
 import codecs
 import itertools
 import json
+import os
 import shlex
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from pipeline.commands import completion, options
+from pipeline.commands import options
 from pipeline.commands.options import PATH, Count, flag, option
 from pipeline.errors import (
     JournalDamaged,
@@ -25,13 +27,15 @@ from pipeline.errors import (
     in_words,
     system_errors_as,
 )
+from pipeline.utils.files import replace_text
 from pipeline.utils.foreign import lines_of, open_regular
-from pipeline.utils.terminal import bare, shown
+from pipeline.utils.terminal import bare, hide_environment, shown
 from pipeline.utils.text import align, did_you_mean, human, plural
 
 if TYPE_CHECKING:
     from pipeline.execution.clean import CleanResult
     from pipeline.view.run import Run
+
 
 DEFAULT = "runs"
 
@@ -135,20 +139,16 @@ def status(run: Path, follow: bool, as_json: bool) -> None:
         raise click.UsageError("--follow excludes --json")
     found = Run(run, recipe_in(run).uses)
     found.look()
-    if as_json:
-        click.echo(json.dumps(_facts(found), indent=1, allow_nan=False))
+    if not as_json:
+        _draw(found, follow=follow)
         return
-    _draw(found, follow=follow)
-
-
-def _facts(run: Run) -> dict[str, object]:
-    training = run.training
-    return {
+    training = found.training
+    facts = {
         "schema_version": 1,
-        "folder": str(run.folder),
-        "state": run.state,
-        "slot": run.running,
-        "activity": run.activity() or None,
+        "folder": str(found.folder),
+        "state": found.state,
+        "slot": found.running,
+        "activity": found.activity() or None,
         "training": training.slot or None,
         "step": training.step or None,
         "evaluation": training.newest.get("evaluation"),
@@ -158,25 +158,25 @@ def _facts(run: Run) -> dict[str, object]:
             for name, values in training.measured.items()
         },
         "mean_tokens_per_second": training.speed.mean("tokens_per_second"),
-        "seconds_left": run.seconds_left,
+        "seconds_left": found.seconds_left,
         "ended_early": training.ended_early or None,
     }
+    click.echo(json.dumps(facts, indent=1, allow_nan=False))
 
 
 def _draw(run: Run, *, follow: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from pipeline.view.ending import next_lines
-    from pipeline.view.live import ASCII, LABEL_WIDTH, UNICODE, Header, drawing
-    from pipeline.view.run import LOOK_SECONDS
+    from pipeline.view.live import ASCII, LABEL_WIDTH, UNICODE, drawing
+    from pipeline.view.run import LOOK_SECONDS, next_lines
 
     console = Console(file=bare(sys.stdout), highlight=False)
     marks = ASCII if console.options.ascii_only else UNICODE
 
     def picture() -> Any:
-        header = Header(name=run.folder.resolve().name, where=run.state)
-        return drawing(header, run, [], width=console.width, marks=marks)
+        name, width = run.folder.resolve().name, console.width
+        return drawing(run, [], name=name, where=run.state, width=width, marks=marks)
 
     if not follow or not console.is_terminal:
         console.print(picture())
@@ -237,7 +237,9 @@ def _print(log: BinaryIO) -> None:
 
 
 @click.command("clean")
-@click.argument("runs", metavar="[RUN]...", nargs=-1, type=PATH, shell_complete=completion.runs)
+@click.argument(
+    "runs", metavar="[RUN]...", nargs=-1, type=PATH, shell_complete=options.complete_runs
+)
 @flag("--yes", "Remove what is listed.")
 @flag("--all-checkpoints", "Remove every checkpoint of runs whose model is exported.")
 def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
@@ -277,8 +279,7 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
 
 
 def _look(folder: Path, yes: bool, all_checkpoints: bool) -> CleanResult:
-    """Return what was found, or removed. A run that is in use is noted, any other
-    error is a failure."""
+    """Return what was found, or removed. A run in use is noted, other errors are failures."""
     from pipeline.execution import clean, rundir
 
     try:
@@ -291,3 +292,105 @@ def _look(folder: Path, yes: bool, all_checkpoints: bool) -> CleanResult:
         return clean.CleanResult(notes=(in_words(error),))
     except (PipeError, OSError) as error:
         return clean.CleanResult(failures=(in_words(error),))
+
+
+@click.command("report")
+@options.run(metavar="RUN|FOLDER")
+@options.out("HTML file to write.", default="report.html in RUN or FOLDER")
+@flag("--open", "opens", "Open the page in the browser.")
+def report(run: Path, out: Path | None, opens: bool) -> None:
+    """Write the report of RUN, by default the newest run in ./runs: one HTML file.
+
+    The report shows curves, time by stage, memory, events, generated samples, the recipe with the
+    origin of every value, and the environment. Each run also writes it when it ends. The report of
+    a FOLDER with runs is a table of all runs, with their curves and links to their reports.
+    """
+    from pipeline.view.compare import holds_runs, write_folder_report
+    from pipeline.view.run_report import write_report
+
+    hide_environment()
+    with system_errors_as(UsageError):
+        page = (write_folder_report if holds_runs(run) else write_report)(run, out)
+    click.echo(page)
+    if opens:
+        import webbrowser
+
+        address = page.resolve().as_uri()
+        displays = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+        graphical = sys.platform != "linux" or any(os.environ.get(name) for name in displays)
+        if not graphical or not webbrowser.open(address):
+            click.echo(f"no browser can be opened from here: open {address}", err=True)
+
+
+@click.command("compare")
+@click.argument(
+    "runs", metavar="RUN RUN...", nargs=-1, type=PATH, shell_complete=options.complete_runs
+)
+@options.out("HTML page to write, with the curves of the runs.")
+@options.as_json
+def compare(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
+    """Compare the results, recipes and environments of runs.
+
+    A * marks the best value of a row. Lower is better for losses and memory, higher for speeds.
+    """
+    from pipeline.view import compare as comparison
+    from pipeline.view.run import History
+
+    if len(runs) < 2:
+        raise click.UsageError("name two runs or more: pipe compare RUN RUN (pipe ls lists them)")
+    hide_environment()
+    histories = [History(run) for run in runs]
+    tables = {
+        "recipes": comparison.recipe_differences(histories),
+        "environments": comparison.environment_differences(histories),
+        "results": comparison.results(histories),
+    }
+    names = [history.name for history in histories]
+    if as_json:
+        rows = {title: [asdict(row) for row in found] for title, found in tables.items()}
+        click.echo(json.dumps({"schema_version": 1, "runs": names, **rows}, indent=1))
+    else:
+        click.echo("\n".join(comparison.lines(names, **tables)))
+    if out is not None:
+        with system_errors_as(UsageError):
+            replace_text(out, comparison.comparison_page(histories))
+        click.echo(f"wrote {out}", err=as_json)
+
+
+@click.command("track")
+@options.run()
+@options.overrides
+def track(run: Path, overrides: tuple[str, ...]) -> None:
+    """Send the remaining measurements of RUN, by default the newest run in ./runs, to its trackers.
+
+    Use it after runs on machines without a network, or after a run that ended before everything
+    was sent. OVERRIDES change the run's recipe for this command, such as track.mode=online.
+    """
+    from pipeline.chain.plan import plan_file, require_sound
+    from pipeline.execution import rundir
+    from pipeline.track.feeder import facts_of, failure, feeders
+    from pipeline.track.stage import TrackerStage
+    from pipeline.view.run import History
+
+    folder = rundir.existing(run)
+    state = History(folder).state
+    if state == "running":
+        raise UsageError(f"{folder} is under way, and is sent while it runs")
+    plan = plan_file(folder / rundir.RECIPE, overrides, skip_checks=True)
+    require_sound(plan, TrackerStage)
+    found = feeders(folder, plan)
+    if not found:
+        hint = "name one in the recipe, as in `track: {use: track.sqlite, file: runs.sqlite}`"
+        raise UsageError(f"the recipe of {folder} has no tracker", hint=hint)
+    failures = []
+    for slot, feeder in found.items():
+        try:
+            with feeder.alone():  # the run's own may still be at work
+                feeder.open(facts_of(folder, plan.recipe))
+                feeder.close(state)
+        except Exception as error:
+            failures.append(f"{slot}: {failure(folder, slot, error)}")
+        else:
+            click.echo(f"{slot}: {plural(feeder.steps, 'step')} sent")
+    if failures:
+        raise PipeError("\n".join(failures))

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from pipeline.chain.json_schema import recipe_schema
-from pipeline.commands import completion, options
+from pipeline.commands import options
 from pipeline.commands.options import FOLDER
 from pipeline.contracts.signature import gives, needs
 from pipeline.errors import PluginError, UsageError, system_errors_as
@@ -22,7 +22,7 @@ from pipeline.utils.text import align
 
 
 @click.command()
-@click.argument("name", required=False, shell_complete=completion.stages)
+@click.argument("name", required=False, shell_complete=options.complete_stages)
 @options.as_json
 def stages(name: str | None, as_json: bool) -> None:
     """List the installed stages, or explain stage NAME with all its fields."""
@@ -30,7 +30,20 @@ def stages(name: str | None, as_json: bool) -> None:
     if name is not None:
         if name not in registry:
             raise UsageError(f"there is no stage `{name}`", hint=registry.hint(name))
-        explained = _explained(name)
+        kind, entry = registry.load(name), registry.entry(name)
+        given = gives(kind)
+        explained = {
+            "name": name,
+            "distribution": entry.distribution,
+            "version": entry.version,
+            "doc": inspect.cleandoc(kind.__doc__ or ""),
+            "needs": [
+                {"parameter": need.parameter, "type": need.type.__name__, "optional": need.optional}
+                for need in needs(kind)
+            ],
+            "returns": given.__name__ if given else None,
+            "fields": [dataclasses.asdict(row) for row in field_rows(kind)],
+        }
         click.echo(json.dumps(explained, indent=2) if as_json else "\n".join(_page(explained)))
         return
     listed, rows = [], []
@@ -46,24 +59,6 @@ def stages(name: str | None, as_json: bool) -> None:
         rows.append((entry.name, f"{entry.distribution} {entry.version}", text))
     lines = align(rows, left=3) if rows else ["no stages are installed"]
     click.echo(json.dumps(listed, indent=2) if as_json else "\n".join(lines))
-
-
-def _explained(name: str) -> dict[str, Any]:
-    registry = options.registry()
-    kind, entry = registry.load(name), registry.entry(name)
-    given = gives(kind)
-    return {
-        "name": name,
-        "distribution": entry.distribution,
-        "version": entry.version,
-        "doc": inspect.cleandoc(kind.__doc__ or ""),
-        "needs": [
-            {"parameter": need.parameter, "type": need.type.__name__, "optional": need.optional}
-            for need in needs(kind)
-        ],
-        "returns": given.__name__ if given else None,
-        "fields": [dataclasses.asdict(row) for row in field_rows(kind)],
-    }
 
 
 def _page(explained: dict[str, Any]) -> Iterator[str]:

@@ -41,8 +41,8 @@ from pipeline.utils.foreign import read_whole
 from pipeline.utils.jsonl import read_tail
 from pipeline.utils.terminal import shown, typed
 from pipeline.utils.text import align, duration, shown_path
-from pipeline.view.display import Display
-from pipeline.view.ending import next_lines, outcome
+from pipeline.view.run import next_lines, outcome
+from pipeline.view.screen import Display
 
 Meanwhile = Callable[[Plan, Path], AbstractContextManager[None]]
 
@@ -191,7 +191,7 @@ def report(folder: Path, interrupted: Interrupted | None) -> None:
     try:
         if interrupted is not None:
             raise interrupted
-        from pipeline.view.report.run_report import write_report
+        from pipeline.view.run_report import write_report
 
         write_report(folder, ended=True)
     except (Exception, Interrupted) as error:

@@ -1,27 +1,21 @@
-"""A run as a block of text, and the live display that draws it at the bottom of a terminal."""
+"""A run as a block of text, as the live display draws it."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TextIO, cast
+from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.file_proxy import FileProxy
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from pipeline.execution import rundir
 from pipeline.execution.run_state import Training
-from pipeline.hardware.telemetry import GpuReading, Telemetry
+from pipeline.hardware.telemetry import GpuReading
 from pipeline.utils.activities import BYTES
-from pipeline.utils.terminal import RedactingStream, bare, shown
+from pipeline.utils.terminal import shown
 from pipeline.utils.text import (
     ASCII_BARS,
     BARS,
@@ -35,8 +29,7 @@ from pipeline.utils.text import (
     plural,
     sparkline,
 )
-from pipeline.view.run import LOOK_SECONDS, PLANNED, Run, json_in
-from pipeline.view.screen import View
+from pipeline.view.run import PLANNED, Run, json_in
 
 LABEL = "bright_black"
 """Colour of what is always the same."""
@@ -48,8 +41,6 @@ LONGEST_LABEL = 20
 """Characters of a plugin's name for a number that are drawn."""
 GAP = "  "
 """Between two slots."""
-GPU_SECONDS = 2.0
-"""Seconds between two readings of the GPUs."""
 Glyphs = Mapping[str, str]
 UNICODE: Glyphs = {
     "waiting": "·", "running": "●", "finished": "✓", "failed": "✗", "stopped": "■", "bars": BARS,
@@ -66,24 +57,17 @@ COLOURS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Header:
-    """A run's name, and the place where it runs."""
-
-    name: str
-    where: str
-    """`wrap.fsdp, 8 processes, cuda`."""
-
-
 def drawing(
-    header: Header, run: Run, gpus: Sequence[GpuReading], *, width: int, marks: Glyphs = UNICODE
-) -> RenderableType:
-    """Return the run as it is at the moment, `width` columns wide."""
+    run: Run, gpus: Sequence[GpuReading], *, name: str, where: str, width: int,
+    marks: Glyphs = UNICODE,
+) -> RenderableType:  # fmt: skip
+    """Return the run as it is at the moment, `width` columns wide, under its name and the place
+    where it runs (`wrap.fsdp, 8 processes, cuda`)."""
     title = Table.grid(expand=True)
     title.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     title.add_column(justify="right", no_wrap=True)
-    name = Text(shown(header.name), style="bold").append(f"  {shown(header.where)}", style=LABEL)
-    title.add_row(name, Text(duration(run.seconds), style=LABEL))
+    head = Text(shown(name), style="bold").append(f"  {shown(where)}", style=LABEL)
+    title.add_row(head, Text(duration(run.seconds), style=LABEL))
     parts: list[RenderableType] = [Text(), title, _slots(run, marks, width)]
     if doing := run.activity():
         parts.append(_activity(doing, width))
@@ -94,7 +78,13 @@ def drawing(
         for label, value in _rows(run, gpus, marks):
             if value:
                 table.add_row(Text(label), Text(value) if isinstance(value, str) else value)
-        parts += [_progress(run, width), table]
+        newest, slot = run.training.step, shown(run.training.slot)
+        at, total = newest["step"], newest.get("total_steps")
+        progress: RenderableType = Text(f"{slot} step {at}".strip())
+        if total:
+            amount, left = f"step {at} of {total}", run.seconds_left or None
+            progress = _bar(slot or "training", at, total, amount, left, width)
+        parts += [progress, table]
     return Group(*parts)
 
 
@@ -120,15 +110,6 @@ def _activity(doing: dict[str, Any], width: int) -> RenderableType:
         return Text(f"{name}  {amount(done) if done else duration(seconds)}")
     left = seconds * (total - done) / done if done else None
     return _bar(name, done, total, f"{amount(done)} of {amount(total)}", left, width)
-
-
-def _progress(run: Run, width: int) -> RenderableType:
-    newest, name = run.training.step, shown(run.training.slot)
-    step, total = newest["step"], newest.get("total_steps")
-    if not total:
-        return Text(f"{name} step {step}".strip())
-    left = run.seconds_left or None
-    return _bar(name or "training", step, total, f"step {step} of {total}", left, width)
 
 
 def _bar(
@@ -167,19 +148,17 @@ def _rows(run: Run, gpus: Sequence[GpuReading], marks: Glyphs) -> Iterator[tuple
             ([one.temperature for one in gpus if one.temperature is not None], "°C"),
             ([one.watts for one in gpus if one.watts is not None], "W"),
         )
-        ranges = [_range(values, unit) for values, unit in readings if values]
-        yield plural(len(gpus), "GPU"), dot.join(ranges)
+        ranges = [
+            (dict.fromkeys((round(min(values)), round(max(values)))), unit)
+            for values, unit in readings if values
+        ]  # fmt: skip
+        texts = (f"{' to '.join(map(str, ends))} {unit}" for ends, unit in ranges)  # 70 to 71 °C
+        yield plural(len(gpus), "GPU"), dot.join(texts)
     for gpu in gpus:
         if gpu.throttled:
             yield "slowed", Text(f"GPU {gpu.index} by {' and '.join(gpu.throttled)}", "yellow")
     if saved := newest.get("checkpoint"):
         yield "saved", f"step {saved['step']}, {duration(time.time() - saved['time'])} ago"
-
-
-def _range(values: Sequence[float], unit: str) -> str:
-    """Return `70 to 71 °C`."""
-    ends = dict.fromkeys((round(min(values)), round(max(values))))
-    return f"{' to '.join(map(str, ends))} {unit}"
 
 
 def _held_out(run: Run) -> Iterator[str]:
@@ -242,71 +221,3 @@ def _memory(step: dict[str, Any], run: Run, gpus: Sequence[GpuReading]) -> Itera
             yield f"plan {gib(planned)} GiB"
     if host is not None:
         yield f"host {gib(host)} GiB per process"
-
-
-class LiveDisplay(View):
-    """Draws the run at the bottom of the terminal; what rank 0 and this process print goes above.
-
-    Drawn by the thread that calls `refresh`, so nothing is drawn while that is busy.
-    """
-
-    prints = True
-
-    def __init__(self, run: Run, header: Header, console: Console | None = None) -> None:
-        self._run, self._header = run, header
-        self._console = console or Console(file=bare(sys.stdout), highlight=False)
-        self._live = Live(
-            console=self._console, auto_refresh=False, redirect_stdout=False,
-            redirect_stderr=False, vertical_overflow="crop",
-        )  # fmt: skip
-        self._telemetry, self._gpus = Telemetry(), list[GpuReading]()
-        self._next_drawing = self._next_reading = 0.0
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._live)
-            stack.enter_context(_printing_above(self._console))
-            self._stack = stack.pop_all()
-
-    def refresh(self, lines: deque[str]) -> None:
-        self._print(lines)
-        if time.monotonic() >= self._next_drawing:
-            self._draw()
-
-    def close(self, lines: deque[str]) -> None:
-        with self._stack:  # standard output is this process's again, whatever happens
-            self._print(lines)
-            self._draw()
-
-    def abandon(self) -> None:
-        self._stack.close()
-
-    def _print(self, lines: deque[str]) -> None:
-        while lines:  # one that cannot be printed stays
-            self._console.print(Text(shown(lines[0])), soft_wrap=True)
-            lines.popleft()
-
-    def _draw(self) -> None:
-        now = time.monotonic()
-        self._next_drawing = now + LOOK_SECONDS
-        if now >= self._next_reading:
-            self._next_reading, self._gpus = now + GPU_SECONDS, self._telemetry.read()
-        self._run.look()
-        marks, width = ASCII if self._console.options.ascii_only else UNICODE, self._console.width
-        picture = drawing(self._header, self._run, self._gpus, width=width, marks=marks)
-        self._live.update(picture, refresh=True)
-
-
-@contextlib.contextmanager
-def _printing_above(console: Console) -> Iterator[None]:
-    """Print what this process prints in the body above the display, redacted as before."""
-
-    def above(stream: TextIO) -> TextIO:
-        return cast(TextIO, RedactingStream(cast(TextIO, FileProxy(console, bare(stream)))))
-
-    before = sys.stdout, sys.stderr
-    replaced = sys.stdout, sys.stderr = above(sys.stdout), above(sys.stderr)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
-        for stream in replaced:
-            stream.flush()

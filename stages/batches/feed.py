@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pipeline import Data, DataAxis, MicroBatch, Progress, Sample, StageError, Unit
-from stages.batches.samples import count_units, micro_batch, read
-from stages.batches.settings import BatchPlan
+from stages.batches.layout import count_units, micro_batch, read
+from stages.fields import BatchPlan
 
 WAIT = "pipe: wait for data"
 """Annotation of a profile around each wait for a micro-batch."""
@@ -105,8 +105,7 @@ class Feed:
         return self._batch if self._end is None else min(self._batch, self._end - position)
 
     def unit_counts(self, position: int, units: Iterable[Unit] = ()) -> dict[Unit, int]:
-        """Target tokens of the whole step on all ranks, and its number of other units, known
-        without communication."""
+        """Target tokens of the step on all ranks, and its numbers of other units, by arithmetic."""
         indices = self._indices(position, self.samples_in_step(position))
         return count_units(self._data, self._data.train, indices, units)
 

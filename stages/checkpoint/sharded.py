@@ -23,8 +23,7 @@ from pipeline import (
     WrittenCheckpoint,
 )
 from pipeline.utils import address_problems, path_problems
-from stages.fields import Period, epoch_problems
-from stages.wires import mixed_problems
+from stages.fields import Period, epoch_problems, mixed_problems
 
 if TYPE_CHECKING:
     from pipeline.checkpoint import CheckpointManager, Retention

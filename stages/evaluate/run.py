@@ -23,8 +23,7 @@ from stages.model import compat
 from stages.model.declared import outline
 from stages.model.files import read_json
 from stages.model.rotary_compat import choose_by_document, depends_on_length, placed
-from stages.objectives.cross_entropy import RowLoss
-from stages.objectives.judge import measured
+from stages.objectives.cross_entropy import RowLoss, measured
 from stages.objectives.scoring import ModelScorer
 
 
@@ -44,19 +43,10 @@ def load(folder: Path, source: ModelSource, *, on_gpu: bool) -> Any:
 
 
 def measure_files(
-    model: Any,
-    source: ModelSource,
-    files: str | tuple[str, ...],
-    *,
-    text_key: str,
-    unit: str,
-    prepend_bos: bool,
-    window: int | None,
-    usual: int,
-    stride: int | None,
-    batch_size: int,
+    model: Any, source: ModelSource, files: str | tuple[str, ...], *, text_key: str, unit: str,
+    prepend_bos: bool, window: int | None, usual: int, stride: int | None, batch_size: int,
     most: int | None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Score the documents in files, `batch_size` windows at a time, and no more than `most` windows
     of all of them; the results as JSON. Without a `window` it is the `usual` one, or as many tokens
     as the model has positions. Raises StageError if nothing was scored, or the model returns NaN or
@@ -120,15 +110,9 @@ def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Sample]:
 
 
 def run_tasks(
-    model: Any,
-    tokenizer: Any,
-    tasks: Sequence[str],
-    *,
-    folder: str | None,
-    batch_size: int,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-) -> dict[str, Any]:
+    model: Any, tokenizer: Any, tasks: Sequence[str], *, folder: str | None, batch_size: int,
+    num_fewshot: int | None = None, limit: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Task -> its numbers, under lm-eval's names (`METRIC,FILTER`), and version, as JSON. Raises
     StageError for an unknown task."""
     with optional("tasks need lm_eval", hint="pip install 'pipetrain[evaluate]'"):
@@ -142,12 +126,9 @@ def run_tasks(
     # lm_eval does not say where padding begins, on which the angles of a row would depend.
     size = 1 if depends_on_length(model) else batch_size
     found = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size),
-        tasks=list(tasks),
-        num_fewshot=num_fewshot,
-        limit=limit,
-        task_manager=manager,
-    )
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size), tasks=list(tasks),
+        num_fewshot=num_fewshot, limit=limit, task_manager=manager,
+    )  # fmt: skip
     return {
         task: {
             **{

@@ -23,8 +23,8 @@ from pipeline import (
 )
 from pipeline.utils import path_problems
 from stages.adapter.lora import AdaptedModel
+from stages.fields import made_by_training, result_problems
 from stages.model.config_checks import hf_model
-from stages.wires import made_by_training, result_problems
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,8 +68,7 @@ def _kind(content: Mapping[str, Any]) -> str:
 def _problems(
     file: str, content: Mapping[str, Any], plan: PlanView, policy: Any
 ) -> Iterator[tuple[str, str]]:
-    """Message and hint of every problem of a configuration file in a recipe with a precision slot
-    `policy`."""
+    """Message and hint of every problem of a configuration file next to a precision `policy`."""
     kind = _kind(content)
     if "distributed_type" not in content:
         yield f"{file} is not an accelerate configuration: no distributed_type", ""

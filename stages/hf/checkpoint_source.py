@@ -32,8 +32,7 @@ class Model(NamedTuple):
 
 
 def open_trainer(folder: Path, step_file: Path, reading: Reading) -> StateSource:
-    """The training state in the folder `checkpoint-N`, whose step `step_file` says. Raises
-    CheckpointError."""
+    """The training state in a folder, of the step in `step_file`. Raises CheckpointError."""
     step = stored.read_json(step_file).get("global_step")
     if not isinstance(step, int):
         raise CheckpointError(f"{step_file}: does not say the step")
@@ -80,8 +79,7 @@ def open_trainer(folder: Path, step_file: Path, reading: Reading) -> StateSource
 
 
 def _described(config: Path) -> Model:
-    """The model of a `config.json`, built without memory. Raises CheckpointError for one that
-    transformers lacks."""
+    """The model of a `config.json`, built without memory. Raises CheckpointError."""
     import transformers
 
     if not config.is_file():

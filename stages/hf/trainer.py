@@ -20,8 +20,7 @@ from pipeline import (
     traits,
 )
 from pipeline.utils import closest
-from stages.hf.trainer_fields import TrainerFields, several_rules
-from stages.train.settings import heldout_problems
+from stages.train.settings import TrainerFields, heldout_problems, several_rules
 
 
 @dataclass(frozen=True, kw_only=True)

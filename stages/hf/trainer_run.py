@@ -3,13 +3,14 @@ record of it: progress, measurements, complete checkpoints."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,18 +42,16 @@ from pipeline import (
 from pipeline.checkpoint import address
 from pipeline.utils import sync, sync_tree
 from stages.batches.feed import BatchStats, Feed, microbatch_ranges
-from stages.batches.layout import collate
-from stages.batches.samples import micro_batch
+from stages.batches.layout import collate, micro_batch
 from stages.formats.stored import PROGRESS, read_json
 from stages.hf.accelerate_compat import reset_state
-from stages.hf.trainer_fields import TrainerFields, several_rules
 from stages.model.rotary_compat import placed
-from stages.objectives.cross_entropy import CrossEntropy, RowLoss
-from stages.objectives.judge import judged, measured
+from stages.objectives.cross_entropy import CrossEntropy, RowLoss, judged, measured
 from stages.objectives.scoring import ModelScorer
+from stages.train.checks import Done, lineage, require_same_lineage
 from stages.train.evaluation import heldout_targets, record_evaluation, set_metric
-from stages.train.report import Reporter
-from stages.train.resuming import Done, lineage, require_same_lineage
+from stages.train.report import Reporter, step_record
+from stages.train.settings import TrainerFields, several_rules
 from stages.train.step import advance
 from stages.wrap.build import build_module
 from stages.wrap.optimizer_state import make_optimizers
@@ -88,7 +87,7 @@ def train(
         reporter.nothing_left(progress.step, loader.steps, shortfall)
         progress.stopped = ""
         return TrainedRun(checkpoint=str(newest), progress=progress)
-    trainer = _RecipeTrainer.of(config, ctx, plan, precision, model, loader, folder)
+    trainer = _RecipeTrainer(config, ctx, plan, precision, model, loader, folder)
     callbacks = Callbacks(reporter, callback)
     callbacks.restore(progress.callbacks)
     callbacks.state()  # one that cannot be saved is found before anything is trained
@@ -97,7 +96,8 @@ def train(
     if recorder.ends_early():
         if newest is None:
             recorder.evaluate()
-            trainer.save_untrained()
+            trainer._save_checkpoint(trainer.model, None)
+            recorder.on_save(trainer.args, trainer.state, trainer.control)
         checkpoint = newest or complete_checkpoints(folder)[-1]
         return TrainedRun(checkpoint=str(checkpoint), progress=progress)
     with stop.deferred():
@@ -159,18 +159,11 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
 
     loss_is_scaled_for_ga = True
 
-    def __init__(self, *, loader: MicroBatches, frozen_base: Set[str], **rest: Any) -> None:
-        super().__init__(**rest)
-        self._loader, self._frozen_base = loader, frozen_base
-        if frozen_base:  # otherwise a resume reports it as missing
-            self.model._keys_to_ignore_on_save = frozen_base
-
-    @classmethod
-    def of(
-        cls, config: TrainerFields, ctx: Context, plan: OptimizerPlan, precision: Precision,
+    def __init__(
+        self, config: TrainerFields, ctx: Context, plan: OptimizerPlan, precision: Precision,
         model: ModelSource, loader: MicroBatches, folder: Path,
-    ) -> _RecipeTrainer:  # fmt: skip
-        """Build the model, its optimizer, and their Trainer (collective)."""
+    ) -> None:  # fmt: skip
+        """Build the model and its optimizer (collective)."""
         everyone, steps = torch.distributed.group.WORLD, loader.steps
         module = build_module(ctx, model, precision, replicas=everyone, casts=True)
         for message, hint in several_rules(plan.rules):  # which the stage need not declare before
@@ -197,21 +190,18 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
         )
         # The Trainer asks once more after the last step.
         schedule = LambdaLR(optimizer, lambda step: part.lr_scale(min(step, steps - 1), steps))
-        trainer = cls(
-            model=module, args=arguments, train_dataset=loader.dataset, loader=loader,
-            optimizers=(optimizer, schedule), frozen_base=frozenset(model.frozen_base),
+        super().__init__(
+            model=module, args=arguments, train_dataset=loader.dataset,
+            optimizers=(optimizer, schedule),
         )  # fmt: skip
+        self._loader, self._frozen_base = loader, frozenset(model.frozen_base)
+        if self._frozen_base:  # otherwise a resume reports it as missing
+            self.model._keys_to_ignore_on_save = self._frozen_base
         ctx.on_exit(reset_state)
-        trainer.remove_callback(PrinterCallback)
-        return trainer
+        self.remove_callback(PrinterCallback)
 
     def get_train_dataloader(self) -> MicroBatches:
         return self._loader
-
-    def save_untrained(self) -> None:
-        """Save the state before the first step (collective)."""
-        self._save_checkpoint(self.model, None)
-        self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _save(self, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save without a frozen base, and then without the description of the whole model too."""
@@ -263,13 +253,12 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     def __post_init__(self) -> None:
         self.progress, self._dist = self.loader.progress, self.ctx.dist
 
-    def _restart(self) -> None:
+    def _restart(self, *given: Any, **rest: Any) -> None:
         """Leave out of the next step's time all that was before this call."""
         self._since = time.perf_counter()
         self._before = self.progress.tokens, self.progress.samples
 
-    def on_train_begin(self, *given: Any, **rest: Any) -> None:
-        self._restart()
+    on_train_begin = _restart
 
     def on_step_begin(self, *given: Any, **rest: Any) -> None:
         self._dist.heartbeat.beat(Phase.STEP, step=self.progress.step + 1)
@@ -278,11 +267,11 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         advance(self.progress, self.loader.feed)
         stats = BatchStats.total(self.loader.taken)
         self.loader.taken.clear()
-        own = [stats.tokens, stats.seconds, self._dist.stop.asked]
-        sums = torch.tensor(own, dtype=torch.float64)
+        sums = torch.tensor([*stats, self._dist.stop.asked], dtype=torch.float64)
         if self._dist.world_size > 1:
             torch.distributed.all_reduce(sums)
-        self._tokens, self._waited, stops = sums.tolist()
+        *total, stops = sums.tolist()
+        self._batch = BatchStats(*total)
         if stops:
             self.stopped = control.should_save = control.should_training_stop = True
 
@@ -299,22 +288,12 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         set_metric(progress, "loss", loss)
         seconds, ranks = time.perf_counter() - self._since, self._dist.world_size
         targets, samples = self._before
-        record = {
-            "grad_norm": norm,
-            **self.plan.rates(self.plan.lr_scales(progress.step - 1, self.loader.steps)),
-            "tokens": progress.tokens,
-            "samples": progress.samples,
-            "applied": True,
-            "loss_scale": 1.0,
-            "time": time.time(),
-            "loss": loss,
-            "step_seconds": seconds,
-            "target_tokens_per_second": (progress.tokens - targets) / seconds,
-            "samples_per_second": (progress.samples - samples) / seconds,
-            "tokens_per_second": self._tokens / seconds,
-            "tokens_per_second_per_rank": self._tokens / seconds / ranks,
-            "data_wait_share": self._waited / seconds / ranks,
-        }
+        record = step_record(
+            progress, self._batch, seconds=seconds, ranks=ranks, shares=ranks, loss=loss,
+            trained=(progress.tokens - targets, progress.samples - samples), grad_norm=norm,
+            rates=self.plan.rates(self.plan.lr_scales(progress.step - 1, self.loader.steps)),
+            when=time.time(),
+        )  # fmt: skip
         self.callbacks.on_step(progress.step, progress, record)
         every, last = self.config.eval_every, progress.step == self.loader.steps
         due = last or (every is not None and progress.step % every == 0)
@@ -328,14 +307,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
 
     def ends_early(self) -> bool:
         """Whether a callback ends the training before its last step (collective)."""
-        progress, steps = self.progress, self.loader.steps
-        known, progress.stopped = progress.stopped, ""
-        if progress.step < steps:
-            reason = self.callbacks.agree_to_end(self._dist)
-            progress.stopped = reason and (known or reason)  # the end of before, after a resume
-        if progress.stopped:
-            self.reporter.ended_early(progress.step, steps, progress.stopped, again=bool(known))
-        return bool(progress.stopped)
+        end = functools.partial(self.callbacks.agree_to_end, self._dist)
+        return self.reporter.ends_early(self.progress, self.loader.steps, end)
 
     def evaluate(self) -> None:
         """Evaluate the weights on the held-out samples, if there are any (collective)."""

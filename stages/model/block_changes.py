@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 from pipeline import StageError
 from pipeline.utils import optional
 from stages.model.settings import ActivationCheckpointing, Fp8, HfSettings
-from stages.objectives.compile_compat import CompiledBlocks
+from stages.objectives.compat import CompiledBlocks
 
 CHANGES = ("activation_checkpointing", "compile", "fp8", "kernels")
 """Fields of the slot that ask for such changes."""

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal
 from pipeline import Context, ModelSource, PlanView, Problem, StageError, TrainedRun
 from pipeline.utils import HubName, require_code_trust
 from stages.consolidate.stream import average_problems
+from stages.fields import result_problems
 from stages.model.settings import ActivationCheckpointing as ActivationCheckpointing
 from stages.model.settings import Compile as Compile
 from stages.model.settings import Fp8 as Fp8
 from stages.model.settings import HfSettings
-from stages.wires import result_problems
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,13 @@ from torch import Tensor
 
 from pipeline import StageError
 from pipeline.utils import local_part
-from stages.objectives.logits_loss import LossOfLogits, loss_of_logits
-from stages.objectives.token_scores import OF_LABELS, ScoreColumns
-from stages.objectives.vocabulary import VocabularyShard
+from stages.objectives.logits import (
+    OF_LABELS,
+    LossOfLogits,
+    ScoreColumns,
+    VocabularyShard,
+    loss_of_logits,
+)
 
 PIECE = 1 << 26
 """Elements of a product that are computed at a time to be added in another dtype."""

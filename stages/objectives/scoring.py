@@ -24,10 +24,15 @@ from pipeline import NO_TARGET, MicroBatch, ScoreRequest, Scores, StageError
 from pipeline.utils import has_values, local_part
 from stages.collectives import SEQUENCE, all_reduce, gather
 from stages.objectives.chunked import chunked_cross_entropy, chunked_scores
-from stages.objectives.documents_compat import flash_documents
-from stages.objectives.logits_loss import compiled_loss, loss_of_logits
-from stages.objectives.token_scores import ScoreColumns, whole_vocabulary
-from stages.objectives.vocabulary import VocabularyShard, sharded_cross_entropy
+from stages.objectives.compat import flash_documents
+from stages.objectives.logits import (
+    ScoreColumns,
+    VocabularyShard,
+    compiled_loss,
+    loss_of_logits,
+    sharded_cross_entropy,
+    whole_vocabulary,
+)
 
 HINT = "leave out loss_chunk_size"
 FUNCTION = "load_balancing_loss_func"
@@ -50,8 +55,7 @@ class ReplacedHead:
 
     @classmethod
     def of(cls, model: nn.Module) -> ReplacedHead:
-        """The replaced head of `model`, wrapped or not. Raises StageError for a head that is not a
-        plain linear layer."""
+        """The replaced head of `model`. Raises StageError for one that is not nn.Linear."""
         modules = (m for m in model.modules() if hasattr(m, "get_output_embeddings"))
         transformer: Any = next(modules, None)
         if transformer is None:
@@ -109,11 +113,9 @@ class ModelScorer:
     arguments. Ranks of `group` have slices of the same sequences."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        group: ProcessGroup | None = None,
-        forward: Callable[..., Any] | None = None,
-    ) -> None:
+        self, model: nn.Module, group: ProcessGroup | None = None, forward: Callable[..., Any] |
+        None = None,
+    ) -> None:  # fmt: skip
         self._model = model
         self._group = group
         self._forward = forward or model
@@ -168,17 +170,26 @@ class ModelScorer:
         self, logits: Tensor, own: MicroBatch, whole: MicroBatch, request: ScoreRequest,
         columns: ScoreColumns,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Scores from all logits, shape (lines, length, vocabulary), whole or divided among
-        ranks."""
+        """Scores from all logits (lines, length, vocabulary), whole or divided among ranks."""
         if request.values:
             return {"values": whole_vocabulary(local_part(logits), VocabularyShard.find(logits))}
         found = dict[str, Tensor]()
         if request.logits:
-            found["logits"] = self._at_row_ends(logits, whole)
+            # Of the token after each row; shape (rows, vocabulary).
+            length, size = whole.input_ids.shape[1], logits.shape[1]
+            rank = 0 if self._group is None else dist.get_rank(self._group)
+            ends = whole.row_ends()
+            line, place = ends // length, ends % length - rank * size
+            here = (place >= 0) & (place < size)
+            at_ends = local_part(logits)[line, torch.where(here, place, 0)]
+            at_ends = torch.where(here[:, None], at_ends, 0.0)
+            at_ends = whole_vocabulary(at_ends, VocabularyShard.find(logits))
+            found["logits"] = at_ends if self._group is None else all_reduce(at_ends, self._group)
         flat, labels = logits.flatten(0, 1), own.labels.reshape(-1)
         shard = VocabularyShard.find(flat)
         if columns:
-            scores = columns(local_part(flat), labels, _candidates(own, request), shard)
+            ids = own.tokens[request.candidates].flatten(0, 1) if request.candidates else None
+            scores = columns(local_part(flat), labels, ids, shard)
             found |= columns.named(scores.view(*own.labels.shape, -1))
         elif request.total and shard is not None:
             found["total"] = -sharded_cross_entropy(flat, labels)
@@ -186,18 +197,6 @@ class ModelScorer:
             wide = flat.to(torch.float32)
             found["total"] = -F.cross_entropy(wide, labels, ignore_index=NO_TARGET, reduction="sum")
         return found
-
-    def _at_row_ends(self, logits: Tensor, whole: MicroBatch) -> Tensor:
-        """Logits of the token after each row; shape (rows, vocabulary)."""
-        length, size = whole.input_ids.shape[1], logits.shape[1]
-        rank = 0 if self._group is None else dist.get_rank(self._group)
-        ends = whole.row_ends()
-        line, place = ends // length, ends % length - rank * size
-        here = (place >= 0) & (place < size)
-        found = local_part(logits)[line, torch.where(here, place, 0)]
-        found = torch.where(here[:, None], found, 0.0)
-        found = whole_vocabulary(found, VocabularyShard.find(logits))
-        return found if self._group is None else all_reduce(found, self._group)
 
 
 def _in_chunks(
@@ -207,18 +206,13 @@ def _in_chunks(
     instead of the head's logits."""
     chunk, backend = request.chunk, request.compiled_by
     assert chunk is not None
-    flat, labels = hidden.reshape(-1, hidden.shape[-1]), own.labels.reshape(-1)
-    given = flat, head.weight, head.bias, labels
+    given = hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, own.labels.reshape(-1)
     of_logits = loss_of_logits if backend is None else compiled_loss(backend)
     if columns:
-        ids = _candidates(own, request)
+        ids = own.tokens[request.candidates].flatten(0, 1) if request.candidates else None
         scores = chunked_scores(*given, ids, chunk, columns, of_logits)
         return scores.view(*own.labels.shape, -1)
     return -chunked_cross_entropy(*given, chunk, of_logits)
-
-
-def _candidates(own: MicroBatch, request: ScoreRequest) -> Tensor | None:
-    return own.tokens[request.candidates].flatten(0, 1) if request.candidates else None
 
 
 class RouterLoss:
@@ -235,26 +229,21 @@ class RouterLoss:
     def __init__(self, model: nn.Module, weight: float | Literal["config"]) -> None:
         """Raises StageError for a model, wrapped or not, without such a loss."""
         for module in model.modules():
-            if (loss := _loss_of(module)) is not None:
+            if not all(hasattr(module, name) for name in SIZES):
+                continue
+            # In the file of the module's class; strategies put their own classes on top.
+            files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+            losses = [getattr(file, FUNCTION) for file in files if hasattr(file, FUNCTION)]
+            if losses:
                 break
         else:
             message = "router_loss: the model's architecture has no loss of its router"
             raise StageError(message, hint="leave out router_loss")
         experts, picks, coefficient = (getattr(module, name) for name in SIZES)
-        self._loss, self._experts, self._picks = loss, int(experts), int(picks)
+        self._loss, self._experts, self._picks = losses[0], int(experts), int(picks)
         self.weight = float(coefficient) if weight == "config" else weight
 
     def __call__(self, output: Any, real: Tensor | None = None) -> Tensor:
-        """The weighted loss of `output`; `real`, shape (lines, length), is False for padding,
-        which is left out."""
+        """The weighted loss of `output`, without padding, where `real` (lines, length) is False."""
         loss: Tensor = self._loss(output.router_logits, self._experts, self._picks, real)
         return self.weight * loss.float()
-
-
-def _loss_of(module: nn.Module) -> Callable[..., Tensor] | None:
-    """The router loss in the file of the module's class, if the module has what it takes.
-    Strategies put their own classes on top."""
-    if not all(hasattr(module, name) for name in SIZES):
-        return None
-    files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
-    return next((getattr(file, FUNCTION) for file in files if hasattr(file, FUNCTION)), None)

@@ -48,8 +48,7 @@ class AnomalyMonitor:
         return lambda norm: math.isfinite(norm) and not self._spikes
 
     def anomaly(self, report: StepReport) -> str:
-        """Description of the observed step's anomaly; empty if there is none. Waits for the
-        gradient norm."""
+        """What is anomalous about the observed step, or empty; waits for the gradient norm."""
         # An overflow under loss scaling goes away as the scale falls; without a scale it stays.
         if not math.isfinite(float(report.grad_norm)) and (
             report.applied or report.loss_scale <= 1.0

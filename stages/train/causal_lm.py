@@ -1,13 +1,15 @@
-"""Training of a causal language model."""
+"""Training of a causal language model, and a finished training in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from pipeline import (
+    CheckpointError,
     Checkpoints,
     Context,
     Data,
@@ -16,12 +18,14 @@ from pipeline import (
     OptimizerPlan,
     PlanView,
     Problem,
+    Progress,
     ResourceNeed,
     StepCallback,
     TrainedRun,
     traits,
 )
-from stages.fields import epoch_problems
+from pipeline.utils import address_problems
+from stages.fields import epoch_problems, mixed_problems
 from stages.model.config_checks import (
     config_of,
     has_experts,
@@ -29,7 +33,6 @@ from stages.model.config_checks import (
     tokenizer_problems,
 )
 from stages.train.settings import CausalLmFields, heldout_problems
-from stages.wires import mixed_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +44,29 @@ class TrainCausalLm(CausalLmFields):
         yield from self._saving_problems(plan.producer(self, Checkpoints))
         yield from heldout_problems(self, plan, self.fields_needing_heldout)
         yield from epoch_problems([self], plan, eval_every=self.eval_every)
-        yield from self._router_problems(config_of(self, plan))
-        yield from self._generation_problems(plan)
+        # Of the model, by its config if that can be read without a network.
+        config, weight, generate = config_of(self, plan), self.router_loss, self.generate
+        if config and weight is None and config.get("output_router_logits") is True:
+            yield Problem(
+                key="router_loss",
+                message="the model's config asks for the loss of its router (output_router_logits)",
+                hint="router_loss: config adds it, 0 says that it is left out",
+                warning=True,
+            )
+        if config is not None and weight is not None and not has_experts(config):
+            message = "the model has no experts"
+            yield Problem(key="router_loss", message=message, hint="leave out router_loss")
+        if generate is not None:
+            without = "leave out `generate.chat`" if generate.chat else None
+            for problem in tokenizer_problems(self, plan, no_template=without):
+                yield replace(problem, key="generate")
+            positions = table_of_positions(config or {})
+            if positions is not None and generate.max_tokens > positions:
+                yield Problem(
+                    key="generate.max_tokens",
+                    message=f"is {generate.max_tokens}, and the model has {positions} positions",
+                    hint="leave room for the prompt, too",
+                )
         yield from mixed_problems(self, plan)
 
     def _saving_problems(self, saving: Checkpoints | None) -> Iterator[Problem]:
@@ -67,39 +91,6 @@ class TrainCausalLm(CausalLmFields):
         if self.result == "best" and saving is not None and not best:
             message = "the checkpoint slot does not keep the best checkpoint"
             yield Problem(key="result", message=message, hint="set keep_best: 1 there")
-
-    def _router_problems(self, config: Mapping[str, Any] | None) -> Iterator[Problem]:
-        """The problem of a router's loss that the model cannot have, or asks for in vain, by its
-        config if that can be read without a network."""
-        weight = self.router_loss
-        if config is None:
-            return
-        if weight is None and config.get("output_router_logits") is True:
-            yield Problem(
-                key="router_loss",
-                message="the model's config asks for the loss of its router (output_router_logits)",
-                hint="router_loss: config adds it, 0 says that it is left out",
-                warning=True,
-            )
-        if weight is not None and not has_experts(config):
-            message = "the model has no experts"
-            yield Problem(key="router_loss", message=message, hint="leave out router_loss")
-
-    def _generation_problems(self, plan: PlanView) -> Iterator[Problem]:
-        """Problems of texts that the model cannot write, by its config and files if these can be
-        read without a network."""
-        if (generate := self.generate) is None:
-            return
-        without = "leave out `generate.chat`" if generate.chat else None
-        for problem in tokenizer_problems(self, plan, no_template=without):
-            yield replace(problem, key="generate")
-        positions = table_of_positions(config_of(self, plan) or {})
-        if positions is not None and generate.max_tokens > positions:
-            yield Problem(
-                key="generate.max_tokens",
-                message=f"is {generate.max_tokens}, and the model has {positions} positions",
-                hint="leave room for the prompt, too",
-            )
 
     def resource_needs(
         self, ctx: Context, data: Data, checkpoints: Checkpoints
@@ -127,3 +118,32 @@ class TrainCausalLm(CausalLmFields):
         form = Formats.installed().detect(folder)
         if isinstance(form, Canonical):
             form.open(folder, Reading()).close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedTraining:
+    """Take an existing checkpoint of any format, to consolidate and export it. `pipe export` writes
+    recipes with this stage."""
+
+    nothing_to_plan: ClassVar[bool] = True
+    checkpoint: str
+    """The checkpoint's folder, or its address (`s3://bucket/run/step-00000100`)."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        yield from address_problems("checkpoint", self.checkpoint)
+        if "://" not in self.checkpoint and not Path(self.checkpoint).expanduser().is_dir():
+            yield Problem(key="checkpoint", message=f"no such folder: {self.checkpoint}")
+
+    def run(self, ctx: Context) -> TrainedRun:
+        from pipeline.checkpoint import Reading, open_state
+
+        address = self.checkpoint
+        if "://" not in address:
+            address = str(Path(address).expanduser().absolute())
+        reading = Reading(weights_only=True, verify=False)
+        with contextlib.closing(open_state(address, reading)) as state:
+            try:
+                progress = Progress.from_record(state.progress)
+            except TypeError as error:
+                raise CheckpointError(f"{address}: written by another version: {error}") from error
+        return TrainedRun(checkpoint=address, progress=progress)

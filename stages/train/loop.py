@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NoReturn
@@ -29,16 +30,25 @@ from pipeline.checkpoint import start_random_streams
 from pipeline.utils import activity
 from stages.batches.feed import Feed
 from stages.train.anomalies import AnomalyMonitor
-from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation
-from stages.train.flops import known_cost
-from stages.train.generate import TextGenerator
-from stages.train.profiling import Profiler
+from stages.train.checks import (
+    Done,
+    has_trained,
+    hint_to_retrain,
+    lineage,
+    require_same_lineage,
+    verify_packing,
+)
+from stages.train.evaluation import (
+    TextGenerator,
+    evaluate,
+    reason_to_stop,
+    record_evaluation,
+    set_metric,
+)
 from stages.train.report import Reporter, Saves
-from stages.train.resuming import Done, has_trained, hint_to_retrain, lineage, require_same_lineage
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES, CausalLmFields
-from stages.train.step import LaunchedSteps, StepMeter, StepResult, TrainStep
-from stages.train.stragglers import StragglerWatch
-from stages.train.verify_packing import verify_packing
+from stages.train.speed import Profiler, StragglerWatch, known_cost
+from stages.train.step import PendingStep, StepMeter, StepResult, TrainStep
 
 COLLECTED = 50
 """Steps between two collections of reference cycles."""
@@ -71,13 +81,9 @@ class Training:
         self.monitor = AnomalyMonitor(config.anomalies, engine.total, restore)
         self.meter = StepMeter(engine, ctx.dist, progress, known_cost(engine, model))
         self.train_step = TrainStep(
-            engine=engine,
-            objective=config.objective(model),
-            feed=self.feed,
-            plan=plan,
-            monitor=self.monitor,
-            meter=self.meter,
-        )
+            engine=engine, objective=config.objective(model), feed=self.feed, plan=plan,
+            monitor=self.monitor, meter=self.meter,
+        )  # fmt: skip
         folder = ctx.run_dir / (f"profile-{ctx.training}" if ctx.training else "profile")
         self.profiler = Profiler(config.profile_steps, folder, engine, ctx.dist)
         texts = config.generate
@@ -85,14 +91,13 @@ class Training:
         self.reporter = Reporter(ctx, log_every=config.log_every, total_steps=self.feed.total_steps)
         self.saves = Saves(checkpoints=checkpoints, reporter=self.reporter, newest=progress.step)
         self.callbacks = Callbacks(self.reporter, self.saves, callback)
-        self.launched = LaunchedSteps(
-            progress=progress,
-            meter=self.meter,
-            monitor=self.monitor,
-            reporter=self.reporter,
-            callbacks=self.callbacks,
-            stragglers=StragglerWatch(ctx),
-        )
+        self.stragglers = StragglerWatch(ctx)
+        self.pending = deque[PendingStep]()
+        """Steps that were launched and not yet reported. While nothing needs the numbers of a step,
+        they are read after the launch of the next, on which the device works meanwhile: the same
+        step on every rank, so all decide alike."""
+        self.asked_to_stop = False
+        """Whether any rank was asked to stop, by the steps that were reported."""
         self.evaluated = "eval_loss" in progress.metrics
         """Whether the current weights have been evaluated."""
 
@@ -136,14 +141,14 @@ class Training:
 
     def _advance(self) -> None:
         """Run one step, then any evaluation, generation or save that is due."""
-        progress, launched = self.progress, self.launched
+        progress = self.progress
         number = progress.step + 1
         self.dist.heartbeat.beat(Phase.STEP, step=number)
         profiled = self.profiler.due(number)
         if profiled:
-            launched.report()  # so that the device does nothing else
+            self._report()  # so that the device does nothing else
         before = replace(progress)
-        with launched.reported_on_failure():
+        with self._reported_on_failure():
             result, profile = self.profiler.run(number, lambda: self.train_step(progress))
         if result.anomaly:
             self._recover(result)
@@ -151,13 +156,15 @@ class Training:
         self.evaluated = False
         stop = self.dist.stop.asked
         step = self.meter.launched_step(result, before, progress, profile, stop=stop)
-        launched.pending.append(step)
+        self.pending.append(step)
         collect_after(number)
-        with launched.reported_on_failure():
+        with self._reported_on_failure():
             self.saves.poll()
-            at_once = profiled or self.monitor.guard is not None or self._pause_due()
-        launched.report(but=0 if at_once else 1)
-        if launched.stop:
+            paused = self._is_last() or self._evaluation_due() or self._texts_due()
+            paused = paused or self.checkpoints.due(progress)
+            at_once = profiled or paused or self.monitor.guard is not None
+        self._report(but=0 if at_once else 1)
+        if self.asked_to_stop:
             self._stop()
         if self._evaluation_due():
             self._evaluate()
@@ -166,15 +173,10 @@ class Training:
         if self.checkpoints.due(progress):
             self._save()
 
-    def _pause_due(self) -> bool:
-        """Whether something comes between this step and the next."""
-        due = self._is_last() or self._evaluation_due() or self._texts_due()
-        return due or self.checkpoints.due(self.progress)
-
     def _begin(self) -> None:
-        """Check that training can start; run what is asked for before the first step, and what an
-        interrupted run missed."""
-        progress, config = self.progress, self.config
+        """Check that training can start; evaluate and generate what is asked for before the first
+        step, and what an interrupted run missed."""
+        progress, config, settings = self.progress, self.config, self.config.generate
         verify_packing(self.engine, self.data, self.feed.samples(progress.samples))
         self.callbacks.restore(progress.callbacks)
         self.callbacks.state()  # one that cannot be saved is found before anything is trained
@@ -186,39 +188,31 @@ class Training:
         else:
             for warning in self.train_step.plan.schedule_warnings(total):
                 self.ctx.log.warning("%s", warning)
-            self._make_up()
+            asked = bool(self.data.heldout) and config.eval_first
+            first = asked and not progress.step and not progress.best
+            trained = has_trained(progress)
+            evaluates = first or (trained and self._evaluation_due() and not self.evaluated)
+            at_first = settings is not None and settings.first and not progress.step
+            writes = (trained and self._texts_due()) or (at_first and progress.texts_step is None)
+            if evaluates:
+                self._evaluate()
+            if writes:
+                self._write_texts()
+            if (evaluates or writes) and self.checkpoints.due(progress):
+                self._save()
         if config.anomalies.rolls_back:
             self._save()  # so that there is a checkpoint to go back to
-
-    def _make_up(self) -> None:
-        """Run the initial evaluation and generation, and those that an interrupted run missed."""
-        progress, settings = self.progress, self.config.generate
-        asked = bool(self.data.heldout) and self.config.eval_first
-        first = asked and not progress.step and not progress.best
-        trained = has_trained(progress)
-        evaluates = first or (trained and self._evaluation_due() and not self.evaluated)
-        at_first = settings is not None and settings.first and not progress.step
-        writes = (trained and self._texts_due()) or (at_first and progress.texts_step is None)
-        if evaluates:
-            self._evaluate()
-        if writes:
-            self._write_texts()
-        if (evaluates or writes) and self.checkpoints.due(progress):
-            self._save()
 
     def _goes_on(self) -> bool:
         """Whether there is another step; reports the reason for an early end (collective)."""
         progress, total = self.progress, self.feed.total_steps(self.progress)
-        known, progress.stopped = progress.stopped, ""
-        if progress.step < total:
-            stopping = self.config.early_stopping
-            reason = reason_to_stop(progress, stopping) or self.callbacks.agree_to_end(self.dist)
-            if reason:  # decided again, as early_stopping may have been changed; an end that is
-                progress.stopped = known or reason  # confirmed keeps its first wording
-        if progress.stopped:
-            self.launched.report()
-            self.reporter.ended_early(progress.step, total, progress.stopped, again=bool(known))
-        return progress.step < total and not progress.stopped
+
+        def reason() -> str:
+            found = reason_to_stop(progress, self.config.early_stopping)
+            return found or self.callbacks.agree_to_end(self.dist)
+
+        ended = self.reporter.ends_early(progress, total, reason, self._report)
+        return progress.step < total and not ended
 
     def _is_last(self) -> bool:
         return self.progress.step == self.feed.total_steps(self.progress)
@@ -247,11 +241,45 @@ class Training:
             self.progress.texts_step = step
             self.reporter.generated(step, texts)
 
+    def _report(self, *, but: int = 0) -> None:
+        """Wait for the numbers of all steps but the newest `but`, and report them, each once and in
+        order (collective). Raises StageError for a step whose gradient is not finite."""
+        while len(self.pending) > but:
+            step, record = self._next()
+            self.callbacks.on_step(step.progress.step, step.progress, record)
+            seconds, data = record["step_seconds"], step.result.stats.seconds
+            if self.stragglers.look(step.progress.step, seconds=seconds, data=data):
+                self.meter.restart(self.progress)
+
+    @contextlib.contextmanager
+    def _reported_on_failure(self) -> Iterator[None]:
+        """Write the records of steps before it if the body raises, as other ranks may not come to
+        what is collective. Raises StageError for one whose gradient was not finite, in its place:
+        that explains the failure."""
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(RuntimeError):  # a peer or the device is lost
+                while self.pending:
+                    step, record = self._next()
+                    self.reporter.on_step(step.progress.step, step.progress, record)
+            raise
+
+    def _next(self) -> tuple[PendingStep, dict[str, float]]:
+        """The oldest pending step, and its record, whose loss becomes the progress's."""
+        step = self.pending.popleft()
+        self.monitor.require_finite(step.result.report, step.before, step.progress)
+        record = self.meter.record(step)
+        for progress in (self.progress, step.progress):
+            set_metric(progress, "loss", record["loss"])
+        self.asked_to_stop |= step.maxima().stop > 0
+        return step, record
+
     @contextlib.contextmanager
     def _paused(self, phase: Phase) -> Iterator[None]:
         """Report all pending steps, and exclude the body from the speed of training."""
         self.dist.heartbeat.beat(phase)
-        self.launched.report()
+        self._report()
         self.reporter.show()
         with collected_as_usual():
             yield
@@ -270,7 +298,7 @@ class Training:
             self.callbacks.on_evaluation(progress.step, progress, record)
 
     def _save(self) -> None:
-        self.launched.report()
+        self._report()
         self.progress.callbacks = self.callbacks.state()
         with self._paused(Phase.SAVE):
             self.saves.save(self.progress)

@@ -19,6 +19,7 @@ from pipeline import (
     WrittenCheckpoint,
 )
 from pipeline.utils import duration
+from stages.batches.feed import BatchStats
 
 QUIET_SECONDS = 30.0
 """Seconds of training after which the next step has a line, whatever `log_every` says."""
@@ -73,13 +74,25 @@ class Reporter(StepCallback):
             text = f"{sample['prompt']} -> {answer}"
             self._ctx.log.info("step %d  %s", step, text.replace("\n", " "))
 
-    def ended_early(self, step: int, total: int, reason: str, *, again: bool) -> None:
-        """Report why training ends before its last step; `again` if a run that had ended so is
-        resumed, whose record is there."""
+    def ends_early(
+        self, progress: Progress, total: int, reason: Callable[[], str],
+        before: Callable[[], object] = lambda: None,
+    ) -> bool:  # fmt: skip
+        """Whether training ends before its last step, for a `reason` that is not empty; reports it,
+        after calling `before` (collective). It is decided again after a resume, as the recipe may
+        have changed; an end that is confirmed keeps its first wording and its record."""
+        known, progress.stopped = progress.stopped, ""
+        if progress.step < total and (found := reason()):
+            progress.stopped = known or found
+        if not progress.stopped:
+            return False
+        before()
         self.show()
-        self._ctx.log.info("training ends early, at step %d of %d: %s", step, total, reason)
-        if not again:
-            self.write(step, {"ended_early": reason})
+        message = "training ends early, at step %d of %d: %s"
+        self._ctx.log.info(message, progress.step, total, progress.stopped)
+        if not known:
+            self.write(progress.step, {"ended_early": progress.stopped})
+        return True
 
     def nothing_left(self, step: int, total: int, shortfall: str) -> None:
         """Report that a resumed training has no step to take, with the new total for readers;
@@ -127,6 +140,33 @@ class Reporter(StepCallback):
         self._ctx.metrics.write_training({"step": step, **now, **record, **repeated})
 
 
+def step_record(
+    progress: Progress, batch: BatchStats, *, seconds: float, trained: tuple[int, int], ranks: int,
+    shares: int, loss: float, grad_norm: float, rates: Mapping[str, float], when: float,
+    applied: bool = True, loss_scale: float = 1.0,
+) -> dict[str, float]:  # fmt: skip
+    """The record of a step that took `seconds` and ended at `when`, with the statistics of its
+    batch on all ranks. The data are divided among `shares` of the ranks; `trained` are the target
+    tokens and samples of the time."""
+    targets, samples = trained
+    return {
+        "grad_norm": grad_norm,
+        **rates,
+        "tokens": progress.tokens,
+        "samples": progress.samples,
+        "applied": applied,
+        "loss_scale": loss_scale,
+        "time": when,
+        "step_seconds": seconds,
+        "target_tokens_per_second": targets / seconds,
+        "samples_per_second": samples / seconds,
+        "loss": loss,
+        "tokens_per_second": batch.tokens / seconds,
+        "tokens_per_second_per_rank": batch.tokens / seconds / ranks,
+        "data_wait_share": batch.seconds / seconds / shares,
+    }
+
+
 @dataclass(kw_only=True, eq=False)
 class Saves(StepCallback):
     """Checkpoints that training writes, each reported once when it is saved, and once when it is on
@@ -167,8 +207,7 @@ class Saves(StepCallback):
         return last
 
     def poll(self) -> None:
-        """Look after the save that is being written, after each step. Raises CheckpointError if it
-        failed."""
+        """Look after the save that is being written. Raises CheckpointError if it failed."""
         self._written += self.checkpoints.poll()
 
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:

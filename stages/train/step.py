@@ -1,12 +1,10 @@
-"""One optimizer step: taken, measured on the device, and reported when its numbers are known."""
+"""One optimizer step: taken, and measured on the device, with numbers that come later."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +12,6 @@ import torch.distributed
 from torch import Tensor
 
 from pipeline import (
-    Callbacks,
     DistContext,
     Engine,
     MicroBatch,
@@ -29,11 +26,8 @@ from pipeline.hardware import peak_beyond
 from pipeline.utils import HostCopy
 from stages.batches.feed import BatchStats, Feed
 from stages.train.anomalies import AnomalyMonitor
-from stages.train.evaluation import set_metric
-from stages.train.flops import Cost
-from stages.train.profiling import Profile
-from stages.train.report import Reporter
-from stages.train.stragglers import StragglerWatch
+from stages.train.report import step_record
+from stages.train.speed import Cost, Profile
 
 UNITS: Mapping[Unit, str] = {"targets": "target token", "rows": "row", "groups": "group of rows"}
 PEAKS = ("peak_memory_bytes", "peak_host_memory_bytes")
@@ -203,16 +197,12 @@ class StepMeter:
         on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         own = Maxima(on_gpu, peak_beyond() or 0, int(stop))
         pending = PendingStep(
-            before=before,
-            progress=replace(progress, metrics=dict(progress.metrics)),
-            result=result,
-            profile=profile,
-            time=time.time(),
-            began=self._since,
+            before=before, progress=replace(progress, metrics=dict(progress.metrics)),
+            result=result, profile=profile, time=time.time(), began=self._since,
             ended=Moment(device),
             trained=(progress.tokens - self._tokens, progress.samples - self._samples),
             maxima=ask_maxima(own, self.dist.world_size),
-        )
+        )  # fmt: skip
         self._since, self._tokens, self._samples = pending.ended, progress.tokens, progress.samples
         return pending
 
@@ -220,29 +210,17 @@ class StepMeter:
         """The record of a step. The host waits until the device has taken it."""
         result, profile, progress = pending.result, pending.profile, pending.progress
         seconds = pending.ended.since(pending.began) if profile is None else profile.seconds
-        targets, samples = pending.trained
         ranks, shares = self.dist.world_size, self._engine.data_axis.count
         loss, *sums = result.sums.read()
         named = len(sums) - len(result.metrics)
         total = BatchStats(*sums[:named])
         gpu, host, _ = pending.maxima()
-        record = {
-            "grad_norm": float(result.report.grad_norm),
-            **result.rates,
-            "tokens": progress.tokens,
-            "samples": progress.samples,
-            "applied": result.report.applied,
-            "loss_scale": result.report.loss_scale,
-            "time": pending.time,
-            "step_seconds": seconds,
-            "target_tokens_per_second": targets / seconds,
-            "samples_per_second": samples / seconds,
-            "loss": loss,
-            "tokens_per_second": total.tokens / seconds,
-            "tokens_per_second_per_rank": total.tokens / seconds / ranks,
-            "data_wait_share": total.seconds / seconds / shares,
-            **{name: size for name, size in zip(PEAKS, (gpu, host), strict=True) if size},
-        }
+        record = step_record(
+            progress, total, seconds=seconds, trained=pending.trained, ranks=ranks, shares=shares,
+            loss=loss, grad_norm=float(result.report.grad_norm), rates=result.rates,
+            when=pending.time, applied=result.report.applied, loss_scale=result.report.loss_scale,
+        )  # fmt: skip
+        record |= {name: size for name, size in zip(PEAKS, (gpu, host), strict=True) if size}
         if self._cost is not None:
             spent = seconds * ranks
             record["mfu"] = self._cost.utilisation(total.tokens, total.squares, spent)
@@ -271,57 +249,3 @@ def ask_maxima(own: Maxima, ranks: int) -> Callable[[], Maxima]:
         return Maxima(*found.tolist())
 
     return read
-
-
-@dataclass(kw_only=True, eq=False)
-class LaunchedSteps:
-    """Reports each step once, in order: to the progress, the callbacks, the watch of the ranks.
-
-    While nothing needs the numbers of a step, they are read after the launch of the next, on which
-    the device works meanwhile. That is the same step on every rank, so all decide alike."""
-
-    progress: Progress
-    meter: StepMeter
-    monitor: AnomalyMonitor
-    reporter: Reporter
-    callbacks: Callbacks
-    """The reporter among them."""
-    stragglers: StragglerWatch
-    stop: bool = field(default=False, init=False)
-    """Whether any rank was asked to stop, by the steps that were reported."""
-    pending: deque[PendingStep] = field(default_factory=deque, init=False)
-    """Steps that were launched and not yet reported."""
-
-    def report(self, *, but: int = 0) -> None:
-        """Wait for the numbers of all steps but the newest `but`, and report them (collective).
-        Raises StageError for a step whose gradient is not finite."""
-        while len(self.pending) > but:
-            step, record = self._next()
-            self.callbacks.on_step(step.progress.step, step.progress, record)
-            seconds, data = record["step_seconds"], step.result.stats.seconds
-            if self.stragglers.look(step.progress.step, seconds=seconds, data=data):
-                self.meter.restart(self.progress)
-
-    @contextlib.contextmanager
-    def reported_on_failure(self) -> Iterator[None]:
-        """Write the records of steps before it if the body raises, as other ranks may not come to
-        what is collective. Raises StageError for one whose gradient was not finite, in its place:
-        that explains the failure."""
-        try:
-            yield
-        except Exception:
-            with contextlib.suppress(RuntimeError):  # a peer or the device is lost
-                while self.pending:
-                    step, record = self._next()
-                    self.reporter.on_step(step.progress.step, step.progress, record)
-            raise
-
-    def _next(self) -> tuple[PendingStep, dict[str, float]]:
-        """The oldest step, and its record, whose loss becomes the progress's."""
-        step = self.pending.popleft()
-        self.monitor.require_finite(step.result.report, step.before, step.progress)
-        record = self.meter.record(step)
-        for progress in (self.progress, step.progress):
-            set_metric(progress, "loss", record["loss"])
-        self.stop |= step.maxima().stop > 0
-        return step, record

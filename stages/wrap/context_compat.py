@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from pipeline import StageError
 from stages.model.rotary_compat import document_angles, document_lengths
-from stages.objectives.documents_compat import flash_documents
+from stages.objectives.compat import flash_documents
 from stages.wrap.axes import Axes, context_group
 from stages.wrap.types_compat import refuse_type
 

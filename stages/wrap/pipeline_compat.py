@@ -22,8 +22,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pipeline import DistContext, LossParts, Measure, MicroBatch, Scorer
 from stages.batches.layout import equal_shapes
-from stages.objectives.documents_compat import flash_documents, known_documents
-from stages.objectives.judge import StepSums, measured
+from stages.objectives.compat import flash_documents, known_documents
+from stages.objectives.cross_entropy import StepSums, measured
 from stages.wrap.axes import SEVERAL_STAGES, Axes, PipelineParallel, least_microbatches
 from stages.wrap.pipeline_split import StageInput
 from stages.wrap.torch_compat import sum_in_reduce_dtype

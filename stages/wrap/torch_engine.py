@@ -41,8 +41,8 @@ from pipeline.checkpoint import Tile
 from pipeline.utils import HostCopy, local_part
 from stages.batches.layout import padded, sequence_slice
 from stages.model.rotary_compat import depends_on_length, with_positions
-from stages.objectives.documents_compat import known_documents
-from stages.objectives.judge import StepSums, measured
+from stages.objectives.compat import known_documents
+from stages.objectives.cross_entropy import StepSums, measured
 from stages.wrap.axes import Axes
 from stages.wrap.build import dtype_names, installed_casts, named_parameters, parameter_count
 from stages.wrap.optimizer_state import (

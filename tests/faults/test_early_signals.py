@@ -76,7 +76,7 @@ def test_a_run_that_is_stopped_while_it_is_imported_ends_as_stopped(early: Pipe)
         assert "Traceback" not in outcome.stderr
 
 
-MODULES = ("pipeline", "click", "pipeline.cli", "pipeline.view.terminal_activity")
+MODULES = ("pipeline", "click", "pipeline.cli", "pipeline.utils.activities")
 
 
 @pytest.mark.parametrize(

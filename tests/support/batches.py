@@ -11,9 +11,8 @@ from torch import Tensor
 from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.objective import Objective
-from stages.objectives.cross_entropy import CrossEntropy, RowLoss
-from stages.objectives.documents_compat import flash_documents
-from stages.objectives.judge import judged
+from stages.objectives.compat import flash_documents
+from stages.objectives.cross_entropy import CrossEntropy, RowLoss, judged
 from stages.objectives.scoring import ModelScorer
 
 

@@ -43,7 +43,7 @@ from pipeline import (
     torch_dtype,
 )
 from pipeline.utils import replace_text, with_values
-from stages.objectives.judge import StepSums
+from stages.objectives.cross_entropy import StepSums
 from stages.wrap.axes import Axes, parameter_mesh, required, warn_of_slow_groups
 from stages.wrap.build import (
     build_empty,

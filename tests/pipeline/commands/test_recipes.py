@@ -120,7 +120,7 @@ def test_from_a_wheel(tmp_path: Path) -> None:
     made = pipe("new-stage", "optimizer.mine")
     assert made.returncode == 0, made.stderr
     assert Path("pipetrain-optimizer-mine/pyproject.toml").is_file()
-    for folder in ("pipeline/view/report/assets", "pipeline/launch/targets/templates"):
+    for folder in ("pipeline/view/assets", "pipeline/launch/targets/templates"):
         assert {file.name for file in (target / folder).iterdir()} == {
             file.name for file in (ROOT / folder).iterdir()
         }

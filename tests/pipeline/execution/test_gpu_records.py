@@ -14,9 +14,9 @@ from pipeline.execution import gpu_records
 from pipeline.execution.gpu_records import READINGS, HardwareRecord, hardware_records
 from pipeline.hardware.telemetry import GpuReading, Telemetry
 from pipeline.testing import plan_view
-from pipeline.view.display import Display
-from pipeline.view.report.run_report import gpu_plots, gpu_rows, run_page
 from pipeline.view.run import History
+from pipeline.view.run_report import gpu_plots, gpu_rows, run_page
+from pipeline.view.screen import Display
 from tests.pipeline.view.folders import add, made, step
 from tests.support.nvml import NvmlError, library
 

@@ -14,7 +14,7 @@ import torch
 from pipeline.errors import RunFailed
 from pipeline.execution import failures
 from pipeline.hardware import memory_history, write_snapshot
-from stages.train.profiling import Profiler
+from stages.train.speed import Profiler
 
 SNAPSHOT = {
     "segments": [{"address": 7, "total_size": 2 << 20, "blocks": [{"size": 512, "state": "a"}]}],

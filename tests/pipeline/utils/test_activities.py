@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli import CommandActivities
 from pipeline.execution.rank_logging import ACTIVITY_FILE, ActivityRecord
 from pipeline.utils import activities
 from pipeline.utils.activities import BYTES, Activity, activity, show_in
-from pipeline.view.terminal_activity import CommandActivities
 
 
 @pytest.fixture

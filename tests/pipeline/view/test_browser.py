@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.view.report.compare import comparison_page, write_folder_report
-from pipeline.view.report.run_report import run_page
+from pipeline.view.compare import comparison_page, write_folder_report
 from pipeline.view.run import History
+from pipeline.view.run_report import run_page
 from tests.pipeline.conftest import TinyRun
 from tests.pipeline.view.folders import EVENTS, drawn, evaluation, made, step
 

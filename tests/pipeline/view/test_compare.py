@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.execution.rundir import locked
-from pipeline.view.report import compare
+from pipeline.view import compare
 from pipeline.view.run import History
 from tests.pipeline.view.folders import EVENTS, METRICS, RECIPE, TRAINING, drawn, made, step
 from tests.pipeline.view.test_run_report import Tags

@@ -14,12 +14,12 @@ from rich.console import Console
 from pipeline.execution.rundir import locked
 from pipeline.hardware.telemetry import GpuReading
 from pipeline.utils.files import replace_text
-from pipeline.view.live import ASCII, UNICODE, Header, drawing
+from pipeline.view.live import ASCII, UNICODE, drawing
 from pipeline.view.run import Run
 from tests.pipeline.view.folders import SLOTS, STARTED, TRAINING, add, evaluation, made, step
 
 GIB = 1 << 30
-HEADER = Header(name="made", where="wrap.ddp, 2 processes, cpu")
+HEADER = {"name": "made", "where": "wrap.ddp, 2 processes, cpu"}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def text(
     *,
     width: int = 80,
     under_way: bool = False,
-    header: Header = HEADER,
+    header: Mapping[str, str] = HEADER,
     slots: Mapping[str, str] = SLOTS,
     marks: Mapping[str, str] = UNICODE,
 ) -> list[str]:
@@ -42,7 +42,7 @@ def text(
     console = Console(file=out, width=width, color_system=None)
     with locked(folder) if under_way else contextlib.nullcontext():
         run.look()
-        console.print(drawing(header, run, gpus, width=width, marks=marks))
+        console.print(drawing(run, gpus, **header, width=width, marks=marks))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -71,7 +71,7 @@ def test_texts_of_a_folder_cannot_command_the_terminal(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", STARTED)
     activity = {"name": "a\x1b[2J", "done": 2, "total": 0, "unit": "\x1b]0;b\x07", "seconds": 1}
     replace_text(folder / "activity.json", json.dumps(activity))
-    header = Header(name="made\x1b[1m", where="\x1b[2Jcpu")
+    header = {"name": "made\x1b[1m", "where": "\x1b[2Jcpu"}
     lines = text(folder, under_way=True, header=header, slots={"model\x9b": "model.hf"})
     assert lines[1].split() == ["made", "\\u001b[2Jcpu", "1:05"]
     assert lines[2:] == ["· model\\u009b", "a\\u001b[2J  2 \\u001b]0;b\\u0007"]

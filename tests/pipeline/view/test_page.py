@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.view.report.page import MOST_POINTS, curve
+from pipeline.view.page import MOST_POINTS, curve
 
 
 @given(

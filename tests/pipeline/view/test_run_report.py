@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.view.report.compare import comparison_page
-from pipeline.view.report.run_report import memory, run_page, timeline, write_report
+from pipeline.view.compare import comparison_page
 from pipeline.view.run import History
+from pipeline.view.run_report import memory, run_page, timeline, write_report
 from tests.pipeline.view.folders import (
     EVENTS,
     METRICS,

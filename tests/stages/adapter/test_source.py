@@ -22,7 +22,7 @@ from stages.adapter.source import row_blocks
 from stages.export.safetensors import ExportAdapter, ExportSafetensors
 from stages.model.hf import ActivationCheckpointing, Fp8, HfModel
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.resuming import lineage, require_same_lineage
+from stages.train.checks import lineage, require_same_lineage
 from stages.weights.views import MemoryReader
 from tests.support.adapters import adapted, base_of, logits, module_with, saved_by_peft, trained
 from tests.support.models import context

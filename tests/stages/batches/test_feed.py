@@ -18,7 +18,7 @@ from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.sample_order import SampleOrder
 from pipeline.contracts.training import Progress
 from stages.batches.feed import Feed, microbatch_ranges
-from stages.batches.settings import BatchPlan
+from stages.fields import BatchPlan
 from tests.support.runs import ToySamples, toy_data
 from tests.support.tier import examples
 

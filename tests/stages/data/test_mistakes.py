@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from markupsafe import escape
 
 from pipeline import BadRows, Context, DataError, cli
-from pipeline.view.report.run_report import timeline
 from pipeline.view.run import History
+from pipeline.view.run_report import timeline
 from stages.data import mistakes
 from stages.data.mistakes import kind_of
 from stages.data.stages import ChatSource, StreamData, TextData

@@ -29,8 +29,8 @@ from stages.model.rotary_compat import (
     with_positions,
 )
 from stages.model.source import open_source
-from stages.objectives.documents_compat import known_documents
-from stages.train.verify_packing import verify_packing
+from stages.objectives.compat import known_documents
+from stages.train.checks import verify_packing
 from tests.support.batches import logits_of, micro_batch
 from tests.support.every_family import every, small
 from tests.support.models import context, filled, random_source, tiny_llama_config

@@ -26,8 +26,8 @@ from pipeline.utils.tensors import without_values
 from stages.batches.layout import collate
 from stages.model.block_changes import checkpoint_blocks
 from stages.model.hf import ActivationCheckpointing, HfModel
+from stages.objectives.compat import known_documents
 from stages.objectives.cross_entropy import CrossEntropy
-from stages.objectives.documents_compat import known_documents
 from stages.objectives.scoring import ModelScorer, ReplacedHead, RouterLoss
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy

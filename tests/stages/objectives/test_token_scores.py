@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from pipeline.distributed.process_group import DistContext
 from stages.collectives import sum_gradients
 from stages.objectives.chunked import chunked_scores
-from stages.objectives.token_scores import ScoreColumns, whole_vocabulary
-from stages.objectives.vocabulary import VocabularyShard
-from tests.stages.objectives.test_vocabulary import (
+from stages.objectives.logits import ScoreColumns, VocabularyShard, whole_vocabulary
+from tests.stages.objectives.test_logits import (
     CHUNKS,
     EXCLUDING,
     TOKENS,

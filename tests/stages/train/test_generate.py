@@ -26,7 +26,7 @@ from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.generate import NextToken, TextGenerator
+from stages.train.evaluation import NextToken, TextGenerator
 from stages.train.settings import EarlyStopping, Generation
 from tests.support.batches import micro_batch
 from tests.support.processes import run_ranks

@@ -13,7 +13,7 @@ from pipeline.distributed.process_group import DistContext
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.profiling import STEP, WAIT, Breakdown, breakdown
+from stages.train.speed import STEP, WAIT, Breakdown, breakdown
 from stages.train.step import PEAKS
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data

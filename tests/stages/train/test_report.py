@@ -23,9 +23,8 @@ from pipeline.hardware import host
 from stages.batches.feed import BatchStats
 from stages.train import report
 from stages.train.evaluation import record_evaluation, set_metric
-from stages.train.flops import Cost
-from stages.train.profiling import Breakdown, Profile
 from stages.train.report import Reporter, Saves
+from stages.train.speed import Breakdown, Cost, Profile
 from stages.train.step import StepMeter, StepResult
 from tests.support.runs import context
 

@@ -21,8 +21,8 @@ from stages.objectives.cross_entropy import CrossEntropy
 from stages.optimizer.adamw import AdamW
 from stages.train.anomalies import AnomalyMonitor
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.flops import Cost
 from stages.train.settings import Anomalies
+from stages.train.speed import Cost
 from stages.train.step import StepMeter, StepResult, TrainStep
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data

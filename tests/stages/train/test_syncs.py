@@ -15,7 +15,7 @@ from pipeline.contracts.objective import LossParts, Scores
 from pipeline.distributed.process_group import DistContext
 from stages.adapter.lora import Lora
 from stages.batches.feed import Feed
-from stages.batches.settings import BatchPlan
+from stages.fields import BatchPlan
 from stages.model.hf import ActivationCheckpointing, HfModel
 from stages.objectives.cross_entropy import CrossEntropy
 from stages.optimizer.adamw import AdamW

@@ -19,8 +19,7 @@ from pipeline.contracts.objective import Scores
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision
 from pipeline.distributed.process_group import DistContext
-from stages.objectives.cross_entropy import CrossEntropy, RowLoss
-from stages.objectives.judge import StepSums
+from stages.objectives.cross_entropy import CrossEntropy, RowLoss, StepSums
 from stages.optimizer import Lion
 from stages.optimizer.adamw import AdamW
 from stages.wrap.axes import Axes

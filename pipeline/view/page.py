@@ -155,23 +155,16 @@ def value_text(value: Any) -> str:
 def render(template: str, plots: Sequence[Plot], **facts: Any) -> str:
     """Return a page. All facts are escaped, so that a run can say whatever it likes."""
     environment = Environment(
-        loader=FileSystemLoader(ASSETS),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     environment.filters |= {"clock": clock, "duration": duration, "text": value_text}
     data = json.dumps([plot.record() for plot in plots], allow_nan=False, separators=(",", ":"))
     return environment.get_template(template).render(
-        plots=plots,
-        plots_json=Markup(data.replace("<", "\\u003c")),
-        style=_asset("uPlot.min.css") + _asset("page.css"),
-        library=_asset("uPlot.iife.min.js"),
-        script=_asset("page.js"),
-        version=versions().get("pipetrain", ""),
-        **facts,
-    )
+        plots=plots, plots_json=Markup(data.replace("<", "\\u003c")),
+        style=_asset("uPlot.min.css") + _asset("page.css"), library=_asset("uPlot.iife.min.js"),
+        script=_asset("page.js"), version=versions().get("pipetrain", ""), **facts,
+    )  # fmt: skip
 
 
 def _asset(name: str) -> Markup:

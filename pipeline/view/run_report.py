@@ -15,13 +15,11 @@ from typing import Any
 from pipeline.contracts.metrics import kind_of, record_training
 from pipeline.execution import rundir
 from pipeline.execution.gpu_records import hardware_records
-from pipeline.execution.run_state import Training
 from pipeline.recipe.nodes import leaves
 from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import count, duration, gib, human, number, percent, plural
-from pipeline.view.ending import REPORT, prompts
-from pipeline.view.report.page import (
+from pipeline.view.page import (
     FIELDS,
     MOST_POINTS,
     Curve,
@@ -33,7 +31,7 @@ from pipeline.view.report.page import (
     render,
     value_text,
 )
-from pipeline.view.run import PLANNED, History, json_in
+from pipeline.view.run import PLANNED, REPORT, History, json_in, prompts
 
 MOST_EVENTS = 200
 MOST_ROWS = 400
@@ -89,22 +87,17 @@ def run_page(history: History) -> str:
 def report_plots(history: History, gpus: Records) -> Iterator[Plot]:
     """Yield the curves of each training, and of the GPUs over its steps."""
     for training in history.trainings:
-        readings = [one for one in gpus if record_training(one) == training.slot]
-        for plot in (*_training_plots(training), *gpu_plots(readings)):
-            yield replace(plot, title=training.named(plot.title))
-
-
-def _training_plots(training: Training) -> Iterator[Plot]:
-    steps, evaluations = training.steps, training.evaluations
-    if steps:
-        curves = [curve(steps, "loss", label="training")]
-        if evaluations:
-            curves.append(curve(evaluations, "eval_loss", label="held out", dots=True))
-        yield Plot(title="Loss", unit="nats per token", curves=curves)
-    yield from plots([("", training.records)], training.measured)
-    for plot in plots([("", steps)], [name for name in FIELDS if not name.endswith("loss")]):
-        if any(plot.curves[0].mean):
-            yield plot
+        steps, found = training.steps, list[Plot]()
+        if steps:
+            curves = [curve(steps, "loss", label="training")]
+            if evaluations := training.evaluations:
+                curves.append(curve(evaluations, "eval_loss", label="held out", dots=True))
+            found.append(Plot(title="Loss", unit="nats per token", curves=curves))
+        found += plots([("", training.records)], training.measured)
+        others = plots([("", steps)], [name for name in FIELDS if not name.endswith("loss")])
+        found += (plot for plot in others if any(plot.curves[0].mean))
+        found += gpu_plots([one for one in gpus if record_training(one) == training.slot])
+        yield from (replace(plot, title=training.named(plot.title)) for plot in found)
 
 
 def gpu_plots(records: Records) -> Iterator[Plot]:
@@ -157,37 +150,32 @@ def summary(history: History) -> Iterator[tuple[str, str, str]]:
     """Yield the most important numbers of each training, and the run's time: label, value, and what
     it is compared with, or a mean of."""
     for training in history.trainings:
-        for label, value, note in _numbers(training):
-            yield training.named(label), value, note
+        named, steps, speed = training.named, training.steps, training.speed
+        found, best = training.evaluations, training.best
+        if steps:
+            first, last = steps[0], steps[-1]
+            total = last.get("total_steps")
+            yield named("steps"), f"{last['step']}" + (f" of {total}" if total else ""), ""
+            note = f"{number(first['loss'])} at step {first['step']}"
+            yield named("training loss"), number(last["loss"]), note
+        if found:  # the last loss next to the first and the best
+            first, last = found[0], found[-1]
+            note = f"at step {last['step']}"
+            if first["step"] != last["step"]:
+                note = f"{number(first['eval_loss'])} at step {first['step']}"
+                if best is not None and best["step"] not in (first["step"], last["step"]):
+                    note += f", best {number(best['eval_loss'])} at step {best['step']}"
+            yield named("held-out loss"), number(last["eval_loss"]), note
+        rate, used = speed.mean("tokens_per_second"), speed.mean("mfu")
+        mean = f"mean of {plural(speed.steps, 'step')}"
+        if rate is not None:
+            yield named("tokens/s"), count(rate), mean
+        if used is not None:
+            yield named("MFU"), percent(used), mean
+        if steps and steps[-1].get("tokens") is not None:
+            yield named("target tokens"), count(steps[-1]["tokens"]), ""
     starts = len(history.starts)
     yield "time", duration(history.busy_seconds), "" if starts < 2 else f"{starts} starts"
-
-
-def _numbers(training: Training) -> Iterator[tuple[str, str, str]]:
-    steps, found, best = training.steps, training.evaluations, training.best
-    if steps:
-        first, last = steps[0], steps[-1]
-        total = last.get("total_steps")
-        yield "steps", f"{last['step']}" + (f" of {total}" if total else ""), ""
-        note = f"{number(first['loss'])} at step {first['step']}"
-        yield "training loss", number(last["loss"]), note
-    if found:  # the last loss next to the first and the best
-        first, last = found[0], found[-1]
-        note = f"at step {last['step']}"
-        if first["step"] != last["step"]:
-            note = f"{number(first['eval_loss'])} at step {first['step']}"
-            if best is not None and best["step"] not in (first["step"], last["step"]):
-                note += f", best {number(best['eval_loss'])} at step {best['step']}"
-        yield "held-out loss", number(last["eval_loss"]), note
-    speed = training.speed
-    rate, used = speed.mean("tokens_per_second"), speed.mean("mfu")
-    mean = f"mean of {plural(speed.steps, 'step')}"
-    if rate is not None:
-        yield "tokens/s", count(rate), mean
-    if used is not None:
-        yield "MFU", percent(used), mean
-    if steps and steps[-1].get("tokens") is not None:
-        yield "target tokens", count(steps[-1]["tokens"]), ""
 
 
 def memory(history: History, plan: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:

@@ -18,9 +18,8 @@ from pipeline.recipe.nodes import leaves
 from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import align, count, duration, human, number, percent
-from pipeline.view.ending import REPORT
-from pipeline.view.report.page import Plot, clock, plots, render, value_text
-from pipeline.view.run import History, slots_that_train
+from pipeline.view.page import Plot, clock, plots, render, value_text
+from pipeline.view.run import REPORT, History, slots_that_train
 
 MOST_DRAWN = 12
 """Newest runs whose curves are drawn."""
@@ -77,8 +76,7 @@ def results(histories: Sequence[History]) -> list[Row]:
 
 
 def _trainings(histories: Sequence[History]) -> list[list[Training]]:
-    """Return each run's trainings; if one has several, all are labelled by their slots, by which
-    they are compared."""
+    """Each run's trainings, with their slots as labels if a run has several."""
     found = [history.trainings for history in histories]
     if max(map(len, found)) == 1:
         return found
@@ -144,12 +142,9 @@ def _differences(found: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 
 def lines(
-    names: Sequence[str],
-    *,
-    recipes: Sequence[Row],
-    environments: Sequence[Row],
+    names: Sequence[str], *, recipes: Sequence[Row], environments: Sequence[Row],
     results: Sequence[Row],
-) -> Iterator[str]:
+) -> Iterator[str]:  # fmt: skip
     """Yield a comparison as text: what differs, the results that differ with the best of each row
     marked, and what is equal in one line."""
     for title, head, rows in (
@@ -170,31 +165,23 @@ def lines(
 
 def comparison_page(histories: Sequence[History]) -> str:
     """Return the comparison as one HTML page: differences, results, curves, and what is equal."""
-    rows = results(histories)
-    return render(
-        "compare.html.j2",
-        list(_plots(histories)),
-        title=" and ".join(history.name for history in histories),
-        names=[history.name for history in histories],
-        results=[row for row in rows if not row.equal],
-        equal=[row for row in rows if row.equal],
-        recipes=recipe_differences(histories),
-        environments=environment_differences(histories),
-    )
-
-
-def _plots(histories: Sequence[History]) -> Iterator[Plot]:
-    """Yield the curves of all runs, training by training."""
-    groups: dict[str, list[tuple[str, Training]]] = {}
+    rows, drawn = results(histories), list[Plot]()
+    by_label: dict[str, list[tuple[str, Training]]] = {}
     for history, trainings in zip(histories, _trainings(histories), strict=True):
         for training in trainings:
-            groups.setdefault(training.label, []).append((history.name, training))
-    for found in groups.values():
+            by_label.setdefault(training.label, []).append((history.name, training))
+    for found in by_label.values():
         runs = [(name, training.records) for name, training in found]
         own = (name for _, records in runs for one in records for name, _ in measured(one))
         speeds = ("grad_norm", "tokens_per_second", "mfu")
-        for plot in plots(runs, ["loss", "eval_loss", *dict.fromkeys(own), *speeds]):
-            yield replace(plot, title=found[0][1].named(plot.title))
+        curves = plots(runs, ["loss", "eval_loss", *dict.fromkeys(own), *speeds])
+        drawn += (replace(plot, title=found[0][1].named(plot.title)) for plot in curves)
+    return render(
+        "compare.html.j2", drawn, title=" and ".join(history.name for history in histories),
+        names=[history.name for history in histories],
+        results=[row for row in rows if not row.equal], equal=[row for row in rows if row.equal],
+        recipes=recipe_differences(histories), environments=environment_differences(histories),
+    )  # fmt: skip
 
 
 def holds_runs(folder: Path) -> bool:
@@ -203,8 +190,7 @@ def holds_runs(folder: Path) -> bool:
 
 
 def write_folder_report(folder: Path, to: Path | None = None) -> Path:
-    """Write the report of all runs in a folder that holds runs, and return its path. Raises
-    OSError."""
+    """Write the report of a folder of runs, and return its path. Raises OSError."""
     path = to or folder / REPORT
     found = runs_in(folder)
     rows = [_row(*run, path.resolve().parent) for run in found]
@@ -214,14 +200,11 @@ def write_folder_report(folder: Path, to: Path | None = None) -> Path:
     runs = [(shown(f"{name} {one.label}".strip()), one.records) for name, one in newest]
     curves = plots(runs, ["eval_loss", "loss", "tokens_per_second"], most=MOST_POINTS)
     page = render(
-        "runs.html.j2",
-        [replace(one, curves=[c for c in one.curves if c.steps]) for one in curves],
-        title=f"runs in {folder.resolve().name}",
-        rows=rows,
+        "runs.html.j2", [replace(one, curves=[c for c in one.curves if c.steps]) for one in curves],
+        title=f"runs in {folder.resolve().name}", rows=rows,
         states=list(Counter(row["state"] for row in rows).items()),
-        drawn=len(drawn) if len(drawn) < len(found) else 0,
-        written=clock(time.time(), STARTED),
-    )
+        drawn=len(drawn) if len(drawn) < len(found) else 0, written=clock(time.time(), STARTED),
+    )  # fmt: skip
     replace_text(path, page)
     return path
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.contracts.objective import LossParts, ScoreRequest, Scores
 from pipeline.errors import StageError
-from stages.objectives.judge import StepSums
+from stages.objectives.cross_entropy import StepSums
 from tests.support.batches import micro_batch
 
 

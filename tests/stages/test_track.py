@@ -15,11 +15,7 @@ import pytest
 from pipeline.testing import problems
 from pipeline.track import Outcome, RunFacts, TrackerStage
 from pipeline.utils.terminal import hide
-from stages.track.mlflow import TrackMlflow
-from stages.track.sqlite import TrackSqlite
-from stages.track.tensorboard import TrackTensorboard
-from stages.track.trackio import TrackTrackio
-from stages.track.wandb import TrackWandb
+from stages.track import TrackMlflow, TrackSqlite, TrackTensorboard, TrackTrackio, TrackWandb
 
 LOSSES = {1: 3.5, 2: 3.25, 3: 3.0, 4: 2.75}
 

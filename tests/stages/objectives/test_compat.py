@@ -1,8 +1,10 @@
-"""Attention is told of packed documents by what the host knows, or else by the device."""
+"""Compiled functions and blocks, and what attention is told of packed documents."""
 
 from __future__ import annotations
 
 import itertools
+import logging
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +13,78 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.utils import counters
 from transformers import masking_utils
 from transformers import modeling_flash_attention_utils as flash
 
 from pipeline import MicroBatch
 from stages.batches.layout import pad, sequence_slice
-from stages.objectives.documents_compat import flash_documents, has_several, known_documents
+from stages.objectives import compat
+from stages.objectives.compat import (
+    CompiledBlocks,
+    compiled,
+    flash_documents,
+    has_several,
+    known_documents,
+)
 from tests.support.batches import micro_batch
 from tests.support.syncs import Syncs
+
+
+@pytest.fixture(autouse=True)
+def _few_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(compat, "GRAPHS", 2)
+    monkeypatch.setattr(logging.getLogger("pipe"), "propagate", True)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        yield
+    torch._dynamo.reset()
+
+
+def doubled(values: torch.Tensor) -> torch.Tensor:
+    return values * 2
+
+
+def test_a_function_that_torch_gives_up_on_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    for backend in ("eager", "eager"):  # installed twice, told once
+        function = compiled(doubled, backend=backend, dynamic=False)
+    for length in range(2, 8):
+        assert torch.equal(function(torch.ones(length)), torch.full((length,), 2.0))
+    told = [record.getMessage() for record in caplog.records if record.name == "pipe"]
+    assert len(told) == 1
+    assert told[0].startswith("torch has compiled doubled 2 times, and computes what is new")
+
+
+def broken(values: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break(msg="a hook")
+    return values * 2
+
+
+@pytest.mark.parametrize(("block", "words"), [(doubled, 0), (broken, 1)])
+def test_blocks_in_pieces_are_told_once(
+    block: Callable[..., torch.Tensor], words: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = CompiledBlocks(finds_lengths=True)
+    for _ in range(2):
+        shared.forward(block, backend="eager")(torch.ones(2, 3))
+    told = [record.getMessage() for record in caplog.records if record.name == "pipe"]
+    assert len(told) == words
+    assert all("a hook" in message for message in told)
+
+
+def test_tensors_may_be_named() -> None:
+    block = CompiledBlocks(finds_lengths=True).forward(doubled, backend="eager")
+    for length in (2, 5, 4):
+        assert block(values=torch.ones(2, length)).shape == (2, length)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_higher_limit_is_not_lowered() -> None:
+    with torch._dynamo.config.patch(recompile_limit=1000):
+        compiled(doubled, backend="eager")
+        assert torch._dynamo.config.recompile_limit == 1000
+
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
 LENGTHS = [[3, 2], [1, 4]]

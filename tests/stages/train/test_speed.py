@@ -1,19 +1,22 @@
-"""Model FLOPs utilisation: the formula on known shapes, and cases without a value."""
+"""Utilisation of accelerators, and ranks that hold up the others."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipeline.contracts.engine import EngineState
+from pipeline.contracts.metrics import OWN, Metrics, records
 from pipeline.distributed.process_group import DistContext
 from pipeline.hardware.gpus import find_accelerator
 from stages.adapter.lora import Lora
 from stages.model.declared import outline
 from stages.model.hf import HfModel
-from stages.train.flops import Cost, known_cost, known_peak
+from stages.train import speed
+from stages.train.speed import Cost, Figures, StragglerWatch, known_cost, known_peak
 from tests.support.models import context
 from tests.support.processes import run_ranks
 from tests.support.runs import context as rank_context
@@ -116,3 +119,47 @@ def test_a_cpu_has_no_peak_and_shards_tell_the_whole_models_cost(
     rest = 101 * 24 + 24
     for told in run_ranks(told_on_cpu, 2, str(tmp_path)):
         assert told == [None, 6.0 * (2 * block + rest) + 4.0 * block, 12.0 * 3 * 24]
+
+
+def named(*figures: Figures) -> list[tuple[int, float, str]]:
+    return [(rank, round(share, 3), why) for rank, share, why in speed.stragglers(figures)]
+
+
+def test_a_wait_for_data() -> None:
+    calm, late = Figures(1.0, 0.02, 0.003), Figures(1.0, 0.4, 0.003)
+    assert named(calm, late, calm) == [(1, 0.38, "it waits 0.4 s for data, the others 0.02 s")]
+    assert named(calm, Figures(1.0, 0.1, 0.003), calm) == []  # too small a share
+    assert named(late, late, late) == []  # all wait alike
+
+
+def test_slow_arithmetic() -> None:
+    calm, slow = Figures(1.0, 0.0, 0.003), Figures(1.0, 0.0, 0.006)
+    assert named(calm, calm, slow, calm) == [
+        (2, 0.5, "it takes 2.0 times as long for the same arithmetic")
+    ]
+    assert named(calm, Figures(1.0, 0.0, 0.004)) == []
+    assert named(slow) == []
+
+
+def _train(dist: DistContext, folder: str) -> list[dict[str, Any]]:
+    ctx = rank_context(dist, folder)
+    ctx.metrics = Metrics(ctx.run_dir / "metrics.jsonl" if dist.is_main else None)
+    watch, looked = StragglerWatch(ctx), []
+    for step in range(1, 2 * speed.EVERY + 1):
+        began = time.perf_counter()
+        time.sleep(0.01 * dist.rank)
+        data = time.perf_counter() - began
+        dist.barrier()
+        if watch.look(step, seconds=time.perf_counter() - began, data=data):
+            looked.append(step)
+    assert looked == [speed.EVERY, 2 * speed.EVERY]
+    return list(records(ctx.run_dir / "metrics.jsonl")) if dist.is_main else []
+
+
+def test_a_rank_that_is_late(tmp_path: Any) -> None:
+    found = run_ranks(_train, 2, str(tmp_path))[0]
+    assert all(one["time"] > 1.7e9 for one in found)
+    assert {name for one in found for name in one} <= OWN
+    late = [one for one in found if "for data" in one["why"]]
+    assert [(one["step"], one["straggler"]) for one in late] == [(25, 1), (50, 1)]
+    assert late[0]["share"] == pytest.approx(1, abs=0.5)

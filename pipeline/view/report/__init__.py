@@ -1,1 +1,0 @@
-"""Reports of runs as single HTML files that load nothing else."""

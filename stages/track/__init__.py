@@ -1,1 +1,0 @@
-"""Trackers: other programs that show runs."""
