@@ -17,8 +17,8 @@ from apart.child import Job, Place, Work
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
 from pipeline.checkpoint.division import Tile
 from pipeline.checkpoint.file_layout import SHARDED, RankFiles, Staging, plan_staging
+from pipeline.checkpoint.location import Retention
 from pipeline.checkpoint.manifest import ManifestTemplate
-from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.store import step_name
 from pipeline.checkpoint.write_plan import HeldTile, divide, report
 from pipeline.checkpoint.writer import SaveRequest as Save

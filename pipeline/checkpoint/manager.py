@@ -14,9 +14,10 @@ from typing import Self
 
 from pipeline.checkpoint import location
 from pipeline.checkpoint.file_layout import FileLayout, plan_staging
+from pipeline.checkpoint.location import Retention, best_of, expected_count
 from pipeline.checkpoint.manifest import MANIFEST
-from pipeline.checkpoint.restore import Restoration, best_run, update_progress
-from pipeline.checkpoint.retention import Retention, expected_count
+from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.restore import Restoration, saved_progress, update_progress
 from pipeline.checkpoint.snapshot import Snapshot, memory_need
 from pipeline.checkpoint.store import step_name, step_number
 from pipeline.checkpoint.write_plan import plan_writes, without_frozen_base
@@ -33,7 +34,7 @@ from pipeline.contracts.training import (
     ends_period,
 )
 from pipeline.distributed.heartbeat import Phase
-from pipeline.errors import CheckpointError, system_errors_as
+from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
 from pipeline.utils.activities import activity
 from pipeline.utils.text import human, plural
 
@@ -87,7 +88,7 @@ class CheckpointManager(Checkpoints):
                 self.store.clean()
         # Prefix of this run's transactions, the same on all ranks.
         self._identity = dist.broadcast_str(uuid.uuid4().hex[:12] if dist.is_main else None)
-        location.require_shared(self.store, dist, self._identity)
+        self._require_shared()
         self.plan = plan_writes(self.engine, dist, self.file_layout, without=self.frozen_base)
         # The next update waits for what is streamed: all that need not be copied whole.
         streamed = self.plan.on_host if self.asynchronous else self.plan.own_keys
@@ -99,6 +100,25 @@ class CheckpointManager(Checkpoints):
         dist.barrier()  # before any rank allocates its share
         self.snapshot = Snapshot(self.engine, dist, self.plan, self.staging)
         return self
+
+    def _require_shared(self) -> None:
+        """Raise CheckpointError on all ranks unless all see what rank 0 writes (collective)."""
+        dist, sees = self.ctx.dist, False
+        with system_errors_as(CheckpointError):
+            trial = self.store.begin(step_name(0), self._identity)
+            if dist.is_main:
+                self.store.put(*trial.at("seen"), b"")
+        dist.barrier()
+        with system_errors_as(CheckpointError), contextlib.suppress(FileNotFoundError):
+            sees = self.store.get(*trial.at("seen")) == b""
+        seen = dist.gather(sees)
+        self.store.abandon(trial)
+        if not all(seen):
+            raise CheckpointError(
+                f"rank {seen.index(False)} does not see what rank 0 writes to "
+                f"{self.store.locate('')}",
+                hint="checkpoints must be on a file system that all nodes share",
+            )
 
     def start_writer(self) -> WriterProcess:
         """The process that writes; it is started once, by the first call."""
@@ -218,7 +238,15 @@ class CheckpointManager(Checkpoints):
         return self.store.locate(self._last_begun)
 
     def best(self) -> TrainedRun:
-        return best_run(self.store, self.ctx.dist)
+        found = None
+        if self.ctx.dist.is_main:
+            with system_errors_as(CheckpointError):
+                found = next(iter(best_of(self.store, self.store.names(), 1)), "")
+        name = self.ctx.dist.broadcast_str(found)
+        if not name:
+            raise CheckpointError(f"no checkpoint in {self.store.locate('')} has a held-out loss")
+        progress = saved_progress(CheckpointReader(self.store, name))
+        return TrainedRun(checkpoint=self.store.locate(name), progress=progress)
 
     def restore(self, validate: Callable[[Progress], None]) -> Progress | None:
         self._reap()
@@ -230,8 +258,14 @@ class CheckpointManager(Checkpoints):
         location.require_never_saved(self.ctx.run_dir, self.address, self.ctx.training)
         if self.start_from is None:
             return None
-        start = location.agreed_start(self.start_from, self.ctx.dist)
-        store, name = location.open_checkpoint(start)
+        start = None
+        if self.ctx.dist.is_main:
+            try:
+                store, name = location.find(self.start_from)
+                start = store.locate(name or store.names()[-1])
+            except (UsageError, OSError) as error:
+                raise CheckpointError(f"start_from: {in_words(error)}") from error
+        store, name = location.open_checkpoint(self.ctx.dist.broadcast_str(start))
         other = Restoration(self.ctx, self.engine, store, self.frozen_base).named(name, validate)
         return other.as_new_run()
 
@@ -256,7 +290,7 @@ class CheckpointManager(Checkpoints):
     def _reap(self, *, wait: bool = True) -> None:
         """Record and log the save that is being written, if it has ended, or with `wait` when it
         has (collective). Raises CheckpointError if it failed."""
-        if wait:
+        if wait and self._copying:
             self._end_copies()
         result = None
         if self._writer is not None and self._pending and not self._copying:

@@ -16,15 +16,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from pipeline.checkpoint.manifest import MANIFEST
-from pipeline.checkpoint.store import Sink, Store, Transaction, steps_in_order
+from pipeline.checkpoint.store import Sink, Transaction, steps_in_order
 from pipeline.errors import PipeError
 from pipeline.utils.addresses import open_address
 
 _ASIDE = re.compile(r"damaged-\d+-" + re.escape(MANIFEST))
 
 
-class ObjectStore(Store):
-    """An address that fsspec opens. Nothing here needs rename, append, or writing at an offset."""
+class ObjectStore:
+    """An address that fsspec opens, with the methods of `LocalStore`. Nothing here needs rename,
+    append, or writing at an offset."""
 
     def __init__(self, address: str) -> None:
         self._address = address.rstrip("/")
@@ -44,7 +45,7 @@ class ObjectStore(Store):
 
     def begin(self, name: str, identity: str) -> Transaction:
         self.requests.makedirs(self._path(name, identity), exist_ok=True)
-        return Transaction(self, name, name, f"{identity}/")
+        return Transaction(name, name, f"{identity}/")
 
     def commit(self, transaction: Transaction, manifest: bytes) -> None:
         self._committing.add(transaction)
@@ -152,11 +153,14 @@ class _Object:
         return self.write
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._abandon)
+        try:
             if kind is None:
                 self.finish()
-                stack.pop_all()
+                return
+        except BaseException:
+            self._abandon()
+            raise
+        self._abandon()
 
     def write(self, offset: int, data: memoryview) -> None:
         assert offset == self._file.tell(), "objects can only be written sequentially"

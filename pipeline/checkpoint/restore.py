@@ -13,23 +13,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint import rng_state
+from pipeline.checkpoint.location import Store
 from pipeline.checkpoint.manifest import MANIFEST, Damaged, Manifest
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.retention import best_of
-from pipeline.checkpoint.store import Store
 from pipeline.checkpoint.write_plan import (
     DTYPES,
+    GENERATORS,
     RANDOM,
+    apply_random,
     random_key,
+    start_random_streams,
     tile_of,
     without_frozen_base,
 )
-from pipeline.contracts.engine import Engine, EngineState, Fragment
+from pipeline.contracts.engine import WEIGHT, Engine, EngineState, Fragment
 from pipeline.contracts.precision import dtype_name
 from pipeline.contracts.stage import Context
-from pipeline.contracts.training import Progress, TrainedRun
-from pipeline.distributed.process_group import DistContext
+from pipeline.contracts.training import Progress
 from pipeline.errors import CheckpointError, ResumeRefused, system_errors_as
 from pipeline.utils.activities import activity
 
@@ -51,7 +51,6 @@ class Restoration:
     def named(self, name: str, validate: Callable[[Progress], None]) -> Progress:
         """Load this checkpoint. Raises CheckpointError if that fails, and puts nothing in
         quarantine; the engine's state is undefined afterwards."""
-        self._require_same(name)
         progress = self._load(name, validate)
         self.ctx.dist.barrier()
         self.engine.sync_compute_weights()
@@ -74,7 +73,6 @@ class Restoration:
             damage = found or damage
             if not name:
                 break
-            self._require_same(name)
             progress, problem = None, None
             try:
                 with activity(f"reading {name}"):
@@ -96,15 +94,6 @@ class Restoration:
             )
         return None
 
-    def _require_same(self, name: str) -> None:
-        """Raise StageError on every rank unless all see the same manifest, which holds the sums of
-        all that is read (collective): nodes with separate disks may hold different ones."""
-        manifest = b""
-        with system_errors_as(CheckpointError), contextlib.suppress(FileNotFoundError):
-            manifest = self.store.get(name, MANIFEST)
-        facts = {"manifest": hashlib.sha256(manifest).hexdigest()}
-        self.ctx.dist.require_same(f"checkpoint {self.store.locate(name)}", facts)
-
     def _require_confirmed(self, name: str, problems: Sequence[Sequence[str] | None]) -> str:
         """The first of the ranks' problems (its text, and the tensor's key if it is known). Raises
         CheckpointError on every rank unless rank 0 cannot read the tensors either: else the fault
@@ -115,7 +104,7 @@ class Restoration:
             confirmed = "no"
             try:
                 reader = CheckpointReader(self.store, name)
-                reader.require_headers()
+                reader.require_files(headers=True)
                 for key in {found[1] for found in problems if found} - {""}:
                     collections.deque(reader.read(key, 0, reader.tensors[key].numel), maxlen=0)
             except Damaged:
@@ -148,26 +137,37 @@ class Restoration:
         self.ctx.log.warning("%s; not used, kept as %s", why, self.store.quarantine(name))
 
     def _load(self, name: str, validate: Callable[[Progress], None]) -> Progress:
+        """Fill the engine, and return the progress (collective). Raises Damaged, CheckpointError,
+        and StageError on every rank unless all see the same manifest, which holds the sums of all
+        that is read: nodes with separate disks may hold different ones."""
+        ctx, dist, manifest = self.ctx, self.ctx.dist, b""
+        with system_errors_as(CheckpointError), contextlib.suppress(FileNotFoundError):
+            manifest = self.store.get(name, MANIFEST)
+        facts = {"manifest": hashlib.sha256(manifest).hexdigest()}
+        dist.require_same(f"checkpoint {self.store.locate(name)}", facts)
         reader = CheckpointReader(self.store, name)
         progress = saved_progress(reader)
         validate(progress)
         live = without_frozen_base(self.engine, self.frozen_base)
-        saved = dataclasses.replace(reader.state, shapes=reader.manifest.shapes())
+        kinds = [(*key.partition("/"), entry.shape) for key, entry in reader.tensors.items()]
+        shapes = {name: shape for kind, _, name, shape in kinds if kind == WEIGHT}
+        saved = dataclasses.replace(reader.state, shapes=shapes)
         require_same_model(saved, live, reader.where, self.frozen_base)
         for fragment in self.engine.restore(saved):
-            self.ctx.dist.heartbeat.beat()
+            dist.heartbeat.beat()
             for kind, tensor in fragment.state.items():
                 if fragment.name not in self.frozen_base:
                     self._fill(reader, fragment, kind, tensor)
         # The streams of random numbers continue; new ones start where another number of them is
         # needed, or some are missing.
         stream, streams = self.engine.random_stream, self.engine.random_streams
-        rng_state.reseed(self.ctx.seed, progress.step, stream, streams)
-        kinds = (key.split("/") for key in reader.tensors)
-        if {int(number) for kind, number, *_ in kinds if kind == RANDOM} == {*range(streams)}:
-            keys = {name: random_key(stream, name) for name in rng_state.NAMES}
+        start = f"{ctx.seed}/{progress.step}/{stream}/{streams}".encode()
+        start_random_streams(int.from_bytes(hashlib.sha256(start).digest()[:8], "little"))
+        held = {int(name.partition("/")[0]) for kind, _, name, _ in kinds if kind == RANDOM}
+        if held == {*range(streams)}:
+            keys = {name: random_key(stream, name) for name in GENERATORS}
             states = {n: reader.read_bytes(key) for n, key in keys.items() if key in reader.tensors}
-            rng_state.apply(states, self.ctx.dist.device)
+            apply_random(states, dist.device)
         self.bytes_read += reader.bytes_read
         return progress
 
@@ -207,19 +207,6 @@ def update_progress(store: Store, name: str, progress: Progress) -> None:
     if progress.differs_from(manifest.progress):
         amended = manifest.model_copy(update={"progress": vars(progress)})
         store.put(name, MANIFEST, amended.dump())
-
-
-def best_run(store: Store, dist: DistContext) -> TrainedRun:
-    """The checkpoint with the lowest held-out loss, as rank 0 finds it. Raises CheckpointError."""
-    found = None
-    if dist.is_main:
-        with system_errors_as(CheckpointError):
-            found = next(iter(best_of(store, store.names(), 1)), "")
-    name = dist.broadcast_str(found)
-    if not name:
-        raise CheckpointError(f"no checkpoint in {store.locate('')} has a held-out loss")
-    progress = saved_progress(CheckpointReader(store, name))
-    return TrainedRun(checkpoint=store.locate(name), progress=progress)
 
 
 def require_same_model(

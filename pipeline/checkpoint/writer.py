@@ -9,34 +9,16 @@ import select
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.checkpoint.division import Tile
+from pipeline.checkpoint.file_layout import Write
+from pipeline.checkpoint.location import Retention
 from pipeline.checkpoint.manifest import ManifestTemplate
-from pipeline.checkpoint.retention import Retention
 from pipeline.distributed.signals import signals_blocked
 from pipeline.errors import CheckpointError, WriterDied
 from pipeline.utils.processes import start_child
-
-
-class Write(NamedTuple):
-    """`size` bytes of the snapshot buffer, which go into file number `file`. They are elements of
-    tensor `key` that follow each other in this rank's part of it; of no tensor, without block
-    checksums, if the key is empty."""
-
-    file: int
-    place: Tile
-    """Bytes of the file that the whole item takes."""
-    place_offset: int
-    """Number of the first byte within `place`."""
-    buffer_offset: int
-    """First byte in the snapshot buffer."""
-    size: int
-    key: str
-    first_element: int
-    """Number of the first element within the tensor."""
 
 
 class WriterSetup(BaseModel):

@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import mmap
 import os
+import struct
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,13 +24,11 @@ from resource import RUSAGE_SELF, getrusage, struct_rusage
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint.division import Tile
-from pipeline.checkpoint.file_format import block_sums, pack_sums
-from pipeline.checkpoint.file_layout import HALVES, RankFiles
-from pipeline.checkpoint.location import open_store
-from pipeline.checkpoint.manifest import sums_name
-from pipeline.checkpoint.retention import purge
+from pipeline.checkpoint.file_layout import HALVES, RankFiles, Write, block_sums
+from pipeline.checkpoint.location import Store, open_store, purge
+from pipeline.checkpoint.manifest import SUMS
 from pipeline.checkpoint.store import Transaction
-from pipeline.checkpoint.writer import SaveRequest, SaveResult, Write, WriterSetup
+from pipeline.checkpoint.writer import SaveRequest, SaveResult, WriterSetup
 from pipeline.distributed.signals import ignore_signals
 from pipeline.errors import CheckpointError, in_words
 from pipeline.utils.processes import received
@@ -41,7 +40,7 @@ that nothing competes with is as fast as ever."""
 FileBytes = tuple[int, Tile, int, memoryview, bool]
 """File, a place in it, number of the first byte in that place, bytes; whether they are of a
 piece, and so have checksums."""
-REPORT = "rank-{rank:05d}.report"
+REPORT = "rank-{:05d}.report"
 """Name of a rank's report."""
 LONGEST_PAUSE = 0.2
 """Seconds between two looks for the other ranks' reports."""
@@ -91,29 +90,31 @@ def carry_out(
     before = getrusage(RUSAGE_SELF)
     result = SaveResult(name=request.name)
     store = transaction = None
-    reported = False
+    is_reported = False
+
+    def report() -> None:
+        """Report to rank 0; the line break at the end marks a report that is all there."""
+        assert store is not None
+        assert transaction is not None
+        data = result.model_dump_json().encode() + b"\n"
+        store.put(*transaction.at(REPORT.format(setup.rank)), data)
+
     try:
         store = open_store(setup.store)
         transaction = store.begin(request.name, request.identity)
         given = writes or itertools.chain(*setup.rounds)
         parts = (
-            (
-                w.file,
-                w.place,
-                w.place_offset,
-                buffer[w.buffer_offset : w.buffer_offset + w.size],
-                bool(w.key),
-            )
+            (w.file, w.place, w.place_offset, buffer[w.buffer_offset :][: w.size], bool(w.key))
             for w in given
         )
-        digest = write_files(setup, parts, transaction, setup.rank)
+        digest = write_files(setup, parts, store, transaction, setup.rank)
         if setup.template is None:
             result.digest = digest
-            reported = True  # rank 0 may see it, and commit the files, even if this raises
+            is_reported = True  # rank 0 may see it, and commit the files, even if this raises
             _note_cost(result, before, ())
-            _report(setup, transaction, result)
+            report()
             return result
-        others = _collect(transaction, setup.world_size)
+        others = _collect(store, transaction, setup.world_size)
         digests = [digest, *(other.digest for other in others)]
         manifest = setup.template.fill(request.facts, transaction.prefix, digests)
         store.commit(transaction, manifest.dump())
@@ -124,11 +125,11 @@ def carry_out(
         if setup.rank == 0:
             store.abandon(transaction)
             return result
-        for name, _ in () if setup.shared or reported else setup.files:
+        for name, _ in () if setup.shared or is_reported else setup.files:
             with contextlib.suppress(OSError):
-                transaction.discard(name)  # on a full disk, room for the report
+                store.remove(*transaction.at(name))  # on a full disk, room for the report
         with contextlib.suppress(OSError):  # this rank also ends the run by itself
-            _report(setup, transaction, result)  # to rank 0, whose disk may be another one
+            report()  # to rank 0, whose disk may be another one
         return result
     result.address = store.locate(request.name)
     result.size = sum(file.size for file in setup.template.files)
@@ -145,44 +146,45 @@ def _note_cost(result: SaveResult, before: struct_rusage, others: Sequence[SaveR
     result.system_seconds = now.ru_stime - before.ru_stime + sum(o.system_seconds for o in others)
 
 
-def _report(setup: WriterSetup, transaction: Transaction, result: SaveResult) -> None:
-    """Report to rank 0; the line break at the end marks a report that is all there."""
-    data = result.model_dump_json().encode() + b"\n"
-    transaction.put(REPORT.format(rank=setup.rank), data)
-
-
-def _collect(transaction: Transaction, world_size: int) -> list[SaveResult]:
+def _collect(store: Store, transaction: Transaction, world_size: int) -> list[SaveResult]:
     """The other ranks' reports, once all have written. Raises CheckpointError if one failed."""
-    reports, files = [], [REPORT.format(rank=rank) for rank in range(1, world_size)]
+    reports, files = [], [transaction.at(REPORT.format(rank)) for rank in range(1, world_size)]
     for rank, file in enumerate(files, 1):
-        pause = 0.001
-        while not (data := transaction.get(file) or b"").endswith(b"\n"):
+        data, pause = b"", 0.001
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                data = store.get(*file)
+            if data.endswith(b"\n"):
+                break
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         reports.append(SaveResult.model_validate_json(data))
         if reports[-1].problem:
             raise CheckpointError(f"rank {rank}: {reports[-1].problem}")
     for file in files:
-        transaction.discard(file)
+        store.remove(*file)
     return reports
 
 
 def write_files(
     own: WriterSetup | RankFiles,
     parts: Iterable[FileBytes],
+    store: Store,
     transaction: Transaction,
     rank: int = 0,
 ) -> int:
     """Write a rank's files and their checksums; returns the digest of these."""
     sums: list[int] = []
     for number, group in itertools.groupby(parts, key=lambda part: part[0]):
-        with transaction.create(*own.files[number], shared=own.shared) as put:
+        name, size = own.files[number]
+        with store.create(*transaction.at(name), size, shared=own.shared) as put:
             for _, place, begin, data, is_piece in group:
                 sums += block_sums(data) if is_piece else ()
                 for offset, low, high in place.segments(begin, len(data)):
                     put(offset, data[low:high])
-    packed = pack_sums(sums)
-    transaction.put(sums_name(rank), packed)
+    # Little-endian, the byte order of tensors too, as it is the machine's wherever torch runs.
+    packed = struct.pack(f"<{len(sums)}Q", *sums)
+    store.put(*transaction.at(SUMS.format(rank)), packed)
     return xxh3_64_intdigest(packed)
 
 

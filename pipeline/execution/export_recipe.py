@@ -17,8 +17,7 @@ from pipeline.chain.artifacts import training_slots
 from pipeline.chain.registry import Registry
 from pipeline.chain.wiring import SlotType, wired
 from pipeline.checkpoint import location
-from pipeline.checkpoint.location import open_store
-from pipeline.checkpoint.retention import best_of
+from pipeline.checkpoint.location import best_of, open_store
 from pipeline.checkpoint.store import step_number
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.model import ModelSource

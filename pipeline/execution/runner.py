@@ -218,14 +218,14 @@ def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
     """For `dry_run: true` (`pipe run --dry-run` starts no rank): save the engine's state and have
     every stage with `run_dry`, up to the next training, work on that checkpoint (collective).
     Everything written is removed again, unless it fails; random states stay unchanged."""
-    from pipeline.checkpoint import rng_state
+    from pipeline.checkpoint.write_plan import apply_random, capture_random
 
     folder, device = ctx.run_dir / f"{ctx.run_dir.name}.dry-run", ctx.dist.device
     ctx.log.info("dry run: saving, consolidating and exporting the untrained model")
     began = time.monotonic()
     removals: list[Callable[[], object]] = []
     with contextlib.ExitStack() as stack:
-        stack.callback(rng_state.apply, rng_state.capture(device), device)
+        stack.callback(apply_random, capture_random(device), device)
         if ctx.dist.is_main:
             remove_folder(folder)
             folder.mkdir()

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint.location import open_store
+from pipeline.checkpoint.location import Retention, open_store
 from pipeline.checkpoint.manifest import MANIFEST, Damaged
 from pipeline.checkpoint.object_store import ObjectStore
-from pipeline.checkpoint.retention import Retention
 from tests.support.injection import Fault
 from tests.support.object_faults import install, write_apart
 from tests.support.processes import forking
@@ -58,7 +57,7 @@ def entries(store: ObjectStore, name: str) -> list[str]:
 
 
 def test_what_a_dead_attempt_left_beside_a_good_one_is_removed(store: ObjectStore) -> None:
-    store.begin(OLD, "dead").put("rank-00000.sums", b"rest")
+    store.put(*store.begin(OLD, "dead").at("rank-00000.sums"), b"rest")
     write(tiny(store), 1, identity="alive")
     assert entries(store, OLD) == ["alive", "dead", MANIFEST]
     store.clean()

@@ -91,7 +91,7 @@ def test_pages_of_the_buffer_are_locked(gpu: DistContext) -> None:
     torch.frombuffer(buffer.memory, dtype=torch.int32).copy_(values, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(torch.frombuffer(buffer.memory, dtype=torch.int32), values.cpu())
-    again = PageLock(buffer.memory)  # refused: they are locked
+    again = PageLock(buffer.address, len(buffer.memory))  # refused: they are locked
     assert not again.locked
     assert float(torch.ones(3, device=gpu.device).sum()) == 3.0
     buffer.close()

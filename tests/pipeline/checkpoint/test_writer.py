@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint.division import Tile
+from pipeline.checkpoint.file_layout import Write
 from pipeline.checkpoint.snapshot import SnapshotBuffer
 from pipeline.checkpoint.store import LocalStore
-from pipeline.checkpoint.writer import Write, WriterProcess, WriterSetup
+from pipeline.checkpoint.writer import WriterProcess, WriterSetup
 from pipeline.distributed.signals import ENDING
 from pipeline.errors import CheckpointError
 from tests.support.tiny_store import Tiny, digests, job, read_digests
