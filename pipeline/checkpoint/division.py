@@ -109,11 +109,6 @@ class Piece(NamedTuple):
     stride: Count = 0
     count: Positive = 1  # type: ignore[assignment]  # hides tuple.count
 
-    @property
-    def tile(self) -> Tile:
-        """The piece without the rank."""
-        return Tile(*self[1:])
-
 
 _Patterns = Annotated[
     Sequence[Sequence[Piece]],
@@ -177,7 +172,7 @@ class Division(BaseModel):
         ranks: dict[int, dict[int, list[Tile]]] = defaultdict(dict)
         for number, pieces in enumerate(self.patterns):
             for piece in pieces:
-                ranks[piece.rank].setdefault(number, []).append(piece.tile)
+                ranks[piece.rank].setdefault(number, []).append(Tile(*piece[1:]))
         return members, ranks
 
 

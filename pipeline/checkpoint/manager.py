@@ -15,9 +15,9 @@ from typing import Self
 from pipeline.checkpoint import location
 from pipeline.checkpoint.file_layout import FileLayout, plan_staging
 from pipeline.checkpoint.location import Retention, best_of, expected_count
-from pipeline.checkpoint.manifest import MANIFEST
+from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.restore import Restoration, saved_progress, update_progress
+from pipeline.checkpoint.restore import Restoration, saved_progress
 from pipeline.checkpoint.snapshot import Snapshot, memory_need
 from pipeline.checkpoint.store import step_name, step_number
 from pipeline.checkpoint.write_plan import plan_writes, without_frozen_base
@@ -88,7 +88,22 @@ class CheckpointManager(Checkpoints):
                 self.store.clean()
         # Prefix of this run's transactions, the same on all ranks.
         self._identity = dist.broadcast_str(uuid.uuid4().hex[:12] if dist.is_main else None)
-        self._require_shared()
+        sees = False  # whether this rank sees what rank 0 writes
+        with system_errors_as(CheckpointError):
+            trial = self.store.begin(step_name(0), self._identity)
+            if dist.is_main:
+                self.store.put(*trial.at("seen"), b"")
+        dist.barrier()
+        with system_errors_as(CheckpointError), contextlib.suppress(FileNotFoundError):
+            sees = self.store.get(*trial.at("seen")) == b""
+        seen = dist.gather(sees)
+        self.store.abandon(trial)
+        if not all(seen):
+            place = self.store.locate("")
+            raise CheckpointError(
+                f"rank {seen.index(False)} does not see what rank 0 writes to {place}",
+                hint="checkpoints must be on a file system that all nodes share",
+            )
         self.plan = plan_writes(self.engine, dist, self.file_layout, without=self.frozen_base)
         # The next update waits for what is streamed: all that need not be copied whole.
         streamed = self.plan.on_host if self.asynchronous else self.plan.own_keys
@@ -100,25 +115,6 @@ class CheckpointManager(Checkpoints):
         dist.barrier()  # before any rank allocates its share
         self.snapshot = Snapshot(self.engine, dist, self.plan, self.staging)
         return self
-
-    def _require_shared(self) -> None:
-        """Raise CheckpointError on all ranks unless all see what rank 0 writes (collective)."""
-        dist, sees = self.ctx.dist, False
-        with system_errors_as(CheckpointError):
-            trial = self.store.begin(step_name(0), self._identity)
-            if dist.is_main:
-                self.store.put(*trial.at("seen"), b"")
-        dist.barrier()
-        with system_errors_as(CheckpointError), contextlib.suppress(FileNotFoundError):
-            sees = self.store.get(*trial.at("seen")) == b""
-        seen = dist.gather(sees)
-        self.store.abandon(trial)
-        if not all(seen):
-            raise CheckpointError(
-                f"rank {seen.index(False)} does not see what rank 0 writes to "
-                f"{self.store.locate('')}",
-                hint="checkpoints must be on a file system that all nodes share",
-            )
 
     def start_writer(self) -> WriterProcess:
         """The process that writes; it is started once, by the first call."""
@@ -186,7 +182,11 @@ class CheckpointManager(Checkpoints):
         if name == self._last_begun:  # the state is the same, but more may be known now
             with system_errors_as(CheckpointError):
                 if self.ctx.dist.is_main:
-                    update_progress(self.store, name, progress)
+                    data = self.store.get(name, MANIFEST)
+                    manifest = Manifest.load(data, self.store.locate(name))
+                    if progress.differs_from(manifest.progress):
+                        manifest = manifest.model_copy(update={"progress": vars(progress)})
+                        self.store.put(name, MANIFEST, manifest.dump())
             return
         began = time.monotonic()
         if self._attempts:
@@ -266,8 +266,12 @@ class CheckpointManager(Checkpoints):
             except (UsageError, OSError) as error:
                 raise CheckpointError(f"start_from: {in_words(error)}") from error
         store, name = location.open_checkpoint(self.ctx.dist.broadcast_str(start))
-        other = Restoration(self.ctx, self.engine, store, self.frozen_base).named(name, validate)
-        return other.as_new_run()
+        restoration = Restoration(self.ctx, self.engine, store, self.frozen_base)
+        progress = restoration.load(name, validate)
+        self.ctx.dist.barrier()
+        self.engine.sync_compute_weights()
+        self.ctx.log.info("started from %s", store.locate(name))
+        return progress.as_new_run()
 
     def close(self) -> None:
         """End the writer, and release the snapshot's memory. After a failure, a save that is being

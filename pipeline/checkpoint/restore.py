@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.division import Tile
 from pipeline.checkpoint.location import Store
-from pipeline.checkpoint.manifest import MANIFEST, Damaged, Manifest
+from pipeline.checkpoint.manifest import MANIFEST, Damaged
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.write_plan import (
     DTYPES,
@@ -23,7 +24,6 @@ from pipeline.checkpoint.write_plan import (
     apply_random,
     random_key,
     start_random_streams,
-    tile_of,
     without_frozen_base,
 )
 from pipeline.contracts.engine import WEIGHT, Engine, EngineState, Fragment
@@ -48,15 +48,6 @@ class Restoration:
     bytes_read: int = field(default=0, init=False)
     """Bytes of tensors that this rank read."""
 
-    def named(self, name: str, validate: Callable[[Progress], None]) -> Progress:
-        """Load this checkpoint. Raises CheckpointError if that fails, and puts nothing in
-        quarantine; the engine's state is undefined afterwards."""
-        progress = self._load(name, validate)
-        self.ctx.dist.barrier()
-        self.engine.sync_compute_weights()
-        self.ctx.log.info("started from %s", self.store.locate(name))
-        return progress
-
     def newest(self, validate: Callable[[Progress], None]) -> Progress | None:
         """Load the newest checkpoint that verifies; None if none exists. `validate` may refuse a
         progress before anything is loaded. A damaged checkpoint goes into quarantine, and all ranks
@@ -76,7 +67,7 @@ class Restoration:
             progress, problem = None, None
             try:
                 with activity(f"reading {name}"):
-                    progress = self._load(name, validate)
+                    progress = self.load(name, validate)
             except Damaged as error:
                 problem = str(error), error.key
             problems = dist.gather(problem)
@@ -136,10 +127,11 @@ class Restoration:
     def _quarantine(self, name: str, why: str) -> None:
         self.ctx.log.warning("%s; not used, kept as %s", why, self.store.quarantine(name))
 
-    def _load(self, name: str, validate: Callable[[Progress], None]) -> Progress:
-        """Fill the engine, and return the progress (collective). Raises Damaged, CheckpointError,
-        and StageError on every rank unless all see the same manifest, which holds the sums of all
-        that is read: nodes with separate disks may hold different ones."""
+    def load(self, name: str, validate: Callable[[Progress], None]) -> Progress:
+        """Fill the engine, whose state is undefined where that fails, and return the progress
+        (collective). Raises Damaged, CheckpointError, and StageError on every rank unless all see
+        the same manifest, which holds the sums of all that is read: nodes with separate disks may
+        hold different ones."""
         ctx, dist, manifest = self.ctx, self.ctx.dist, b""
         with system_errors_as(CheckpointError), contextlib.suppress(FileNotFoundError):
             manifest = self.store.get(name, MANIFEST)
@@ -183,7 +175,8 @@ class Restoration:
                 f"{dtype_name(live.dtype)}: loading it loses precision",
                 hint="keep master weights as they were, or pipe resume --accept precision",
             )
-        for strip in reader.read_tile(key, tile_of(fragment)):
+        tile = Tile(fragment.start, fragment.stop, fragment.stride, fragment.count)
+        for strip in reader.read_tile(key, tile):
             shape, first = (strip.rows, strip.run), live.storage_offset() + strip.target
             value = torch.frombuffer(strip.data, dtype=stored)
             value = value.as_strided(shape, (strip.source_pitch, 1), strip.source)
@@ -199,14 +192,6 @@ def saved_progress(reader: CheckpointReader) -> Progress:
         return Progress.from_record(reader.progress)
     except TypeError as error:
         raise CheckpointError(f"{reader.where}: written by another version: {error}") from error
-
-
-def update_progress(store: Store, name: str, progress: Progress) -> None:
-    """Replace the progress of a checkpoint if it differs."""
-    manifest = Manifest.load(store.get(name, MANIFEST), store.locate(name))
-    if progress.differs_from(manifest.progress):
-        amended = manifest.model_copy(update={"progress": vars(progress)})
-        store.put(name, MANIFEST, amended.dump())
 
 
 def require_same_model(

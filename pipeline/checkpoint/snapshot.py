@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.division import Tile
 from pipeline.checkpoint.file_layout import HALVES, Staging, Write
-from pipeline.checkpoint.write_plan import DTYPES, WritePlan, capture_random, random_key, tile_of
+from pipeline.checkpoint.write_plan import DTYPES, WritePlan, capture_random, random_key
 from pipeline.checkpoint.writer import SaveRequest, SaveResult, WriterProcess
 from pipeline.contracts.resources import ResourceNeed
 from pipeline.errors import CheckpointError
@@ -42,30 +42,6 @@ def memory_need(dist: DistContext) -> ResourceNeed:
     return ResourceNeed(what="copies of the training state", memory=memory, kept=True)
 
 
-class PageLock:
-    """Locks pages of a buffer in memory for a GPU: copies then run at the link's speed, while the
-    host continues. Taking new locked memory takes six times as long as locking pages that are
-    there. Without effect where the system allows no more of them."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self._address, self.locked = address, False
-        if size:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            self.locked = int(runtime.cudaHostRegister(address, size, 0)) == 0
-            if not self.locked:
-                # CUDA's last error is no failure, and the next kernel would be taken for its cause
-                with contextlib.suppress(RuntimeError):
-                    torch.zeros(1, device="cuda")
-
-    def close(self) -> None:
-        """Unlock the pages, once nothing is copied any more."""
-        if self.locked:
-            with contextlib.suppress(RuntimeError):  # of a device that is lost
-                torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]
-            self.locked = False
-
-
 class SnapshotBuffer:
     """`size` bytes that a child process can map too (`descriptor`)."""
 
@@ -76,7 +52,8 @@ class SnapshotBuffer:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.unallocated = size
         """Bytes that are not allocated yet."""
-        self._lock: PageLock | None = None
+        self.locked = False
+        """Whether the pages are locked in memory for a GPU."""
         self.closing = False
         """Has `allocate`, which another thread may be in, return soon."""
         _BUFFERS.add(self)
@@ -100,15 +77,26 @@ class SnapshotBuffer:
             self.unallocated -= size
         for offset, head in heads:
             self.memory[offset : offset + len(head)] = head
-        if device.type == "cuda":
-            with torch.cuda.device(device):  # each thread has a current one
-                self._lock = PageLock(self.address, len(self.memory))
+        if device.type != "cuda" or not self.memory:
+            return
+        # Copies to locked pages run at the link's speed, while the host continues. Taking new
+        # locked memory takes six times as long. The system may allow no more of them.
+        with torch.cuda.device(device):  # each thread has a current one
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            size = len(self.memory)
+            self.locked = int(runtime.cudaHostRegister(self.address, size, 0)) == 0
+            if not self.locked:
+                # CUDA's last error is no failure, and the next kernel would be taken for its cause
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device="cuda")
 
     def close(self) -> None:
         """Release the memory, once no view of it is left."""
         self.unallocated = 0
-        if self._lock is not None:
-            self._lock.close()
+        if self.locked:
+            with contextlib.suppress(RuntimeError):  # of a device that is lost
+                torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
         self.memory.release()
         self._map.close()
         os.close(self.descriptor)
@@ -204,7 +192,7 @@ class Snapshot:
         """Tell the writer that a round is in the buffer, once its copies have arrived."""
         if self._dist.device.type == "cuda":
             torch.cuda.current_stream(self._dist.device).synchronize()
-        writer.go_on() if number else writer.begin(request)
+        writer.announce(None if number else request)
 
     def _sources(self) -> Iterator[Source]:
         """The copies of whole pieces: random states, and others in the engine's order; then of
@@ -244,7 +232,7 @@ class Snapshot:
     def _tensors(self) -> Iterator[tuple[str, Tile, Tensor]]:
         """Keys of tensors, this rank's tiles of them, and the elements."""
         for fragment in self._engine.fragments():
-            tile = tile_of(fragment)
+            tile = Tile(fragment.start, fragment.stop, fragment.stride, fragment.count)
             for kind, tensor in fragment.state.items():
                 yield f"{kind}/{fragment.name}", tile, tensor
 

@@ -231,10 +231,10 @@ def _new_file(path: Path, size: int, *, shared: bool, direct: bool = True) -> It
         files.let_group_read(file, path.parent)
         # Where a file system cannot reserve room, the C library writes zeros: over what other
         # processes have written by then.
-        with naming(path), _tolerated():
+        with _where_supported(path):
             if size and not shared:
                 os.posix_fallocate(file, 0, size)
-        with _tolerated():
+        with _where_supported(path):
             if direct:
                 past_cache = os.open(path, flags | os.O_DIRECT)
                 descriptors.callback(os.close, past_cache)
@@ -250,13 +250,13 @@ def _new_file(path: Path, size: int, *, shared: bool, direct: bool = True) -> It
 
 
 @contextlib.contextmanager
-def _tolerated() -> Iterator[None]:
-    """Ignore that a file system does not support what is asked."""
+def _where_supported(path: Path) -> Iterator[None]:
+    """Ignore that a file system cannot do something; name `path` in other errors."""
     try:
         yield
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _sync(folder: Path) -> None:

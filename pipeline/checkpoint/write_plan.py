@@ -33,7 +33,7 @@ from pipeline.errors import StageError
 from pipeline.utils.packages import versions
 
 if TYPE_CHECKING:
-    from pipeline.contracts.engine import Engine, EngineState, Fragment
+    from pipeline.contracts.engine import Engine, EngineState
     from pipeline.distributed.process_group import DistContext
 
 CODES = {
@@ -58,11 +58,6 @@ Holders = Mapping[Tile, Sequence[int]]
 def as_bytes(flat: torch.Tensor) -> memoryview:
     """The memory of a contiguous flat tensor on the CPU."""
     return memoryview(flat.detach().view(torch.uint8).numpy().data)
-
-
-def tile_of(fragment: Fragment) -> Tile:
-    """The tile of the tensor that a fragment is."""
-    return Tile(fragment.start, fragment.stop, fragment.stride, fragment.count)
 
 
 def random_key(stream: int, name: str) -> str:
@@ -145,11 +140,11 @@ def plan_writes(
     """Agree with all ranks (collective), `without` some parameters. Raises StageError."""
     own, on_host = list[HeldTile](), set[str]()
     for fragment in engine.fragments():
+        tile = Tile(fragment.start, fragment.stop, fragment.stride, fragment.count)
         for kind, tensor in fragment.state.items() if fragment.name not in without else ():
             if tensor.numel():
                 key = f"{kind}/{fragment.name}"
-                shape, tile = tuple(fragment.shape), tile_of(fragment)
-                own.append(HeldTile(key, CODES[tensor.dtype], shape, tile))
+                own.append(HeldTile(key, CODES[tensor.dtype], tuple(fragment.shape), tile))
                 if tensor.device.type == "cpu":
                     on_host.add(key)
     generators = [
@@ -245,7 +240,7 @@ def share_writing(
     split = [_in_batches(tiles) for tiles in holders]
     for number, times in Counter(holder_pattern).items():
         for piece in split[number][0]:
-            load[piece.rank] += piece.tile.numel * times
+            load[piece.rank] += Tile(*piece[1:]).numel * times
     largest = [max((t.numel for tiles, _ in own for t in tiles), default=0) for _, own in split]
     patterns: dict[tuple[Piece, ...], int] = {}
     seen: dict[tuple[int, ...], int] = {}

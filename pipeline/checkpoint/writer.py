@@ -87,17 +87,23 @@ class WriterProcess:
         self._output: io.RawIOBase = self._process.stdout.raw
         """Without a buffer: `poll` would overlook a line that was read together with another."""
 
-    def begin(self, request: SaveRequest) -> None:
-        """Start a save whose first round is in the buffer; it must not change until it is taken."""
-        self._send(request.model_dump_json())
-
-    def go_on(self) -> None:
-        """Announce that the next round is in the buffer."""
-        self._send("")
+    def announce(self, request: SaveRequest | None = None) -> None:
+        """Announce that a round is in the buffer: with a request, the first one of a save. It must
+        not change until it is taken. Raises CheckpointError when the writer is dead."""
+        text = request.model_dump_json() if request is not None else ""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(text.encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._dead() from None
 
     def wait_written(self) -> SaveResult | None:
-        """Wait until one more round is in the files; the result, if that has failed."""
-        line = self._line()
+        """Wait until one more round is in the files; the result, if that has failed, or if it was
+        the last. Raises CheckpointError when the writer is dead."""
+        line: bytes = self._output.readline()
+        if not line:
+            raise self._dead()
         return SaveResult.model_validate_json(line) if line.strip() else None
 
     def poll(self) -> SaveResult | None:
@@ -108,7 +114,9 @@ class WriterProcess:
 
     def wait(self) -> SaveResult:
         """The result. Raises CheckpointError when the writer is dead."""
-        return SaveResult.model_validate_json(self._line())
+        result = self.wait_written()
+        assert result is not None
+        return result
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
@@ -118,20 +126,6 @@ class WriterProcess:
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):  # input that it did not read any more
                 pipe.close()
-
-    def _line(self) -> bytes:
-        line: bytes = self._output.readline()
-        if not line:
-            raise self._dead()
-        return line
-
-    def _send(self, text: str) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(text.encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._dead() from None
 
     def _dead(self) -> CheckpointError:
         code = self._process.wait()

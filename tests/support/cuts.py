@@ -195,11 +195,8 @@ class _Writer:
         self.memory = bytearray()
         self.writes: list[Write] = []
 
-    def begin(self, request: SaveRequest) -> None:
+    def announce(self, request: SaveRequest | None) -> None:
         del request
-        self.go_on()
-
-    def go_on(self) -> None:
         for write in next(self._rounds):
             self.writes.append(write._replace(buffer_offset=len(self.memory)))
             self.memory += self._snapshot.buffer.memory[

@@ -65,7 +65,7 @@ def test_neither_the_locale_nor_the_users_files_matter(
     root = tmp_path / "f\u00fcr \u4f60"
     with both(root) as writers:
         for writer in writers:
-            writer.begin(job(1, "x"))
+            writer.announce(job(1, "x"))
         outcomes = [writer.wait() for writer in writers]
     assert [outcome.problem for outcome in outcomes] == ["", ""]
     assert outcomes[0].address == str(root / NAME)
@@ -79,7 +79,7 @@ def pid(writer: WriterProcess) -> int:
 def test_outcomes(writers: list[WriterProcess], tmp_path: Path) -> None:
     assert [writer.poll() for writer in writers] == [None, None]
     for writer in writers:
-        writer.begin(job(1, "x"))
+        writer.announce(job(1, "x"))
     outcomes = [writer.wait() for writer in writers]
     assert [outcome.problem for outcome in outcomes] == ["", ""]
     assert [outcome.address for outcome in outcomes] == [str(tmp_path / NAME), ""]
@@ -91,13 +91,13 @@ def test_signals_to_the_whole_run_do_not_stop_a_save(
     writers: list[WriterProcess], tmp_path: Path
 ) -> None:
     """Rank 1 has no order yet, so rank 0's writer is waiting when the signals come."""
-    writers[0].begin(job(1, "x"))
+    writers[0].announce(job(1, "x"))
     while not list(tmp_path.glob("*.tmp-x/*.sums")):
         assert writers[0].poll() is None
     for number in ENDING:
         os.kill(pid(writers[0]), number)
     assert writers[0].poll() is None
-    writers[1].begin(job(1, "x"))
+    writers[1].announce(job(1, "x"))
     assert [writer.wait().problem for writer in writers] == ["", ""]
     assert read_digests(LocalStore(tmp_path), NAME) == digests(1)
 
@@ -106,7 +106,7 @@ def test_signals_to_a_writer_that_is_just_starting(writers: list[WriterProcess])
     """Slurm sends them to every process of a job, at any moment."""
     for number in ENDING:
         os.kill(pid(writers[1]), number)
-    writers[1].begin(job(1, "x"))
+    writers[1].announce(job(1, "x"))
     assert writers[1].wait().problem == ""
 
 
@@ -114,7 +114,7 @@ def test_a_dead_writer_is_told_by_whatever_asks_it(writers: list[WriterProcess])
     os.kill(pid(writers[1]), signal.SIGKILL)
     os.waitid(os.P_PID, pid(writers[1]), os.WEXITED | os.WNOWAIT)
     problem = r"the process that writes rank 1's checkpoints ended \(SIGKILL\)"
-    for ask in (writers[1].poll, writers[1].wait, lambda: writers[1].begin(job(1, "x"))):
+    for ask in (writers[1].poll, writers[1].wait, lambda: writers[1].announce(job(1, "x"))):
         with pytest.raises(CheckpointError, match=problem):
             ask()
 
@@ -126,8 +126,8 @@ def test_a_failure_told_together_with_a_round_is_not_overlooked(tmp_path: Path) 
     )
     rounds = [*setup.rounds, [impossible], []]
     with started(setup.model_copy(update={"rounds": rounds})) as writer:
-        writer.begin(job(1, "x"))
-        writer.go_on()
+        writer.announce(job(1, "x"))
+        writer.announce()
         while waiting(writer) < len("\n{}\n"):
             pass
         assert writer.wait_written() is None
@@ -157,7 +157,7 @@ def test_a_process_with_many_open_files(tmp_path: Path) -> None:
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
         writer = stack.enter_context(started(tiny.setups[1]))
         assert writer.poll() is None
-        writer.begin(job(1, "x"))
+        writer.announce(job(1, "x"))
         assert writer.wait().problem == ""
 
 
