@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from pipeline.contracts.precision import Precision as Precision
     from pipeline.contracts.precision import dtype_name as dtype_name
     from pipeline.contracts.precision import torch_dtype as torch_dtype
-    from pipeline.contracts.resources import ResourceNeed as ResourceNeed
     from pipeline.contracts.sample_order import ENDLESS as ENDLESS
     from pipeline.contracts.sample_order import Order as Order
     from pipeline.contracts.sample_order import SampleOrder as SampleOrder
@@ -75,6 +74,7 @@ if TYPE_CHECKING:
     from pipeline.contracts.stage import DividesRanks as DividesRanks
     from pipeline.contracts.stage import Durable as Durable
     from pipeline.contracts.stage import NeedsResources as NeedsResources
+    from pipeline.contracts.stage import ResourceNeed as ResourceNeed
     from pipeline.contracts.stage import RunsDry as RunsDry
     from pipeline.contracts.stage import Stage as Stage
     from pipeline.contracts.stage import VerifiesResult as VerifiesResult

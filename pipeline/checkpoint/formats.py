@@ -15,18 +15,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipeline.chain.registry import Plugins
 from pipeline.checkpoint.division import Division, Piece
 from pipeline.checkpoint.file_layout import CHUNK, FileLayout, RankFiles
-from pipeline.checkpoint.location import Store
 from pipeline.checkpoint.manifest import ManifestTemplate, TensorEntry
 from pipeline.checkpoint.store import step_name, step_number
-from pipeline.checkpoint.writer_main import FileBytes, write_files
 from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.errors import CheckpointError, UsageError
 from pipeline.utils.files import page_aligned, sync, sync_tree
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.location import Store
+    from pipeline.checkpoint.writer_main import FileBytes
 
 
 class StateSource(ABC):
@@ -198,6 +200,8 @@ def step_target(folder: Path, step: int) -> Path:
 def write_checkpoint(source: StateSource, store: Store, name: str, file_layout: FileLayout) -> None:
     """Commit `source` as the checkpoint `name`, with checksums, in memory for one chunk. Raises
     OSError, and whatever reading `source` raises."""
+    from pipeline.checkpoint.writer_main import write_files
+
     entries = file_layout.in_order(entry for entry in source.tensors.values() if entry.numel)
     division = Division.of([Piece(0, 0, entry.numel)] for entry in entries)
     own = file_layout.lay_out(0, division.of_rank(0), entries)

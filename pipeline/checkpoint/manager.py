@@ -23,8 +23,7 @@ from pipeline.checkpoint.store import step_name, step_number
 from pipeline.checkpoint.write_plan import plan_writes, without_frozen_base
 from pipeline.checkpoint.writer import SaveRequest, SaveResult, WriterProcess, WriterSetup
 from pipeline.contracts.engine import Engine
-from pipeline.contracts.resources import ResourceNeed, require_resources
-from pipeline.contracts.stage import Context
+from pipeline.contracts.stage import Context, ResourceNeed, require_resources
 from pipeline.contracts.training import (
     Checkpoints,
     Progress,

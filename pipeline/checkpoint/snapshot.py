@@ -20,7 +20,7 @@ from pipeline.checkpoint.division import Tile
 from pipeline.checkpoint.file_layout import HALVES, Staging, Write
 from pipeline.checkpoint.write_plan import DTYPES, WritePlan, capture_random, random_key
 from pipeline.checkpoint.writer import SaveRequest, SaveResult, WriterProcess
-from pipeline.contracts.resources import ResourceNeed
+from pipeline.contracts.stage import ResourceNeed
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import memory_file
 

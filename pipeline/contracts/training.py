@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from pipeline.contracts.stage import Durable
+from pipeline.contracts.stage import Durable, ResourceNeed
 from pipeline.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from pipeline.contracts.resources import ResourceNeed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,5 +197,4 @@ class TrainedRun(Durable):
 class KeepsBest(Protocol):
     """How many of the best checkpoints are kept."""
 
-    @property
-    def best(self) -> int: ...
+    best: int

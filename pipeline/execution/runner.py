@@ -17,9 +17,15 @@ from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.data import Data
 from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.resources import ResourceNeed, require_resources
 from pipeline.contracts.signature import needs
-from pipeline.contracts.stage import Context, Durable, NeedsResources, RunsDry
+from pipeline.contracts.stage import (
+    Context,
+    Durable,
+    NeedsResources,
+    ResourceNeed,
+    RunsDry,
+    require_resources,
+)
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
 from pipeline.distributed.agreement import differences, in_one
 from pipeline.distributed.heartbeat import Phase
