@@ -17,7 +17,7 @@ from pipeline.checkpoint.file_layout import FileLayout, plan_staging
 from pipeline.checkpoint.location import Retention, best_of, expected_count
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.restore import Restoration, saved_progress
+from pipeline.checkpoint.restore import Restoration
 from pipeline.checkpoint.snapshot import Snapshot, memory_need
 from pipeline.checkpoint.store import step_name, step_number
 from pipeline.checkpoint.write_plan import plan_writes, without_frozen_base
@@ -244,11 +244,13 @@ class CheckpointManager(Checkpoints):
         name = self.ctx.dist.broadcast_str(found)
         if not name:
             raise CheckpointError(f"no checkpoint in {self.store.locate('')} has a held-out loss")
-        progress = saved_progress(CheckpointReader(self.store, name))
-        return TrainedRun(checkpoint=self.store.locate(name), progress=progress)
+        place = self.store.locate(name)
+        progress = Progress.from_record(CheckpointReader(self.store, name).progress, place)
+        return TrainedRun(checkpoint=place, progress=progress)
 
     def restore(self, validate: Callable[[Progress], None]) -> Progress | None:
-        self._reap()
+        if self._pending:
+            self._reap()
         restoration = Restoration(self.ctx, self.engine, self.store, self.frozen_base)
         progress = restoration.newest(validate)
         if progress is not None:

@@ -7,7 +7,7 @@ import errno
 import itertools
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,14 +67,9 @@ class RankTable(NamedTuple):
     first_sums: Sequence[int]
 
 
-class Pattern(NamedTuple):
-    """Pieces of a tensor in the order of their first elements, and where each begins; the last end
-    up to each; elements of the rows by whose columns the tensor is divided, 0 if it is not."""
-
-    pieces: Sequence[Piece]
-    starts: Sequence[int]
-    ends: Sequence[int]
-    width: int
+Pattern = tuple[list[Piece], list[int], list[int], int]
+"""Pieces of a tensor in the order of their first elements, and where each begins; the last end up
+to each; elements of the rows by whose columns the tensor is divided, 0 if it is not."""
 
 
 class Places:
@@ -96,37 +91,38 @@ class Places:
                 start = ends.get(entry.file) or manifest.files[entry.file].data_start
                 ends[entry.file] = start + entry.numel * entry.itemsize
                 self._shared_offsets[number] = start
-        self._require_filled(ends.items())
+        for number, end in ends.items():
+            self._require_filled(number, end)
 
-    def pattern(self, key: str) -> Pattern:
-        """All pieces of a tensor."""
-        number = self._division.tensors[self._numbers[key]]
-        if number not in self._patterns:
-            pieces = sorted(self._division.patterns[number], key=lambda piece: piece.start)
-            self._patterns[number] = Pattern(
-                pieces, [piece.start for piece in pieces],
-                [*itertools.accumulate((Tile(*piece[1:]).end for piece in pieces), max)],
-                max((piece.stride for piece in pieces), default=0),
-            )  # fmt: skip
-        return self._patterns[number]
-
-    def find(self, key: str, wanted: Tile) -> Iterator[PlacedTile]:
-        """The pieces that have elements of a tile, in the order of their first ones. The stride of
-        the tile is the tensor's columns', or one of them is 0."""
-        number, (pieces, starts, ends, width) = self._numbers[key], self.pattern(key)
-        entry = self._manifest.tensors[number]
-        width = width or wanted.stride or max(entry.numel, 1)
-        for piece in pieces[bisect_right(ends, wanted.start) : bisect_left(starts, wanted.end)]:
-            tile = Tile(*piece[1:])
-            if not any(tile.common(wanted, width)):
+    def find(self, key: str, wanted: Tile) -> tuple[int, list[PlacedTile]]:
+        """Elements of the rows by whose columns a tensor is divided, 0 if it is not; and the pieces
+        that have elements of a tile, in the order of their first ones. There are none for columns
+        of other rows."""
+        number = self._numbers[key]
+        entry, pattern = self._manifest.tensors[number], self._division.tensors[number]
+        if pattern not in self._patterns:
+            pieces = sorted(self._division.patterns[pattern], key=lambda piece: piece.start)
+            ends = itertools.accumulate((Tile(*piece[1:]).end for piece in pieces), max)
+            width = max((piece.stride for piece in pieces), default=0)
+            self._patterns[pattern] = pieces, [piece.start for piece in pieces], [*ends], width
+        pieces, starts, last_ends, width = self._patterns[pattern]
+        found: list[PlacedTile] = []
+        if width and wanted.stride not in (0, width):
+            return width, found
+        row = width or wanted.stride
+        low, high = bisect_right(last_ends, wanted.start), bisect_left(starts, wanted.end)
+        for rank, *edges in pieces[low:high]:
+            tile = Tile(*edges)
+            if row and not any(tile.common(wanted, row)):
                 continue
-            table = self.table(piece.rank)
+            table = self.table(rank)
             at = bisect_left(table.keys, number * MAX_ELEMENTS + tile.start)
             offset = table.offsets[at]
             place = Tile(offset, offset + tile.numel * entry.itemsize)
             if number in self._shared_offsets:
                 place = tile_in_file(tile, self._shared_offsets[number], entry.itemsize)
-            yield PlacedTile(tile, table.files[at], place, piece.rank, table.first_sums[at])
+            found.append(PlacedTile(tile, table.files[at], place, rank, table.first_sums[at]))
+        return width, found
 
     def table(self, rank: int) -> RankTable:
         """The places of a rank's pieces."""
@@ -141,7 +137,8 @@ class Places:
                 file, offset = rank, end or self._manifest.files[rank].data_start
                 end = offset + tile.numel * tensors[number].itemsize
             placed.append((number, file, offset, tile.start, tile.start + tile.numel))
-        self._require_filled([(rank, end)] if end else ())
+        if end:
+            self._require_filled(rank, end)
         rows, sums = [], 0
         for number, file, offset, start, stop in placed:  # in the order of the checksums
             rows.append((number * MAX_ELEMENTS + start, file, offset, sums))
@@ -151,11 +148,10 @@ class Places:
         self._tables[rank] = RankTable(sums, *columns)
         return self._tables[rank]
 
-    def _require_filled(self, ends: Iterable[tuple[int, int]]) -> None:
-        for number, end in ends:
-            file = self._manifest.files[number]
-            if end != file.size:
-                raise Damaged(f"{self._where}: {file.name}: its tensors do not fill it")
+    def _require_filled(self, number: int, end: int) -> None:
+        file = self._manifest.files[number]
+        if end != file.size:
+            raise Damaged(f"{self._where}: {file.name}: its tensors do not fill it")
 
 
 class CheckpointReader(StateSource):
@@ -199,14 +195,10 @@ class CheckpointReader(StateSource):
             raise CheckpointError(
                 f"{self.where}: {key} has {numel} elements, {start} to {stop} were asked for"
             )
-        width = self.places.pattern(key).width
+        wanted = Tile(start, stop)
+        width, _ = self.places.find(key, wanted)
         if not width:
-            for place in self.places.find(key, Tile(start, stop)) if start < stop else ():
-                first, last, *_ = place.tile
-                for at, data in self._read_piece(
-                    key, place, max(start - first, 0), min(stop, last) - first
-                ):
-                    yield first + at, data
+            yield from ((start + strip.target, strip.data) for strip in self.read_tile(key, wanted))
             return
         # Columns: put together from the pieces, whole rows where a chunk holds some.
         step = max(file_layout.CHUNK // size, 1)
@@ -226,20 +218,29 @@ class CheckpointReader(StateSource):
             start = high
 
     def read_tile(self, key: str, wanted: Tile) -> Iterator[Strip]:
-        """The elements of a tile, in any order; of columns none of those next to them."""
-        size, width = self.entry(key).itemsize, self.places.pattern(key).width
-        width = width or wanted.stride or max(self.entry(key).numel, 1)
-        if wanted.stride not in (0, width):  # from the whole rows around it
+        """The elements of a tile of a known tensor, in any order (of ranges in theirs); of columns
+        none of those next to them."""
+        size = self.tensors[key].itemsize
+        width, places = self.places.find(key, wanted)
+        if not (width or wanted.stride):
+            for place in places:
+                first = place.tile.start
+                low, high = max(wanted.start, first), min(wanted.stop, place.tile.stop)
+                for at, data in self._read_piece(key, place, low - first, high - first):
+                    run = len(data) // size
+                    yield Strip(1, run, 0, run, first + at - wanted.start, run, data)
+            return
+        if width and wanted.stride not in (0, width):  # from the whole rows around it
             for first, data in self.read(key, wanted.start, wanted.end):
                 here = Tile(first, first + len(data) // size)
                 for part in here.common(wanted, wanted.stride):
-                    source, target = part.start - first, wanted.position(part.start)
-                    assert target is not None
-                    pitch, step = wanted.stride, wanted.run
-                    yield Strip(part.count, part.run, source, pitch, target, step, data)
+                    there = wanted.position(part.start)
+                    assert there is not None
+                    pitch, step, here_at = wanted.stride, wanted.run, part.start - first
+                    yield Strip(part.count, part.run, here_at, pitch, there, step, data)
             return
-        found = ((place, part) for place in self.places.find(key, wanted)
-                 for part in place.tile.common(wanted, width))  # fmt: skip
+        width = width or wanted.stride
+        found = ((place, part) for place in places for part in place.tile.common(wanted, width))
         for place, common in found:
             # Long runs are read one by one, short ones together with what is between them.
             pitch, step = (tile.run if tile.stride else width for tile in (place.tile, wanted))
@@ -266,12 +267,23 @@ class CheckpointReader(StateSource):
         """A whole small tensor."""
         return b"".join(bytes(data) for _, data in self.read(key, 0, self.entry(key).numel))
 
-    def require_files(self, *, headers: bool = False) -> None:
-        """Raise Damaged unless every file is there and has its size; with `headers`, its header."""
-        for file in self.manifest.files:
-            self._require_size(file.name, file.size)
-        for rank, part in enumerate(self.manifest.parts):
-            self._require_size(part.sums, self.places.table(rank).sums * SUM_BYTES)
+    def require_files(
+        self, only: int | None = None, key: str = "", *, headers: bool = False
+    ) -> None:
+        """Raise Damaged unless every file, or data file number `only`, is there and has its size;
+        with `headers`, its header."""
+        sizes = [(file.name, file.size) for file in self.manifest.files]
+        sizes = sizes if only is None else [sizes[only]]
+        for rank, part in enumerate(self.manifest.parts) if only is None else ():
+            sizes.append((part.sums, self.places.table(rank).sums * SUM_BYTES))
+        for file, size in sizes:
+            where = self._store.locate(self.name, file) + (f" ({key})" if key else "")
+            with _explained(where):
+                found = self._store.size(self.name, file)
+            if found is None:
+                raise Damaged(f"{where}: missing")
+            if found != size:
+                raise Damaged(f"{where}: has {found} bytes instead of {size}")
         for number in range(len(self.manifest.files)) if headers else ():
             self._read_file(number, Tile(0, 1), 0, memoryview(b""), "")
 
@@ -279,7 +291,7 @@ class CheckpointReader(StateSource):
         """Read everything; `advance` is called with numbers of bytes that were good."""
         self.require_files(headers=True)
         for key, entry in self.tensors.items():
-            for place in self.places.find(key, Tile(0, entry.numel)):
+            for place in self.places.find(key, Tile(0, entry.numel))[1]:
                 for _, data in self._read_piece(key, place, 0, place.tile.numel):
                     advance(len(data))
 
@@ -288,19 +300,30 @@ class CheckpointReader(StateSource):
     ) -> Iterator[tuple[int, memoryview]]:
         """Elements [low, high) of a piece, verified: (number of the first, bytes). They are read
         with the blocks around them; a block that is wanted in part is read on its own."""
-        size = self.entry(key).itemsize
+        size = self.tensors[key].itemsize
         begin, end, every = (element * size for element in (low, high, piece.tile.numel))
         whole = end if end == every else end - end % BLOCK
         start = begin - begin % BLOCK
-        while start < end:
+        while begin < end and start < end:
             is_partial = start < begin or start >= whole
             length = BLOCK if is_partial else min(file_layout.CHUNK, whole - start)
             data = self._buffer[: min(length, every - start)]
             try:
                 where = self._read_file(piece.file, piece.place, start, data, key)
                 self.bytes_read += len(data)
+                if piece.rank not in self._sums:
+                    part = self.manifest.parts[piece.rank]
+                    sums_where = self._store.locate(self.name, part.sums)
+                    with _explained(sums_where):
+                        sums = self._store.get(self.name, part.sums)
+                    if xxh3_64_intdigest(sums) != part.digest:
+                        raise Damaged(f"{sums_where}: damaged")
+                    if len(sums) != self.places.table(piece.rank).sums * SUM_BYTES:
+                        raise Damaged(f"{sums_where}: of another file")
+                    # a view, as there can be millions
+                    self._sums[piece.rank] = memoryview(sums).cast("Q")
                 first = piece.first_sum + start // BLOCK
-                expected = self._sums_of(piece.rank)[first:][: -(-len(data) // BLOCK)]
+                expected = self._sums[piece.rank][first:][: -(-len(data) // BLOCK)]
                 for at, (found, wanted) in enumerate(zip(block_sums(data), expected, strict=True)):
                     if found != wanted:
                         (offset, *_), *_ = piece.place.segments(start + at * BLOCK, 1)
@@ -318,7 +341,7 @@ class CheckpointReader(StateSource):
         file = self.manifest.files[number]
         where = self._store.locate(self.name, file.name) + (f" ({key})" if key else "")
         if number not in self._good:
-            self._require_size(file.name, file.size, key)
+            self.require_files(number, key)
             head = memoryview(bytearray(file.data_start))
             with _explained(where):
                 self._store.read(self.name, file.name, [(0, head)])
@@ -333,29 +356,6 @@ class CheckpointReader(StateSource):
         if count < len(into):
             raise Damaged(f"{where}: truncated")
         return where
-
-    def _sums_of(self, rank: int) -> memoryview:
-        """Checksums of a rank."""
-        if rank not in self._sums:
-            part = self.manifest.parts[rank]
-            where = self._store.locate(self.name, part.sums)
-            with _explained(where):
-                data = self._store.get(self.name, part.sums)
-            if xxh3_64_intdigest(data) != part.digest:
-                raise Damaged(f"{where}: damaged")
-            if len(data) != self.places.table(rank).sums * SUM_BYTES:
-                raise Damaged(f"{where}: of another file")
-            self._sums[rank] = memoryview(data).cast("Q")  # a view, as there can be millions
-        return self._sums[rank]
-
-    def _require_size(self, file: str, size: int, key: str = "") -> None:
-        where = self._store.locate(self.name, file) + (f" ({key})" if key else "")
-        with _explained(where):
-            found = self._store.size(self.name, file)
-        if found is None:
-            raise Damaged(f"{where}: missing")
-        if found != size:
-            raise Damaged(f"{where}: has {found} bytes instead of {size}")
 
 
 def open_state(address: str, reading: Reading) -> StateSource:

@@ -59,7 +59,21 @@ class Restoration:
         waits. That is safe: an earlier checkpoint overwrites all of it, or the run ends."""
         dist, damage = self.ctx.dist, ""
         while True:
-            own = json.dumps(self._newest_complete()) if dist.is_main else None
+            name = found = ""
+            if dist.is_main:
+                with system_errors_as(CheckpointError):
+                    for name in reversed(self.store.names()):
+                        try:
+                            CheckpointReader(self.store, name).require_files()
+                            break
+                        except Damaged as error:
+                            found = str(error)
+                            self._quarantine(name, found)
+                    else:
+                        # What an earlier resume has found is no reason to start from scratch.
+                        earlier = [f"{place}: damaged" for place in self.store.quarantined()]
+                        name, found = "", found or "".join(earlier[-1:])
+            own = json.dumps((name, found)) if dist.is_main else None
             name, found = json.loads(dist.broadcast_str(own))
             damage = found or damage
             if not name:
@@ -108,22 +122,6 @@ class Restoration:
             )
         return text
 
-    def _newest_complete(self) -> tuple[str, str]:
-        """The newest checkpoint that is whole (or empty), and the damage of one put aside."""
-        damage = ""
-        with system_errors_as(CheckpointError):
-            for name in reversed(self.store.names()):
-                try:
-                    CheckpointReader(self.store, name).require_files()
-                except Damaged as error:
-                    damage = str(error)
-                    self._quarantine(name, damage)
-                else:
-                    return name, damage
-            # Damage that an earlier resume has found is no reason to start from scratch either.
-            earlier = [f"{place}: damaged" for place in self.store.quarantined()]
-        return "", damage or "".join(earlier[-1:])
-
     def _quarantine(self, name: str, why: str) -> None:
         self.ctx.log.warning("%s; not used, kept as %s", why, self.store.quarantine(name))
 
@@ -138,7 +136,7 @@ class Restoration:
         facts = {"manifest": hashlib.sha256(manifest).hexdigest()}
         dist.require_same(f"checkpoint {self.store.locate(name)}", facts)
         reader = CheckpointReader(self.store, name)
-        progress = saved_progress(reader)
+        progress = Progress.from_record(reader.progress, reader.where)
         validate(progress)
         live = without_frozen_base(self.engine, self.frozen_base)
         kinds = [(*key.partition("/"), entry.shape) for key, entry in reader.tensors.items()]
@@ -165,8 +163,7 @@ class Restoration:
 
     def _fill(self, reader: CheckpointReader, fragment: Fragment, kind: str, live: Tensor) -> None:
         key = f"{kind}/{fragment.name}"
-        entry = reader.entry(key)
-        stored = DTYPES[entry.dtype]
+        stored = DTYPES[reader.tensors[key].dtype]
         trained = fragment.name in reader.state.updates
         narrows = trained and torch.promote_types(stored, live.dtype) != live.dtype
         if narrows and "precision" not in self.ctx.accept:
@@ -184,14 +181,6 @@ class Restoration:
             # An untrained tensor that was stored rounded is here already, unrounded.
             if trained or not torch.equal(target.to("cpu", stored), value):
                 target.copy_(value)
-
-
-def saved_progress(reader: CheckpointReader) -> Progress:
-    """Progress of the training that saved it. Raises CheckpointError for unknown fields."""
-    try:
-        return Progress.from_record(reader.progress)
-    except TypeError as error:
-        raise CheckpointError(f"{reader.where}: written by another version: {error}") from error
 
 
 def require_same_model(

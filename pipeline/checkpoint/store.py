@@ -86,7 +86,8 @@ class LocalStore:
 
     def names(self) -> Sequence[str]:
         """Committed checkpoints, also damaged ones, oldest first."""
-        return steps_in_order(path.name for path in self._entries() if path.is_dir())
+        found = [(int(path.name[5:]), path) for path in self._named(_STEP) if path.is_dir()]
+        return [path.name for _, path in sorted(found)]
 
     def locate(self, name: str, file: str = "") -> str:
         """Path or address, for people."""
@@ -174,7 +175,7 @@ class LocalStore:
 
     def quarantined(self) -> Sequence[str]:
         """Places of the checkpoints in quarantine."""
-        return sorted(str(path) for path in self._entries() if _ASIDE.fullmatch(path.name))
+        return sorted(map(str, self._named(_ASIDE)))
 
     def delete(self, name: str) -> None:
         """Remove a checkpoint; a crash in between never leaves part of one under its name."""
@@ -185,13 +186,13 @@ class LocalStore:
 
     def clean(self) -> None:
         """Remove what unfinished attempts and deletions left. Only while no one writes."""
-        for path in self._entries():
-            if is_leftover(path.name):
-                remove_folder(path)
+        for path in self._named(_LEFTOVER):
+            remove_folder(path)
 
-    def _entries(self) -> Iterator[Path]:
-        if self._root.is_dir():
-            yield from self._root.iterdir()
+    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
+        """What is in the folder under such names."""
+        there = self._root.iterdir() if self._root.is_dir() else ()
+        return [path for path in there if pattern.fullmatch(path.name)]
 
 
 @contextlib.contextmanager
@@ -231,11 +232,11 @@ def _new_file(path: Path, size: int, *, shared: bool, direct: bool = True) -> It
         files.let_group_read(file, path.parent)
         # Where a file system cannot reserve room, the C library writes zeros: over what other
         # processes have written by then.
-        with _where_supported(path):
-            if size and not shared:
+        if size and not shared:
+            with _where_supported(path):
                 os.posix_fallocate(file, 0, size)
-        with _where_supported(path):
-            if direct:
+        if direct:
+            with _where_supported(path):
                 past_cache = os.open(path, flags | os.O_DIRECT)
                 descriptors.callback(os.close, past_cache)
         yield write

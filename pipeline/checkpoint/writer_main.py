@@ -91,14 +91,6 @@ def carry_out(
     result = SaveResult(name=request.name)
     store = transaction = None
     is_reported = False
-
-    def report() -> None:
-        """Report to rank 0; the line break at the end marks a report that is all there."""
-        assert store is not None
-        assert transaction is not None
-        data = result.model_dump_json().encode() + b"\n"
-        store.put(*transaction.at(REPORT.format(setup.rank)), data)
-
     try:
         store = open_store(setup.store)
         transaction = store.begin(request.name, request.identity)
@@ -112,7 +104,7 @@ def carry_out(
             result.digest = digest
             is_reported = True  # rank 0 may see it, and commit the files, even if this raises
             _note_cost(result, before, ())
-            report()
+            _report(setup, store, transaction, result)
             return result
         others = _collect(store, transaction, setup.world_size)
         digests = [digest, *(other.digest for other in others)]
@@ -129,7 +121,7 @@ def carry_out(
             with contextlib.suppress(OSError):
                 store.remove(*transaction.at(name))  # on a full disk, room for the report
         with contextlib.suppress(OSError):  # this rank also ends the run by itself
-            report()  # to rank 0, whose disk may be another one
+            _report(setup, store, transaction, result)  # to rank 0, whose disk may be another one
         return result
     result.address = store.locate(request.name)
     result.size = sum(file.size for file in setup.template.files)
@@ -137,6 +129,12 @@ def carry_out(
     result.warnings = purge(store, setup.retention)
     _note_cost(result, before, others)
     return result
+
+
+def _report(setup: WriterSetup, store: Store, place: Transaction, result: SaveResult) -> None:
+    """Report to rank 0; the line break at the end marks a report that is all there."""
+    data = result.model_dump_json().encode() + b"\n"
+    store.put(*place.at(REPORT.format(setup.rank)), data)
 
 
 def _note_cost(result: SaveResult, before: struct_rusage, others: Sequence[SaveResult]) -> None:

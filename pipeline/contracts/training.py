@@ -83,14 +83,18 @@ class Progress:
     position means nothing."""
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Progress:
-        """Progress from its JSON. Raises TypeError for unknown fields."""
+    def from_record(cls, record: Mapping[str, Any], where: str = "") -> Progress:
+        """Progress from its JSON. Raises CheckpointError, naming `where`, for unknown fields."""
         fields = dict(record)
         if "origin" in fields:  # the name of `lineage` in checkpoints of version 0.1.0
             fields["lineage"] = fields.pop("origin")
         if "texts" in fields:  # in older checkpoints; its 0 meant either
             fields["texts_step"] = fields.pop("texts") or None
-        return cls(**fields)
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            place = f"{where}: " if where else ""
+            raise CheckpointError(f"{place}written by another version: {error}") from error
 
     def differs_from(self, recorded: Mapping[str, Any]) -> bool:
         """Whether a record of this step's progress is out of date. Only a changed `lineage` does

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from pipeline import CheckpointError, Context, PlanView, Problem, Progress, TrainedRun
+from pipeline import Context, PlanView, Problem, Progress, TrainedRun
 from pipeline.utils import address_problems
 
 
@@ -35,8 +35,5 @@ class FinishedTraining:
             address = str(Path(address).expanduser().absolute())
         reading = Reading(weights_only=True, verify=False)
         with contextlib.closing(open_state(address, reading)) as state:
-            try:
-                progress = Progress.from_record(state.progress)
-            except TypeError as error:
-                raise CheckpointError(f"{address}: written by another version: {error}") from error
+            progress = Progress.from_record(state.progress, address)
         return TrainedRun(checkpoint=address, progress=progress)

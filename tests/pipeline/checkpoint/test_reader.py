@@ -99,7 +99,7 @@ def test_pieces_are_found_by_their_elements(cut: Cut, data: st.DataObject) -> No
     low = data.draw(st.integers(0, cut.numel))
     wanted = Tile(low, data.draw(st.integers(low, cut.numel)))
     hits = [(r, t) for r, t in tiles if set(elements(t)) & set(range(*wanted[:2]))]
-    found = [*reader.Places(manifest, "here").find(KEY, wanted)]
+    _, found = reader.Places(manifest, "here").find(KEY, wanted)
     assert sorted((one.rank, one.tile) for one in found) == sorted(hits)
     assert all(one.file == one.rank for one in found)
 
@@ -224,7 +224,7 @@ def regions(root: Path) -> list[tuple[Path, int, int, str]]:
     found = [(path, 0, path.stat().st_size, "") for path in (folder / MANIFEST, *sums)]
     found += [(folder / file.name, 0, file.data_start, "") for file in manifest.files]
     for tensor in manifest.tensors:
-        for placed in opened.places.find(tensor.key, Tile(0, tensor.numel)):
+        for placed in opened.places.find(tensor.key, Tile(0, tensor.numel))[1]:
             path = folder / manifest.files[placed.file].name
             for begin, low, high in placed.place.segments(0, placed.place.numel):
                 found.append((path, begin, begin + high - low, tensor.key))
