@@ -128,10 +128,8 @@ class WrittenCheckpoint:
 class Checkpoints(ABC):
     """Checkpoints of a run: where, when and in which format training state is saved."""
 
-    @property
-    def counts_epochs(self) -> bool:
-        """Whether `begin` needs the steps of an epoch."""
-        return False
+    counts_epochs: bool = False
+    """Whether `begin` needs the steps of an epoch."""
 
     def begin(self, length: TrainingLength) -> None:
         """Called on every rank before the first step; does nothing unless overridden."""

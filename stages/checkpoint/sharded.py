@@ -152,10 +152,7 @@ class DerivedCheckpoints(Checkpoints):
 
     def __init__(self, base: Checkpoints) -> None:
         self.base = base
-
-    @property
-    def counts_epochs(self) -> bool:
-        return self.base.counts_epochs
+        self.counts_epochs = base.counts_epochs
 
     def begin(self, length: TrainingLength) -> None:
         self.base.begin(length)
