@@ -107,7 +107,7 @@ class Places:
             self._patterns[pattern] = pieces, [piece.start for piece in pieces], [*ends], width
         pieces, starts, last_ends, width = self._patterns[pattern]
         found: list[PlacedTile] = []
-        if width and wanted.stride not in (0, width):
+        if not wanted.numel or (width and wanted.stride not in (0, width)):
             return width, found
         row = width or wanted.stride
         low, high = bisect_right(last_ends, wanted.start), bisect_left(starts, wanted.end)
@@ -304,7 +304,7 @@ class CheckpointReader(StateSource):
         begin, end, every = (element * size for element in (low, high, piece.tile.numel))
         whole = end if end == every else end - end % BLOCK
         start = begin - begin % BLOCK
-        while begin < end and start < end:
+        while start < end:
             is_partial = start < begin or start >= whole
             length = BLOCK if is_partial else min(file_layout.CHUNK, whole - start)
             data = self._buffer[: min(length, every - start)]
