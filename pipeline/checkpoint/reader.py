@@ -272,8 +272,8 @@ class CheckpointReader(StateSource):
     ) -> None:
         """Raise Damaged unless every file, or data file number `only`, is there and has its size;
         with `headers`, its header."""
-        sizes = [(file.name, file.size) for file in self.manifest.files]
-        sizes = sizes if only is None else [sizes[only]]
+        files = self.manifest.files if only is None else [self.manifest.files[only]]
+        sizes = [(file.name, file.size) for file in files]
         for rank, part in enumerate(self.manifest.parts) if only is None else ():
             sizes.append((part.sums, self.places.table(rank).sums * SUM_BYTES))
         for file, size in sizes:
