@@ -51,20 +51,20 @@ if TYPE_CHECKING:
     from pipeline.contracts.objective import ScoreRequest as ScoreRequest
     from pipeline.contracts.objective import Scores as Scores
     from pipeline.contracts.objective import Unit as Unit
+    from pipeline.contracts.optimizer import DtypeName as DtypeName
+    from pipeline.contracts.optimizer import LossScaling as LossScaling
     from pipeline.contracts.optimizer import NamedParameter as NamedParameter
     from pipeline.contracts.optimizer import OptimizerPart as OptimizerPart
     from pipeline.contracts.optimizer import OptimizerPlan as OptimizerPlan
+    from pipeline.contracts.optimizer import Precision as Precision
     from pipeline.contracts.optimizer import StateCodec as StateCodec
     from pipeline.contracts.optimizer import UpdateRule as UpdateRule
     from pipeline.contracts.optimizer import WholeMatrices as WholeMatrices
+    from pipeline.contracts.optimizer import dtype_name as dtype_name
+    from pipeline.contracts.optimizer import torch_dtype as torch_dtype
     from pipeline.contracts.plan_view import Checked as Checked
     from pipeline.contracts.plan_view import PlanView as PlanView
     from pipeline.contracts.plan_view import Wiring as Wiring
-    from pipeline.contracts.precision import DtypeName as DtypeName
-    from pipeline.contracts.precision import LossScaling as LossScaling
-    from pipeline.contracts.precision import Precision as Precision
-    from pipeline.contracts.precision import dtype_name as dtype_name
-    from pipeline.contracts.precision import torch_dtype as torch_dtype
     from pipeline.contracts.sample_order import ENDLESS as ENDLESS
     from pipeline.contracts.sample_order import Order as Order
     from pipeline.contracts.sample_order import SampleOrder as SampleOrder

@@ -27,7 +27,7 @@ from pipeline.checkpoint.write_plan import (
     without_frozen_base,
 )
 from pipeline.contracts.engine import WEIGHT, Engine, EngineState, Fragment
-from pipeline.contracts.precision import dtype_name
+from pipeline.contracts.optimizer import dtype_name
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
 from pipeline.errors import CheckpointError, ResumeRefused, system_errors_as

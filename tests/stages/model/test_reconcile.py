@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError

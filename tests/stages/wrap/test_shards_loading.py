@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.contracts.engine import WEIGHT, Engine
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
 from pipeline.contracts.tensors import TensorReader
 from pipeline.distributed.process_group import DistContext
 from stages.model.hf import HfModel

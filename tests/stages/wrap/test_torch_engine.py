@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pipeline import testing
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import OptimizerPlan, Precision
 from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from pipeline import ModelSource, StageError
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
 from pipeline.testing import context
 from stages.optimizer.lion import Lion
 from stages.wrap.zero import OptimizerOffload, Zero

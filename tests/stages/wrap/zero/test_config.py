@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline import UpdateRule
-from pipeline.contracts.precision import LossScaling, Precision
+from pipeline.contracts.optimizer import LossScaling, Precision
 from pipeline.testing import plan_view
 from pipeline.testing.helpers import checked
 from stages.optimizer.adamw import AdamW

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.contracts.precision import LossScaling
+from pipeline.contracts.optimizer import LossScaling
 from pipeline.distributed.process_group import DistContext
 from stages.consolidate.stream import open_weights
 from stages.wrap.axes import TensorParallel
