@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from pipeline.contracts.export import Writing as Writing
     from pipeline.contracts.export import Written as Written
     from pipeline.contracts.model import ModelSource as ModelSource
+    from pipeline.contracts.model import TensorReader as TensorReader
+    from pipeline.contracts.model import TensorSpec as TensorSpec
+    from pipeline.contracts.model import Weights as Weights
     from pipeline.contracts.objective import LossParts as LossParts
     from pipeline.contracts.objective import Measure as Measure
     from pipeline.contracts.objective import Objective as Objective
@@ -78,9 +81,6 @@ if TYPE_CHECKING:
     from pipeline.contracts.stage import RunsDry as RunsDry
     from pipeline.contracts.stage import Stage as Stage
     from pipeline.contracts.stage import VerifiesResult as VerifiesResult
-    from pipeline.contracts.tensors import TensorReader as TensorReader
-    from pipeline.contracts.tensors import TensorSpec as TensorSpec
-    from pipeline.contracts.tensors import Weights as Weights
     from pipeline.contracts.training import Checkpoints as Checkpoints
     from pipeline.contracts.training import Progress as Progress
     from pipeline.contracts.training import TrainedRun as TrainedRun

@@ -22,8 +22,7 @@ from pipeline.checkpoint.manifest import ManifestTemplate
 from pipeline.checkpoint.store import step_name
 from pipeline.checkpoint.write_plan import HeldTile, divide, report
 from pipeline.checkpoint.writer import SaveRequest as Save
-from pipeline.checkpoint.writer import WriterSetup
-from pipeline.checkpoint.writer_main import carry_out
+from pipeline.checkpoint.writer import WriterSetup, carry_out
 from pipeline.contracts.engine import EngineState, ParameterGroup
 from pipeline.contracts.training import Progress
 

@@ -13,9 +13,9 @@ Who does what (`A -> B`: A uses B):
 
     open      manager -> write_plan (who writes) -> division (tiles, pieces)
               -> file_layout (where in the files and in the snapshot buffer)
-    save      manager -> snapshot (copies) -> writer <-> writer_main (a process) -> store
+    save      manager -> snapshot (copies) -> writer (a process) -> store
     restore   manager -> restore -> reader -> store
-    convert   formats (a state to read, a checkpoint as one stream) -> writer_main -> store
+    convert   formats (a state to read, a checkpoint as one stream) -> writer -> store
 
 `manifest` says what is on disk, `location` where a run's checkpoints are and which of them stay."""
 

@@ -28,7 +28,7 @@ from pipeline.utils.files import page_aligned, sync, sync_tree
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.location import Store
-    from pipeline.checkpoint.writer_main import FileBytes
+    from pipeline.checkpoint.writer import FileBytes
 
 
 class StateSource(ABC):
@@ -200,7 +200,7 @@ def step_target(folder: Path, step: int) -> Path:
 def write_checkpoint(source: StateSource, store: Store, name: str, file_layout: FileLayout) -> None:
     """Commit `source` as the checkpoint `name`, with checksums, in memory for one chunk. Raises
     OSError, and whatever reading `source` raises."""
-    from pipeline.checkpoint.writer_main import write_files
+    from pipeline.checkpoint.writer import write_files
 
     entries = file_layout.in_order(entry for entry in source.tensors.values() if entry.numel)
     division = Division.of([Piece(0, 0, entry.numel)] for entry in entries)

@@ -20,9 +20,8 @@ from pipeline.checkpoint import location
 from pipeline.checkpoint.location import best_of, open_store
 from pipeline.checkpoint.store import step_number
 from pipeline.contracts.export import ExportedModel
-from pipeline.contracts.model import ModelSource
+from pipeline.contracts.model import ModelSource, Weights
 from pipeline.contracts.plan_view import Wiring
-from pipeline.contracts.tensors import Weights
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import PluginError, UsageError, system_errors_as
 from pipeline.execution import rundir

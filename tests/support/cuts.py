@@ -20,8 +20,7 @@ from pipeline.checkpoint.file_layout import FileLayout, Staging, Write, plan_sta
 from pipeline.checkpoint.location import Retention
 from pipeline.checkpoint.snapshot import Snapshot
 from pipeline.checkpoint.write_plan import HeldTile, divide, report
-from pipeline.checkpoint.writer import SaveRequest, WriterSetup
-from pipeline.checkpoint.writer_main import carry_out
+from pipeline.checkpoint.writer import SaveRequest, WriterSetup, carry_out
 from pipeline.contracts.engine import WEIGHT, Fragment
 from tests.support.tiny_store import job
 

@@ -105,7 +105,7 @@ class ForkedWriter(ForkedRank):
                 kept = [2, *pass_fds, os.sysconf("SC_OPEN_MAX")]
                 for before, after in itertools.pairwise(sorted(kept)):
                     os.closerange(before + 1, after)
-                _write(command[command.index("pipeline.checkpoint.writer_main") + 1 :])
+                _write(command[command.index("pipeline.checkpoint.writer") + 1 :])
         os.close(reads)
         os.close(told)
         self.stdin, self.stdout = os.fdopen(writes, "wb"), os.fdopen(answers, "rb")
@@ -123,13 +123,13 @@ class Writers(Ranks):
 
 
 def _write(arguments: Sequence[str]) -> None:
-    """Run `python -m pipeline.checkpoint.writer_main ARGUMENTS` to its end, in the child."""
+    """Run `python -m pipeline.checkpoint.writer ARGUMENTS` to its end, in the child."""
     try:
         signal.set_wakeup_fd(-1)
         sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
-        from pipeline.checkpoint import writer_main
+        from pipeline.checkpoint import writer
 
-        writer_main.main(list(arguments))
+        writer.main(list(arguments))
     except BaseException:
         traceback.print_exc()
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 from fsspec import config, get_filesystem_class
 
 from pipeline.checkpoint import object_store
-from pipeline.checkpoint.writer_main import carry_out
+from pipeline.checkpoint.writer import carry_out
 from tests.support.injection import Fault
 from tests.support.tiny_store import Tiny, job
 

@@ -17,8 +17,7 @@ from pipeline.checkpoint.location import Retention, Store
 from pipeline.checkpoint.manifest import ManifestTemplate, TensorEntry
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.store import step_name
-from pipeline.checkpoint.writer import SaveRequest, SaveResult, WriterSetup
-from pipeline.checkpoint.writer_main import carry_out
+from pipeline.checkpoint.writer import SaveRequest, SaveResult, WriterSetup, carry_out
 
 TENSORS = [
     TensorEntry(key="weight/a", dtype="F32", shape=(3, 50)),

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.tensors import Weights
+from pipeline.contracts.model import ModelSource, Weights
 from stages.weights.views import MemoryReader
 
 

@@ -1,9 +1,10 @@
-"""The writer process: the faults that it survives, and the errors after others."""
+"""The writer process: faults that it survives, errors after others, and reports of failed ranks."""
 
 from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import os
 import resource
@@ -20,7 +21,7 @@ from pipeline.checkpoint.division import Tile
 from pipeline.checkpoint.file_layout import Write
 from pipeline.checkpoint.snapshot import SnapshotBuffer
 from pipeline.checkpoint.store import LocalStore
-from pipeline.checkpoint.writer import WriterProcess, WriterSetup
+from pipeline.checkpoint.writer import WriterProcess, WriterSetup, carry_out
 from pipeline.distributed.signals import ENDING
 from pipeline.errors import CheckpointError
 from tests.support.tiny_store import Tiny, digests, job, read_digests
@@ -171,3 +172,24 @@ def test_the_start_of_a_writer_is_not_waited_for(
     much = setup.model_copy(update={"files": [*setup.files] * 20_000})
     with started(much):
         pass
+
+
+def test_files_of_a_rank_that_cannot_tell_whether_its_report_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 sees the report and commits, so the files that it speaks of must stay."""
+    tiny, real, reports = Tiny(str(tmp_path)), LocalStore.put, []
+
+    def put(store: LocalStore, name: str, file: str, data: bytes) -> None:
+        if not file.endswith(".report"):
+            return real(store, name, file, data)
+        if not reports:
+            real(store, name, file, data)
+        reports.append(file)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalStore, "put", put)
+    assert carry_out(tiny.setups[1], job(1, "x"), tiny.arena(1, 1)).problem
+    assert carry_out(tiny.setups[0], job(1, "x"), tiny.arena(0, 1)).problem == ""
+    assert len(reports) == 2
+    assert read_digests(LocalStore(tmp_path), "step-00000001") == digests(1)
