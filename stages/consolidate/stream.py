@@ -74,8 +74,7 @@ class ConsolidateStream:
         average = None if self.weights == "model" else self.weights
         return open_weights(trained.checkpoint, verify=ctx.dist.is_main, average=average)
 
-    def run_dry(self, ctx: Context, trained: TrainedRun) -> Weights:
-        return self.run(ctx, trained)
+    run_dry = run
 
 
 def open_weights(address: str, *, verify: bool = True, average: str | None = None) -> Weights:
