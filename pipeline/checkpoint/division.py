@@ -58,6 +58,11 @@ class Tile(NamedTuple):
         """Element of the tensor after the last one."""
         return self.stop + (self.count - 1) * self.stride
 
+    def element(self, at: int) -> int:
+        """Number within the tensor of the tile's element number `at`."""
+        row, column = divmod(at, self.run)
+        return self.start + row * self.stride + column
+
     def position(self, element: int) -> int | None:
         """Number within the tile of the tensor's element; None if the tile does not have it."""
         row, column = divmod(element - self.start, self.stride or self.run)

@@ -270,7 +270,7 @@ def plan_staging(own: RankFiles, streamed: Set[str], passage: int = PASSAGE) -> 
                 rounds.append([])
                 used = 0
                 continue
-            (first, *_), *_ = item.tile.segments(done // itemsize, 1)
+            first = item.tile.element(done // itemsize)
             rounds[-1].append(Write(item.file, item.place, done, offset, cut, item.key, first))
             used, end, done = offset + cut - start, max(end, offset + cut), done + cut
     return Staging(size=end, heads=heads, rounds=rounds, streamed=streamed)

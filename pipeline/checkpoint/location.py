@@ -46,7 +46,7 @@ RECIPE = "recipe.yaml"
 """File by which a run's folder is known."""
 
 
-def address(run_dir: Path, folder: str | None = None, training: str = "") -> str:
+def address(run_dir: Path, folder: str | None, training: str = "") -> str:
     """Place of a training's checkpoints (empty: the first), given the `folder` of its recipe."""
     own = f"-{training}" if training else ""
     if folder is None:
@@ -68,7 +68,7 @@ def places(run_dir: Path) -> dict[str, str]:
         hint = "write the place of the checkpoints into it"
         raise CheckpointError(f"{file}: damaged: {in_words(error)}", hint=hint) from error
     lines = [("", first), *((slot, place) for slot, _, place in (o.partition(" ") for o in others))]
-    own = {slot: address(run_dir, training=slot) for slot, _ in lines}
+    own = {slot: address(run_dir, None, slot) for slot, _ in lines}
     return {
         slot: own[slot] if place == Path(own[slot]).name else place
         for slot, place in lines
@@ -93,7 +93,7 @@ def remember(run_dir: Path, place: str, training: str = "") -> None:
     if found.get(training) == place:
         return
     lines = {
-        slot: Path(at).name if at == address(run_dir, training=slot) else at
+        slot: Path(at).name if at == address(run_dir, None, slot) else at
         for slot, at in (found | {training: place}).items()
     }
     first, file = lines.pop("", ""), run_dir / ADDRESS_FILE
@@ -142,7 +142,7 @@ def find(named: str) -> tuple[Store, str]:
                 raise UsageError(f"{named} is a file", hint=hint)
             raise UsageError(f"{named} is not there", hint=near_path(named) or hint)
         if is_local and (Path(named) / RECIPE).is_file():
-            named = known(Path(named)) or address(Path(named))
+            named = known(Path(named)) or address(Path(named), None)
         store, name = open_checkpoint(named)
         if step_number(name) is not None or store.size(name, MANIFEST) is not None:
             return store, name

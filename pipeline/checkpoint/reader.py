@@ -92,7 +92,9 @@ class Places:
                 ends[entry.file] = start + entry.numel * entry.itemsize
                 self._shared_offsets[number] = start
         for number, end in ends.items():
-            self._require_filled(number, end)
+            if end != manifest.files[number].size:
+                name = manifest.files[number].name
+                raise Damaged(f"{where}: {name}: its tensors do not fill it")
 
     def find(self, key: str, wanted: Tile) -> tuple[int, list[PlacedTile]]:
         """Elements of the rows by whose columns a tensor is divided, 0 if it is not; and the pieces
@@ -137,8 +139,9 @@ class Places:
                 file, offset = rank, end or self._manifest.files[rank].data_start
                 end = offset + tile.numel * tensors[number].itemsize
             placed.append((number, file, offset, tile.start, tile.start + tile.numel))
-        if end:
-            self._require_filled(rank, end)
+        if end and end != self._manifest.files[rank].size:
+            name = self._manifest.files[rank].name
+            raise Damaged(f"{self._where}: {name}: its tensors do not fill it")
         rows, sums = [], 0
         for number, file, offset, start, stop in placed:  # in the order of the checksums
             rows.append((number * MAX_ELEMENTS + start, file, offset, sums))
@@ -147,11 +150,6 @@ class Places:
         columns = (array("Q", [row[field] for row in rows]) for field in range(4))
         self._tables[rank] = RankTable(sums, *columns)
         return self._tables[rank]
-
-    def _require_filled(self, number: int, end: int) -> None:
-        file = self._manifest.files[number]
-        if end != file.size:
-            raise Damaged(f"{self._where}: {file.name}: its tensors do not fill it")
 
 
 class CheckpointReader(StateSource):
@@ -267,29 +265,29 @@ class CheckpointReader(StateSource):
         """A whole small tensor."""
         return b"".join(bytes(data) for _, data in self.read(key, 0, self.entry(key).numel))
 
-    def require_files(
-        self, only: int | None = None, key: str = "", *, headers: bool = False
-    ) -> None:
-        """Raise Damaged unless every file, or data file number `only`, is there and has its size;
-        with `headers`, its header."""
-        files = self.manifest.files if only is None else [self.manifest.files[only]]
-        sizes = [(file.name, file.size) for file in files]
-        for rank, part in enumerate(self.manifest.parts) if only is None else ():
+    def require_files(self) -> None:
+        """Raise Damaged unless every file is there and has its size."""
+        sizes = [(file.name, file.size) for file in self.manifest.files]
+        for rank, part in enumerate(self.manifest.parts):
             sizes.append((part.sums, self.places.table(rank).sums * SUM_BYTES))
         for file, size in sizes:
-            where = self._store.locate(self.name, file) + (f" ({key})" if key else "")
+            where = self._store.locate(self.name, file)
             with _explained(where):
                 found = self._store.size(self.name, file)
             if found is None:
                 raise Damaged(f"{where}: missing")
             if found != size:
                 raise Damaged(f"{where}: has {found} bytes instead of {size}")
-        for number in range(len(self.manifest.files)) if headers else ():
+
+    def require_headers(self) -> None:
+        """Raise Damaged unless every file is there and has its header."""
+        self.require_files()
+        for number in range(len(self.manifest.files)):
             self._read_file(number, Tile(0, 1), 0, memoryview(b""), "")
 
     def verify(self, advance: Callable[[int], object] = lambda count: None) -> None:
         """Read everything; `advance` is called with numbers of bytes that were good."""
-        self.require_files(headers=True)
+        self.require_headers()
         for key, entry in self.tensors.items():
             for place in self.places.find(key, Tile(0, entry.numel))[1]:
                 for _, data in self._read_piece(key, place, 0, place.tile.numel):
@@ -341,9 +339,12 @@ class CheckpointReader(StateSource):
         file = self.manifest.files[number]
         where = self._store.locate(self.name, file.name) + (f" ({key})" if key else "")
         if number not in self._good:
-            self.require_files(number, key)
-            head = memoryview(bytearray(file.data_start))
             with _explained(where):
+                found = self._store.size(self.name, file.name)
+                if found != file.size:
+                    what = f"has {found} bytes instead of {file.size}"
+                    raise Damaged(f"{where}: {'missing' if found is None else what}")
+                head = memoryview(bytearray(file.data_start))
                 self._store.read(self.name, file.name, [(0, head)])
             if xxh3_64_intdigest(head) != file.header:
                 raise Damaged(f"{where}: its header is damaged")

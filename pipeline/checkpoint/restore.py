@@ -109,7 +109,7 @@ class Restoration:
             confirmed = "no"
             try:
                 reader = CheckpointReader(self.store, name)
-                reader.require_files(headers=True)
+                reader.require_headers()
                 for key in {found[1] for found in problems if found} - {""}:
                     collections.deque(reader.read(key, 0, reader.tensors[key].numel), maxlen=0)
             except Damaged:

@@ -72,8 +72,8 @@ def find(folder: Path, *, all_checkpoints: bool = False) -> CleanResult:
         return CleanResult(notes=("is being exported: all of it stays",))
     state = Journal(folder / rundir.JOURNAL).state()
     notes, here = [], dict[str, Path]()
-    for slot, place in ({"": location.address(folder)} | location.places(folder)).items():
-        if place != location.address(folder, training=slot):
+    for slot, place in ({"": location.address(folder, None)} | location.places(folder)).items():
+        if place != location.address(folder, None, slot):
             notes.append(f"its checkpoints are not in its folder, and stay: {place}")
         elif Path(place).is_symlink():
             notes.append(f"its checkpoints stay: {place} is a link")

@@ -119,7 +119,7 @@ def test_a_line_that_leads_out_of_the_folder_is_no_training(tmp_path: Path) -> N
 
 def test_the_newest_step_is_of_the_training_that_has_written_last(tmp_path: Path) -> None:
     for training, step in (("", 20), ("chat", 5)):
-        place = location.address(tmp_path, training=training)
+        place = location.address(tmp_path, None, training)
         folder = Path(place, f"step-{step:08d}")
         folder.mkdir(parents=True)
         (folder / MANIFEST).write_text("{}")
