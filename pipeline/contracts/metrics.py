@@ -59,25 +59,22 @@ class Metrics:
         if self.path is None or not self.path.exists():
             return
         found = list(records(self.path))
-        self._keep_foreign(len(found))
+        with open_regular(self.path, within=self.path.parent) as file:
+            lines = sum(part.count(b"\n") for part in iter(lambda: file.read(BLOCK), b""))
+            if (foreign := lines - len(found)) > 0:
+                aside = self.path.with_name(f"{self.path.name}.damaged")
+                file.seek(0)
+                with opened(aside, "wb") as copy:
+                    shutil.copyfileobj(file, copy)
+                message = "%s: left out %s without metrics; kept in %s"
+                logging.getLogger("pipe").warning(
+                    message, self.path, plural(foreign, "line"), aside
+                )
         kept = [
             record for record in found
             if record_training(record) != self.training or (record.get("step") or 0) <= step
         ]  # fmt: skip
         replace_text(self.path, "".join(json.dumps(r, allow_nan=False) + "\n" for r in kept))
-
-    def _keep_foreign(self, ours: int) -> None:
-        assert self.path is not None
-        aside = self.path.with_name(f"{self.path.name}.damaged")
-        with open_regular(self.path, within=self.path.parent) as file:
-            foreign = sum(part.count(b"\n") for part in iter(lambda: file.read(BLOCK), b"")) - ours
-            if foreign <= 0:
-                return
-            file.seek(0)
-            with opened(aside, "wb") as kept:
-                shutil.copyfileobj(file, kept)
-        message = "%s: left out %s without metrics; kept in %s"
-        logging.getLogger("pipe").warning(message, self.path, plural(foreign, "line"), aside)
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from pipeline.chain.artifacts import training_of
 from pipeline.chain.plan import Plan, make_plan
 from pipeline.checkpoint import Retention, location
-from pipeline.checkpoint.retention import unneeded
+from pipeline.checkpoint.location import unneeded
 from pipeline.checkpoint.store import LocalStore, is_leftover
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.traits import RetainsCheckpoints
@@ -72,8 +72,8 @@ def find(folder: Path, *, all_checkpoints: bool = False) -> CleanResult:
         return CleanResult(notes=("is being exported: all of it stays",))
     state = Journal(folder / rundir.JOURNAL).state()
     notes, here = [], dict[str, Path]()
-    for slot, place in ({"": location.default(folder)} | location.places(folder)).items():
-        if place != location.default(folder, slot):
+    for slot, place in ({"": location.address(folder, None)} | location.places(folder)).items():
+        if place != location.address(folder, None, slot):
             notes.append(f"its checkpoints are not in its folder, and stay: {place}")
         elif Path(place).is_symlink():
             notes.append(f"its checkpoints stay: {place} is a link")

@@ -17,9 +17,15 @@ from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.data import Data
 from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.resources import ResourceNeed, require_resources
 from pipeline.contracts.signature import needs
-from pipeline.contracts.stage import Context, Durable, NeedsResources, RunsDry
+from pipeline.contracts.stage import (
+    Context,
+    Durable,
+    NeedsResources,
+    ResourceNeed,
+    RunsDry,
+    require_resources,
+)
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
 from pipeline.distributed.agreement import differences, in_one
 from pipeline.distributed.heartbeat import Phase
@@ -218,14 +224,14 @@ def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
     """For `dry_run: true` (`pipe run --dry-run` starts no rank): save the engine's state and have
     every stage with `run_dry`, up to the next training, work on that checkpoint (collective).
     Everything written is removed again, unless it fails; random states stay unchanged."""
-    from pipeline.checkpoint import rng_state
+    from pipeline.checkpoint.write_plan import apply_random, capture_random
 
     folder, device = ctx.run_dir / f"{ctx.run_dir.name}.dry-run", ctx.dist.device
     ctx.log.info("dry run: saving, consolidating and exporting the untrained model")
     began = time.monotonic()
     removals: list[Callable[[], object]] = []
     with contextlib.ExitStack() as stack:
-        stack.callback(rng_state.apply, rng_state.capture(device), device)
+        stack.callback(apply_random, capture_random(device), device)
         if ctx.dist.is_main:
             remove_folder(folder)
             folder.mkdir()

@@ -16,9 +16,8 @@ from pipeline.chain.registry import Registry
 from pipeline.checkpoint import location
 from pipeline.checkpoint.store import step_number
 from pipeline.contracts.export import EXPORT_MANIFEST, ExportedModel, OpensText, TextModel
-from pipeline.contracts.model import ModelSource
+from pipeline.contracts.model import ModelSource, Weights
 from pipeline.contracts.stage import Context
-from pipeline.contracts.tensors import Weights
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import PipeError, PluginError, UsageError
 from pipeline.execution import rundir

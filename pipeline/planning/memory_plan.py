@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.chain.artifacts import training_slots
 from pipeline.chain.plan import Plan
 from pipeline.chain.registry import Registry
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
 from pipeline.distributed.settings import ProcessCounts
 from pipeline.importing.translator import plan_recipe
 from pipeline.planning import hardware as machinery

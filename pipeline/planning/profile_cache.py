@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
 from pipeline.contracts.training import TrainedRun
 from pipeline.planning.planner import Job, Planner
 from pipeline.planning.profile import Profile

@@ -20,7 +20,7 @@ from pipeline import (
     torch_dtype,
 )
 from pipeline.checkpoint import Reading, open_state
-from stages.consolidate.weights import open_weights, state_files
+from stages.consolidate.stream import open_weights, state_files
 from stages.digests import file_digests
 from stages.model.declared import (
     DerivedSource,

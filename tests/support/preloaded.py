@@ -25,7 +25,7 @@ MODULES = (
     "pipeline.checkpoint.store",
     "pipeline.execution.worker",
     "stages.adapter.lora",
-    "stages.consolidate.weights",
+    "stages.consolidate.stream",
     "stages.export.safetensors",
     "stages.formats.formats",
     "stages.hf.checkpoint",

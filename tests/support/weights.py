@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor
 
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.tensors import TensorSpec, Weights
+from pipeline.contracts.model import ModelSource, TensorSpec, Weights
 from stages.weights.views import MemoryReader
 
 

@@ -16,7 +16,7 @@ from pipeline.chain.artifacts import Results
 from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.objective import Objective
-from pipeline.contracts.precision import Precision, torch_dtype
+from pipeline.contracts.optimizer import Precision, torch_dtype
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import PipeError, StageError, UsageError

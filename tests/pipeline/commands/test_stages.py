@@ -288,7 +288,7 @@ def test_all_of_them_run_on_two_processes(run: Path) -> None:
 
 def test_the_export_is_half_of_what_was_trained(run: Path) -> None:
     from pipeline.checkpoint import Reading, open_state
-    from stages.consolidate.weights import open_weights
+    from stages.consolidate.stream import open_weights
 
     exported = AutoModelForCausalLM.from_pretrained(run / "export").state_dict()
     trained = open_weights(str(run / "checkpoints" / "step-00000004"))

@@ -18,9 +18,8 @@ from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.plan_view import Wiring
-from pipeline.contracts.resources import ResourceNeed
 from pipeline.contracts.signature import gives
-from pipeline.contracts.stage import Context, Durable
+from pipeline.contracts.stage import Context, Durable, ResourceNeed
 from pipeline.contracts.training import Checkpoints, TrainedRun
 from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.process_group import DistContext

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.formats import Reading, StateSource
-from pipeline.contracts.precision import LossScaling
+from pipeline.contracts.optimizer import LossScaling
 from pipeline.contracts.training import Progress
 from pipeline.errors import CheckpointError
 from stages.formats import stored

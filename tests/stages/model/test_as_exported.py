@@ -18,7 +18,7 @@ from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import RecipeError, StageError
 from stages.adapter.lora import Lora
-from stages.consolidate.weights import open_weights
+from stages.consolidate.stream import open_weights
 from stages.model.declared import outline
 from stages.model.hf import ActivationCheckpointing, HfModel, TrainedModel
 from tests.support.models import context

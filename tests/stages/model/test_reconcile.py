@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.tensors import TensorReader, TensorSpec
+from pipeline.contracts.model import TensorReader, TensorSpec
+from pipeline.contracts.optimizer import Precision
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from stages.model.declared import outline

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.objective import LossParts, ScoreRequest, Scores
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.testing import plan_view

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.contracts.tensors import TensorSpec
+from pipeline.contracts.model import TensorSpec
 from pipeline.errors import StageError
 from stages.weights.views import (
     ComputedReader,

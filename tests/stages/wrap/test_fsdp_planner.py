@@ -24,7 +24,7 @@ from memories.cases import (
 )
 from memories.compare import profile_and_trace
 
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
 from pipeline.planning.forecast import (
     GRADIENTS,
     OPTIMIZER,

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.contracts.engine import WEIGHT, Engine
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.tensors import TensorReader
+from pipeline.contracts.model import ModelSource, TensorReader
+from pipeline.contracts.optimizer import Precision
 from pipeline.distributed.process_group import DistContext
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW

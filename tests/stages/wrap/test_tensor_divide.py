@@ -12,7 +12,7 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
 from pipeline.distributed.process_group import DistContext
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel

@@ -16,8 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pipeline import testing
 from pipeline.contracts.objective import Scores
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import OptimizerPlan, Precision
 from pipeline.distributed.process_group import DistContext
 from stages.objectives.cross_entropy import CrossEntropy, RowLoss, StepSums
 from stages.optimizer import Lion

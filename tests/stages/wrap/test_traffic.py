@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline import testing
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
 from pipeline.distributed.process_group import DistContext
 from pipeline.planning.planner import Planners
 from pipeline.planning.profile import Profile

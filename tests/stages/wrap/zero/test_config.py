@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from pipeline import ModelSource, StageError, UpdateRule
-from pipeline.contracts.precision import LossScaling, Precision
+from pipeline.contracts.optimizer import LossScaling, Precision
 from pipeline.testing import context, plan_view
 from pipeline.testing.conformance import checked
 from stages.optimizer import Lion

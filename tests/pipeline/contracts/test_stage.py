@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.contracts import resources
-from pipeline.contracts.resources import ResourceNeed, require_resources
+from pipeline.contracts import stage
+from pipeline.contracts.stage import ResourceNeed, require_resources
 from pipeline.errors import StageError
 
 GB = 10**9
@@ -19,7 +19,7 @@ GB = 10**9
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Provide 10 GB on disk and 4 GB in memory."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * GB))
-    monkeypatch.setattr(resources, "free_memory", lambda: 4 * GB)
+    monkeypatch.setattr(stage, "free_memory", lambda: 4 * GB)
 
 
 @pytest.mark.usefixtures("little")
