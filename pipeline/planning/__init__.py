@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # isort: off
     from pipeline.planning.forecast import (
         BACKWARD as BACKWARD, BUFFERS as BUFFERS, Collective as Collective, Copies as Copies,
         EXPORT as EXPORT, Extra as Extra, FORWARD as FORWARD, GATHERED as GATHERED,
-        GRADIENTS as GRADIENTS, Gradients as Gradients, IN_BACKWARD as IN_BACKWARD, Item as Item,
+        GRADIENTS as GRADIENTS, IN_BACKWARD as IN_BACKWARD, Item as Item,
         Kind as Kind, LOADED as LOADED, Moment as Moment, OPTIMIZER as OPTIMIZER,
         PARAMETERS as PARAMETERS, Pass as Pass, PipelineRank as PipelineRank,
         PipelineStage as PipelineStage, Place as Place, RESUME as RESUME, SAVE as SAVE,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # isort: off
         OptimizerShape as OptimizerShape, SampleShape as SampleShape, Sizes as Sizes,
         Step as Step, Topology as Topology, Weight as Weight,
     )  # fmt: skip
-    from pipeline.planning.trace.compile_compat import traced_backend as traced_backend
+    from pipeline.planning.trace.torch_compat import traced_backend as traced_backend
     from pipeline.recipe.dump import reads_back as reads_back
 else:
     __getattr__, __dir__ = lazily(__name__, __file__)

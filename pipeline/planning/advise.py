@@ -15,8 +15,7 @@ from pipeline.errors import RecipeError, UsageError
 from pipeline.execution.in_process import scratch_context
 from pipeline.planning.hardware import HardwareOptions, Margins, resolve_topology
 from pipeline.planning.memory_plan import MemoryPlan
-from pipeline.planning.planner import Tier
-from pipeline.planning.presets import in_order
+from pipeline.planning.planner import Tier, in_order
 from pipeline.planning.report import memory, spare
 from pipeline.planning.search import (
     MOST_NODES,

@@ -73,15 +73,6 @@ class Held:
         return cls(bytes=sum(held.values()), items=held)
 
 
-class Gradients(NamedTuple):
-    """Bytes for each element of a weight that its gradient takes in backward, in addition to the
-    gradient in the compute dtype that a profile counts while it is computed. kept: from then until
-    the unit's gradients are reduced; passing: only at its computation."""
-
-    kept: float
-    passing: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Bytes of whole tensors (as a rank has them after an all-gather) in all calls of a collective
@@ -172,8 +163,10 @@ class StrategyMemory(ABC):
         """Everything held at a moment but activations and what `gradients` returns."""
 
     @abstractmethod
-    def gradients(self, moment: Moment) -> Gradients:
-        """Bytes for an element of the unit in backward."""
+    def gradients(self, moment: Moment) -> tuple[int, int]:
+        """Bytes for each element of a unit's weights that its gradient takes in backward, in
+        addition to the gradient in the compute dtype that a profile counts while it is computed:
+        from then until the unit's gradients are reduced, and only at its computation."""
 
     @abstractmethod
     def traffic(self, microbatches: int) -> Iterator[Traffic]:

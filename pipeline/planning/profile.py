@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from pipeline.planning.forecast import Event, Traffic, Unit
+from pipeline.planning.forecast import Event, PipelineStage, Traffic, Unit
 from pipeline.planning.shapes import ModelShape
 
 
@@ -72,11 +72,18 @@ class Profile:
         where = self.model.blocks[unit] if isinstance(unit, int) else unit
         return self.parts.get(f"{event} {where}", Part())
 
+    def counted(self) -> Iterator[tuple[str, Part, int]]:
+        """Each part's event and occurrences in a micro-batch."""
+        units = [*map(str, self.model.blocks), "embeddings", "head"]
+        for name, part in self.parts.items():
+            event, unit = name.split()
+            yield event, part, units.count(unit)
+
     def total(self, field: str, event: str = "") -> Line:
         """The sum of a field over a whole micro-batch, or over all units at one event."""
         found = [
             (getattr(part, field), count)
-            for when, part, count in self._counted()
+            for when, part, count in self.counted()
             if event in ("", when)
         ]
         return Line(
@@ -84,31 +91,18 @@ class Profile:
             sum(line.each * count for line, count in found),
         )
 
-    def exchanges(self) -> Iterator[tuple[Traffic, Line]]:
-        """Everything that ranks exchange in a micro-batch, and its bytes, part by part."""
-        for _, part, count in self._counted():
-            for kind, size in part.exchanges:
-                yield kind, Line(size.fixed * count, size.each * count)
-
-    def stage(self, blocks: range, *, first: bool, last: bool) -> Profile:
-        """The profile of a stage of a pipeline, which has these blocks, and what comes before the
+    def of_stage(self, stage: PipelineStage) -> Profile:
+        """The profile of a stage of a pipeline, which has its blocks, and what comes before the
         first and after the last. Masks and rotary embeddings are made in each stage, and hidden
         states take the same memory wherever they come from."""
-        absent = {name for name, own in (("embeddings", first), ("head", last)) if not own}
-        left = {name: p for name, p in self.parts.items() if name.split()[1] not in absent}
-        if not first:
+        ends = {"embeddings": stage.first, "head": stage.last}
+        left = {name: p for name, p in self.parts.items() if ends.get(name.split()[1], True)}
+        if not stage.first:
             kept = self.part("forward", "embeddings").kept
             left["forward embeddings"] = Part(kept=kept)
             left["backward embeddings"] = Part(kept=Line(-kept.fixed, -kept.each))
-        model = replace(self.model, blocks=tuple(self.model.blocks[n] for n in blocks))
+        model = replace(self.model, blocks=tuple(self.model.blocks[n] for n in stage.blocks))
         return replace(self, model=model, parts=left)
-
-    def _counted(self) -> Iterator[tuple[str, Part, int]]:
-        """Each part's event and occurrences."""
-        units = [*map(str, self.model.blocks), "embeddings", "head"]
-        for name, part in self.parts.items():
-            when, unit = name.split()
-            yield when, part, units.count(unit)
 
 
 def fullest(peaks: Iterable[Peak]) -> tuple[Peak, ...]:

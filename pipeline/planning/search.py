@@ -21,8 +21,7 @@ from pipeline.chain.registry import Registry
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError
 from pipeline.planning.hardware import BETWEEN, INSIDE, HardwareOptions, Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, estimate_plan
-from pipeline.planning.planner import AWAY, Planners, Tier, planned
-from pipeline.planning.presets import Strategy, in_order
+from pipeline.planning.planner import AWAY, Planners, Strategy, Tier, in_order, planned
 from pipeline.planning.report import memory
 from pipeline.planning.shapes import Topology
 from pipeline.utils.activities import activity

@@ -29,8 +29,7 @@ from pipeline.contracts.signature import (
 )
 from pipeline.contracts.stage import Context
 from pipeline.errors import PluginError, Problem
-from pipeline.planning.planner import Planners
-from pipeline.planning.presets import presets
+from pipeline.planning.planner import Planners, presets
 from pipeline.recipe.fields import adapter, field_docs, plain_value
 from pipeline.testing.helpers import checked, make, problems
 

@@ -12,8 +12,7 @@ from pipeline.planning.forecast import BACKWARD, FORWARD, Traffic
 from pipeline.planning.planner import Job, TraceScope
 from pipeline.planning.profile import Line, Part, Peak, Profile, fullest
 from pipeline.planning.shapes import ModelShape, Weight
-from pipeline.planning.trace.model import Structure, kinds, structure
-from pipeline.planning.trace.run import BareModel, declared, run
+from pipeline.planning.trace.run import BareModel, Structure, declared, kinds, run, structure
 from pipeline.planning.trace.torch_compat import Link
 from pipeline.planning.trace.tracker import HEAD, INPUT, LOSS, START, Level, Stretch
 
@@ -68,12 +67,12 @@ class _Parts:
     gradient, and of those that get one before blocks do."""
 
     def __init__(self, runs: Sequence[BareModel]) -> None:
-        self.built, self.divided = runs[0].built, runs[0].divided
+        self.bare, self.built = runs[0], runs[0].built
         self._pieces: list[dict[tuple[str, Any], list[Stretch]]] = [{} for _ in runs]
         for pieces, one in zip(self._pieces, runs, strict=True):
             for stretch in one.stretches:
                 pieces.setdefault((stretch.phase, stretch.part), []).append(stretch)
-        weights = map(self.divided.part, self.built.weights)
+        weights = map(self.bare.part, self.built.weights)
         self._elements = {weight.name: weight.elements for weight in weights}
         first = self._pieces[0]
         if any(len(first.get((FORWARD, n), ())) > 1 for n in range(len(self.built.blocks))):
@@ -103,10 +102,10 @@ class _Parts:
 
         exchanges = []
         for link in dict.fromkeys(what for one in two[1] for what in one.work):
-            if isinstance(link, Link) and link.group in self.divided.groups and len(link.ranks) > 1:
+            if isinstance(link, Link) and link.group in self.bare.groups and len(link.ranks) > 1:
                 kind = Traffic(
                     collective=link.collective, bytes=0, ranks=len(link.ranks), waits=True,
-                    apart=link.ranks[1] - link.ranks[0], what=self.divided.groups[link.group],
+                    apart=link.ranks[1] - link.ranks[0], what=self.bare.groups[link.group],
                 )  # fmt: skip
                 exchanges.append((kind, total(link)))
         return Part(
@@ -153,7 +152,7 @@ def _shape(
         return sum(weight.elements for weight in weights)
 
     def shaped(weights: Sequence[Weight]) -> tuple[Weight, ...]:
-        own = map(parts.divided.part, weights)
+        own = map(parts.bare.part, weights)
         return tuple(replace(w, trained=w.trained and w.name not in idle) for w in own)
 
     root = elements([*plain.root, *itertools.chain(*plain.towers)])
@@ -178,6 +177,6 @@ def _shape(
         proven=root + max(blocks, default=0),
         caveats=(
             *(f"memory of {name}, which gets no gradient here" for name in idle[:1]),
-            *((UNEVEN,) if parts.divided.experts else ()),
+            *((UNEVEN,) if parts.bare.experts else ()),
         ),
     )

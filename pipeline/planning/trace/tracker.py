@@ -16,8 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from pipeline.planning.forecast import LOAD
 from pipeline.planning.trace import torch_compat
-from pipeline.planning.trace.compile_compat import COUNTING
-from pipeline.planning.trace.torch_compat import Link, storage_key, tensors_in
+from pipeline.planning.trace.torch_compat import COUNTING, Link, storage_key, tensors_in
 from pipeline.utils.tensors import device_of, has_values
 
 aten = torch.ops.aten

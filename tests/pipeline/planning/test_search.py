@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from pipeline.errors import Problem, RecipeError, StageError
 from pipeline.planning import planner
 from pipeline.planning.hardware import HardwareOptions
-from pipeline.planning.planner import Planners, Saving, Tier
-from pipeline.planning.presets import Strategy
+from pipeline.planning.planner import Planners, Saving, Strategy, Tier
 from pipeline.planning.search import (
     AppliedSaving,
     Candidate,

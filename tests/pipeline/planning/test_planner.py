@@ -9,8 +9,7 @@ import pytest
 from pipeline.chain.entry_points import Entry
 from pipeline.chain.registry import Registry
 from pipeline.errors import PluginError, UsageError
-from pipeline.planning.planner import Planners, Preset
-from pipeline.planning.presets import chosen, strategies
+from pipeline.planning.planner import Planners, Preset, chosen, strategies
 
 
 @pytest.mark.usefixtures("fake_planners")
