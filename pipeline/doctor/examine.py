@@ -17,8 +17,7 @@ from typing import Any, Literal
 import click
 
 from pipeline.doctor import inventory
-from pipeline.doctor.measurements import bandwidth
-from pipeline.doctor.ranks import measure
+from pipeline.doctor.measurements import bandwidth, measure
 from pipeline.doctor.report import (
     Device,
     Failure,

@@ -52,7 +52,7 @@ class TraceScope:
     once: Callable[[Any, Callable[[], Any]], Any] = lambda key, function: function()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Saving:
     """A change of a stage's own fields with which a step needs less memory. order: position among
     the savings of all stages, which are tried in order; one for each kind. `beside`: fields of

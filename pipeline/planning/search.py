@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeline.chain.plan import Plan
 from pipeline.chain.registry import Registry
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError
 from pipeline.planning.hardware import BETWEEN, INSIDE, HardwareOptions, Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, estimate_plan
-from pipeline.planning.planner import AWAY, Planners, Strategy, Tier, in_order, planned
+from pipeline.planning.planner import AWAY, Planners, Saving, Strategy, Tier, in_order, planned
 from pipeline.planning.report import memory
 from pipeline.planning.shapes import Topology
 from pipeline.utils.activities import activity
@@ -30,13 +30,10 @@ LONGER = 1.1
 """Ratio up to which two step times count as equal: estimates of real steps were off by as much."""
 MOST_NODES = 512
 """Limit of the search for a number of nodes on which a recipe fits."""
-ALLOWED: Sequence[Mapping[str, bool]] = (
-    {"away": False, "narrow": False},
-    {"away": True, "narrow": False},
-    {"away": True, "narrow": True},
-)
-"""Arguments of `most_saving`, in the order in which they are tried."""
-
+ALLOWED = [(False, False), (True, False), (True, True)]
+"""Host memory for activations, and savings that change numerics, in the order of trials."""
+OWN = Strategy(name="", use="")
+"""The recipe's own strategy."""
 Changes = Mapping[str, Any]
 """Changed values of a recipe by `slot` or `slot.field`."""
 
@@ -78,32 +75,20 @@ class SearchBase:
         return self._plans[key]
 
 
-OWN = Strategy(name="", use="")
-"""The recipe's own strategy."""
-
-
-class AppliedSaving(NamedTuple):
-    """A saving as changes of a recipe."""
-
-    order: int
-    what: str
-    changes: Changes
-
-
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A recipe with savings, possibly under another strategy. start: changes in addition to
-    savings."""
+    savings, whose `fields` are changes too."""
 
     base: SearchBase
     start: Changes
-    saved: Sequence[AppliedSaving] = ()
+    saved: Sequence[Saving] = ()
     strategy: Strategy = OWN
 
     @property
     def saving(self) -> Changes:
         """Changes of all savings; a later one wins over an earlier one of the same field."""
-        return {path: value for one in self.saved for path, value in one.changes.items()}
+        return {path: value for one in self.saved for path, value in one.fields.items()}
 
     @property
     def changes(self) -> Changes:
@@ -125,16 +110,11 @@ class Candidate:
         return not self.memory_plan.short
 
     @property
-    def roomy(self) -> bool:
-        """Whether it fits with the head-room that advice leaves."""
-        return self.memory_plan.roomy
-
-    @property
     def narrow(self) -> int:
         """Largest order of the savings that change numerics; 0 without one."""
         return max((one.order for one in self.saved if one.order > AWAY), default=0)
 
-    def without(self, saved: AppliedSaving) -> Candidate:
+    def without(self, saved: Saving) -> Candidate:
         """The candidate without one of its savings."""
         return replace(self, saved=[one for one in self.saved if one is not saved])
 
@@ -160,7 +140,7 @@ def most_saving(
     """Apply every saving that only costs time and, if that does not fit, with `away` what waits in
     host memory, and with `narrow` one that changes numerics. Raises RecipeError for changes `start`
     that the recipe does not accept, and StageError and UsageError as planning does."""
-    plan, every, seen = base.checked(start), list[AppliedSaving](), list[AppliedSaving]()
+    plan, every, seen = base.checked(start), list[Saving](), list[Saving]()
     while left := [one for one in _offered(plan) if one not in seen]:
         seen.append(left[0])
         with contextlib.suppress(RecipeError):  # savings that the recipe accepts together
@@ -179,8 +159,8 @@ def most_saving(
     return candidate
 
 
-def _offered(plan: Plan) -> list[AppliedSaving]:
-    """Savings that the planners of all slots offer, in order."""
+def _offered(plan: Plan) -> list[Saving]:
+    """Savings that the planners of all slots offer, in order, as changes of the recipe."""
     found = []
     for slot, planner in Planners.installed().of(plan).items():
         for saving in planner.savings(plan.view.data_ranks(planner.stage)):
@@ -190,7 +170,7 @@ def _offered(plan: Plan) -> list[AppliedSaving]:
             for given, fields in saving.beside.items():
                 kind = [one.slot for one in plan.giving(given)]
                 changes |= {f"{at}.{name}": value for at in kind for name, value in fields.items()}
-            found.append(AppliedSaving(saving.order, saving.what, changes))
+            found.append(replace(saving, fields=changes, beside={}))
     return sorted(found, key=lambda one: one.order)
 
 
@@ -210,9 +190,9 @@ def relaxed(candidate: Candidate) -> Candidate:
     """Remove each saving that saves nothing, or without which the candidate still fits with
     head-room; one without that keeps all that only cost time."""
     for one in reversed(candidate.saved if candidate.fits else ()):
-        less = candidate.without(one)
-        optional = less.roomy if candidate.roomy or one.order < AWAY else less.fits
-        mine, its = less.memory_plan, candidate.memory_plan
+        less, its = candidate.without(one), candidate.memory_plan
+        mine = less.memory_plan
+        optional = mine.roomy if its.roomy or one.order < AWAY else less.fits
         no_more = mine.needed <= its.needed and mine.estimate.host_peak <= its.estimate.host_peak
         candidate = less if optional or no_more else candidate
     return candidate
@@ -229,7 +209,7 @@ def best(found: Sequence[Candidate]) -> Candidate | None:
 
     able = [one for one in found if one.fits]
     able = [one for one in able if one.narrow == min(other.narrow for other in able)]
-    able = [one for one in able if one.roomy] or able
+    able = [one for one in able if one.memory_plan.roomy] or able
     if able and not any(one.memory_plan.time.unknown for one in able):
         able = [one for one in able if not any(beats(other, one) for other in able)]
         longest = LONGER * min(one.memory_plan.time.expected for one in able)
@@ -249,8 +229,8 @@ def choose(
     refused: dict[str, str] = {}
     for _, tier in groupby(strategies, key=lambda one: max(one.order, Tier.OFFLOADED - 1)):
         every = [*tier]
-        for allowed in ALLOWED:
-            found = [*_tried(base, every, slot, refused, allowed)]
+        for away, narrow in ALLOWED:
+            found = [*_tried(base, every, slot, refused, away=away, narrow=narrow)]
             chosen = best(found)
             if chosen is not None:
                 found = sorted(found, key=lambda one: (one is not chosen, not one.fits))
@@ -261,22 +241,19 @@ def choose(
 
 def _tried(
     base: SearchBase, strategies: Sequence[Strategy], slot: str, refused: dict[str, str],
-    allowed: Mapping[str, bool],
+    **allowed: bool,
 ) -> Iterator[Candidate]:  # fmt: skip
     """Each strategy with as few savings as it needs; `refused` gets those that cannot be tried."""
     found: list[Candidate] = []
     over: set[tuple[str, ...]] = set()
-
-    def is_enough() -> bool:
-        """Whether data parallelism fits, leaves no rank idle, and is not bound by a network."""
-        chosen = best([one for one in found if not one.strategy.axes])
-        plan = None if chosen is None else chosen.memory_plan
-        return plan is not None and not plan.idle and plan.time.bound not in (INSIDE, BETWEEN)
-
     for strategy in strategies:
         axes = tuple(strategy.axes)
-        if axes and (axes in over or is_enough()):
-            continue
+        if axes:  # data parallelism may fit, leave no rank idle, and not be bound by a network
+            chosen = best([one for one in found if not one.strategy.axes])
+            plan = None if chosen is None else chosen.memory_plan
+            enough = plan and not plan.idle and plan.time.bound not in (INSIDE, BETWEEN)
+            if enough or axes in over:
+                continue
         # Another strategy may divide a model that this one does not.
         errors = (RecipeError, UsageError, *((StageError,) if axes else ()))
         try:
@@ -336,13 +313,13 @@ def remedies(memory_plan: MemoryPlan, base: SearchBase) -> Iterator[Candidate]:
     wrap = None if train is None else memory_plan.plan.wrap_of(train)
     others, slot = list[Strategy](), ""
     if wrap is not None:
-        slot = wrap.slot
+        own_fields = vars(wrap.stage).items()
         others = [
             one
             for one in in_order(base.registry)
-            if one.use != wrap.use
-            or any(getattr(wrap.stage, name) != value for name, value in one.fields.items())
+            if one.use != wrap.use or not one.fields.items() <= own_fields
         ]
+        slot = wrap.slot
     tried, _ = choose(base, suited(others, topology), slot)
     if tried and tried[0].fits:
         yield tried[0]

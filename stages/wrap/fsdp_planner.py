@@ -10,20 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline import Precision, planning
-from pipeline.planning import (
-    IN_BACKWARD,
-    Kind,
-    ModelShape,
-    Moment,
-    OptimizerShape,
-    Pass,
-    PipelineRank,
-    SampleShape,
-    Tier,
-    Topology,
-    Traffic,
-    Weight,
-)
+from pipeline.planning import IN_BACKWARD, ModelShape, Moment, Pass, SampleShape, Tier, Topology
 from stages.wrap.axes import FOLDED, layer_ranges, least_microbatches, required, stages_of
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.model_parts import model_parts
@@ -49,7 +36,7 @@ TOKEN = 8
 """Bytes of a token's number."""
 TIMES: dict[Any, int] = {"forward": 1, "backward": 2, "inputs": 1, "weights": 1}
 """Time of a pass, in forward passes: backward has twice the products."""
-Orders = Sequence[Sequence[tuple[Kind, int, int, int]]]
+Orders = Sequence[Sequence[tuple[planning.Kind, int, int, int]]]
 """The passes of each rank: kind, number of the stage on its rank and among all, micro-batch."""
 
 
@@ -82,7 +69,7 @@ class FsdpPlanner(planning.Planner[Fsdp]):
     def savings(self, ranks: int) -> Iterator[planning.Saving]:
         if not self.stage.reduce_every_microbatch and self.stage.pipeline_parallel is None:
             fields, what = {"reduce_every_microbatch": True}, "gradients reduced every micro-batch"
-            yield planning.Saving(order=planning.REDUCE, what=what, fields=fields)
+            yield planning.Saving(planning.REDUCE, what, fields)
 
     def division(self, topology: Topology) -> planning.Division | None:
         axes = required(self.stage, topology.ranks)
@@ -90,12 +77,12 @@ class FsdpPlanner(planning.Planner[Fsdp]):
 
     def forecast(
         self, topology: Topology, profile: planning.Profile, precision: Precision,
-        optimizer: OptimizerShape, samples: SampleShape | None = None,
+        optimizer: planning.OptimizerShape, samples: SampleShape | None = None,
     ) -> planning.StrategyMemory:  # fmt: skip
-        how = self.stage, topology, profile.model, optimizer, precision
+        how = profile.model, optimizer, precision
         if topology.stages == 1 or samples is None:
-            return Sharded(*how)
-        return PipelinedShards(*how, samples)
+            return Sharded(self.stage, topology, *how)
+        return PipelinedShards(self.stage, topology, samples, *how)
 
 
 class Sharded(TorchMemory):
@@ -113,14 +100,10 @@ class Sharded(TorchMemory):
     - r n of the unit whose gradients were reduced last.
     """
 
-    def __init__(
-        self, stage: Fsdp, topology: Topology, model: ModelShape, optimizer: OptimizerShape,
-        precision: Precision,
-    ) -> None:  # fmt: skip
+    def __init__(self, stage: Fsdp, topology: Topology, *how: Any) -> None:
         self._axes = axes = required(stage, topology.ranks)
         super().__init__(
-            stage, axes.data * axes.context, model, optimizer, precision,
-            shards=stage.shards(axes, topology.local_ranks),
+            stage, axes.data * axes.context, *how, shards=stage.shards(axes, topology.local_ranks),
             home="host" if stage.cpu_offload else "device", ends=stage.units == "block",
         )  # fmt: skip
         self._whole = self._amounts(lambda w: w.bytes(self._sizes.compute))
@@ -128,7 +111,7 @@ class Sharded(TorchMemory):
         self._stays = stage.sharding not in ("full_shard", "hybrid_shard")
         """Whether units that forward has gathered stay until backward."""
         self._late = not stage.reduce_every_microbatch
-        self._kept = len(model.blocks) - (stage.units == "block")
+        self._kept = len(self._model.blocks) - (stage.units == "block")
         """Place of the first unit that stays until backward anyhow: the last block, and the head
         after it."""
 
@@ -196,14 +179,14 @@ class Sharded(TorchMemory):
         sums = self._model.tied and moment.unit == "embeddings"
         return 0 if added else c, c if sums else 0
 
-    def traffic(self, microbatches: int) -> Iterator[Traffic]:
+    def traffic(self, microbatches: int) -> Iterator[planning.Traffic]:
         shards, tensor, sizes = self._shards, self._axes.tensor, self._sizes
         reductions = 1 if self._late else microbatches
         found: list[tuple[Any, int, str, int, int]] = []
         for among in sorted({weight.experts for weight, _ in self._model.counted()}):
             holders, of = max(shards // among, 1), "experts' " if among > 1 else ""
 
-            def whole(weight: Weight, size: int, among: int = among) -> int:
+            def whole(weight: planning.Weight, size: int, among: int = among) -> int:
                 own = weight.experts == among
                 return weight.shard(shards, size) * weight.holders(shards) * own
 
@@ -215,8 +198,9 @@ class Sharded(TorchMemory):
         found.append(("all-reduce", size, "gradients' shards", self.ranks // shards, shards))
         for kind, size, what, ranks, apart in found:
             if ranks > 1:
-                apart *= tensor
-                yield Traffic(collective=kind, bytes=size, ranks=ranks, apart=apart, what=what)
+                yield planning.Traffic(
+                    collective=kind, bytes=size, ranks=ranks, apart=apart * tensor, what=what
+                )
 
     def copies(self, microbatches: int) -> planning.Copies:
         if self._home == "device":
@@ -234,9 +218,9 @@ class StageShards(Sharded):
     """Memory of one pipeline stage. Its gradients stay whole until the step's last backward, and
     all of its units count as gathered until then: a backward leaves them so."""
 
-    def __init__(self, stage: Fsdp, topology: Topology, model: ModelShape, *how: Any) -> None:
-        super().__init__(stage, topology, model, *how)
-        self._late, self._end = True, len(model.blocks) + 1
+    def __init__(self, stage: Fsdp, topology: Topology, *how: Any) -> None:
+        super().__init__(stage, topology, *how)
+        self._late, self._end = True, len(self._model.blocks) + 1
 
     def _running(self, moment: Moment, place: int) -> tuple[int, int, int]:
         c, r, trained, whole = self._sizes.compute, self._sizes.reduce, self._trained, self._whole
@@ -266,10 +250,9 @@ class PipelinedShards(Sharded):
     """Stages of a model on every rank of a pipeline, each sharded over the data-parallel ranks."""
 
     def __init__(
-        self, stage: Fsdp, topology: Topology, model: ModelShape, optimizer: OptimizerShape,
-        precision: Precision, samples: SampleShape,
-    ) -> None:  # fmt: skip
-        super().__init__(stage, topology, model, optimizer, precision)
+        self, stage: Fsdp, topology: Topology, samples: SampleShape, model: ModelShape, *how: Any
+    ) -> None:
+        super().__init__(stage, topology, model, *how)
         axes, asked = self._axes, stage.pipeline_parallel
         assert asked is not None
         self._asked, multiple, compute = asked, axes.context * axes.tensor, self._sizes.compute
@@ -285,7 +268,7 @@ class PipelinedShards(Sharded):
             first, last = number == 0, number == count - 1
             shape = stage_shape(model, blocks, first=first, last=last)
             rows = UnitAmounts(shape, lambda w: w.shape[0] if w.trained and w.shape else 0)
-            memory = StageShards(stage, topology, shape, optimizer, precision)
+            memory = StageShards(stage, topology, shape, *how)
             stages.append(planning.PipelineStage(
                 blocks=blocks, first=first, last=last, memory=memory,
                 hidden=length * width * compute,
@@ -301,12 +284,12 @@ class PipelinedShards(Sharded):
         self.masters = sum(one.memory.masters[0] for one in fullest), self._home
         self.updated = sum(one.memory.updated for one in fullest)
 
-    def pipeline(self, microbatches: int) -> Sequence[PipelineRank]:
+    def pipeline(self, microbatches: int) -> Sequence[planning.PipelineRank]:
         axes, asked = self._axes, self._asked
         count, orders = passes_of(asked.schedule, axes.pipeline, asked.per_rank, microbatches)
         idle = idle_shares(orders, axes.pipeline * asked.per_rank)
         return [
-            PipelineRank(
+            planning.PipelineRank(
                 ranks=axes.pipeline,
                 apart=axes.ranks // axes.pipeline,
                 stages=[replace(own[0], tokens=self._tokens), *own[1:]],
@@ -348,7 +331,7 @@ def passes_of(schedule: str, ranks: int, per_rank: int, count: int) -> tuple[int
     for rank in range(ranks):
         # Forward passes ahead; then a backward and a forward in turn.
         ahead = count if schedule == "GPipe" else ranks - rank
-        order: list[tuple[Kind, int, int, int]] = []
+        order: list[tuple[planning.Kind, int, int, int]] = []
         for batch in range(-ahead, count):
             order += [("backward", 0, rank, batch)] if batch >= 0 else []
             order += [("forward", 0, rank, batch + ahead)] if batch + ahead < count else []

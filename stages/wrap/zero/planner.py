@@ -9,18 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pipeline import Precision, planning
-from pipeline.planning import (
-    IN_BACKWARD,
-    Item,
-    ModelShape,
-    Moment,
-    Place,
-    Preset,
-    Tier,
-    Topology,
-    Unit,
-    Weight,
-)
+from pipeline.planning import IN_BACKWARD, Item, ModelShape, Moment, Place, Tier, Topology, Unit
 from stages.wrap.axes import caveats, required
 from stages.wrap.model_parts import model_parts
 from stages.wrap.zero import Zero
@@ -42,7 +31,7 @@ OFFERS: dict[str, tuple[int, dict[str, object], str]] = {
     "zero3-nvme": (Tier.OFFLOADED_TO_DISK, DISK, "state on a disk (path), parameters on the host"),
 }
 PRESETS = {
-    name: Preset(order=order, what=what, fields=fields)
+    name: planning.Preset(order=order, what=what, fields=fields)
     for name, (order, fields, what) in OFFERS.items()
 }
 
@@ -114,7 +103,7 @@ class ZeroMemory(planning.StrategyMemory):
         self.masters = self.part, "host" if self.offloaded else "device"
         self.updated = optimizer.touched(self.part, self.m) * (not self.offloaded)
         self.units, before, left = dict[Unit, UnitSizes](), self.trained, 0
-        units: dict[Unit, Sequence[Weight]] = {"embeddings": [model.embedding]}
+        units: dict[Unit, Sequence[planning.Weight]] = {"embeddings": [model.embedding]}
         units |= {n: model.kinds[kind] for n, kind in enumerate(model.blocks)}
         units["head"] = [one for one in model.root if one is not model.embedding]
         for unit, own in units.items():
