@@ -126,7 +126,6 @@ class Row:
 
     @property
     def speed(self) -> Speed | None:
-        """Tokens per second."""
         return None if self.measured is None else self.measured.tokens_per_second
 
 

@@ -73,7 +73,6 @@ class RankResults:
 
     @property
     def all_records(self) -> tuple[dict[str, Any], ...]:
-        """Records of all ranks."""
         return tuple(record for rank in self.records for record in rank)
 
 

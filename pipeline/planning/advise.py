@@ -85,8 +85,6 @@ class Template(Protocol):
 
 
 class Templates(Plugins[Template]):
-    """Templates of recipes by name."""
-
     group = "pipe.templates"
     noun = "template"
 
@@ -172,7 +170,6 @@ def _explained(chosen: Candidate, tried: Sequence[Candidate]) -> Iterator[str]:
 
 
 def _reason(chosen: Candidate, tried: Sequence[Candidate]) -> str:
-    """A sentence that says why ranks share samples or layers."""
     alone = [one for one in tried if not one.strategy.axes]
     fitting = search.best(alone)
     if not alone:
@@ -193,7 +190,6 @@ def _reason(chosen: Candidate, tried: Sequence[Candidate]) -> str:
 
 
 def _numbers(memory_plan: MemoryPlan) -> str:
-    """Memory and time."""
     parts, time = [memory(memory_plan)], memory_plan.time
     if time.parts:
         unknown = f"; {' and '.join(time.unknown)} not known" if time.unknown else ""
@@ -204,7 +200,6 @@ def _numbers(memory_plan: MemoryPlan) -> str:
 
 
 def _line(one: Candidate) -> str:
-    """The strategy, its savings, and its needs."""
     saved = " ".join(["", "with", *overrides(one.saving)] if one.saved else [])
     return f"{one.strategy}{saved}: {_numbers(one.memory_plan)}"
 

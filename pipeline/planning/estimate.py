@@ -73,12 +73,10 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes of the device's memory over all phases."""
         return max((held.bytes for held in self.device.values()), default=0)
 
     @property
     def host_peak(self) -> int:
-        """Bytes of the host's memory over all phases."""
         return max((held.bytes for held in self.host.values()), default=0)
 
 
@@ -132,8 +130,6 @@ def combine(topology: Topology, results: Results) -> Estimate:
 
 
 class _RankStep:
-    """Computation and traffic of a rank in a step."""
-
     def __init__(self, profile: Profile, rank: PipelineRank, step: Step) -> None:
         self.rank = rank
         self._profiles = [profile.of_stage(one) for one in rank.stages]
@@ -238,7 +234,6 @@ def moments(
 
 
 def _events(kind: forecast.Kind, stage: PipelineStage) -> Iterator[tuple[Event, forecast.Unit]]:
-    """Events of a pass, in order."""
     units: list[forecast.Unit] = ["embeddings", *range(len(stage.blocks))]
     units += ["head"] if stage.last else []
     if kind == "forward":
@@ -309,7 +304,6 @@ class _Stage:
         kept[OFFLOADED] += part.offloaded.at(self._samples)
 
     def move(self, done: Pass) -> None:
-        """Update the stage after a pass."""
         if done.kind == "forward":
             self.waiting[done.microbatch] = self._kept
         elif done.kind in ("backward", "weights"):

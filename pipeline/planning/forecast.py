@@ -52,8 +52,6 @@ class Moment(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Bytes that one rank holds."""
-
     name: str
     where: Place
     bytes: int
@@ -68,7 +66,6 @@ class Held:
 
     @classmethod
     def of(cls, items: Mapping[str, int]) -> Held:
-        """The sum of some items."""
         held = {item: size for item, size in items.items() if size}
         return cls(bytes=sum(held.values()), items=held)
 
@@ -177,5 +174,4 @@ class StrategyMemory(ABC):
         return ()
 
     def copies(self, microbatches: int) -> Copies:
-        """Copies between places in an optimizer step."""
         return Copies()

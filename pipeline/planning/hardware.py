@@ -106,23 +106,19 @@ class HardwareOptions:
 
     @property
     def procs(self) -> int | None:
-        """Number of processes over all nodes."""
         return (self.gpus or PER_NODE) * (self.nodes or 1) if self.gpus or self.nodes else None
 
     @property
     def of_gpus(self) -> list[str]:
-        """The options about GPUs that are given."""
         names = "gpus", "nodes", "gpu", "memory"
         return [f"--{name}" for name in names if getattr(self, name) is not None]
 
     @property
     def on_gpus(self) -> bool:
-        """Whether the machines have GPUs."""
         return bool(self.of_gpus) or (self.machine is not None and self.machine.device != "cpu")
 
     @property
     def kind(self) -> str | None:
-        """Name of the GPU."""
         found = self.machine.devices if self.machine else ()
         return self.gpu or (found[0].name if found else None)
 

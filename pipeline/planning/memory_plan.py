@@ -187,7 +187,6 @@ def _estimated(plan: Plan, machines: HardwareOptions, margins: Margins) -> Memor
 def shortages(
     estimate: Estimate, topology: Topology, hardware: Hardware, margins: Margins
 ) -> dict[str, str]:
-    """Memory that is too small, as `MemoryPlan.short`."""
     places = {"host": (estimate.host, estimate.host_peak, hardware.host_memory)}
     if topology.device != "cpu":
         needed = margins.of(estimate.peak)

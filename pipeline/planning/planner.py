@@ -267,7 +267,6 @@ def forecasts(
 
 
 def no_planner(planned: PlannedSlot) -> str:
-    """Say that a slot is not counted."""
     return f"slot `{planned.slot}` ({planned.use}) has no planner"
 
 
@@ -280,7 +279,6 @@ class Strategy(Preset):
 
     @property
     def slot(self) -> dict[str, Any]:
-        """The slot of a recipe that has it."""
         return {"use": self.use, **self.fields}
 
     @property

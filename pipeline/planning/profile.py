@@ -21,7 +21,6 @@ class Line:
     each: float
 
     def at(self, samples: int) -> int:
-        """Amount for `samples` samples."""
         return round(self.fixed + self.each * samples)
 
 

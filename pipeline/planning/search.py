@@ -101,7 +101,6 @@ class Candidate:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """The changed recipe's memory plan. Raises PipeError."""
         return self.base.memory_plan(self.changes)
 
     @property
@@ -115,7 +114,6 @@ class Candidate:
         return max((one.order for one in self.saved if one.order > AWAY), default=0)
 
     def without(self, saved: Saving) -> Candidate:
-        """The candidate without one of its savings."""
         return replace(self, saved=[one for one in self.saved if one is not saved])
 
     def line(self) -> str:

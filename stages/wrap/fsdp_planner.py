@@ -41,8 +41,6 @@ Orders = Sequence[Sequence[tuple[planning.Kind, int, int, int]]]
 
 
 class FsdpPlanner(planning.Planner[Fsdp]):
-    """Planner of `wrap.fsdp`."""
-
     @classmethod
     def presets(cls) -> planning.Presets:
         found = {

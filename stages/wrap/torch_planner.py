@@ -184,8 +184,6 @@ class Replicated(TorchMemory):
 
 
 class DdpPlanner(planning.Planner[Ddp]):
-    """Planner of `wrap.ddp`."""
-
     @classmethod
     def presets(cls) -> planning.Presets:
         what = "every rank holds everything"

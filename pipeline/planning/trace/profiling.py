@@ -130,7 +130,6 @@ class _Parts:
 
 
 def _line(low: float, high: float) -> Line:
-    """The line through the amounts of both sizes."""
     slope = (high - low) / (SAMPLES[1] - SAMPLES[0])
     return Line(low - slope * SAMPLES[0], slope)
 

@@ -49,7 +49,6 @@ class Structure:
 
     @property
     def weights(self) -> Sequence[Weight]:
-        """All weights."""
         return [*self.root, *itertools.chain(*self.towers, *self.blocks)]
 
 
@@ -184,14 +183,12 @@ class BareModel:
         self._watch(source.blocks(self._model), names, torch_dtype(precision.compute))
 
     def part(self, weight: Weight) -> Weight:
-        """This rank's part of a weight."""
         shape, among = self._shapes.get(weight.name, weight.shape), self.experts.get(weight.name, 1)
         if weight.packed or (shape == weight.shape and among == 1):
             return weight
         return replace(weight, shape=shape, whole=weight.shape, experts=among)
 
     def run(self, batch: MicroBatch, objective: Objective) -> None:
-        """Run a micro-batch forward and backward."""
         own = batch if self._division is None else self._division.own(batch)
         terms = objective(self._scorer(own, own, objective.request), own).terms
         self._enter(START, BACKWARD)

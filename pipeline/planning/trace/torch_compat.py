@@ -68,7 +68,6 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.operation(function, args, kwargs or {})
 
     def operation(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Run the operation and return its result."""
         return function(*arguments, **named)
 
 
@@ -119,7 +118,6 @@ def collective(function: Any, arguments: Sequence[Any]) -> tuple[Link, int] | No
 
 
 def tensors_in(given: Any) -> Iterator[Tensor]:
-    """Tensors in a nested structure."""
     return (one for one in tree_iter(given) if isinstance(one, Tensor))
 
 

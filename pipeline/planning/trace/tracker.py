@@ -77,7 +77,6 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         self.enter(LOAD)
 
     def enter(self, phase: str, part: Part = "", given: str = "") -> None:
-        """Begin a stretch."""
         self.stretches.append(Stretch(phase=phase, part=part, given=given))
         self._record()
 

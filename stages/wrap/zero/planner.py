@@ -37,8 +37,6 @@ PRESETS = {
 
 
 class ZeroPlanner(planning.Planner[Zero]):
-    """Planner of `wrap.zero`."""
-
     @classmethod
     def presets(cls) -> planning.Presets:
         return PRESETS
