@@ -7,14 +7,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pipeline.chain.artifacts import Results
 from pipeline.errors import StageError
 from pipeline.planning.forecast import BACKWARD, FORWARD, Traffic
 from pipeline.planning.planner import Job, TraceScope
 from pipeline.planning.profile import Line, Part, Peak, Profile, fullest
 from pipeline.planning.shapes import ModelShape, Weight
-from pipeline.planning.trace.run import BareModel, Structure, declared, kinds, run, structure
+from pipeline.planning.trace.run import (
+    BareModel,
+    Structure,
+    context,
+    declare,
+    kinds,
+    run,
+    structure,
+)
 from pipeline.planning.trace.torch_compat import Link
-from pipeline.planning.trace.tracker import HEAD, INPUT, LOSS, START, Level, Stretch
+from pipeline.planning.trace.tracker import HEAD, INPUT, LOSS, START, Stretch
 
 SAMPLES = 1, 2
 """Sizes of micro-batches that are run; every other lies on the line through them."""
@@ -31,8 +40,10 @@ UNEVEN = "experts that get more tokens than others: routing is taken to be balan
 
 
 def profile(job: Job) -> Profile:
-    """Run the parts of a job's model. Raises StageError for a model that needs values."""
-    source = declared(job)
+    """Run the parts of a job's model. Raises StageError for a model that needs values, and
+    UsageError for a recipe without a model."""
+    with context(job) as ctx:
+        source = declare(job, Results.of(TraceScope()), ctx)  # in full depth
     whole = structure(source.skeleton)
     numbers = kinds(whole.signatures)
     first = [numbers.index(kind) for kind in range(max(numbers, default=-1) + 1)]
@@ -94,8 +105,11 @@ class _Parts:
         if not two[0] or len(two[0]) != len(two[1]):
             return Part()
         base, end = ([stretches[at].levels[at] for stretches in two] for at in (0, -1))
-        if (phase, where) == (FORWARD, HEAD):  # begins before the last block has returned
-            base = [_settled(stretches[0].levels) for stretches in two]
+        if (phase, where) == (FORWARD, HEAD):  # begins before the last block has freed its own
+            for n, stretches in enumerate(two):
+                pairs = itertools.pairwise(stretches[0].levels)
+                falls = itertools.takewhile(lambda pair: pair[1] <= pair[0], pairs)
+                base[n] = min([base[n], *(after for _, after in falls)])
 
         def total(what: str | Link) -> Line:
             return _line(*(sum(one.work[what] for one in stretches) for stretches in two))
@@ -132,12 +146,6 @@ class _Parts:
 def _line(low: float, high: float) -> Line:
     slope = (high - low) / (SAMPLES[1] - SAMPLES[0])
     return Line(low - slope * SAMPLES[0], slope)
-
-
-def _settled(levels: Sequence[Level]) -> Level:
-    """The level after everything that is freed at the beginning."""
-    falls = itertools.takewhile(lambda pair: pair[1] <= pair[0], itertools.pairwise(levels))
-    return min([levels[0], *(after for _, after in falls)])
 
 
 def _shape(

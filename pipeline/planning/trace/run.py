@@ -114,12 +114,6 @@ def kinds(signatures: Sequence[Any]) -> list[int]:
     return [known.setdefault((n == 0, one), len(known)) for n, one in enumerate(signatures)]
 
 
-def declared(job: Job) -> ModelSource:
-    """The model that a recipe declares, in full depth. Raises UsageError for a recipe without."""
-    with context(job) as ctx:
-        return declare(job, Results.of(TraceScope()), ctx)
-
-
 def run(job: Job, scope: TraceScope) -> BareModel:
     """Run a micro-batch on one rank. Raises UsageError if nothing is trained, and StageError for a
     model that needs values."""

@@ -71,12 +71,16 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*arguments, **named)
 
 
+def in_backward() -> bool:
+    """Whether the autograd engine runs; with gradients enabled, what checkpointing recomputes."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def adds_gradients(function: Any, args: Any) -> bool:
     """Whether this is the autograd engine's addition of two gradients of one tensor. Without a
     dispatch mode it happens in place, if the first argument is not a DTensor and nothing else holds
     it."""
-    in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-    if function is not torch.ops.aten.add.Tensor or not in_backward:
+    if function is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not in_backward():
         return False
     first, second = args
     if isinstance(first, DTensor) or not isinstance(second, Tensor):
@@ -85,11 +89,6 @@ def adds_gradients(function: Any, args: Any) -> bool:
     storage = first.untyped_storage()
     held = first._use_count(), torch._C._storage_Use_Count(storage._cdata)
     return alike and held == ALONE
-
-
-def computes_again() -> bool:
-    """Whether activation checkpointing is recomputing a forward pass during backward."""
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
 
 class Link(NamedTuple):

@@ -129,7 +129,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         """Run an operation on tensors, and count what it makes and computes."""
         before = self._now
         out = self._run(function, arguments, named)
-        here, again = self.stretches[-1], torch_compat.computes_again()
+        here, again = self.stretches[-1], torch.is_grad_enabled() and torch_compat.in_backward()
         exchanged = torch_compat.collective(function, arguments)
         if exchanged is not None:
             here.work[exchanged[0]] += exchanged[1]
