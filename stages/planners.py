@@ -1,5 +1,4 @@
-"""Planners of all stages but those that wrap: model, adapter, precision, data, optimizers, average,
-checkpoints, training and exports."""
+"""Planners of all stages but those that wrap."""
 
 from __future__ import annotations
 
@@ -208,8 +207,7 @@ class EmaPlanner(Planner[EmaAverage]):
 
 
 class CheckpointPlanner(Planner[CheckpointSettings]):
-    """Disk, and host memory for each rank's copy of its share. State in host memory is copied piece
-    by piece."""
+    """Disk, and host memory for a rank's copy of its share; state on the host goes by pieces."""
 
     def for_benchmark(self, trial: planning.Trial) -> CheckpointSettings:
         """Save at the end only, into the run's folder, from a fresh start."""
@@ -261,8 +259,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         return {"loss_chunk_size": self.stage.loss_chunk_size}
 
     def for_benchmark(self, trial: planning.Trial) -> TrainCausalLm:
-        """The stage without evaluations and texts; the micro-batch is its own, or follows from the
-        trial's `shares`."""
+        """No evaluations and texts; the micro-batch is its own, or follows from `trial.shares`."""
         return replace(
             self.stage, steps=trial.steps, epochs=None,
             global_batch_size=trial.grown(self.stage.global_batch_size),

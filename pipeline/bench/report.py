@@ -47,8 +47,7 @@ def keep(session: Benchmark, rows: Sequence[Row]) -> None:
 def report(
     session: Benchmark, rows: Sequence[Row], stopped: Signals | None, *, json_only: bool
 ) -> None:
-    """Print the table and the verdict, or the JSON, then write the files. Raises StageError for
-    files that cannot be written."""
+    """Print the table and the verdict, or the JSON, then write the files. Raises StageError."""
     if not json_only:
         lines = ["", *_conditions(session, rows), "", *table(rows), "", *verdict(rows)]
         if stopped and len(rows) < len(session.rows):

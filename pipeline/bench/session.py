@@ -71,8 +71,7 @@ class Memory:
     """Peak of the fullest rank in bytes, measured, and predicted for the plan's tensors."""
 
     kind: Literal["device", "host"]
-    """`device`: tensors on the rank's GPU. `host`: resident memory in addition to that before the
-    model."""
+    """`device`: tensors on the rank's GPU. `host`: resident memory beyond that before the model."""
     measured: int | None = None
     predicted: int | None = None
 

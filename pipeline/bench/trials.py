@@ -33,8 +33,7 @@ Slot = Mapping[str, Any]  # `use` and fields, as in a recipe
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLength:
-    """Optimizer steps of each run. With `weak`, samples per process stay as in the recipe, instead
-    of the global batch."""
+    """Optimizer steps of each run. With `weak`, samples per process stay, not the global batch."""
 
     steps: int
     warmup: int

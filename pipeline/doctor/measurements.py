@@ -41,8 +41,7 @@ LONGEST_PRINTED = 4000
 FEWEST, MOST = 1, 50
 """Repetitions of an action, after its warm-up."""
 LEEWAY = 0.03
-"""Seconds from the last rank's arrival to the common departure: torch's file store polls every
-10 ms."""
+"""Seconds from the last rank's arrival to the departure: torch's file store polls every 10 ms."""
 PIECE = 8 << 20
 """Bytes of one read or write."""
 BETWEEN_SYNCS = 64 << 20

@@ -98,8 +98,7 @@ def advise(
     task: AdviceRequest, machines: HardwareOptions, margins: Margins, registry: Registry
 ) -> tuple[str | None, list[str]]:
     """The recipe under the best strategy, with as few savings as it needs, or None if nothing fits;
-    and lines for people: the choice, its reasons, the alternatives. Raises PipeError for a recipe
-    that cannot be planned at all."""
+    and lines for people: the choice, its reasons, the alternatives. Raises PipeError."""
     strategies = in_order(registry)
     if not strategies:
         raise UsageError("no installed stage offers a strategy")

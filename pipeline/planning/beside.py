@@ -48,8 +48,7 @@ def planned_beside(plan: Plan, folder: Path) -> Iterator[None]:
 
 def estimated(plan: Plan) -> MemoryPlan:
     """Return the memory plan of a recipe on nodes like this one: with its GPUs by the data sheet,
-    or, of a kind that is not known, with the memory that the driver says. Raises PipeError where
-    there can be none."""
+    or, of a kind that is not known, with the memory that the driver says. Raises PipeError."""
     machines = HardwareOptions()
     if plan.view.device != "cpu":
         telemetry = Telemetry()

@@ -58,8 +58,7 @@ class Work:
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Needs of one recipe in bytes. device, host: peaks of the fullest rank's device and of the
-    fullest node's memory by phase, page cache not counted. offloaded: state on a node's disk by
-    item."""
+    fullest node's memory by phase, without page cache. offloaded: state on a node's disk."""
 
     device: Mapping[str, Held]
     host: Mapping[str, Held]

@@ -98,8 +98,7 @@ Kind = Literal["forward", "backward", "inputs", "weights", "reduce"]
 
 
 class Pass(NamedTuple):
-    """A micro-batch in one of a rank's stages, numbered from 0. last: as in `Moment`, without a
-    pipeline."""
+    """A micro-batch in one of a rank's stages. last: as in `Moment`, without a pipeline."""
 
     kind: Kind
     stage: int

@@ -73,8 +73,8 @@ class Hardware:
 @dataclass(frozen=True, kw_only=True)
 class HardwareOptions:
     """Machines as the options of a command describe them, in GiB and GB/s; None: not given. gpus,
-    host_memory, interconnect: of a node; memory, price: of a GPU; machine: the report of `pipe
-    doctor` on such a machine."""
+    host_memory, interconnect: of a node; memory, price: of a GPU; machine: `pipe doctor`'s report.
+    Raises UsageError for a GPU of an unknown kind."""
 
     gpus: int | None = None
     nodes: int | None = None
@@ -87,7 +87,6 @@ class HardwareOptions:
     machine: MachineReport | None = None
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a GPU of an unknown kind."""
         if self.gpu is None or self.accelerator is not None:
             return
         names = [one.name for one in accelerators()]
@@ -144,8 +143,7 @@ def resolve_topology(
 
 def resolve_hardware(machines: HardwareOptions, topology: Topology, *, compute: str) -> Hardware:
     """Hardware of the target. Precedence: options, then a measured machine, then data sheets; plans
-    for CPUs use this machine. Raises UsageError for an unknown GPU, and for a measured machine that
-    contradicts the options."""
+    for CPUs use this machine. Raises UsageError for a machine that contradicts the options."""
     on_cpu, gpu = topology.device == "cpu", machines.accelerator
     facts: dict[str, Any] = {"host_memory": free_memory()} if on_cpu else {}
     rates: dict[str, Rate] = {}

@@ -141,8 +141,7 @@ def check(
 
 def estimate_plan(plan: Plan, machines: HardwareOptions, margins: Margins) -> MemoryPlan:
     """Estimate a checked recipe. Of several trainings, it is the plan of the one that needs most:
-    they follow each other. One without a planner is not counted. Raises UsageError and
-    StageError."""
+    they follow each other. One without a planner is not counted. Raises PipeError."""
     known, slots = Planners.installed(), training_slots(plan.view.wiring)
     trains = [planned for planned in plan.slots if planned.slot in slots]
     told = [step.slot for step in trains if step.use in known]

@@ -199,8 +199,7 @@ class Job:
 
     @classmethod
     def of(cls, plan: Plan, topology: Topology) -> Job:
-        """The job of a recipe. Raises UsageError if nothing forecasts its samples, or a slot trains
-        without a planner."""
+        """Raises UsageError if nothing forecasts its samples, or it trains without a planner."""
         planners = Planners.installed().of(plan)
         silent = {one.slot: no_planner(one) for one in plan.slots if one.slot not in planners}
         require_told(plan, silent)

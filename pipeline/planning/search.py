@@ -45,9 +45,8 @@ def overrides(changes: Changes) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchBase:
-    """A recipe on given machines, whose plans with changes are compared. options: the ones that
-    name these machines, if they are not the command's. cannot: orders of savings that the model
-    turned out not to support."""
+    """A recipe on given machines, whose plans with changes are compared. options: what names these
+    machines, if not the command. cannot: orders of savings that the model does not support."""
 
     recipe: Path
     overrides: Sequence[str] = ()

@@ -125,8 +125,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleShape:
-    """Tokens of the longest sample. Attention needs a mask where samples are `packed`, with several
-    documents in one."""
+    """Tokens of the longest sample. `packed`: with several documents, which attention masks."""
 
     length: int
     packed: bool = False
@@ -135,8 +134,7 @@ class SampleShape:
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """An optimizer step: micro-batches of each data-parallel rank, samples of a micro-batch and of
-    the rank with the most, samples and tokens (with padding) over all ranks, and the training's
-    length."""
+    the rank with the most, samples and tokens (with padding) over all ranks."""
 
     microbatches: int
     micro_batch: int

@@ -110,8 +110,7 @@ class Sharded(TorchMemory):
         """Whether units that forward has gathered stay until backward."""
         self._late = not stage.reduce_every_microbatch
         self._kept = len(self._model.blocks) - (stage.units == "block")
-        """Place of the first unit that stays until backward anyhow: the last block, and the head
-        after it."""
+        """Place of the first unit that stays until backward: the last block; the head does too."""
 
     def _place(self, moment: Moment) -> int:
         place, trained = super()._place(moment), self._trained
@@ -318,8 +317,7 @@ def stage_shape(model: ModelShape, blocks: range, *, first: bool, last: bool) ->
 
 
 def passes_of(schedule: str, ranks: int, per_rank: int, count: int) -> tuple[int, Orders]:
-    """Number of micro-batches of a step of `count` ones, which a schedule may round up, and the
-    passes of each rank."""
+    """Micro-batches of a step of `count`, which a schedule may round up, and ranks' passes."""
     count = least_microbatches(schedule, ranks, count)
     if schedule not in ("GPipe", "1F1B"):
         from stages.wrap.pipeline.compat import orders
@@ -338,8 +336,7 @@ def passes_of(schedule: str, ranks: int, per_rank: int, count: int) -> tuple[int
 
 
 def idle_shares(orders: Orders, stages: int) -> list[float]:
-    """Share of a step in which each rank waits, if all stages take the same time and sending takes
-    none."""
+    """Share of a step in which each rank waits, if stages take equal time and sending none."""
     over: dict[tuple[str, int, int], int] = {}
     clocks = [0] * len(orders)
     left = [deque(one for one in order if one[0] in TIMES) for order in orders]

@@ -83,8 +83,7 @@ class TorchMemory(planning.StrategyMemory):
 
     @abstractmethod
     def _running(self, moment: Moment, place: int) -> tuple[int, int, int]:
-        """While the unit at this place runs: bytes of whole parameters in use, of buffers, and of
-        gradients before they are reduced."""
+        """Bytes of whole parameters in use, of buffers, and of gradients that are not reduced."""
 
     def held(self, moment: Moment) -> Iterator[Item]:
         home, place = self._home, self._place(moment)

@@ -1,5 +1,4 @@
-"""A recipe's model without a strategy: its structure, and a micro-batch on tensors without
-memory."""
+"""A recipe's model without a strategy: its structure, and a run on tensors without memory."""
 
 from __future__ import annotations
 
@@ -108,15 +107,13 @@ def _traits(module: nn.Module) -> tuple[Any, ...]:
 
 
 def kinds(signatures: Sequence[Any]) -> list[int]:
-    """Number of each block's kind. The first block is a separate kind: nothing before it may need a
-    gradient."""
+    """Number of each block's kind. The first is separate: nothing before it may need a gradient."""
     known: dict[Any, int] = {}
     return [known.setdefault((n == 0, one), len(known)) for n, one in enumerate(signatures)]
 
 
 def run(job: Job, scope: TraceScope) -> BareModel:
-    """Run a micro-batch on one rank. Raises UsageError if nothing is trained, and StageError for a
-    model that needs values."""
+    """Run a micro-batch on one rank. Raises UsageError if nothing is trained, and StageError."""
     tracker, results = MemoryTracker(fake=True), Results.of(job.topology, job.samples, scope)
     with contextlib.ExitStack() as stack:
         ctx = stack.enter_context(context(job))

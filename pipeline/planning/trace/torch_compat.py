@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -19,14 +19,13 @@ from torch import Tensor
 from torch._prims import rng_prims
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from pipeline.planning.forecast import Collective
 
 ALONE = 4, 2
-"""References to a gradient and its storage that a watcher sees at its addition, if only the
-autograd engine holds them."""
+"""References to a gradient and its storage at its addition, if only autograd holds them."""
 COLLECTIVES: dict[str, Collective] = {
     "allreduce_": "all-reduce",
     "_allgather_base_": "all-gather",
@@ -39,9 +38,6 @@ COLLECTIVES: dict[str, Collective] = {
 }
 """Operators of torch's two families of collectives that a model may call."""
 BACKEND, INDUCTOR = "pipetrain_traced", "torch._inductor.compile_fx"
-COUNTING: list[Callable[[bool], contextlib.AbstractContextManager[None]]] = []
-"""Functions that count a piece of compiled code in their body, as the last one does. They take
-whether it recomputes what activation checkpointing did not keep."""
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -70,6 +66,11 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def operation(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         return function(*arguments, **named)
 
+    def fused(self, again: bool) -> contextlib.AbstractContextManager[None]:
+        """Surround a piece of compiled code. again: whether it recomputes what activation
+        checkpointing did not keep."""
+        return contextlib.nullcontext()
+
 
 def in_backward() -> bool:
     """Whether the autograd engine runs; with gradients enabled, what checkpointing recomputes."""
@@ -77,9 +78,8 @@ def in_backward() -> bool:
 
 
 def adds_gradients(function: Any, args: Any) -> bool:
-    """Whether this is the autograd engine's addition of two gradients of one tensor. Without a
-    dispatch mode it happens in place, if the first argument is not a DTensor and nothing else holds
-    it."""
+    """Whether this is the autograd engine's addition of two gradients of one tensor, which happens
+    in place without a dispatch mode, if the first is no DTensor and nothing else holds it."""
     if function is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not in_backward():
         return False
     first, second = args
@@ -166,7 +166,10 @@ def traced_backend() -> str:
         again = backward and any(map(must_recompute, graph.graph.nodes))
 
         def run(arguments: list[Any]) -> Any:
-            with COUNTING[-1](again) if COUNTING else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                for mode in _get_current_dispatch_mode_stack():
+                    if isinstance(mode, Watcher):
+                        stack.enter_context(mode.fused(again))
                 return code(arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]

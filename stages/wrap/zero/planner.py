@@ -149,8 +149,7 @@ class ZeroMemory(planning.StrategyMemory):
 
     def _lasting(self, event: str) -> Iterator[Item]:
         """Items that last from loading to the end, without masters, and items of loading: weights
-        are made in the masters' dtype and cast, or copied into one buffer; then gradients of
-        masters are there."""
+        are made in the masters' dtype and cast or copied; then gradients of masters are there."""
         c, m, copied = self.c, self.m, self.c * self.largest * self.offloaded
         yield Item(planning.PARAMETERS, "device", self.every)
         yield Item("summed gradients", "device", SUMMED * self.trained * self.accumulates)
@@ -262,8 +261,7 @@ class Stage3Memory(ZeroMemory):
         return -(-of // self.copied) if self.copied else 0
 
     def _lasting(self, event: str) -> Iterator[Item]:
-        """Each trained parameter is whole once more while loading, to hook onto its gradient; then
-        small ones are."""
+        """While loading each trained parameter is whole once, to hook onto it; then small ones."""
         offload, params, buffers = self.stage.offload_optimizer, self.stage.offload_param, 0
         yield Item(planning.PARAMETERS, self.near, self.share(self.every) - self.on_disk)
         yield Item(planning.PARAMETERS, "disk", self.on_disk)
@@ -283,8 +281,7 @@ class Stage3Memory(ZeroMemory):
     def _passing(self, moment: Moment, unit: UnitSizes) -> Iterator[Item]:
         """Whole parameters, and the buffer from which a fetch is copied: it has
         `prefetch_bucket_size` and a parameter more. In the step norms in fp64, also of gradients
-        that come from the host, then a sub-group after another; then small parameters are whole
-        again."""
+        that come from the host, then one sub-group after another, then small parameters."""
         event, forward = moment.event, moment.event in ("gather", "forward")
         left = self.every if forward else unit.left
         # Given up since the update are frozen parameters always, and others after their use.
