@@ -131,9 +131,12 @@ def die(settings, record):
 
 
 @pytest.fixture(autouse=True)
-def own_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_measurements.py").write_text(MEASUREMENTS)
-    path = [str(tmp_path), str(Path(__file__).parents[3])]
+def own_measurements(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_measurements.py").write_text(MEASUREMENTS)
+    path = [str(folder), str(Path(__file__).parents[3])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
 
 
