@@ -30,8 +30,8 @@ LONGER = 1.1
 """Ratio up to which two step times count as equal: estimates of real steps were off by as much."""
 MOST_NODES = 512
 """Limit of the search for a number of nodes on which a recipe fits."""
-ALLOWED = [(False, False), (True, False), (True, True)]
-"""Host memory for activations, and savings that change numerics, in the order of trials."""
+SLOWER = AWAY - 1
+"""Largest order of the savings that only cost time, and put nothing in host memory."""
 OWN = Strategy(name="", use="")
 """The recipe's own strategy."""
 Changes = Mapping[str, Any]
@@ -131,24 +131,22 @@ class Candidate:
         }
 
 
-def most_saving(
-    base: SearchBase, start: Changes, *, away: bool = True, narrow: bool = True
-) -> Candidate:
-    """Apply every saving that only costs time and, if that does not fit, with `away` what waits in
-    host memory, and with `narrow` one that changes numerics. Raises RecipeError for changes `start`
-    that the recipe does not accept, and StageError and UsageError as planning does."""
+def most_saving(base: SearchBase, start: Changes, most: float = math.inf) -> Candidate:
+    """Apply every saving that only costs time and, if that does not fit, what waits in host memory,
+    and one that changes numerics; none with an order above `most`. Raises RecipeError for changes
+    `start` that the recipe does not accept, and StageError and UsageError as planning does."""
     plan, every, seen = base.checked(start), list[Saving](), list[Saving]()
     while left := [one for one in _offered(plan) if one not in seen]:
         seen.append(left[0])
         with contextlib.suppress(RecipeError):  # savings that the recipe accepts together
             plan = base.checked(Candidate(base=base, start=start, saved=[*every, left[0]]).changes)
             every.append(left[0])
-    every = [one for one in every if one.order not in base.cannot]
+    every = [one for one in every if one.order <= most and one.order not in base.cannot]
     slower = [one for one in every if one.order < AWAY]
-    host = [one for one in every if away and one.order == AWAY]
+    host = [one for one in every if one.order == AWAY]
     # What waits in host memory may be too much for the host, so all is tried without it first.
     hosts = [[], host] if host else [[]]
-    narrower = [[one] for one in every if narrow and one.order > AWAY]
+    narrower = [[one] for one in every if one.order > AWAY]
     for more in [*hosts, *([*some, *one] for one in narrower for some in hosts)]:
         candidate = _possible(Candidate(base=base, start=start, saved=[*slower, *more]))
         if candidate.fits:
@@ -226,8 +224,8 @@ def choose(
     refused: dict[str, str] = {}
     for _, tier in groupby(strategies, key=lambda one: max(one.order, Tier.OFFLOADED - 1)):
         every = [*tier]
-        for away, narrow in ALLOWED:
-            found = [*_tried(base, every, slot, refused, away=away, narrow=narrow)]
+        for most in (SLOWER, AWAY, math.inf):
+            found = [*_tried(base, every, slot, refused, most)]
             chosen = best(found)
             if chosen is not None:
                 found = sorted(found, key=lambda one: (one is not chosen, not one.fits))
@@ -238,7 +236,7 @@ def choose(
 
 def _tried(
     base: SearchBase, strategies: Sequence[Strategy], slot: str, refused: dict[str, str],
-    **allowed: bool,
+    most: float,
 ) -> Iterator[Candidate]:  # fmt: skip
     """Each strategy with as few savings as it needs; `refused` gets those that cannot be tried."""
     found: list[Candidate] = []
@@ -255,7 +253,7 @@ def _tried(
         errors = (RecipeError, UsageError, *((StageError,) if axes else ()))
         try:
             with activity(f"planning {strategy.name}"):
-                candidate = most_saving(base, {slot: strategy.generous}, **allowed)
+                candidate = most_saving(base, {slot: strategy.generous}, most)
                 candidate = replace(relaxed(candidate), strategy=strategy)
         except errors as error:
             refused[strategy.name] = f"{strategy.name}: {error}"
@@ -277,7 +275,7 @@ def on_more_nodes(base: SearchBase, topology: Topology, start: Changes) -> Candi
         more = replace(base, machines=machines, options=options)
         try:
             with activity(f"planning on {nodes} nodes"):
-                candidate = most_saving(more, start, away=False, narrow=False)
+                candidate = most_saving(more, start, SLOWER)
         except PipeError:  # such as a batch that is smaller than the ranks
             return None
         if candidate.fits and not candidate.memory_plan.idle:

@@ -156,7 +156,7 @@ def test_what_costs_time_is_saved_before_what_is_computed(
 ) -> None:
     base = Fake(needs={"": needs}, **cannot)
     assert " ".join(one.what for one in relaxed(most_saving(base, {})).saved) == expected
-    assert not most_saving(base, {}, narrow=False).narrow
+    assert not most_saving(base, {}, planner.AWAY).narrow
 
 
 def test_what_saves_nothing_is_left_out() -> None:
