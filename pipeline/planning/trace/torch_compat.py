@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -41,7 +41,11 @@ BACKEND, INDUCTOR = "pipetrain_traced", "torch._inductor.compile_fx"
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, `operation` stands for every operation on tensors, in compiled code too."""
+    """Inside, `operation` stands for every operation on tensors, in compiled code too, a piece of
+    which `fused` surrounds; it takes whether the piece recomputes what checkpointing left out."""
+
+    operation: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
+    fused: Callable[[bool], contextlib.AbstractContextManager[None]]
 
     supports_higher_order_operators = True
     """Otherwise torch refuses operators of operators, which compiled code has."""
@@ -62,14 +66,6 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function is rng_prims.run_with_rng_state:
             return self.operation(args[1], args[2:], kwargs or {})
         return self.operation(function, args, kwargs or {})
-
-    def operation(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        return function(*arguments, **named)
-
-    def fused(self, again: bool) -> contextlib.AbstractContextManager[None]:
-        """Surround a piece of compiled code. again: whether it recomputes what activation
-        checkpointing did not keep."""
-        return contextlib.nullcontext()
 
 
 def in_backward() -> bool:
