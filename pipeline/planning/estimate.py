@@ -14,19 +14,22 @@ from pipeline.chain.artifacts import Results
 from pipeline.hardware.gpus import GIB
 from pipeline.planning import forecast
 from pipeline.planning.forecast import (
+    ZERO,
     Event,
     Extra,
     Held,
     Item,
+    Line,
     Moment,
     Pass,
+    Peak,
     PipelineRank,
     PipelineStage,
+    Profile,
     StrategyMemory,
     Traffic,
 )
 from pipeline.planning.planner import Job, forecasts, require_told
-from pipeline.planning.profile import ZERO, Line, Peak, Profile
 from pipeline.planning.shapes import Step, Topology
 
 PROCESS = round(0.6 * GIB)

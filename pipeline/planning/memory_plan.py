@@ -24,9 +24,9 @@ from pipeline.distributed.settings import ProcessCounts
 from pipeline.importing.unknown_keys import plan_recipe
 from pipeline.planning import hardware as machinery
 from pipeline.planning.estimate import Estimate, ask_planners, combine
+from pipeline.planning.forecast import Profile
 from pipeline.planning.hardware import Hardware, HardwareOptions, Margins
 from pipeline.planning.planner import Job, Planner, Planners, no_planner
-from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import ModelShape, Topology
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
 from pipeline.utils.activities import activity

@@ -9,9 +9,17 @@ from typing import Any
 
 from pipeline.chain.artifacts import Results
 from pipeline.errors import StageError
-from pipeline.planning.forecast import BACKWARD, FORWARD, Traffic
+from pipeline.planning.forecast import (
+    BACKWARD,
+    FORWARD,
+    Line,
+    Part,
+    Peak,
+    Profile,
+    Traffic,
+    fullest,
+)
 from pipeline.planning.planner import Job, TraceScope
-from pipeline.planning.profile import Line, Part, Peak, Profile, fullest
 from pipeline.planning.shapes import ModelShape, Weight
 from pipeline.planning.trace.run import (
     BareModel,

@@ -35,10 +35,13 @@ from pipeline.planning.forecast import (
     SAVE,
     UPDATE,
     Held,
+    Line,
     Moment,
+    Part,
+    Peak,
+    Profile,
     StrategyMemory,
 )
-from pipeline.planning.profile import Line, Part, Peak, Profile
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Topology, Weight
 from pipeline.planning.trace.profiling import profile as profile_of
 from stages.average.ema import EmaAverage
