@@ -13,22 +13,7 @@ from dataclasses import dataclass, replace
 from pipeline.chain.artifacts import Results
 from pipeline.hardware.gpus import GIB
 from pipeline.planning import forecast
-from pipeline.planning.forecast import (
-    ZERO,
-    Event,
-    Extra,
-    Held,
-    Item,
-    Line,
-    Moment,
-    Pass,
-    Peak,
-    PipelineRank,
-    PipelineStage,
-    Profile,
-    StrategyMemory,
-    Traffic,
-)
+from pipeline.planning.forecast import Held, Item, Line, Moment, Profile, StrategyMemory, Traffic
 from pipeline.planning.planner import Job, forecasts, require_told
 from pipeline.planning.shapes import Step, Topology
 
@@ -66,7 +51,7 @@ class Estimate:
     device: Mapping[str, Held]
     host: Mapping[str, Held]
     offloaded: Mapping[str, int]
-    storage: Sequence[Extra]
+    storage: Sequence[forecast.Extra]
     traffic: Sequence[Traffic]
     copies: forecast.Copies
     step: Step
@@ -98,7 +83,7 @@ def combine(topology: Topology, results: Results) -> Estimate:
     profile = results.require(Profile, "the model has no profile")
     step = results.require(Step, why.format("no slot forecasts a training step"))
     share: StrategyMemory = results.require(StrategyMemory, why.format("no slot wraps the model"))
-    extras = [*results.each(Extra)]
+    extras = [*results.each(forecast.Extra)]
     peaks = step_peaks(profile, share, samples=step.micro_batch, microbatches=step.microbatches)
     disk = {item: size for one in peaks["disk"].values() for item, size in one.items.items()}
     # Processes and their peaks, then what other slots need at the same time.
@@ -132,7 +117,7 @@ def combine(topology: Topology, results: Results) -> Estimate:
 
 
 class _RankStep:
-    def __init__(self, profile: Profile, rank: PipelineRank, step: Step) -> None:
+    def __init__(self, profile: Profile, rank: forecast.PipelineRank, step: Step) -> None:
         self.rank = rank
         self._profiles = [profile.of_stage(one) for one in rank.stages]
         # Stages take micro-batches of equal shapes.
@@ -186,19 +171,23 @@ def _bytes(items: Sequence[Item], place: str) -> int:
     return sum(one.bytes for one in items if one.where in PLACES[place])
 
 
-def ranks_of(profile: Profile, share: StrategyMemory, microbatches: int) -> Sequence[PipelineRank]:
+def ranks_of(
+    profile: Profile, share: StrategyMemory, microbatches: int
+) -> Sequence[forecast.PipelineRank]:
     """Ranks of a pipeline; without one, the rank that stands for all. Its micro-batches between the
     first, which finds no gradients, and the last need no more memory than these."""
     count = min(microbatches, 2)
     kinds: Sequence[forecast.Kind] = ("forward", "backward")
-    passes = [Pass(kind, 0, n, last=n == count - 1) for n in range(count) for kind in kinds]
-    whole = PipelineStage(blocks=range(len(profile.model.blocks)), memory=share)
-    single = PipelineRank(stages=[whole], passes=passes, microbatches=microbatches)
+    passes = [
+        forecast.Pass(kind, 0, n, last=n == count - 1) for n in range(count) for kind in kinds
+    ]
+    whole = forecast.PipelineStage(blocks=range(len(profile.model.blocks)), memory=share)
+    single = forecast.PipelineRank(stages=[whole], passes=passes, microbatches=microbatches)
     return share.pipeline(microbatches) or [single]
 
 
 def moments(
-    profile: Profile, rank: PipelineRank, averaged: int, samples: int
+    profile: Profile, rank: forecast.PipelineRank, averaged: int, samples: int
 ) -> Iterator[tuple[str, list[Item]]]:
     """Each fullest moment's phase, and everything that a rank holds then in a step of micro-batches
     of `samples` samples. averaged: bytes of averages of each element that it updates."""
@@ -209,7 +198,7 @@ def moments(
         for one in rank.stages
     ]
 
-    def all_at(event: Event) -> list[Item]:
+    def all_at(event: forecast.Event) -> list[Item]:
         return [item for stage in stages for item in stage.held(Moment(event))]
 
     yield forecast.LOAD, all_at("load")
@@ -235,7 +224,9 @@ def moments(
         yield phase, [*all_at("between"), *passing]
 
 
-def _events(kind: forecast.Kind, stage: PipelineStage) -> Iterator[tuple[Event, forecast.Unit]]:
+def _events(
+    kind: forecast.Kind, stage: forecast.PipelineStage
+) -> Iterator[tuple[forecast.Event, forecast.Unit]]:
     units: list[forecast.Unit] = ["embeddings", *range(len(stage.blocks))]
     units += ["head"] if stage.last else []
     if kind == "forward":
@@ -258,7 +249,9 @@ class _Stage:
     """A stage of a rank between its passes. first: no gradient is waiting; last: all are reduced.
     waiting: bytes that micro-batches between forward and backward keep, by micro-batch and item."""
 
-    def __init__(self, profile: Profile, of: PipelineStage, averaged: int, samples: int) -> None:
+    def __init__(
+        self, profile: Profile, of: forecast.PipelineStage, averaged: int, samples: int
+    ) -> None:
         self._profile, self._of, self._averaged, self._samples = profile, of, averaged, samples
         self.first, self.last, self.waiting = True, False, dict[int, Counter[str]]()
         self._kept = Counter[str]()
@@ -286,7 +279,7 @@ class _Stage:
             moment = when._replace(event=event, unit=unit)
             items = [*self.held(moment), *_items(kept)]
             stays, passes = self._of.memory.gradients(moment) if event == "backward" else (0, 0)
-            for peak in self._profile.part(event, unit).peaks or (Peak(ZERO),):
+            for peak in self._profile.part(event, unit).peaks or (forecast.Peak(forecast.ZERO),):
                 size = peak.bytes.at(self._samples)
                 # Memory freed meanwhile is part of what was kept.
                 more, less = (LOGITS, LOGITS) if unit == "head" else (COMPUTED, KEPT)
@@ -299,13 +292,13 @@ class _Stage:
             if kind != "inputs" or unit == "head":  # the weights' half needs the rest
                 self._count(kept, event, unit)
 
-    def _count(self, kept: Counter[str], event: Event, unit: forecast.Unit) -> None:
+    def _count(self, kept: Counter[str], event: forecast.Event, unit: forecast.Unit) -> None:
         """Add what a part of the model keeps, or frees."""
         part = self._profile.part(event, unit)
         kept[LOGITS if unit == "head" else KEPT] += part.kept.at(self._samples)
         kept[OFFLOADED] += part.offloaded.at(self._samples)
 
-    def move(self, done: Pass) -> None:
+    def move(self, done: forecast.Pass) -> None:
         if done.kind == "forward":
             self.waiting[done.microbatch] = self._kept
         elif done.kind in ("backward", "weights"):
