@@ -65,7 +65,7 @@ def bench(
     from pipeline.chain.plan import resolved
     from pipeline.distributed.launchers import require_no_launcher
     from pipeline.importing.translator import plan_recipe
-    from pipeline.planning.presets import chosen
+    from pipeline.planning.planner import chosen
 
     require_no_launcher("pipe bench")
     registry = options.registry()

@@ -28,28 +28,16 @@ from pipeline.planning.report import lines
 from pipeline.utils.files import replace_text
 from pipeline.utils.processes import received, start_child
 
-KINDNESS = 19
-"""Niceness of the process: the run's own come first."""
-
 
 @contextlib.contextmanager
 def planned_beside(plan: Plan, folder: Path) -> Iterator[None]:
     """Plan the run in `folder` in a separate process while the body runs it. Without a plan of
     memory, whatever the reason, the run is shown without it."""
-    process = None
+    process, counts = None, {"procs": plan.view.procs, "per_node": plan.per_node}
+    silent: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     with contextlib.suppress(OSError):
-        process = start_child(
-            "pipeline.planning.beside",
-            {
-                "spec": RunSpec.of(plan, folder).dump(),
-                "procs": plan.view.procs,
-                "per_node": plan.per_node,
-            },
-            str(folder),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        message = {"spec": RunSpec.of(plan, folder).dump(), **counts}
+        process = start_child("pipeline.planning.beside", message, str(folder), **silent)
     try:
         yield
     finally:
@@ -60,8 +48,7 @@ def planned_beside(plan: Plan, folder: Path) -> Iterator[None]:
 
 def estimated(plan: Plan) -> MemoryPlan:
     """Return the memory plan of a recipe on nodes like this one: with its GPUs by the data sheet,
-    or, of a kind that is not known, with the memory that the driver says. Raises PipeError where
-    there can be none."""
+    or, of a kind that is not known, with the memory that the driver says. Raises PipeError."""
     machines = HardwareOptions()
     if plan.view.device != "cpu":
         telemetry = Telemetry()
@@ -88,7 +75,7 @@ def record(found: MemoryPlan) -> dict[str, Any]:
 
 def main(spec: RunSpec, procs: int, per_node: int) -> int:
     """Write the plan of a run on so many processes into its folder. Returns the exit code."""
-    os.nice(KINDNESS)
+    os.nice(19)  # the run's own processes come first
     started = ProcessCounts(procs=procs, per_node=per_node, nodes=procs // per_node)
     try:
         found = estimated(spec.plan(started))

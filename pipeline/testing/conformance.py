@@ -35,8 +35,7 @@ from pipeline.contracts.signature import (
 from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import Location, PluginError, Problem
-from pipeline.planning.planner import Planners
-from pipeline.planning.presets import presets
+from pipeline.planning.planner import Planners, presets
 from pipeline.recipe.fields import adapter, build, field_docs, plain_value
 from pipeline.recipe.nodes import node_of
 

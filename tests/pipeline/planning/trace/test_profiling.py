@@ -11,8 +11,8 @@ from memories.cases import Case, llama, own
 from memories.compare import profile_and_trace
 
 from pipeline.errors import PipeError
+from pipeline.planning.forecast import Line, Part, Profile
 from pipeline.planning.planner import Job
-from pipeline.planning.profile import Line, Part, Profile
 from pipeline.planning.trace.profiling import profile
 from stages.model.compat import attentions
 from stages.model.declared import outline

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.planning.profile import Line, Peak, fullest
+from pipeline.planning.forecast import Line, Peak, fullest
 
 lines = st.builds(Line, st.integers(-100, 1000), st.integers(0, 1000))
 peaks = st.lists(st.builds(Peak, lines, st.integers(0, 50), st.integers(0, 50)), max_size=12)

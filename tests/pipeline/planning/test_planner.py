@@ -8,8 +8,7 @@ import pytest
 
 from pipeline.chain.registry import Entry, Registry
 from pipeline.errors import PluginError, UsageError
-from pipeline.planning.planner import Planners, Preset
-from pipeline.planning.presets import chosen, strategies
+from pipeline.planning.planner import Planners, Preset, chosen, strategies
 
 
 @pytest.mark.usefixtures("fake_planners")
