@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.chain.plan import impossible_here
 from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.stage import Context
 from pipeline.distributed import environment
@@ -18,7 +19,7 @@ from pipeline.distributed.heartbeat import LOOK_SECONDS, Watchdog
 from pipeline.distributed.process_group import DistContext, environment_dist, environment_store
 from pipeline.distributed.settings import Timeouts
 from pipeline.distributed.signals import Interrupted, default_signals
-from pipeline.errors import RunFailed, StageError
+from pipeline.errors import Location, Problem, RecipeError, RunFailed, StageError
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal, warnings_in
 from pipeline.execution.rank_logging import (
@@ -27,13 +28,12 @@ from pipeline.execution.rank_logging import (
     open_log,
     rank_log,
 )
-from pipeline.execution.run_spec import RunSpec, set_current
+from pipeline.execution.run_spec import RunSpec
 from pipeline.execution.runner import Runner, require_same_recipe
 from pipeline.utils.activities import in_thread, show_in
-from pipeline.utils.files import cache_folder
 from pipeline.utils.packages import gc_as_usual, gc_rarely
 from pipeline.utils.processes import received
-from pipeline.utils.terminal import hide_environment, redact_output, set_display
+from pipeline.utils.terminal import redact_output, set_display
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -50,8 +50,7 @@ def main(argv: list[str]) -> int:
     own, spec = environment.Shared(**message["shared"]), RunSpec.load(message["spec"])
     environment.join(own)
     default_signals()
-    redact_output()
-    hide_environment()
+    redact_output(message["hidden"])
     set_display(spec.display)
     faulthandler.register(environment.DUMP, own.stacks)
     run_dir = Path(spec.run_dir)
@@ -76,27 +75,31 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
     """
     rank, run_dir = environment.worker_rank(), Path(spec.run_dir)
     ctx: Context | None = None
-    set_current(spec)
-    keep_compiled()
     gc_rarely()
     with rank_log(run_dir, rank) as log, contextlib.ExitStack() as stack:
         stack.callback(gc_as_usual)
         try:
-            plan = spec.plan(environment.started(), for_this_machine=True)
+            settings, steps = spec.build()
+            # rank 0 has looked at its own machine, as `pipe` has for its ranks
+            wrong = store and impossible_here(settings.launch, environment.started())
+            if wrong:
+                place = Location(file=str(run_dir / rundir.RECIPE))
+                key, message, hint = f"launch.{wrong[0]}", *wrong[1:]
+                raise RecipeError([Problem(message=message, key=key, hint=hint, location=place)])
             import torch
             import torch.distributed
 
-            launch = plan.recipe.launch
+            launch = settings.launch
             timeouts = launch.timeouts
             if launch.threads is not None:
                 torch.set_num_threads(launch.threads)
             found = store or environment_store(timeouts.rendezvous)
-            dist = environment_dist(found, device=plan.view.device, timeout=timeouts.collectives)
+            dist = environment_dist(found, device=spec.device, timeout=timeouts.collectives)
             stack.callback(torch.distributed.destroy_process_group)
             stack.enter_context(compilers_aside(log))
             ctx = Context(
                 run_dir=run_dir,
-                seed=plan.recipe.seed,
+                seed=settings.seed,
                 dist=dist,
                 log=log,
                 metrics=Metrics(run_dir / rundir.METRICS if dist.is_main else None),
@@ -109,11 +112,13 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
             for warning in spec.warnings:
                 log.warning("%s", warning)
             stack.enter_context(show_in(ActivityRecord(log, run_dir if dist.is_main else None)))
-            stack.enter_context(watched(run_dir, dist, timeouts))
-            require_same_recipe(plan, ctx)
-            runner = Runner(plan, ctx, journal)
+            if environment.shared() is None:  # `pipe` watches its ranks itself
+                stack.enter_context(watched(run_dir, dist, timeouts))
+            if not environment.is_single_node():  # on one machine all have the same
+                require_same_recipe(settings, spec.recipe["stages"], steps, ctx)
+            runner = Runner(steps, ctx, journal, dry_run=settings.dry_run)
             stack.callback(runner.close)
-            runner.run()
+            runner.run(spec.todo, spec.restore)
             stack.close()  # here, so that its errors are reported as well
         except Interrupted:
             raise
@@ -138,13 +143,6 @@ def _cause(run_dir: Path, error: BaseException) -> BaseException:
     return error
 
 
-def keep_compiled() -> None:
-    """Have torch keep compiled code, Triton's kernels too, where it outlives a restart of the
-    machine, unless a folder is named already; its own is in /tmp. Read when something is compiled.
-    """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
-
-
 STOP_SECONDS = 20.0
 """Seconds that a rank which was asked to stop waits for others: one that has died never comes."""
 
@@ -152,8 +150,7 @@ STOP_SECONDS = 20.0
 @contextlib.contextmanager
 def watched(run_dir: Path, dist: DistContext, timeouts: Timeouts) -> Iterator[None]:
     """End this process with exit code 1 and its stacks in its log if the body shows no sign of life
-    for longer than `timeouts` say, or was asked to stop and waits for ranks that do not come. Does
-    nothing under `pipe`, which watches its ranks itself."""
+    for longer than `timeouts` say, or was asked to stop and waits for ranks that do not come."""
 
     def watch(over: threading.Event) -> None:
         watchdog, stopping = Watchdog([dist.heartbeat], [os.getpid()], timeouts), 0.0
@@ -170,7 +167,7 @@ def watched(run_dir: Path, dist: DistContext, timeouts: Timeouts) -> Iterator[No
                         faulthandler.dump_traceback(log)
                 os._exit(1)
 
-    with contextlib.nullcontext() if environment.shared() else in_thread(watch, "pipe-watch"):
+    with in_thread(watch, "pipe-watch"):
         yield
 
 

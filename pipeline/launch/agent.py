@@ -128,6 +128,8 @@ class Agent:
         run_dir = Path(spec.run_dir)
         try:
             self._require_folder(spec, link.beat.host)
+            if place.first_rank == 0:  # what rank 0 is to run, all are
+                spec = spec.left(self._plan)
         except UsageError as error:
             return Report(kind="raised", text=str(error), time=time.time())
         set_threads(self._settings, self._plan.per_node)

@@ -52,7 +52,7 @@ def run_with_restarts(plan: Plan, spec: RunSpec, screen: Screen) -> None:
         )
         try:
             with kill_descendants(screen.refresh), ranks:
-                run_ranks(ranks, settings, spec, screen)
+                run_ranks(ranks, settings, spec.left(plan), screen)
                 return
         except RunFailed as error:
             rundir.require_kept(run_dir)

@@ -22,7 +22,7 @@ from pipeline.execution.run_spec import RunSpec
 from pipeline.hardware.host import oom_kills
 from pipeline.utils.files import memory_file, private_folder, read_all, replace_text
 from pipeline.utils.processes import kill_sessions, start_child
-from pipeline.utils.terminal import shown
+from pipeline.utils.terminal import hidden_variables, shown
 
 SHUTDOWN_SECONDS = 10
 """Seconds that ranks get to end when one has failed, before they are killed."""
@@ -70,6 +70,7 @@ class LocalRanks:
     def start(self, spec: RunSpec, store: int | None = None, output: int | None = None) -> None:
         """Start all ranks of the run. They meet in the file `store`, if given; prints of rank 0 go
         to `output`, if given. Raises OSError."""
+        message = {"spec": spec.dump(), "hidden": hidden_variables()}
         for place, stacks in zip(self.places, self._stacks, strict=True):
             shared = Shared(
                 heartbeats=self._beats, failures=self._failures, stacks=stacks, store=store
@@ -77,7 +78,7 @@ class LocalRanks:
             files = asdict(shared)
             prints = output if int(place["RANK"]) == 0 else None
             process = start_child(
-                "pipeline.execution.worker", {"spec": spec.dump(), "shared": files}, spec.run_dir,
+                "pipeline.execution.worker", {**message, "shared": files}, spec.run_dir,
                 pass_fds=[file for file in files.values() if file is not None],
                 env=os.environ | place, stdin=subprocess.DEVNULL, stdout=prints, stderr=prints,
                 start_new_session=True,

@@ -24,7 +24,6 @@ from pipeline.contracts.stage import Context
 from pipeline.distributed.signals import Interrupted, signals_blocked
 from pipeline.errors import Problem, in_words
 from pipeline.execution import failures
-from pipeline.execution.run_spec import current
 from pipeline.utils.processes import GRACE, kill_sessions, start_child
 
 Outcome = Literal["finished", "failed", "stopped"]
@@ -108,7 +107,7 @@ class TrackerStage(ABC):
         gets `timeout` seconds then. A failure to start it is a warning."""
         if not ctx.dist.is_main:
             return
-        message = {"spec": current().dump(), "slot": ctx.slot, "seconds": self.timeout}
+        message = {"folder": str(ctx.run_dir), "slot": ctx.slot, "seconds": self.timeout}
         try:
             with signals_blocked():  # it ignores ending signals, but not before Python has started
                 process = start_child(

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
@@ -253,10 +253,19 @@ class RedactingStream:
         return getattr(self.stream, name)
 
 
-def redact_output() -> None:
+def hidden_variables() -> list[str]:
+    """Names of the variables of the environment whose values this process hides."""
+    return sorted({name.removeprefix("$") for name in (_guessed | _hidden).values()})
+
+
+def redact_output(hidden: Iterable[str] | None = None) -> None:
     """Wrap this process's standard output and error in a `RedactingStream`, once, and hide the
-    environment's secrets. See `hide_environment` for processes of a run."""
-    hide_secrets()
+    environment's secrets, or what the process that has started this one hides (`hidden_variables`).
+    See `hide_environment` for processes of a run."""
+    if hidden is None:
+        hide_secrets()
+    for name in hidden or ():
+        _hidden.update(dict.fromkeys(_forms(os.environ.get(name, "")), f"${name}"))
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, RedactingStream):

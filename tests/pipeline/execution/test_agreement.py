@@ -10,6 +10,7 @@ from pathlib import Path
 from pipeline.chain.plan import plan_file
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
+from pipeline.execution.run_spec import steps_of
 from pipeline.execution.runner import require_same_recipe
 from pipeline.testing import context
 from tests.support.processes import run_ranks
@@ -41,7 +42,9 @@ def _own_recipes(dist: DistContext, folder: str, rates: list[list[float]]) -> li
         log = logging.getLogger(f"ranks-{len(found)}")
         log.addFilter(lambda record, to=said: to.append(record.getMessage()) is not None)  # type: ignore[misc]
         try:
-            require_same_recipe(plan, dataclasses.replace(context(own, dist=dist), log=log))
+            ctx, stages = context(own, dist=dist), plan.recipe.public()["stages"]
+            ctx = dataclasses.replace(ctx, log=log)
+            require_same_recipe(plan.recipe, stages, steps_of(plan), ctx)
         except StageError as error:
             said = [str(error)]
         found.append(said)

@@ -68,7 +68,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    spec = RunSpec(run_dir=str(tmp_path), recipe={"name": "x", "stages": {}}, last="")
+    spec = RunSpec(run_dir=str(tmp_path), recipe={"name": "x", "stages": {}})
 
     def start(fault: str) -> None:
         (tmp_path / "fault").write_text(fault)

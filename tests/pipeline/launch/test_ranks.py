@@ -22,10 +22,10 @@ from pipeline.utils.processes import start_child
 def test_a_rank_whose_launcher_is_dead_already_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = RunSpec(run_dir=str(tmp_path), recipe={"name": "x", "stages": {}}, last="")
+    spec = RunSpec(run_dir=str(tmp_path), recipe={"name": "x", "stages": {}})
     shared = dataclasses.asdict(Shared(heartbeats=0, failures=0, stacks=0, store=None))
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    message = {"spec": spec.dump(), "shared": shared}
+    message = {"spec": spec.dump(), "shared": shared, "hidden": []}
     process = start_child("pipeline.execution.worker", message, str(tmp_path))
     assert process.wait() == 1
     assert list(tmp_path.iterdir()) == []
