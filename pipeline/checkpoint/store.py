@@ -24,7 +24,7 @@ from pathlib import Path
 
 from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.utils import files, foreign
-from pipeline.utils.files import PAGE, let_group_enter, naming, remove_folder
+from pipeline.utils.files import PAGE, let_group, naming, remove_folder
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 """Most digits of a step: no training has 10^18 steps, and other tools can count them."""
@@ -182,11 +182,11 @@ class LocalStore(Store):
         transaction = Transaction(self, name, f"{name}.tmp-{identity}", "")
         if not self._root.is_dir():
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            let_group_enter(self._root)
+            let_group(self._root, self._root.parent)
             _sync(self._root.parent)
         folder = self._root / transaction.folder
         folder.mkdir(exist_ok=True, mode=0o700)
-        let_group_enter(folder)
+        let_group(folder, folder.parent)
         return transaction
 
     def commit(self, transaction: Transaction, manifest: bytes) -> None:
@@ -280,7 +280,7 @@ class _File:
         """Whether the disk has taken any pages directly."""
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(path, flags | os.O_CREAT | (0 if shared else os.O_EXCL), 0o600)
-        files.let_group_read(self._file, path.parent)
+        files.let_group(self._file, path.parent)
         try:
             # Where a file system cannot reserve room, the C library writes zeros: over what other
             # processes have written by then.

@@ -38,7 +38,7 @@ def open_regular(path: str | Path, *, within: Path | None = None) -> BinaryIO:
     # A FIFO that has taken the place meanwhile must not make us wait for its writer.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     try:
-        _require_regular(path, os.fstat(file.fileno()).st_mode)
+        require_regular(path, os.fstat(file.fileno()).st_mode)
     except OSError:
         file.close()
         raise
@@ -110,12 +110,10 @@ def require_within(path: str | Path, folder: Path) -> None:
         raise OSError(errno.ELOOP, f"leads out of {folder}", str(path))
 
 
-def require_regular(path: str | Path) -> None:
-    """Raise OSError for anything else than a regular file, which a library would read for ever."""
-    _require_regular(path, Path(path).stat().st_mode)
-
-
-def _require_regular(path: str | Path, mode: int) -> None:
+def require_regular(path: str | Path, mode: int | None = None) -> None:
+    """Raise OSError for anything else than a regular file, which a library would read for ever.
+    `mode` is of the file if that is open."""
+    mode = Path(path).stat().st_mode if mode is None else mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "is a folder, not a file", str(path))
     if not stat.S_ISREG(mode):
