@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import mmap
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.distributed.environment import shared
 from pipeline.distributed.settings import Timeouts
 
 FIELDS = 8
@@ -90,12 +88,6 @@ def heartbeats(descriptor: int) -> list[Heartbeat]:
     """The heartbeats of all ranks of this machine, by local rank, in the file that they share."""
     numbers = memoryview(mmap.mmap(descriptor, 0)).cast("d")
     return [Heartbeat(numbers[at : at + FIELDS]) for at in range(0, len(numbers), FIELDS)]
-
-
-def own_heartbeat() -> Heartbeat:
-    """This rank's place in its launcher's memory; private memory where no one looks."""
-    own = shared()
-    return heartbeats(own.heartbeats)[int(os.environ["LOCAL_RANK"])] if own else Heartbeat()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from pipeline.distributed.environment import (
     is_worker,
     shared,
 )
-from pipeline.distributed.heartbeat import Heartbeat, own_heartbeat
+from pipeline.distributed.heartbeat import Heartbeat, heartbeats
 from pipeline.distributed.signals import StopRequest
 from pipeline.errors import RunFailed, StageError, UsageError
 
@@ -269,7 +269,9 @@ def environment_dist(
         device_id=place if device == "cuda" else None,
         timeout=None if timeout is None else datetime.timedelta(seconds=timeout),
     )
+    own = shared()
     return DistContext(
         rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
-        device=place, store=common, heartbeat=own_heartbeat(),
+        device=place, store=common,
+        heartbeat=heartbeats(own.heartbeats)[local_rank] if own else Heartbeat(),
     )  # fmt: skip

@@ -44,10 +44,6 @@ class Restarts:
     max_backoff: Annotated[float, Field(ge=0, le=24 * 3600), Unit("s")] = 300.0
     """Most seconds before a restart."""
 
-    def delay(self, number: int) -> float:
-        """Seconds before restart `number` in a row, counted from 1."""
-        return float(min(self.backoff * 2.0 ** min(number - 1, 60), self.max_backoff))
-
 
 class Attempts:
     """Counts the starts of a run without progress."""
@@ -63,10 +59,11 @@ class Attempts:
         wanted = error.restart == "always" or (error.restart == "after progress" and progressed)
         if progressed:
             self.number = 0
-        if not wanted or self.number >= self._settings.limit:
+        settings = self._settings
+        if not wanted or self.number >= settings.limit:
             return None
         self.number += 1
-        return self._settings.delay(self.number)
+        return float(min(settings.backoff * 2.0 ** min(self.number - 1, 60), settings.max_backoff))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,12 +111,6 @@ class Journal:
         """The state of the run after all events. Raises JournalDamaged."""
         return RunState.of(self.events())
 
-    def newest_command(self) -> list[dict[str, Any]]:
-        """Events of the newest `pipe run` or `pipe resume`, its restarts too, whether or not it was
-        undone. Raises JournalDamaged."""
-        events = self.events()
-        return events[command_begins(events) :]
-
     def _relative(self, value: Any) -> Any:
         """A value of JSON, a path inside the folder written relative to it. A text that begins like
         one is a path if something is there: a sentence may begin with a path, too."""
@@ -138,8 +132,8 @@ class Journal:
 
 
 def command_begins(events: Sequence[Mapping[str, Any]]) -> int:
-    """Index at which the newest command begins: with the slots that it set aside, or with its first
-    start. 0 without one."""
+    """Index at which the newest `pipe run` or `pipe resume` begins, whether or not it was undone:
+    with the slots that it set aside, or with its first start. 0 without one."""
     begin = len(events) - 1
     while begin > 0 and (events[begin]["event"] != "run started" or events[begin].get("restart")):
         begin -= 1
@@ -189,7 +183,8 @@ def warnings_in(journal: Journal, log: logging.Logger) -> Iterator[None]:
         log.removeHandler(handler)
         if handler.left_out:
             more = plural(handler.left_out, "more warning")
-            handler.record(f"the log has {more} of this start")
+            with contextlib.suppress(OSError):
+                journal.write("warning", text=f"the log has {more} of this start")
 
 
 class _Warnings(logging.Handler):
@@ -207,8 +202,5 @@ class _Warnings(logging.Handler):
             self.left_out += 1
             return
         self._texts.add(text)
-        self.record(text)
-
-    def record(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the log has it too
             self._journal.write("warning", text=text)

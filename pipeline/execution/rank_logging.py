@@ -157,9 +157,6 @@ class ActivityRecord:
     _written: float = field(default=0.0, init=False)
     _logged: dict[Activity, float] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        self._write()  # a launcher may start ranks again after one was killed at work
-
     def changed(self, activity: Activity) -> None:
         now = time.monotonic()
         if activity not in self._under_way:

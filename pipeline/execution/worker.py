@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import sys
 import threading
@@ -30,6 +31,7 @@ from pipeline.execution.rank_logging import (
 )
 from pipeline.execution.run_spec import RunSpec
 from pipeline.execution.runner import Runner, require_same_recipe
+from pipeline.recipe.load import RecipeSettings
 from pipeline.utils.activities import in_thread, show_in
 from pipeline.utils.packages import gc_as_usual, gc_rarely
 from pipeline.utils.processes import received
@@ -80,40 +82,15 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
         stack.callback(gc_as_usual)
         try:
             settings, steps = spec.build()
-            # rank 0 has looked at its own machine, as `pipe` has for its ranks
-            wrong = store and impossible_here(settings.launch, environment.started())
-            if wrong:
-                place = Location(file=str(run_dir / rundir.RECIPE))
-                key, message, hint = f"launch.{wrong[0]}", *wrong[1:]
-                raise RecipeError([Problem(message=message, key=key, hint=hint, location=place)])
-            import torch
-            import torch.distributed
-
-            launch = settings.launch
-            timeouts = launch.timeouts
-            if launch.threads is not None:
-                torch.set_num_threads(launch.threads)
-            found = store or environment_store(timeouts.rendezvous)
-            dist = environment_dist(found, device=spec.device, timeout=timeouts.collectives)
-            stack.callback(torch.distributed.destroy_process_group)
-            stack.enter_context(compilers_aside(log))
-            ctx = Context(
-                run_dir=run_dir,
-                seed=settings.seed,
-                dist=dist,
-                log=log,
-                metrics=Metrics(run_dir / rundir.METRICS if dist.is_main else None),
-                on_exit=stack.callback,
-                accept=frozenset(spec.accept),
-            )
-            journal = Journal(run_dir / rundir.JOURNAL)
-            if dist.is_main:
+            ctx = _context(spec, settings, store, log, stack)
+            journal, is_main = Journal(run_dir / rundir.JOURNAL), ctx.dist.is_main
+            if is_main:
                 stack.enter_context(warnings_in(journal, log))
             for warning in spec.warnings:
                 log.warning("%s", warning)
-            stack.enter_context(show_in(ActivityRecord(log, run_dir if dist.is_main else None)))
+            stack.enter_context(show_in(ActivityRecord(log, run_dir if is_main else None)))
             if environment.shared() is None:  # `pipe` watches its ranks itself
-                stack.enter_context(watched(run_dir, dist, timeouts))
+                stack.enter_context(watched(run_dir, ctx.dist, settings.launch.timeouts))
             if not environment.is_single_node():  # on one machine all have the same
                 require_same_recipe(settings, spec.recipe["stages"], steps, ctx)
             runner = Runner(steps, ctx, journal, dry_run=settings.dry_run)
@@ -123,24 +100,53 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
         except Interrupted:
             raise
         except BaseException as error:
-            failures.record(run_dir, rank, ctx.slot if ctx else "", _cause(run_dir, error))
+            cause = error
+            try:
+                rundir.require_kept(run_dir)
+            except RunFailed as gone:  # a file that is missing since then says only that
+                cause = gone if isinstance(error, FileNotFoundError) else error
+            failures.record(run_dir, rank, ctx.slot if ctx else "", cause)
             log.debug("failed", exc_info=True)
             # the deadline of the clean-up by `stack`: then this process ends wherever it is
             with contextlib.suppress(StageError):  # the folder may be gone
-                faulthandler.dump_traceback_later(
-                    CLEANUP_SECONDS, exit=True, file=open_log(run_dir, rank)
-                )
+                file = open_log(run_dir, rank)
+                faulthandler.dump_traceback_later(CLEANUP_SECONDS, exit=True, file=file)
             raise
 
 
-def _cause(run_dir: Path, error: BaseException) -> BaseException:
-    """The error to report: a file that is missing since the run's folder is gone says only that."""
-    if isinstance(error, FileNotFoundError):
-        try:
-            rundir.require_kept(run_dir)
-        except RunFailed as gone:
-            return gone
-    return error
+def _context(
+    spec: RunSpec,
+    settings: RecipeSettings,
+    store: Store | None,
+    log: logging.Logger,
+    stack: contextlib.ExitStack,
+) -> Context:
+    """The context of the stages, and the process group of the ranks, which ends with `stack`."""
+    launch, run_dir = settings.launch, Path(spec.run_dir)
+    if store is not None:  # another launcher started this rank, and rank 0 looked at its machine
+        wrong = impossible_here(launch, environment.started())
+        if wrong is not None:
+            place, (key, message, hint) = Location(file=str(run_dir / rundir.RECIPE)), wrong
+            problem = Problem(message=message, key=f"launch.{key}", hint=hint, location=place)
+            raise RecipeError([problem])
+    import torch
+    import torch.distributed
+
+    if launch.threads is not None:
+        torch.set_num_threads(launch.threads)
+    found = store or environment_store(launch.timeouts.rendezvous)
+    dist = environment_dist(found, device=spec.device, timeout=launch.timeouts.collectives)
+    stack.callback(torch.distributed.destroy_process_group)
+    stack.enter_context(compilers_aside(log))
+    return Context(
+        run_dir=run_dir,
+        seed=settings.seed,
+        dist=dist,
+        log=log,
+        metrics=Metrics(run_dir / rundir.METRICS if dist.is_main else None),
+        on_exit=stack.callback,
+        accept=frozenset(spec.accept),
+    )
 
 
 STOP_SECONDS = 20.0

@@ -32,7 +32,7 @@ from pipeline.errors import (
     system_errors_as,
 )
 from pipeline.execution import failures, rundir
-from pipeline.execution.journal import Journal
+from pipeline.execution.journal import Journal, command_begins
 from pipeline.execution.rank_logging import ACTIVITY_FILE, say
 from pipeline.execution.resume import Selection, ends_early, finished_in, plan_resume, results
 from pipeline.execution.rundir import saved_step
@@ -249,7 +249,8 @@ def is_to_be_undone(folder: Path) -> bool:
     """Whether the newest command, which has failed, is undone: it changed the settings of a run
     that was there, or the training refused to continue under them, and it led to neither a step nor
     a checkpoint nor a durable result. Raises OSError, JournalDamaged."""
-    command = Journal(folder / rundir.JOURNAL).newest_command()
+    events = Journal(folder / rundir.JOURNAL).events()
+    command = events[command_begins(events) :]
     starts = [event for event in command if event["event"] == "run started"]
     changed = starts[0].get("changed") if starts else None
     if changed is None or not (changed or any(one.refused for one in failures.reports(folder))):

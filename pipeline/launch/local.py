@@ -20,6 +20,7 @@ from pipeline.errors import RunFailed, in_words
 from pipeline.execution import failures, rundir
 from pipeline.execution.failures import Exit
 from pipeline.execution.journal import Journal
+from pipeline.execution.rank_logging import ACTIVITY_FILE
 from pipeline.execution.run_spec import RunSpec
 from pipeline.execution.rundir import saved_step
 from pipeline.hardware.host import cores_each
@@ -91,6 +92,7 @@ def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float)
     journal.write("run failed", problem=shown(first), restarting=True)
     click.echo(f"{first}\n  starting again in {wait:g} s (restart {number})", err=True)
     failures.clear_reports(run_dir)
+    (run_dir / ACTIVITY_FILE).unlink(missing_ok=True)  # a rank may have been killed at work
     # before the wait, which readers show as a run under way, not as a failed one
     journal.write("run started", procs=plan.view.procs, device=plan.view.device, restart=number)
 
@@ -125,7 +127,12 @@ def supervise(ranks: LocalRanks, settings: Launch, run_dir: Path, check: Check) 
                     break
                 if isinstance(found, Interrupted):
                     raise found
-                _require_alive(ranks, found, watch, run_dir)
+                stalls = [] if found else watch.stalled()
+                if found or stalls:
+                    slot = Journal(run_dir / rundir.JOURNAL).state().slot
+                    if stalls:
+                        raise report_stall(run_dir, slot, ranks, stalls)
+                    raise ranks.end_and_explain(run_dir, found, slot)
                 check(stop)
                 time.sleep(POLL_SECONDS)
             except Interrupted as interrupted:
@@ -137,7 +144,7 @@ def supervise(ranks: LocalRanks, settings: Launch, run_dir: Path, check: Check) 
         raise
     if stop is not None:
         ranks.stop()
-        if not ranks.finished():
+        if [end.code for end in ranks.ends()] != [FINISHED] * len(pids):
             raise stop
 
 
@@ -172,13 +179,3 @@ def _announce(interrupted: Interrupted, ranks: LocalRanks, run_dir: Path) -> Non
         how = f"; again: stop now and lose the steps since {since}"
     with contextlib.suppress(OSError):  # a closed terminal
         click.echo(f"{interrupted.cause}: saving after this step, then stopping{how}", err=True)
-
-
-def _require_alive(ranks: LocalRanks, ends: list[Exit], watch: Watchdog, run_dir: Path) -> None:
-    """Raise RunFailed for ranks that did not end well, `ends`, or that stand still."""
-    stalls = [] if ends else watch.stalled()
-    if ends or stalls:
-        slot = Journal(run_dir / rundir.JOURNAL).state().slot
-        if stalls:
-            raise report_stall(run_dir, slot, ranks, stalls)
-        raise ranks.end_and_explain(run_dir, ends, slot)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pipeline.distributed.environment import DUMP, FINISHED, Shared
+from pipeline.distributed.environment import DUMP, Shared
 from pipeline.distributed.heartbeat import FIELDS, Stall, heartbeats
 from pipeline.errors import RunFailed
 from pipeline.execution import failures
@@ -93,10 +93,6 @@ class LocalRanks:
         """The ends of ranks that have ended."""
         codes = [process.poll() for process in self.processes]
         return [Exit(self.rank(n), code) for n, code in enumerate(codes) if code is not None]
-
-    def finished(self) -> bool:
-        """Whether all stages of all ranks here have run."""
-        return [end.code for end in self.ends()] == [FINISHED] * len(self.places)
 
     def landmarks(self) -> int:
         """Checkpoints and durable results that the ranks have brought to an end."""
