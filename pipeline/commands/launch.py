@@ -70,7 +70,7 @@ def launch(
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.targets import TARGETS as KNOWN
     from pipeline.launch.targets import with_absolute_paths
-    from pipeline.utils.addresses import path_problems
+    from pipeline.utils.hub import path_problems
 
     if shows == submit:
         raise UsageError("use exactly one of --print and --submit")

@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.distributed.environment import rank_environment
 from pipeline.errors import in_words
 from pipeline.hardware.host import cores_each
-from pipeline.utils import jsonl
+from pipeline.utils import foreign
 from pipeline.utils.processes import (
     kill_descendants,
     kill_sessions,
@@ -72,7 +72,7 @@ def measure(target: str, settings: Mapping[str, Any], *, procs: int, seconds: fl
         finally:
             kill_sessions(processes)
         files = (folder / f"rank-{rank}.jsonl" for rank in range(procs))
-        return replace(results, records=tuple(tuple(jsonl.read_lines(file)) for file in files))
+        return replace(results, records=tuple(tuple(foreign.read_lines(file)) for file in files))
 
 
 def _start(
@@ -127,7 +127,7 @@ def main(target: str, folder: str, settings: Mapping[str, Any]) -> None:
     module, _, function = target.partition(":")
     try:
         measurement = getattr(importlib.import_module(module), function)
-        measurement(settings, lambda record: jsonl.append_line(file, record))
+        measurement(settings, lambda record: foreign.append_line(file, record))
     except Exception as error:
         print(" ".join(in_words(error).split()), file=sys.stderr, flush=True)
         os._exit(1)

@@ -23,8 +23,14 @@ from pipeline.errors import UsageError, first_validation_error, in_words
 from pipeline.execution import rundir
 from pipeline.hardware.telemetry import Telemetry
 from pipeline.utils.files import replace_text
-from pipeline.utils.foreign import is_number, is_text, read_whole
-from pipeline.utils.jsonl import append_line, read_lines, read_tail
+from pipeline.utils.foreign import (
+    append_line,
+    is_number,
+    is_text,
+    read_lines,
+    read_tail,
+    read_whole,
+)
 
 READINGS, MEMORY = "hardware.jsonl", "memory.json"
 SECONDS = 15.0

@@ -42,10 +42,9 @@ from pipeline.contracts.metrics import is_record, record_training
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import RunFailed, RunLocked, UsageError, in_words, kind_of, system_errors_as
 from pipeline.recipe.nodes import walk
-from pipeline.utils.addresses import path_problems
 from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
-from pipeline.utils.foreign import json_object, open_regular, require_within
-from pipeline.utils.jsonl import read_tail
+from pipeline.utils.foreign import json_object, open_regular, read_tail, require_within
+from pipeline.utils.hub import path_problems
 from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import near_path

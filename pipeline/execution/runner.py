@@ -20,8 +20,8 @@ from pipeline.contracts.resources import ResourceNeed, require_resources
 from pipeline.contracts.signature import needs
 from pipeline.contracts.stage import Context, Durable, NeedsResources, RunsDry
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
-from pipeline.distributed.agreement import differences, in_one
 from pipeline.distributed.heartbeat import Phase
+from pipeline.distributed.process_group import differences, in_one
 from pipeline.errors import Location, StageError
 from pipeline.execution.gpu_records import record_memory, release_memory
 from pipeline.execution.journal import Journal

@@ -21,9 +21,8 @@ from pipeline.execution.failures import ON_EVERY_NODE
 from pipeline.execution.rank_logging import say
 from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.exchange import BEAT_SECONDS, Link, OwnLink, Server
-from pipeline.launch.local import for_gpus, set_threads, supervise
 from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
-from pipeline.launch.ranks import LocalRanks
+from pipeline.launch.ranks import LocalRanks, for_gpus, set_threads, supervise
 from pipeline.recipe import load_recipe
 from pipeline.utils.processes import kill_descendants
 from pipeline.view.screen import Screen

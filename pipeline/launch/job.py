@@ -37,8 +37,7 @@ from pipeline.execution.rank_logging import ACTIVITY_FILE, say
 from pipeline.execution.resume import Selection, ends_early, finished_in, plan_resume, results
 from pipeline.execution.rundir import saved_step
 from pipeline.utils.files import replace_bytes, replace_text
-from pipeline.utils.foreign import read_whole
-from pipeline.utils.jsonl import read_tail
+from pipeline.utils.foreign import read_tail, read_whole
 from pipeline.utils.terminal import shown, typed
 from pipeline.utils.text import align, duration, shown_path
 from pipeline.view.display import Display

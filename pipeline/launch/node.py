@@ -19,8 +19,8 @@ from pipeline.launch.agent import Agent, run_name
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Server
 from pipeline.launch.job import Job, is_done, recorded_start_and_end
-from pipeline.launch.local import restarted
 from pipeline.launch.messages import MOST_TEXT, Over
+from pipeline.launch.ranks import restarted
 from pipeline.launch.wire import token
 from pipeline.view.screen import Screen
 

@@ -85,7 +85,7 @@ def _start_here(job: Job, procs: int | None) -> None:
     with job.locked_folder(ProcessCounts(per_node=procs)) as (plan, folder):
         if is_done(plan, folder):
             return
-        from pipeline.launch.local import run_with_restarts
+        from pipeline.launch.ranks import run_with_restarts
 
         with (
             job.display.to_the_end(),

@@ -30,8 +30,7 @@ from pipeline.recipe import Recipe
 from pipeline.recipe.nodes import mapped
 from pipeline.track.stage import Outcome, RunFacts, Tracker, TrackerStage
 from pipeline.utils.files import opened, private_folder, replace_text, wait_for_lock
-from pipeline.utils.foreign import json_object
-from pipeline.utils.jsonl import Tail
+from pipeline.utils.foreign import Tail, json_object
 from pipeline.utils.processes import received
 from pipeline.utils.terminal import hide_environment, redact_output, shown
 
