@@ -152,7 +152,7 @@ def _surroundings(
     ours = {str(path.absolute()) for path in plan.recipe.source_files}
     left = [path for path in missing if not within(path, mounted)]
     if not kind.brings:
-        left += [path for path in paths if path not in ours or not kind.takes_recipe]
+        left += [path for path in paths if path not in ours or "files" not in kind.uses]
     left += at_home(plan.recipe) if elsewhere else []
     for path in left:
         click.echo(f"warning: {path} is named by the recipe, and {target} has to find it", err=True)

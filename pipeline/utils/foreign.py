@@ -57,15 +57,10 @@ def read_whole(path: str | Path, *, most: int = WHOLE, within: Path | None = Non
     raise OSError(errno.EFBIG, f"holds more than {most:,} bytes, which it never should", str(path))
 
 
-def read_json(path: str | Path, *, most: int = WHOLE, within: Path | None = None) -> Any:
-    """The value in a JSON file. Raises OSError as `read_whole` does, and ValueError."""
-    return parse_json(read_whole(path, most=most, within=within))
-
-
 def json_object(path: Path, *, most: int = WHOLE, within: Path | None = None) -> dict[str, Any]:
     """The object in a JSON file; an empty one where there is none, or it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        found = read_json(path, most=most, within=within)
+        found = parse_json(read_whole(path, most=most, within=within))
         return found if isinstance(found, dict) else {}
     return {}
 
@@ -205,14 +200,11 @@ class Tail:
     """Whether the newest records begin a file that replaces the one before."""
     whole: bool = field(default=True, init=False)
     """Whether the file was read from its start."""
+    began: bool = field(default=False, init=False)
+    """Whether there has been a file."""
     _offset: int = field(default=0, init=False)
-    _file: int | None = field(default=None, init=False)
+    _file: int = field(default=0, init=False)
     """Inode number of the file that `_offset` is of."""
-
-    @property
-    def began(self) -> bool:
-        """Whether there has been a file."""
-        return self._file is not None
 
     def read(self) -> list[dict[str, Any]]:
         """Return the complete records that are new; none if there is no file. A line that is not
@@ -225,12 +217,12 @@ class Tail:
             return []
         with file:
             facts = os.fstat(file.fileno())
-            if self._file is None:
+            if not self.began:
                 self._offset = max(0, facts.st_size - (self.newest_bytes or facts.st_size))
                 self.whole = self._offset == 0
             elif facts.st_ino != self._file or facts.st_size < self._offset:
                 self.replaced, self.whole, self._offset = True, True, 0
-            self._file = facts.st_ino
+            self._file, self.began = facts.st_ino, True
             file.seek(self._offset)
             found: list[dict[str, Any]] = []
             for line in lines_of(file):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
@@ -24,15 +23,11 @@ def own_chunk(total: int, mesh: DeviceMesh) -> range:
     return range(first, min(first + size, total))
 
 
-def without_values() -> AbstractContextManager[Any]:
-    """Inside, tensors that are made have shapes and no values."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def with_values() -> AbstractContextManager[Any]:
-    """Inside, tensors are real in a trace too: tensors that say which ranks there are, and the
-    buffers of a model without memory."""
-    return unset_fake_temporarily()
+without_values = functools.partial(FakeTensorMode, allow_non_fake_inputs=True)
+"""Inside, tensors that are made have shapes and no values."""
+with_values = unset_fake_temporarily
+"""Inside, tensors are real in a trace too: tensors that say which ranks there are, and the buffers
+of a model without memory."""
 
 
 def has_values(tensor: Tensor) -> bool:
