@@ -264,9 +264,8 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS, job: str = "") -> Sto
     # of their job, and of this one of torchrun's starts, whose own store outlives its ranks
     keys = f"{job}/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # Without this, torch listens at every address of the machine.
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        with _listening(host, port) as server:
+        with _listening(host, port) as server:  # else torch listens at every address
             served = TCPStore(
                 host, port, world_size=world_size, is_master=True, timeout=timeout,
                 master_listen_fd=server.detach(),

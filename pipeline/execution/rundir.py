@@ -35,7 +35,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint import location
 from pipeline.contracts.metrics import is_record, record_training
@@ -198,31 +198,28 @@ def locked(folder: Path) -> Iterator[None]:
     with file:
         # a dying owner, and `pipe ls` looking, hold the lock for a moment
         deadline = time.monotonic() + LOCK_SECONDS
-        while not _acquired(file):
-            if time.monotonic() > deadline:
-                file.seek(0)
-                owner = file.read().strip() or "another process"
-                raise RunLocked(f"{folder} is in use by {owner}")
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    owner = file.read().strip() or "another process"
+                    raise RunLocked(f"{folder} is in use by {owner}") from None
+            except OSError as error:
+                raise UsageError(
+                    f"{file.name} cannot be locked ({error.strerror}), so that two processes could "
+                    "write into one run",
+                    hint="mount the file system with locks (Lustre: -o flock), or keep runs "
+                    "elsewhere (--runs); their checkpoints can stay (`folder` in the checkpoint "
+                    "slot)",
+                ) from error
             time.sleep(0.05)
         with system_errors_as(UsageError), naming(folder / LOCK):
             file.truncate(0)
             os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
         yield
-
-
-def _acquired(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise UsageError(
-            f"{file.name} cannot be locked ({error.strerror}), so that two processes could write "
-            "into one run",
-            hint="mount the file system with locks (Lustre: -o flock), or keep runs elsewhere "
-            "(--runs); their checkpoints can stay (`folder` in the checkpoint slot)",
-        ) from error
-    return True
 
 
 def is_locked(folder: Path) -> bool:

@@ -277,7 +277,7 @@ def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float)
     first = failures.without_continuation(problem, run_dir)
     journal.write("run failed", problem=shown(first), restarting=True)
     click.echo(f"{first}\n  starting again in {wait:g} s (restart {number})", err=True)
-    failures.clear_reports(run_dir)
+    failures.clear(run_dir, restart=True)
     (run_dir / ACTIVITY_FILE).unlink(missing_ok=True)  # a rank may have been killed at work
     # before the wait, which readers show as a run under way, not as a failed one
     journal.write("run started", procs=plan.view.procs, device=plan.view.device, restart=number)
