@@ -254,13 +254,13 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS, job: str = "") -> Sto
     from torch.distributed.rendezvous import rendezvous
 
     timeout = datetime.timedelta(seconds=seconds)
-    if not is_worker():
-        return None
-    own, world_size = shared(), int(os.environ["WORLD_SIZE"])
+    own, world_size = shared(), int(os.environ.get("WORLD_SIZE") or 1)
     if own is not None and own.store is not None:
         store = FileStore(f"/proc/self/fd/{own.store}", world_size)
         store.set_timeout(timeout)
         return store
+    if not is_worker():
+        return None
     # of their job, and of this one of torchrun's starts, whose own store outlives its ranks
     keys = f"{job}/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import click
 
-from pipeline.errors import StageError, system_errors_as
+from pipeline.errors import StageError, in_words
 from pipeline.utils.activities import Activity
 from pipeline.utils.files import opened, private_folder, replace_text
 from pipeline.utils.terminal import ShownFormatter, bare, display, quiet, shown
@@ -47,8 +47,10 @@ def quiet_loggers() -> None:
 
 def open_log(run_dir: Path, rank: int) -> IO[str]:
     """Open a rank's log to append to it. Raises StageError."""
-    with system_errors_as(StageError):
+    try:
         return opened(private_folder(run_dir / "logs") / f"rank-{rank:05d}.log", "a")
+    except OSError as error:
+        raise StageError(in_words(error)) from error
 
 
 @contextlib.contextmanager

@@ -34,11 +34,7 @@ class ResumePlan:
 
 
 def plan_resume(
-    plan: Plan,
-    journal: Journal,
-    *,
-    thorough: bool = True,
-    again: Collection[str] = (),
+    plan: Plan, journal: Journal, *, thorough: bool = True, again: Collection[str] = ()
 ) -> ResumePlan:
     """Go through the plan backwards: a slot runs if it has not finished in its present form, or if
     a slot that runs reads its result and no disk has it. Without `thorough`, the contents of

@@ -11,18 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from pipeline.chain.artifacts import training_of
 from pipeline.chain.plan import Plan, PlannedSlot
-from pipeline.contracts.signature import gives
-from pipeline.errors import Location, PluginError, RecipeError, in_words
+from pipeline.errors import Location, PluginError, Problem, RecipeError, in_words
 from pipeline.execution import rundir
 from pipeline.execution.journal import Journal
 from pipeline.execution.resume import digests, plan_resume
 from pipeline.recipe.fields import build
 from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.load import HEADER_KEYS, RecipeSettings
-from pipeline.recipe.nodes import RESERVED, node_of
+from pipeline.recipe.nodes import RESERVED, KeyPath, node_of
 from pipeline.utils.terminal import display
+
+KINDS = "kind", "gives"
+"""Keys of a slot's class and of its result's, as `module:Class`; None for no result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +63,7 @@ class RunSpec:
     """The merged recipe's values."""
     device: str = "cpu"
     slots: tuple[Mapping[str, Any], ...] = ()
-    """The fields of each Step; instead of the stage and its result, `kind`: `module:Class`."""
+    """The fields of each Step; instead of the stage, and of the type of its result, KINDS."""
     todo: tuple[str, ...] = ()
     """Slots to run."""
     restore: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
@@ -76,9 +80,10 @@ class RunSpec:
         """The spec of a checked plan, cut to what this start does."""
         slots = []
         for step in steps_of(plan):
-            kind = type(step.stage)
-            facts = {**vars(step), "kind": f"{kind.__module__}:{kind.__qualname__}"}
-            slots.append({key: facts[key] for key in facts.keys() - {"stage", "gives"}})
+            facts = {key: value for key, value in vars(step).items() if key != "stage"}
+            for key, kind in zip(KINDS, (type(step.stage), step.gives), strict=True):
+                facts[key] = kind and f"{kind.__module__}:{kind.__qualname__}"
+            slots.append(facts)
         return cls(
             run_dir=str(run_dir),
             recipe=plan.recipe.public(),
@@ -114,28 +119,32 @@ class RunSpec:
     def build(self) -> tuple[RecipeSettings, list[Step]]:
         """The recipe's settings and the slots, their stages built of the values. Raises RecipeError
         for values of the environment, PluginError for a stage that this machine lacks."""
-        tree = node_of(self.recipe, Location(file=f"{self.run_dir}/recipe.yaml"))
         values: Any = self.recipe
+        place = Location(file=f"{self.run_dir}/recipe.yaml")
         if "${" in json.dumps(values):
-            values, problems = resolve(tree)
+            values, problems = resolve(node_of(values, place))
             if problems:
                 raise RecipeError(problems)
         header = {key: values[key] for key in HEADER_KEYS if key in values}
-        settings, wrong = build(RecipeSettings, header, tree=tree, path=())
-        steps = []
-        for one in self.slots:
-            facts = dict(one)
+        parts: list[tuple[Any, dict[str, Any], KeyPath]] = [(RecipeSettings, header, ())]
+        facts = [{**one, "unread": tuple(one["unread"])} for one in self.slots]
+        for one in facts:
             try:
-                kind = pkgutil.resolve_name(facts.pop("kind"))
+                names = [one.pop(key) or "builtins:None" for key in KINDS]
+                kind, one["gives"] = map(pkgutil.resolve_name, names)
             except Exception as error:
                 why = f"stage `{one['use']}` cannot be loaded: {in_words(error)}"
                 raise PluginError(why, hint="every machine needs the same packages") from error
-            written, path = values["stages"][one["slot"]], ("stages", one["slot"])
+            written = values["stages"][one["slot"]]
             fields = {key: value for key, value in written.items() if key not in RESERVED}
-            stage, problems = build(kind, fields, tree=tree, path=path)
-            facts |= {"unread": tuple(one["unread"]), "stage": stage, "gives": gives(kind)}
-            steps.append(Step(**facts))
-            wrong += problems
-        if wrong or settings is None:
+            parts.append((kind, fields, ("stages", one["slot"])))
+        built, wrong = list[Any](), list[Problem]()
+        for kind, fields, path in parts:
+            try:
+                built.append(TypeAdapter(kind).validate_json(json.dumps(fields), strict=True))
+            except ValidationError:
+                wrong += build(kind, fields, tree=node_of(values, place), path=path)[1]
+        if wrong:
             raise RecipeError(wrong)
-        return settings, steps
+        settings, *stages = built
+        return settings, [Step(**o, stage=stage) for o, stage in zip(facts, stages, strict=True)]

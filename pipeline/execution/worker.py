@@ -23,12 +23,7 @@ from pipeline.distributed.signals import Interrupted, default_signals
 from pipeline.errors import Location, Problem, RecipeError, RunFailed, StageError
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal, warnings_in
-from pipeline.execution.rank_logging import (
-    ActivityRecord,
-    compilers_aside,
-    open_log,
-    rank_log,
-)
+from pipeline.execution.rank_logging import ActivityRecord, compilers_aside, open_log, rank_log
 from pipeline.execution.run_spec import RunSpec
 from pipeline.execution.runner import Runner, require_same_recipe
 from pipeline.recipe.load import RecipeSettings

@@ -67,7 +67,8 @@ def test_a_start_gets_what_the_journal_leaves_to_run(plan: Plan, tmp_path: Path)
     journal.write("slot finished", slot="train", digest=digests(plan)["train"], record=record)
     left = RunSpec.load(spec.left(cut).dump())
     assert set(left.todo) == {one.slot for one in cut.slots}
-    assert left.warnings == (f"slot `train` runs again: {record['checkpoint']} is gone",)
+    said = f"slot `train` runs again: the trained checkpoint is gone: {tmp_path}/gone"
+    assert left.warnings == (said,)
 
 
 def test_the_values_of_environment_variables_stay_at_home(
