@@ -60,13 +60,6 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
     log = logging.getLogger("pipe")
     with contextlib.ExitStack() as stack:
 
-        def attach(logger: logging.Logger, handler: logging.Handler) -> None:
-            stack.callback(logger.setLevel, logger.level)
-            stack.callback(setattr, logger, "propagate", logger.propagate)
-            stack.callback(logger.removeHandler, handler)
-            logger.addHandler(handler)
-            logger.propagate = False
-
         def close() -> None:
             with contextlib.suppress(OSError):  # a full disk has been reported
                 file.close()
@@ -77,28 +70,34 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
         stack.callback(os.close, screen)
         to_file = _LineHandler(file, file.name, screen)
         to_file.setFormatter(ShownFormatter("%(asctime)s %(levelname)s %(message)s"))
-        for logger in (log, *map(logging.getLogger, LIBRARIES)):
-            attach(logger, to_file)
-        log.setLevel(logging.DEBUG)
+        handlers: list[tuple[logging.Logger, logging.Handler]] = []
+        handlers += [(logger, to_file) for logger in (log, *map(logging.getLogger, LIBRARIES))]
         stack.callback(logging.captureWarnings, False)
         logging.captureWarnings(True)
         if rank == 0:
             stdout = bare(sys.stdout)
             if isinstance(stdout, io.TextIOWrapper):
                 stdout.reconfigure(line_buffering=True)  # where a display shows it, it is a pipe
-            handler = _LineHandler(sys.stdout, "standard output", screen)
+            to_screen = _LineHandler(sys.stdout, "standard output", screen)
             words = display().split()
             level = logging.WARNING if "quiet" in words else logging.INFO
-            handler.setLevel(logging.DEBUG if "verbose" in words else level)
+            to_screen.setLevel(logging.DEBUG if "verbose" in words else level)
             if "live" in words:
-                handler.addFilter(lambda record: not getattr(record, "in_display", False))
-            attach(log, handler)
+                to_screen.addFilter(lambda record: not getattr(record, "in_display", False))
+            handlers.append((log, to_screen))
         else:
             for descriptor in (1, 2):  # also what native libraries print
                 saved = os.dup(descriptor)
                 stack.callback(os.close, saved)
                 stack.callback(_point_at, saved, descriptor)
                 _point_at(file.fileno(), descriptor)
+        for logger, handler in handlers:
+            stack.callback(logger.setLevel, logger.level)
+            stack.callback(setattr, logger, "propagate", logger.propagate)
+            stack.callback(logger.removeHandler, handler)
+            logger.addHandler(handler)
+            logger.propagate = False
+        log.setLevel(logging.DEBUG)
         yield log
 
 
