@@ -16,9 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.chain.artifacts import training_of
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.errors import Location, PluginError, Problem, RecipeError, in_words
-from pipeline.execution import rundir
-from pipeline.execution.journal import Journal
-from pipeline.execution.resume import digests, plan_resume
+from pipeline.execution.resume import ResumePlan, digests
 from pipeline.recipe.fields import build
 from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.load import HEADER_KEYS, RecipeSettings
@@ -94,16 +92,11 @@ class RunSpec:
             display=display(),
         )
 
-    def left(self, plan: Plan) -> RunSpec:
-        """The spec with what the run's journal leaves to run, for a start of the ranks. Raises
-        JournalDamaged."""
-        found = plan_resume(plan, Journal(Path(self.run_dir) / rundir.JOURNAL))
-        return dataclasses.replace(
-            self,
-            todo=tuple(sorted(found.run)),
-            restore=found.restore,
-            warnings=(*self.warnings, *found.lost),
-        )
+    def starting(self, found: ResumePlan) -> RunSpec:
+        """The spec of a start of the ranks, with what is left to run."""
+        warnings = tuple(dict.fromkeys((*self.warnings, *found.lost)))
+        todo = tuple(sorted(found.run))
+        return dataclasses.replace(self, todo=todo, restore=found.restore, warnings=warnings)
 
     def dump(self) -> str:
         """JSON text."""

@@ -18,7 +18,9 @@ from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, UsageError, in_words
 from pipeline.execution import rundir
 from pipeline.execution.failures import ON_EVERY_NODE
+from pipeline.execution.journal import Journal
 from pipeline.execution.rank_logging import say
+from pipeline.execution.resume import plan_resume
 from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.exchange import BEAT_SECONDS, Link, OwnLink, Server
 from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
@@ -128,7 +130,9 @@ class Agent:
         try:
             self._require_folder(spec, link.beat.host)
             if place.first_rank == 0:  # what rank 0 is to run, all are
-                spec = spec.left(self._plan)
+                journal = Journal(run_dir / rundir.JOURNAL)
+                first = reply.round == 1  # contents are verified then
+                spec = spec.starting(plan_resume(self._plan, journal, thorough=first))
         except UsageError as error:
             return Report(kind="raised", text=str(error), time=time.time())
         set_threads(self._settings, self._plan.per_node)

@@ -26,6 +26,7 @@ from pipeline.execution import failures, rundir
 from pipeline.execution.failures import Exit
 from pipeline.execution.journal import Journal
 from pipeline.execution.rank_logging import ACTIVITY_FILE
+from pipeline.execution.resume import plan_resume
 from pipeline.execution.run_spec import RunSpec
 from pipeline.execution.rundir import saved_step
 from pipeline.hardware.host import cores_each, oom_kills
@@ -239,7 +240,7 @@ def run_with_restarts(plan: Plan, spec: RunSpec, screen: Screen) -> None:
         )
         try:
             with kill_descendants(screen.refresh), ranks:
-                run_ranks(ranks, settings, spec.left(plan), screen)
+                run_ranks(ranks, settings, spec, screen)
                 return
         except RunFailed as error:
             rundir.require_kept(run_dir)
@@ -248,6 +249,8 @@ def run_with_restarts(plan: Plan, spec: RunSpec, screen: Screen) -> None:
                 raise
             restarted(run_dir, plan, str(error), attempts.number, wait)
             time.sleep(wait)
+            journal = Journal(run_dir / rundir.JOURNAL)  # contents were verified at the first start
+            spec = spec.starting(plan_resume(plan, journal, thorough=False))
 
 
 def set_threads(settings: Launch, ranks_here: int) -> None:

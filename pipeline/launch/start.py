@@ -15,7 +15,9 @@ from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlace
 from pipeline.distributed.settings import ProcessCounts
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
 from pipeline.errors import CommandStopped, JournalDamaged, RunStopped
-from pipeline.execution import failures
+from pipeline.execution import failures, rundir
+from pipeline.execution.journal import Journal
+from pipeline.execution.resume import plan_resume
 from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.job import Job, is_done, is_to_be_undone, recorded_start_and_end, say_undone
 from pipeline.utils.files import cache_folder
@@ -87,13 +89,15 @@ def _start_here(job: Job, procs: int | None) -> None:
             return
         from pipeline.launch.ranks import run_with_restarts
 
+        found = plan_resume(plan, Journal(folder / rundir.JOURNAL))  # which may verify files
         with (
             job.display.to_the_end(),
             recorded_start_and_end(plan, folder),
             job.meanwhile(plan, folder),
             job.display.shown(plan, folder) as screen,
         ):
-            run_with_restarts(plan, RunSpec.of(plan, folder, job.accept), screen)
+            spec = RunSpec.of(plan, folder, job.accept).starting(found)
+            run_with_restarts(plan, spec, screen)
 
 
 def _run_as_rank0(job: Job, scheduler_job: str) -> None:
@@ -104,7 +108,8 @@ def _run_as_rank0(job: Job, scheduler_job: str) -> None:
             _publish(store, "")
             return
         with recorded_start_and_end(plan, folder):
-            spec = RunSpec.of(plan, folder, job.accept).left(plan)
+            found = plan_resume(plan, Journal(folder / rundir.JOURNAL))
+            spec = RunSpec.of(plan, folder, job.accept).starting(found)
             _publish(store, spec.dump())
             _run_as_rank(spec, store)
 

@@ -9,7 +9,7 @@ import pytest
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.errors import RecipeError
 from pipeline.execution.journal import Journal
-from pipeline.execution.resume import digests
+from pipeline.execution.resume import digests, plan_resume
 from pipeline.execution.run_spec import RunSpec
 
 RECIPE = """\
@@ -62,10 +62,10 @@ def test_a_rank_has_the_plan_of_its_launcher(
 def test_a_start_gets_what_the_journal_leaves_to_run(plan: Plan, tmp_path: Path) -> None:
     cut = plan.until("train")
     spec, journal = RunSpec.of(cut, tmp_path), Journal(tmp_path / "journal.jsonl")
-    assert set(spec.left(cut).todo) == {one.slot for one in cut.slots}
+    assert set(spec.starting(plan_resume(cut, journal)).todo) == {one.slot for one in cut.slots}
     record = {"checkpoint": str(tmp_path / "gone"), "progress": {}}
     journal.write("slot finished", slot="train", digest=digests(plan)["train"], record=record)
-    left = RunSpec.load(spec.left(cut).dump())
+    left = RunSpec.load(spec.starting(plan_resume(cut, journal)).dump())
     assert set(left.todo) == {one.slot for one in cut.slots}
     said = f"slot `train` runs again: the trained checkpoint is gone: {tmp_path}/gone"
     assert left.warnings == (said,)
