@@ -39,9 +39,10 @@ class Activity:
         """Note that `amount` more is done; costs less than a microsecond."""
         self.done += amount
 
-    def amount(self, value: float) -> str:
-        """Return a number with its unit: `5,000 rows`, `1.5 GB`."""
-        return human(value) if self.unit == BYTES else counted(value, self.unit)
+    @property
+    def amount(self) -> str:
+        """Return what is done, with its unit: `5,000 rows`, `1.5 GB`."""
+        return self._in_unit(self.done)
 
     @property
     def seconds(self) -> float:
@@ -53,16 +54,18 @@ class Activity:
         if self.total is None:
             if not self.unit:
                 return f"{self.name} ({duration(self.seconds)})"
-            rate = self.amount(self.done / self.seconds)
-            return f"{self.name}: {self.amount(self.done)}, {rate} a second"
+            rate = self._in_unit(self.done / self.seconds)
+            return f"{self.name}: {self.amount}, {rate} a second"
         share = 100 * self.done / self.total if self.total else 100.0
-        done, total = self.amount(self.done), self.amount(self.total)
-        return f"{self.name}: {done} of {total} ({share:.0f} %)"
+        return f"{self.name}: {self.amount} of {self._in_unit(self.total)} ({share:.0f} %)"
 
     def summary(self) -> str:
         """Return `1.5 GB in 2.0 s (0.8 GB/s)` of bytes that were moved."""
         rate = human(self.done / self.seconds)
         return f"{human(self.done)} in {self.seconds:.1f} s ({rate}/s)"
+
+    def _in_unit(self, value: float) -> str:
+        return human(value) if self.unit == BYTES else counted(value, self.unit)
 
 
 class Place(Protocol):

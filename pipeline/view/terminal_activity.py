@@ -72,7 +72,7 @@ class CommandActivities:
         if activity not in self._bars:
             name, total = shown(activity.name), activity.total
             self._bars[activity] = self._progress.add_task(name, total=total, amount="")
-        amount = activity.amount(activity.done) if activity.done else ""
+        amount = activity.amount if activity.done else ""
         if not amount and activity.total is None:
             amount = duration(activity.seconds)
         self._progress.update(self._bars[activity], completed=activity.done, amount=amount)
