@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Unit
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from pipeline.errors import RunFailed
 
+Device = Annotated[
+    Literal["auto", "cpu", "cuda", "gpu"],
+    AfterValidator(lambda device: "cuda" if device == "gpu" else device),
+]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600), Unit("s")]
 
 
@@ -45,13 +49,13 @@ class Restarts:
     """Most seconds before a restart."""
 
 
+@dataclass(eq=False)
 class Attempts:
     """Counts the starts of a run without progress."""
 
-    def __init__(self, settings: Restarts) -> None:
-        self._settings = settings
-        self.number = 0
-        """Restarts in a row without progress."""
+    settings: Restarts
+    number: int = field(default=0, init=False)
+    """Restarts in a row without progress."""
 
     def wait_after(self, error: RunFailed, *, progressed: bool) -> float | None:
         """Seconds to wait before the next start; None to give up. `progressed` says whether the
@@ -59,7 +63,7 @@ class Attempts:
         wanted = error.restart == "always" or (error.restart == "after progress" and progressed)
         if progressed:
             self.number = 0
-        settings = self._settings
+        settings = self.settings
         if not wanted or self.number >= settings.limit:
             return None
         self.number += 1
@@ -96,7 +100,7 @@ class Launch:
     nodes: Annotated[int, Field(ge=1, le=65_536)] | Nodes | None = None
     """Nodes, or `{min, max}` for a run that continues with the nodes that are left; null is as many
     as the launcher has, or one."""
-    device: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
+    device: Device = "auto"
     """Device to compute on; auto is cuda if there is a GPU, and gpu is another name of cuda."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of each process; null shares the cores out evenly."""
@@ -104,10 +108,6 @@ class Launch:
     """Automatic restarts after a failure."""
     timeouts: Timeouts = Timeouts()
     """Time limits, after which a run counts as stalled."""
-
-    def __post_init__(self) -> None:
-        if self.device == "gpu":
-            object.__setattr__(self, "device", "cuda")
 
     @property
     def ranks(self) -> int | None:

@@ -68,7 +68,9 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
         stack.callback(close)
         screen = os.dup(2)  # what is printed elsewhere may go to the same file
         stack.callback(os.close, screen)
-        to_file = _LineHandler(file, file.name, screen)
+        to_file, to_screen = _LineHandler(file), _LineHandler(sys.stdout)
+        to_file.name, to_screen.name = file.name, "standard output"
+        to_file.screen = to_screen.screen = screen
         to_file.setFormatter(ShownFormatter("%(asctime)s %(levelname)s %(message)s"))
         handlers: list[tuple[logging.Logger, logging.Handler]] = []
         handlers += [(logger, to_file) for logger in (log, *map(logging.getLogger, LIBRARIES))]
@@ -78,7 +80,6 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
             stdout = bare(sys.stdout)
             if isinstance(stdout, io.TextIOWrapper):
                 stdout.reconfigure(line_buffering=True)  # where a display shows it, it is a pipe
-            to_screen = _LineHandler(sys.stdout, "standard output", screen)
             words = display().split()
             level = logging.WARNING if "quiet" in words else logging.INFO
             to_screen.setLevel(logging.DEBUG if "verbose" in words else level)
@@ -110,23 +111,22 @@ def _point_at(target: int, descriptor: int) -> None:
 
 class _LineHandler(logging.StreamHandler[Any]):
     """Writes records to a stream. When that takes no more, it says so once, and continues trying:
-    `logging` would print two stacks for each record."""
+    `logging` would print two stacks for each record. Its name is the stream's."""
 
-    def __init__(self, stream: Any, name: str, screen: int) -> None:
-        """`name` is the stream's; `screen` the descriptor where its failure is reported."""
-        super().__init__(stream)
-        self._stream_name, self._screen, self._reported = name, screen, False
+    screen = 2
+    """Descriptor where a failure is reported."""
+    reported = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Say why a record cannot be written, if the system is the reason."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._reported:
-            self._reported = True
-            text = shown(f"{self._stream_name} lacks lines from here on: {error.strerror or error}")
+        elif not self.reported:
+            self.reported = True
+            text = shown(f"{self.name} lacks lines from here on: {error.strerror or error}")
             with contextlib.suppress(OSError):
-                os.write(self._screen, f"{text}\n".encode())
+                os.write(self.screen, f"{text}\n".encode())
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.chain.artifacts import Results
@@ -36,16 +37,19 @@ Artifacts = Mapping[str, Any]
 """Artifacts by slot."""
 
 
+@dataclass(eq=False)
 class Runner:
     """One pass over the slots of a run. Every rank makes the same decisions: rank 0's count."""
 
-    def __init__(
-        self, steps: Sequence[Step], ctx: Context, journal: Journal, *, dry_run: bool = False
-    ) -> None:
-        """With `dry_run`, each training comes after a rehearsal of what follows it."""
-        self.steps, self.ctx, self.journal, self.dry_run = steps, ctx, journal, dry_run
-        self.artifacts: dict[str, Any] = {}
-        self._gc_rare = True  # as since the start of the process
+    steps: Sequence[Step]
+    ctx: Context
+    journal: Journal
+    dry_run: bool = False
+    """Whether each training comes after a rehearsal of what follows it."""
+    artifacts: dict[str, Any] = field(default_factory=dict, init=False)
+    """By slot."""
+    _gc_rare: bool = field(default=True, init=False)
+    """As since the start of the process."""
 
     def run(self, todo: Collection[str], restore: Mapping[str, Mapping[str, Any]]) -> None:
         """Run the slots of `todo`, with the results of finished ones from their records (`restore`)
@@ -194,7 +198,7 @@ def look_ahead(
     if not ctx.dist.is_main:
         return
     found: list[ResourceNeed] = []
-    known = _in_order(steps, artifacts)
+    known = Results({one.slot: artifacts[one.slot] for one in steps if one.slot in artifacts})
     for step in steps:
         stage = step.stage
         if step.slot not in slots or not isinstance(stage, NeedsResources):
@@ -258,7 +262,8 @@ def _rehearse(
             saved = True
             artifacts[step.slot] = TrainedRun(checkpoint=checkpoints.finish(), progress=Progress())
         elif isinstance(step.stage, RunsDry) and not of_another:
-            known = _in_order(steps, artifacts)
+            # in the order of slots: restored ones may have come first
+            known = Results({s.slot: artifacts[s.slot] for s in steps if s.slot in artifacts})
             if known.missing(step.stage, "run_dry", step.inputs):
                 continue
             ctx.log.info("dry run: %s: %s", step.slot, step.use)
@@ -267,8 +272,3 @@ def _rehearse(
             artifacts[step.slot] = made
             checkpoints = made if isinstance(made, Checkpoints) else checkpoints
             stack.callback(getattr(made, "close", lambda: None))
-
-
-def _in_order(steps: Sequence[Step], artifacts: Artifacts) -> Results:
-    """Artifacts in the order of slots: restored ones may have come first."""
-    return Results({one.slot: artifacts[one.slot] for one in steps if one.slot in artifacts})

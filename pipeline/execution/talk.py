@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -176,12 +176,13 @@ def _default() -> type[OpensText]:
     return stage
 
 
+@dataclass(eq=False)
 class Opener:
     """Opens a subject's models. Slots of its run's recipe run once, when one of them is needed."""
 
-    def __init__(self, subject: Subject, ctx: Context) -> None:
-        self._subject, self._ctx = subject, ctx
-        self._artifacts: dict[str, Any] = {}
+    _subject: Subject
+    _ctx: Context
+    _artifacts: dict[str, Any] = field(default_factory=dict, init=False)
 
     def trained(self) -> TextModel:
         """Load the trained model. Raises UsageError, StageError."""

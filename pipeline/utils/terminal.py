@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
@@ -217,12 +218,12 @@ def hidden_in(text: str) -> list[str]:
     return sorted({name for value, name in (_guessed | _hidden).items() if value in text})
 
 
+@dataclass(eq=False, repr=False)
 class RedactingStream:
     """A text stream that writes what may be shown. The carriage return that a progress bar begins
     with is let through."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
+    stream: TextIO
 
     def write(self, text: str) -> int:
         bare = text.removeprefix("\r")
