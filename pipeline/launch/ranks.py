@@ -53,7 +53,7 @@ ENTRIES = 2000
 """Collectives that each rank keeps in memory."""
 
 
-class LocalRanks:
+class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
     """Ranks on this machine, and the memory that they share with this process: their heartbeats,
     their stacks, and reports of failures that a full disk does not take.
 
@@ -64,15 +64,14 @@ class LocalRanks:
     def __init__(self, places: Sequence[dict[str, str]]) -> None:
         """`places` has the environment of each rank, by its number on this machine."""
         self.places = places
+        self.numbers = [int(place["RANK"]) for place in places]
+        """The rank, among all nodes' ranks, of each."""
         self.processes: list[subprocess.Popen[bytes]] = []
         self._beats = memory_file("heartbeats", len(places) * FIELDS * 8)
         self.heartbeats = heartbeats(self._beats)
         self._stacks = [memory_file("stacks") for _ in places]
         self._failures = memory_file("failures")
         self._oom_kills = oom_kills()
-
-    def __enter__(self) -> LocalRanks:
-        return self
 
     def __exit__(self, *error: object) -> None:
         kill_sessions(self.processes)
@@ -97,14 +96,11 @@ class LocalRanks:
             )  # fmt: skip
             self.processes.append(process)
 
-    def rank(self, number: int) -> int:
-        """The rank, among all nodes' ranks, of the one with this number on this machine."""
-        return int(self.places[number]["RANK"])
-
     def ends(self) -> list[Exit]:
         """The ends of ranks that have ended."""
         codes = [process.poll() for process in self.processes]
-        return [Exit(self.rank(n), code) for n, code in enumerate(codes) if code is not None]
+        found = zip(self.numbers, codes, strict=False)  # some may not have been started
+        return [Exit(number, code) for number, code in found if code is not None]
 
     def landmarks(self) -> int:
         """Checkpoints and durable results that the ranks have brought to an end."""
@@ -176,7 +172,7 @@ def report_stall(
     """Have all ranks of this machine write their stacks, keep those in the run's folder, and return
     the error that names the rank which stands still, the first of `stalls`."""
     before = [len(text) for text in ranks.stacks()]
-    request_collectives(run_dir, [ranks.rank(number) for number in range(len(ranks.places))])
+    request_collectives(run_dir, ranks.numbers)
     ranks.send(DUMP)
     ranks.send(signal.SIGCONT)  # a stopped process acts on a signal only when it goes on
     deadline, stacks = time.monotonic() + DUMP_SECONDS, [""]
@@ -184,7 +180,7 @@ def report_stall(
         time.sleep(0.2)  # until one that has begun is done
         stacks = ranks.stacks(before)
     culprit = stalls[0]
-    text = f"rank {ranks.rank(culprit.number)} {culprit.describe()}"
+    text = f"rank {ranks.numbers[culprit.number]} {culprit.describe()}"
     where = f"slot `{slot}`" if slot else "before the first slot"
     main = stacks[culprit.number].rpartition("hread 0x")[2].splitlines()[1:]
     frames = [f"    {shown(line.strip())}" for line in main[:SHOWN_FRAMES]]
@@ -202,7 +198,7 @@ def _keep(
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = private_folder(private_folder(run_dir / FOLDER) / stamp)
     found = {
-        f"rank {ranks.rank(stall.number)}": {
+        f"rank {ranks.numbers[stall.number]}": {
             "phase": stall.beat.phase.name.lower(),
             "step": stall.beat.step,
             "seconds": round(stall.seconds, 1),
@@ -214,7 +210,7 @@ def _keep(
     replace_text(folder / "report.json", report + "\n")
     for number, stack in enumerate(stacks):
         written = shown(stack) or "this rank has not answered\n"
-        replace_text(folder / f"rank-{ranks.rank(number):05d}.txt", written)
+        replace_text(folder / f"rank-{ranks.numbers[number]:05d}.txt", written)
     return folder
 
 
