@@ -26,6 +26,7 @@ thirty times as much as objects."""
 BLOCK = 1 << 20
 LINE = 16 << 20
 """Most bytes of a line."""
+NO_FILE = "is a pipe or a device, not a file"
 TRUST_PICKLE = "PIPE_TRUST_PICKLE"
 """Environment variable that `--trust-pickle` sets, for the processes of the run too."""
 TRUST_CODE = "PIPE_TRUST_REMOTE_CODE"
@@ -40,11 +41,9 @@ def open_regular(path: str | Path, *, within: Path | None = None) -> BinaryIO:
         require_within(path, within)
     # A FIFO that has taken the place meanwhile must not make us wait for its writer.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    try:
-        require_regular(path, os.fstat(file.fileno()).st_mode)
-    except OSError:
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise
+        raise OSError(errno.ENXIO, NO_FILE, str(path))
     return file
 
 
@@ -108,14 +107,13 @@ def require_within(path: str | Path, folder: Path) -> None:
         raise OSError(errno.ELOOP, f"leads out of {folder}", str(path))
 
 
-def require_regular(path: str | Path, mode: int | None = None) -> None:
-    """Raise OSError for anything else than a regular file, which a library would read for ever.
-    `mode` is of the file if that is open."""
-    mode = Path(path).stat().st_mode if mode is None else mode
+def require_regular(path: str | Path) -> None:
+    """Raise OSError for anything else than a regular file, which a library would read for ever."""
+    mode = Path(path).stat().st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "is a folder, not a file", str(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.ENXIO, "is a pipe or a device, not a file", str(path))
+        raise OSError(errno.ENXIO, NO_FILE, str(path))
 
 
 def trusted(variable: str) -> bool:

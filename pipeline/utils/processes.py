@@ -59,11 +59,10 @@ def received(argument: str, *, ends_with_parent: bool = False) -> Any:
     return sent["message"]
 
 
-def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Ask Linux to kill this process, or to send it another signal, when its parent, process
-    `parent`, dies; exit if it has."""
+def die_with(parent: int) -> None:
+    """Ask Linux to kill this process when its parent, process `parent`, dies; exit if it has."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it may have died before the request
             os._exit(1)
 
@@ -85,7 +84,10 @@ def _run_until_end_of(parent: int, command: Sequence[str]) -> int:
 
     for number in ending:
         signal.signal(number, leave)
-    die_with(parent, signal.SIGTERM)
+    if sys.platform == "linux":  # asked to end, and not killed: what it has started ends, too
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
     with kill_descendants():
         # `kill_descendants` finds what is in another session
         code = subprocess.Popen(command, start_new_session=True).wait()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +27,12 @@ def own_chunk(total: int, mesh: DeviceMesh) -> range:
 
 without_values = functools.partial(FakeTensorMode, allow_non_fake_inputs=True)
 """Inside, tensors that are made have shapes and no values."""
-with_values = unset_fake_temporarily
-"""Inside, tensors are real in a trace too: tensors that say which ranks there are, and the buffers
-of a model without memory."""
+
+
+def with_values() -> AbstractContextManager[Any]:
+    """Inside, tensors are real in a trace too: tensors that say which ranks there are, and the
+    buffers of a model without memory."""
+    return unset_fake_temporarily()
 
 
 def has_values(tensor: Tensor) -> bool:

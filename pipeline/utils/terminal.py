@@ -194,8 +194,8 @@ def shown(text: str) -> str:
 
 
 def _without(names: Mapping[str, str], text: str, *, in_json: bool = False) -> str:
-    """The text without these values. Of JSON, of which each line may be a value, they are replaced
-    in strings, and as numbers: it stays JSON."""
+    """The text without these values. In JSON, or lines of JSON, they are replaced in strings, and
+    as numbers: it stays JSON."""
 
     def shown_token(match: re.Match[str]) -> str:
         token = match[0]
