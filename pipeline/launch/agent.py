@@ -131,8 +131,7 @@ class Agent:
             self._require_folder(spec, link.beat.host)
             if place.first_rank == 0:  # what rank 0 is to run, all are
                 journal = Journal(run_dir / rundir.JOURNAL)
-                first = reply.round == 1  # contents are verified then
-                spec = spec.starting(plan_resume(self._plan, journal, thorough=first))
+                spec = spec.starting(plan_resume(self._plan, journal))
         except UsageError as error:
             return Report(kind="raised", text=str(error), time=time.time())
         set_threads(self._settings, self._plan.per_node)

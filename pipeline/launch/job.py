@@ -34,7 +34,14 @@ from pipeline.errors import (
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal, command_begins
 from pipeline.execution.rank_logging import ACTIVITY_FILE, say
-from pipeline.execution.resume import Selection, ends_early, finished_in, plan_resume, results
+from pipeline.execution.resume import (
+    ResumePlan,
+    Selection,
+    ends_early,
+    finished_in,
+    plan_resume,
+    results,
+)
 from pipeline.execution.rundir import saved_step
 from pipeline.utils.files import replace_bytes, replace_text
 from pipeline.utils.foreign import read_tail, read_whole
@@ -135,18 +142,18 @@ def recorded_start_and_end(plan: Plan, folder: Path) -> Iterator[None]:
     _show_results(plan, folder)
 
 
-def is_done(plan: Plan, folder: Path) -> bool:
-    """Whether every stage has finished already; says so."""
+def left_to_run(plan: Plan, folder: Path) -> ResumePlan | None:
+    """What is left to run; None if every stage has finished already, which it says."""
     journal = Journal(folder / rundir.JOURNAL)
-    # files are hashed only if the cheap look finds nothing
-    if plan_resume(plan, journal, thorough=False).run or plan_resume(plan, journal).run:
-        return False
+    found = plan_resume(plan, journal)
+    if found.run:
+        return found
     early = ends_early(plan)
     if early is None and not journal.state().ended_well:
         journal.write("run finished")
     say(f"nothing to do: {'every stage' if early is None else f'all up to {early}'} has finished")
     _show_results(plan, folder)
-    return True
+    return None
 
 
 def _show_results(plan: Plan, folder: Path) -> None:

@@ -245,8 +245,7 @@ def run_with_restarts(plan: Plan, spec: RunSpec, screen: Screen) -> None:
                 raise
             restarted(run_dir, plan, str(error), attempts.number, wait)
             time.sleep(wait)
-            journal = Journal(run_dir / rundir.JOURNAL)  # contents were verified at the first start
-            spec = spec.starting(plan_resume(plan, journal, thorough=False))
+            spec = spec.starting(plan_resume(plan, Journal(run_dir / rundir.JOURNAL)))
 
 
 def set_threads(settings: Launch, ranks_here: int) -> None:

@@ -15,11 +15,15 @@ from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlace
 from pipeline.distributed.settings import ProcessCounts
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
 from pipeline.errors import CommandStopped, JournalDamaged, RunStopped
-from pipeline.execution import failures, rundir
-from pipeline.execution.journal import Journal
-from pipeline.execution.resume import plan_resume
+from pipeline.execution import failures
 from pipeline.execution.run_spec import RunSpec
-from pipeline.launch.job import Job, is_done, is_to_be_undone, recorded_start_and_end, say_undone
+from pipeline.launch.job import (
+    Job,
+    is_to_be_undone,
+    left_to_run,
+    recorded_start_and_end,
+    say_undone,
+)
 from pipeline.utils.files import cache_folder
 from pipeline.utils.terminal import hide_environment
 
@@ -85,18 +89,18 @@ def keep_compiled() -> None:
 
 def _start_here(job: Job, procs: int | None) -> None:
     with job.locked_folder(ProcessCounts(per_node=procs)) as (plan, folder):
-        if is_done(plan, folder):
+        left = left_to_run(plan, folder)
+        if left is None:
             return
         from pipeline.launch.ranks import run_with_restarts
 
-        found = plan_resume(plan, Journal(folder / rundir.JOURNAL))  # which may verify files
         with (
             job.display.to_the_end(),
             recorded_start_and_end(plan, folder),
             job.meanwhile(plan, folder),
             job.display.shown(plan, folder) as screen,
         ):
-            spec = RunSpec.of(plan, folder, job.accept).starting(found)
+            spec = RunSpec.of(plan, folder, job.accept).starting(left)
             run_with_restarts(plan, spec, screen)
 
 
@@ -104,12 +108,12 @@ def _run_as_rank0(job: Job, scheduler_job: str) -> None:
     """Rank 0 under another launcher: it prepares the run, prints, and holds the lock."""
     with job.locked_folder(started()) as (plan, folder):
         store = _meet(scheduler_job)
-        if is_done(plan, folder):
+        left = left_to_run(plan, folder)
+        if left is None:
             _publish(store, "")
             return
         with recorded_start_and_end(plan, folder):
-            found = plan_resume(plan, Journal(folder / rundir.JOURNAL))
-            spec = RunSpec.of(plan, folder, job.accept).starting(found)
+            spec = RunSpec.of(plan, folder, job.accept).starting(left)
             _publish(store, spec.dump())
             _run_as_rank(spec, store)
 
