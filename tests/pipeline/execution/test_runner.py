@@ -1,5 +1,5 @@
-"""Stages that run, their inputs, the release of artifacts, the work that a journal saves, and recipes
-of ranks that must be the same."""
+"""Stages that run, their inputs, the release of artifacts, the work that a journal saves; and ranks
+whose recipes differ."""
 
 from __future__ import annotations
 
