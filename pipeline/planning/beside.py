@@ -35,16 +35,12 @@ KINDNESS = 19
 def planned_beside(plan: Plan, folder: Path) -> Iterator[None]:
     """Plan the run in `folder` in a separate process while the body runs it. Without a plan of
     memory, whatever the reason, the run is shown without it."""
-    process = None
+    process, last = None, plan.slots[-1].slot
+    counts = {"procs": plan.view.procs, "per_node": plan.per_node}
     with contextlib.suppress(OSError):
         process = start_child(
             "pipeline.planning.beside",
-            {
-                "folder": str(folder),
-                "last": plan.slots[-1].slot,
-                "procs": plan.view.procs,
-                "per_node": plan.per_node,
-            },
+            {"folder": str(folder), "last": last, **counts},
             str(folder),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
