@@ -295,7 +295,7 @@ def _draft(
     if not recipe.stages and not incomplete:
         message = "a recipe needs at least one stage"
         problems.append(tree.problem(("stages",), message, kind=MissingKey))
-    wrong = _impossible_here(recipe.launch, started) if how.get("for_this_machine") else None
+    wrong = impossible_here(recipe.launch, started) if how.get("for_this_machine") else None
     if wrong is not None:
         key, message, hint = wrong
         problems.append(tree.problem(("launch", key), message, hint))
@@ -334,7 +334,7 @@ def _checked(recipe: Recipe, stages: Mapping[str, Any], view: PlanView) -> Itera
             yield replace(problem, key=key, location=problem.location or place)
 
 
-def _impossible_here(launch: Launch, started: ProcessCounts) -> tuple[str, str, str] | None:
+def impossible_here(launch: Launch, started: ProcessCounts) -> tuple[str, str, str] | None:
     """Key of `launch`, message and hint where the recipe cannot run here, or as it was started."""
     gpus, procs = gpu_count(), launch.procs or 1
     if launch.device == "cuda" and not gpus:

@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.store import Sink, Transaction, steps_in_order
 from pipeline.errors import PipeError
-from pipeline.utils.addresses import open_address
+from pipeline.utils.hub import open_address
 
 _ASIDE = re.compile(r"damaged-\d+-" + re.escape(MANIFEST))
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.utils import files, foreign
-from pipeline.utils.files import PAGE, let_group_enter, naming, remove_folder
+from pipeline.utils.files import PAGE, let_group, naming, remove_folder
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 """Most digits of a step: no training has 10^18 steps, and other tools can count them."""
@@ -98,10 +98,10 @@ class LocalStore:
         folder = self._root / f"{name}.tmp-{identity}"
         if not self._root.is_dir():
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            let_group_enter(self._root)
+            let_group(self._root, self._root.parent)
             _sync(self._root.parent)
         folder.mkdir(exist_ok=True, mode=0o700)
-        let_group_enter(folder)
+        let_group(folder, folder.parent)
         return Transaction(name, folder.name, "")
 
     def commit(self, transaction: Transaction, manifest: bytes) -> None:
@@ -229,7 +229,7 @@ def _new_file(path: Path, size: int, *, shared: bool, direct: bool = True) -> It
                 files.write_at(file, at, part)
 
     try:
-        files.let_group_read(file, path.parent)
+        files.let_group(file, path.parent)
         # Where a file system cannot reserve room, the C library writes zeros: over what other
         # processes have written by then.
         if size and not shared:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.utils import jsonl
+from pipeline.utils import foreign
 from pipeline.utils.files import opened, replace_text
 from pipeline.utils.foreign import BLOCK, is_number, is_text, open_regular
 from pipeline.utils.text import plural
@@ -43,7 +43,7 @@ class Metrics:
             plain |= {"slot": self.training} if self.training else {}
             if type(plain.get("step")) is not int:
                 raise TypeError(f"a record of metrics needs an integer `step`: {record!r}")
-            jsonl.append_line(self.path, plain)
+            foreign.append_line(self.path, plain)
 
     def write_length(self, step: int, total: int) -> None:
         """Append the number of steps of the whole training, unless the file has it already."""
@@ -86,7 +86,7 @@ def _plain(value: Any) -> Any:
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
     """Records of a metrics file, in order, without foreign and incomplete lines."""
-    return (record for record in jsonl.read_lines(path) if is_record(record))
+    return (record for record in foreign.read_lines(path) if is_record(record))
 
 
 def record_training(record: Mapping[str, Any]) -> str:

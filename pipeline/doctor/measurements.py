@@ -25,7 +25,7 @@ from pipeline.doctor.report import Collective
 from pipeline.errors import in_words
 from pipeline.hardware.host import cores_each
 from pipeline.hardware.telemetry import Telemetry
-from pipeline.utils import jsonl
+from pipeline.utils import foreign
 from pipeline.utils.files import page_aligned, read_at, write_at
 from pipeline.utils.processes import kill_descendants, kill_sessions, received, start_child
 
@@ -98,7 +98,7 @@ def measure(target: str, settings: Mapping[str, Any], *, procs: int, seconds: fl
         finally:
             kill_sessions(processes)
         files = (folder / f"rank-{rank}.jsonl" for rank in range(procs))
-        return replace(results, records=tuple(tuple(jsonl.read_lines(file)) for file in files))
+        return replace(results, records=tuple(tuple(foreign.read_lines(file)) for file in files))
 
 
 def _start(
@@ -153,7 +153,7 @@ def main(target: str, folder: str, settings: Mapping[str, Any]) -> None:
     module, _, function = target.partition(":")
     try:
         measurement = getattr(importlib.import_module(module), function)
-        measurement(settings, lambda record: jsonl.append_line(file, record))
+        measurement(settings, lambda record: foreign.append_line(file, record))
     except Exception as error:
         print(" ".join(in_words(error).split()), file=sys.stderr, flush=True)
         os._exit(1)

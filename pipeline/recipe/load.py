@@ -25,7 +25,6 @@ from pipeline.recipe.nodes import (
     Node,
     NoSlot,
     UnknownKey,
-    node_of,
     plain,
 )
 from pipeline.utils.text import closest, did_you_mean
@@ -135,15 +134,6 @@ def read_recipe(
     )
     known = [*sources.problems, *wrong_overrides, *unknown, *unresolved]
     return recipe, known + unless_reported(wrong, known)
-
-
-def recipe_of(values: Mapping[str, Any], place: Location) -> Recipe:
-    """The recipe of merged values, as `Recipe.public` has them; all are said to stand at `place`.
-    Raises RecipeError, as where an environment variable is not set."""
-    recipe, unresolved, wrong = _recipe(node_of(values, place))
-    if unresolved or wrong:
-        raise RecipeError([*unresolved, *wrong])
-    return recipe
 
 
 def with_values(recipe: Recipe, values: Mapping[KeyPath, tuple[Any, Location]]) -> Recipe:

@@ -17,6 +17,8 @@ from pipeline.chain.registry import Entry, Registry
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import RecipeError
 from pipeline.execution.journal import Journal
+from pipeline.execution.resume import plan_resume
+from pipeline.execution.run_spec import steps_of
 from pipeline.execution.runner import Runner
 from pipeline.recipe import load_recipe
 from pipeline.testing import plan_view
@@ -253,9 +255,10 @@ def two_engines(dist: DistContext, folder: str, *overrides: str) -> dict[str, An
     registry = Registry([*Registry.installed().entries(), MINE])
     plan = make_plan(load_recipe(Path(folder, "two.yaml"), overrides), registry=registry)
     journal = Journal(Path(folder, "journal.jsonl"))
-    runner = Runner(plan, context(dist, folder), journal)
+    found = plan_resume(plan, journal)
+    runner = Runner(steps_of(plan), context(dist, folder), journal)
     try:
-        runner.run()
+        runner.run(found.run, found.restore)
     finally:
         runner.close()
     return {slot: done.record for slot, done in journal.state().finished.items() if done.record}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.utils.files import replace_text
-from pipeline.utils.jsonl import Tail, append_line, read_lines, read_tail
+from pipeline.utils.foreign import Tail, append_line, read_lines, read_tail
 
 
 @pytest.fixture(autouse=True, scope="module")
