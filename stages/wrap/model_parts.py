@@ -46,8 +46,8 @@ class ModelParts(Division):
             mesh = parameter_mesh(axes, "cpu", self.shards)["tensor"]
             divide_layers(self.tensor, model, blocks, mesh)
             groups[mesh.get_group().group_name] = "activations of divided layers"
-        if self._among > 1:
-            meshes = parameter_mesh(axes, "cpu", self._shards, self._among)
+        if self.experts > 1:
+            meshes = parameter_mesh(axes, "cpu", self.shards, self.experts)
             dispatched = divide_experts(model, meshes["expert"], meshes["tensor"])
             own = {parameter for module in dispatched for parameter in module.parameters()}
             experts = {name: self.experts for name, one in model.named_parameters() if one in own}
