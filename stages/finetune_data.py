@@ -24,10 +24,9 @@ from stages.data.sources import Part
 from stages.data.tokenize import TextTokenizer, plain_ids
 from stages.finetune_choices import Broken, DataSurvey
 from stages.model.declared import outline
-from stages.model.files import is_gguf, is_local, local
+from stages.model.files import is_gguf, is_local, local, read_config
 from stages.model.gguf import quantization
 from stages.model.hf import HfModel
-from stages.model.read import read_config
 
 MEASURED = 10_000
 """Rows that are tokenised at least, of as many; at most twice as many."""

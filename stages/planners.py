@@ -18,9 +18,8 @@ from stages.checkpoint.sharded import CheckpointSettings
 from stages.data.stages import ChatData, StreamData, TextData
 from stages.export.safetensors import ExportAdapter, ExportSafetensors
 from stages.model.config_checks import has_experts
-from stages.model.files import is_local
+from stages.model.files import is_local, read_config
 from stages.model.hf import Compile, HfModel, TrainedModel
-from stages.model.read import read_config
 from stages.optimizer.adamw import AdamW, Moments
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm

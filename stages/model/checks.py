@@ -31,6 +31,7 @@ from stages.model.files import (
     HUB_ID,
     REVISION,
     beside,
+    config_at_hand,
     has_tokenizer,
     is_gguf,
     is_local,
@@ -40,7 +41,6 @@ from stages.model.files import (
     read_json,
     safetensors_files,
 )
-from stages.model.read import config_at_hand
 from stages.model.settings import HfSettings
 
 Found = Iterator[tuple[str, str, str]]

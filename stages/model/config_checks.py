@@ -11,8 +11,15 @@ from typing import Any
 
 from pipeline import Data, ModelSource, PlanView, Problem, StageError, TrainedRun, traits
 from stages.model.compat import size_by_default, type_code
-from stages.model.files import has_tokenizer, is_gguf, is_local, local, read_json
-from stages.model.read import config_at_hand, gguf_header
+from stages.model.files import (
+    config_at_hand,
+    gguf_header,
+    has_tokenizer,
+    is_gguf,
+    is_local,
+    local,
+    read_json,
+)
 from stages.model.settings import HfSettings
 
 Config = Mapping[str, Any]

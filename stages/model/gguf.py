@@ -18,7 +18,7 @@ from pipeline import StageError, TensorSpec
 from pipeline.checkpoint import CHUNK
 from pipeline.utils import optional
 from stages.model import compat
-from stages.model.read import gguf_header, unreadable
+from stages.model.files import gguf_header, unreadable
 from stages.weights.converted import Change, ConvertedReader, renamed
 from stages.weights.views import ListedReader, named
 

@@ -41,7 +41,7 @@ class HfModel(HfSettings):
 
     def config_at_hand(self) -> Mapping[str, Any] | None:
         """Return the config, if it can be read without a network."""
-        from stages.model.read import config_at_hand
+        from stages.model.files import config_at_hand
 
         return config_at_hand(self)
 

@@ -13,8 +13,14 @@ from pipeline import Problem, StageError
 from pipeline.checkpoint import Placed, table
 from stages.model.compat import is_multimodal, tied_names, ties_by_default
 from stages.model.declared import matches
-from stages.model.files import is_gguf, is_local, largest_id, local, safetensors_files
-from stages.model.read import config_at_hand
+from stages.model.files import (
+    config_at_hand,
+    is_gguf,
+    is_local,
+    largest_id,
+    local,
+    safetensors_files,
+)
 from stages.model.settings import HfSettings
 
 SAMPLE = 1 << 20
