@@ -239,7 +239,8 @@ def load_slots(
     recipe: Recipe, registry: Registry
 ) -> tuple[list[SlotType], dict[str, Any], list[Problem]]:
     """Each slot's class, the stages of those without mistakes, and the mistakes."""
-    links, stages, problems = [], {}, []
+    links, problems = [], []
+    stages: dict[str, Any] = {}
     for slot, spec in recipe.stages.items():
         kind, message, hint = None, "", ""
         try:
