@@ -236,7 +236,7 @@ def _wrong_hook(stage: type) -> str:
 
 
 def _takes(method: Any, *arguments: object, like: Any = None) -> bool:
-    """Whether a method takes these arguments, and all that a protocol's method takes."""
+    """Whether a method can be called with these arguments, and with a protocol's."""
     wanted = {} if like is None else {**inspect.signature(like).parameters}
     named = {name for name, one in wanted.items() if one.kind is one.KEYWORD_ONLY}
     given = [*arguments, *(wanted.keys() - named)]
