@@ -22,6 +22,7 @@ from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed
 from pipeline.execution import failures
 from pipeline.execution.journal import Journal
+from pipeline.execution.rank_logging import ACTIVITY_FILE
 from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.ranks import (
     ALLOCATOR,
@@ -173,7 +174,9 @@ def test_a_failure_that_restarts_names_no_command_and_keeps_its_traceback(
     failures.record(tmp_path, 1, "train", ValueError("boom"))
     problem = str(failures.first(tmp_path, []))
     assert problem.splitlines()[-1] == failures.continuation(tmp_path)
+    (tmp_path / ACTIVITY_FILE).write_text("{}")  # of a rank that was killed at work
     restarted(tmp_path, plan, problem, 1, 5.0)
+    assert not (tmp_path / ACTIVITY_FILE).exists()
     failed, started = Journal(tmp_path / "journal.jsonl").events()
     assert (failed["event"], failed["restarting"]) == ("run failed", True)
     assert failed["problem"].startswith("rank 1 failed in slot `train`: ValueError: boom\n")
