@@ -75,7 +75,7 @@ def in_backward() -> bool:
 
 def adds_gradients(function: Any, args: Any) -> bool:
     """Whether this is the autograd engine's addition of two gradients of one tensor, which happens
-    in place without a dispatch mode, if the first is no DTensor and nothing else holds it."""
+    in place without a dispatch mode, if the first is not a DTensor and nothing else holds it."""
     if function is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not in_backward():
         return False
     first, second = args
