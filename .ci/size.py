@@ -81,7 +81,7 @@ def untested() -> list[str]:
 def figures() -> dict[str, float]:
     files = sources(*PACKAGES)
     length = functions(files)
-    planners = [file for file in sources("stages") if is_prediction(file)]
+    planners = [file for file in sources("stages") if "planner" in file.stem]
     total = lines(files)
     return {
         "lines": total,
@@ -93,10 +93,6 @@ def figures() -> dict[str, float]:
         "lines_of_tests": lines(sources("tests")),
         "modules_without_tests_of_their_name": len(untested()),
     }
-
-
-def is_prediction(file: Path) -> bool:
-    return "planner" in file.stem or file.stem in PREDICTION
 
 
 def show(folders: list[str]) -> None:
@@ -131,9 +127,6 @@ def main(arguments: list[str]) -> int:
         print(f"{name:28} {value:9g} of {limits[name]:g}{'  exceeded' if over else ''}")
     return 1 if exceeded else 0
 
-
-# Files of stages that predict without a planner in their name.
-PREDICTION = frozenset({"model_parts"})
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

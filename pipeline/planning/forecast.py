@@ -148,13 +148,12 @@ class PipelineRank:
 
 
 class StrategyMemory(ABC):
-    """A strategy's share of a training, forecast by the wrap stage's planner. ranks: data-parallel
-    ones. caveats: effects that the forecast leaves out, as sentences that continue "not counted:".
-    averaged: bytes of averages of each trained element, which are saved with the moments. masters:
-    elements of the trained weights that this rank updates, and their place. updated: bytes that an
-    update reads and writes in the device's memory."""
+    """A strategy's share of a training, forecast by the wrap stage's planner. caveats: effects that
+    the forecast leaves out, as sentences that continue "not counted:". averaged: bytes of averages
+    of each trained element, which are saved with the moments. masters: elements of the trained
+    weights that this rank updates, and their place. updated: bytes that an update reads and writes
+    in the device's memory."""
 
-    ranks: int
     caveats: tuple[str, ...] = ()
     averaged: int = 0
     masters: tuple[int, Place]

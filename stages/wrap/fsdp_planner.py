@@ -13,8 +13,7 @@ from pipeline import Precision, planning
 from pipeline.planning import IN_BACKWARD, ModelShape, Moment, Pass, SampleShape, Tier, Topology
 from stages.wrap.axes import FOLDED, layer_ranges, least_microbatches, required, stages_of
 from stages.wrap.fsdp import Fsdp
-from stages.wrap.model_parts import model_parts
-from stages.wrap.torch_planner import EMBEDDINGS, ROOT, TorchMemory, UnitAmounts
+from stages.wrap.torch_planner import EMBEDDINGS, ROOT, TorchMemory, UnitAmounts, model_parts
 
 WHOLE = {"reduce_every_microbatch": False}
 """Fields that keep gradients whole until a step's last micro-batch, where they are reduced."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pipeline import Precision, planning
 from pipeline.planning import IN_BACKWARD, Item, ModelShape, Moment, Place, Tier, Topology, Unit
 from stages.wrap.axes import caveats, required
-from stages.wrap.model_parts import model_parts
+from stages.wrap.torch_planner import model_parts
 from stages.wrap.zero import Zero
 from stages.wrap.zero.fields import uses_cpu_adam
 
