@@ -216,9 +216,12 @@ def carry_out(
         transaction = store.begin(request.name, request.identity)
         given = writes or itertools.chain(*setup.rounds)
         parts = (
-            (w.file, w.place, w.place_offset, buffer[w.buffer_offset :][: w.size], bool(w.key))
+            (
+                w.file, w.place, w.place_offset,
+                buffer[w.buffer_offset : w.buffer_offset + w.size], bool(w.key),
+            )
             for w in given
-        )
+        )  # fmt: skip
         digest = write_files(setup, parts, store, transaction, setup.rank)
         if setup.template is None:
             result.digest = digest

@@ -188,7 +188,7 @@ class Damage:
     @staticmethod
     def progress_of_another_version(state: Path) -> str:
         (state.parent / "progress.json").write_text(json.dumps({"progress": {"steps": 1}}))
-        return "progress.json: not as pipe writes it"
+        return "progress.json: written by another version"
 
 
 @pytest.mark.parametrize("damage", [name for name in vars(Damage) if not name.startswith("_")])
