@@ -133,7 +133,7 @@ def main(arguments: list[str]) -> int:
 
 
 # Files of stages that predict without a planner in their name.
-PREDICTION = frozenset({"fsdp_memory", "fsdp_stages", "model_parts"})
+PREDICTION = frozenset({"model_parts"})
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

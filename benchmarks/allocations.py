@@ -28,8 +28,8 @@ from memories.compare import forecast, job
 from overhead import run_to_end
 from tables import markdown
 
+from pipeline.planning.estimate import step_peaks
 from pipeline.planning.forecast import BACKWARD, FORWARD, LOAD, SAVE, UPDATE
-from pipeline.planning.walk import step_peaks
 
 LIMIT = 0.05
 QUANTIZING = 8 << 20

@@ -16,11 +16,11 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pipeline import DataError
-from stages.data.chat import ChatData
 from stages.data.encode import Encoded, RowEncoder
 from stages.data.messages import Names
 from stages.data.mistakes import Mistake
 from stages.data.rows import Row
+from stages.data.stages import ChatData
 from stages.data.tokenize import TextTokenizer
 
 PAGE = Path(__file__).parent / "dev/chat-templates.md"

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from pipeline.contracts.export import Writing as Writing
     from pipeline.contracts.export import Written as Written
     from pipeline.contracts.model import ModelSource as ModelSource
+    from pipeline.contracts.model import TensorReader as TensorReader
+    from pipeline.contracts.model import TensorSpec as TensorSpec
+    from pipeline.contracts.model import Weights as Weights
     from pipeline.contracts.objective import LossParts as LossParts
     from pipeline.contracts.objective import Measure as Measure
     from pipeline.contracts.objective import Objective as Objective
@@ -51,21 +54,20 @@ if TYPE_CHECKING:
     from pipeline.contracts.objective import ScoreRequest as ScoreRequest
     from pipeline.contracts.objective import Scores as Scores
     from pipeline.contracts.objective import Unit as Unit
+    from pipeline.contracts.optimizer import DtypeName as DtypeName
+    from pipeline.contracts.optimizer import LossScaling as LossScaling
     from pipeline.contracts.optimizer import NamedParameter as NamedParameter
     from pipeline.contracts.optimizer import OptimizerPart as OptimizerPart
     from pipeline.contracts.optimizer import OptimizerPlan as OptimizerPlan
+    from pipeline.contracts.optimizer import Precision as Precision
     from pipeline.contracts.optimizer import StateCodec as StateCodec
     from pipeline.contracts.optimizer import UpdateRule as UpdateRule
     from pipeline.contracts.optimizer import WholeMatrices as WholeMatrices
+    from pipeline.contracts.optimizer import dtype_name as dtype_name
+    from pipeline.contracts.optimizer import torch_dtype as torch_dtype
     from pipeline.contracts.plan_view import Checked as Checked
     from pipeline.contracts.plan_view import PlanView as PlanView
     from pipeline.contracts.plan_view import Wiring as Wiring
-    from pipeline.contracts.precision import DtypeName as DtypeName
-    from pipeline.contracts.precision import LossScaling as LossScaling
-    from pipeline.contracts.precision import Precision as Precision
-    from pipeline.contracts.precision import dtype_name as dtype_name
-    from pipeline.contracts.precision import torch_dtype as torch_dtype
-    from pipeline.contracts.resources import ResourceNeed as ResourceNeed
     from pipeline.contracts.sample_order import ENDLESS as ENDLESS
     from pipeline.contracts.sample_order import Order as Order
     from pipeline.contracts.sample_order import SampleOrder as SampleOrder
@@ -75,12 +77,10 @@ if TYPE_CHECKING:
     from pipeline.contracts.stage import DividesRanks as DividesRanks
     from pipeline.contracts.stage import Durable as Durable
     from pipeline.contracts.stage import NeedsResources as NeedsResources
+    from pipeline.contracts.stage import ResourceNeed as ResourceNeed
     from pipeline.contracts.stage import RunsDry as RunsDry
     from pipeline.contracts.stage import Stage as Stage
     from pipeline.contracts.stage import VerifiesResult as VerifiesResult
-    from pipeline.contracts.tensors import TensorReader as TensorReader
-    from pipeline.contracts.tensors import TensorSpec as TensorSpec
-    from pipeline.contracts.tensors import Weights as Weights
     from pipeline.contracts.training import Checkpoints as Checkpoints
     from pipeline.contracts.training import Progress as Progress
     from pipeline.contracts.training import TrainedRun as TrainedRun

@@ -104,7 +104,7 @@ def run(
     somebody else has stopped it; both have the run's `folder`.
     """
     from pipeline.execution.resume import Selection
-    from pipeline.importing.unknown_keys import plan_recipe
+    from pipeline.importing.translator import plan_recipe
 
     with _file_of(recipe) as file:
         made = plan_recipe(file, overrides, for_this_machine=True)
@@ -127,7 +127,7 @@ def resume(
 
     `accept` names changes that are intended, as `pipe resume --accept`. Raises as `run` does.
     """
-    from pipeline.importing.unknown_keys import plan_recipe
+    from pipeline.importing.translator import plan_recipe
 
     folder = rundir.existing(Path(run_dir))
     own = folder / rundir.RECIPE
@@ -165,7 +165,7 @@ def plan(
 def check(recipe: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Problem, ...]:
     """Find every mistake of a recipe, as `pipe check` does, without starting anything; return its
     warnings. Raises RecipeError, with all `problems`."""
-    from pipeline.importing.unknown_keys import plan_recipe
+    from pipeline.importing.translator import plan_recipe
 
     with _file_of(recipe) as file:
         return tuple(plan_recipe(file, overrides).warnings)

@@ -209,7 +209,7 @@ class Commands(click.Group):
 def _bug(error: Exception) -> str:
     """Keep the traceback of a bug, of ours or of an installed plugin, in a file, and return a line
     that names it; raise the error with PIPE_DEBUG=1."""
-    from pipeline.chain.entry_points import culprit, line_in
+    from pipeline.chain.registry import culprit, line_in
 
     if os.environ.get("PIPE_DEBUG") == "1":
         raise error

@@ -8,10 +8,9 @@ from pathlib import Path
 import click
 
 from pipeline.chain.elsewhere import explained
-from pipeline.chain.entry_points import kind_of
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Registry, kind_of
 from pipeline.errors import COMMAND_LINE, Location
-from pipeline.importing.unknown_keys import of_other_tools
+from pipeline.importing.translator import of_other_tools
 from pipeline.recipe import read_recipe
 from pipeline.recipe.includes import by_use
 from pipeline.recipe.nodes import UnknownKey

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.finetune_choices import BATCH, Choices, DataSurvey, choose
+from stages.model.compat import suited_attention
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand
-from stages.model.source_text_compat import suited_attention
 
 if TYPE_CHECKING:
     from pipeline import Context

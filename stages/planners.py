@@ -1,5 +1,4 @@
-"""Planners of all stages but those that wrap: model, adapter, precision, data, optimizers, average,
-checkpoints, training and exports."""
+"""Planners of all stages but those that wrap."""
 
 from __future__ import annotations
 
@@ -16,13 +15,12 @@ from pipeline.planning import BYTES, Extra, Planner, SampleShape, Saving, Topolo
 from stages.adapter.lora import Lora
 from stages.average.ema import ELEMENT, EmaAverage
 from stages.checkpoint.sharded import CheckpointSettings
-from stages.data.chat import ChatData
-from stages.export.safetensors import ExportSafetensors
+from stages.data.stages import ChatData, StreamData, TextData
+from stages.export.safetensors import ExportAdapter, ExportSafetensors
 from stages.model.config_checks import has_experts
 from stages.model.files import is_local
-from stages.model.hf import Compile, HfModel
+from stages.model.hf import Compile, HfModel, TrainedModel
 from stages.model.read import read_config
-from stages.model.trained import TrainedModel
 from stages.optimizer.adamw import AdamW, Moments
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
@@ -30,9 +28,7 @@ from stages.train.causal_lm import TrainCausalLm
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.data.text import StreamData, TextData
-    from stages.export.adapter import ExportAdapter
-    from stages.optimizer.lion import Lion
+    from stages.optimizer import Lion
 
 LEFT_OUT = {
     "fp8": "copies of weights and activations in 8 bits are not counted",
@@ -57,7 +53,7 @@ BUFFERS = 64 << 20
 
 
 class HfPlanner(Planner[HfModel]):
-    """Planner of `model.hf`; the model is built from its config only."""
+    """The model is built from its config only."""
 
     def depends(self) -> Mapping[str, Any]:
         return {
@@ -78,18 +74,13 @@ class HfPlanner(Planner[HfModel]):
         return tuple(found)
 
     def savings(self, ranks: int) -> Iterator[Saving]:
-        recomputed = self.stage.activation_checkpointing
+        recomputed, name = self.stage.activation_checkpointing, "activation_checkpointing"
         if recomputed is None:
             what = "activations of blocks are computed again in backward"
-            fields: dict[str, Any] = {"activation_checkpointing": {}}
-            yield Saving(order=planning.RECOMPUTE, what=what, fields=fields)
+            yield Saving(planning.RECOMPUTE, what, {name: {}})
         elif not recomputed.offload:
-            fields = {
-                "activation_checkpointing": dataclasses.asdict(recomputed) | {"offload": True}
-            }
-            yield Saving(
-                order=planning.AWAY, what="their inputs wait in host memory", fields=fields
-            )
+            fields = {name: dataclasses.asdict(recomputed) | {"offload": True}}
+            yield Saving(planning.AWAY, "their inputs wait in host memory", fields)
 
     def trace(self, ctx: Context, scope: TraceScope) -> ModelSource:
         from stages.model.source import open_source
@@ -128,7 +119,7 @@ def shorten(config: Any, blocks: int) -> None:
 
 
 class TrainedPlanner(Planner[TrainedModel]):
-    """Planner of `model.trained`: the model that was trained, without what training added."""
+    """The model that was trained, without what training added."""
 
     def depends(self) -> Mapping[str, Any]:
         return {}  # values only
@@ -138,12 +129,10 @@ class TrainedPlanner(Planner[TrainedModel]):
 
 
 class LoraPlanner(Planner[Lora]):
-    """Planner of `adapter.lora`."""
-
     def savings(self, ranks: int) -> Iterator[Saving]:
         if self.stage.quantize is None:
             what = "frozen weights in 4 bits (QLoRA)"
-            yield Saving(order=planning.NARROW_FROZEN, what=what, fields={"quantize": "nf4"})
+            yield Saving(planning.NARROW_FROZEN, what, {"quantize": "nf4"})
 
     def trace(self, ctx: Context, model: ModelSource) -> ModelSource:
         source: ModelSource = self.stage.declared(model, seed=ctx.seed)
@@ -151,8 +140,6 @@ class LoraPlanner(Planner[Lora]):
 
 
 class PolicyPlanner(Planner[PrecisionPolicy]):
-    """Planner of `precision.policy`: the dtypes that the plan is made with."""
-
     def depends(self) -> Mapping[str, Any]:
         return {"compute": self.stage.compute, "buffer": self.stage.buffer}
 
@@ -161,7 +148,7 @@ class PolicyPlanner(Planner[PrecisionPolicy]):
 
 
 class DataPlanner(Planner[Any]):
-    """Planner of the data stages, whose samples all have at most `sequence_length` tokens."""
+    """Samples of all data stages have at most `sequence_length` tokens."""
 
     stage: TextData | StreamData | ChatData
 
@@ -172,8 +159,6 @@ class DataPlanner(Planner[Any]):
 
 
 class AdamWPlanner(Planner[AdamW]):
-    """Planner of `optimizer.adamw`."""
-
     def forecast(self, topology: Topology, precision: Precision) -> planning.OptimizerShape:
         stage, master = self.stage, BYTES[precision.master]
         bits, *low_bit = LOW_BIT[stage.moments]
@@ -190,21 +175,16 @@ class AdamWPlanner(Planner[AdamW]):
         stage = self.stage
         if stage.moments == "master":
             what = "moments in blocks of 8 bits"
-            yield Saving(order=planning.NARROW_MOMENTS, what=what, fields={"moments": "8bit"})
+            yield Saving(planning.NARROW_MOMENTS, what, {"moments": "8bit"})
         if not stage.stochastic_rounding:
             # Moments in bf16, like the masters, would lose their own small changes.
             moments = "8bit" if stage.moments == "master" else stage.moments
-            yield Saving(
-                order=planning.NARROW_MASTERS,
-                what="bf16 masters with stochastic rounding, moments in blocks of 8 bits",
-                fields={"moments": moments, "stochastic_rounding": True},
-                beside={Precision: {"master": "bf16"}},
-            )
+            what = "bf16 masters with stochastic rounding, moments in blocks of 8 bits"
+            fields, beside = {"moments": moments, "stochastic_rounding": True}, {"master": "bf16"}
+            yield Saving(planning.NARROW_MASTERS, what, fields, {Precision: beside})
 
 
 class LionPlanner(Planner[Any]):
-    """Planner of `optimizer.lion`."""
-
     stage: Lion
 
     def forecast(self, topology: Topology, precision: Precision) -> planning.OptimizerShape:
@@ -213,7 +193,7 @@ class LionPlanner(Planner[Any]):
 
 
 class EmaPlanner(Planner[EmaAverage]):
-    """Planner of `average.ema`: an average of each weight next to the strategy's memory."""
+    """An average of each weight next to the strategy's memory."""
 
     def forecast(
         self, topology: Topology, strategy: planning.StrategyMemory
@@ -224,8 +204,7 @@ class EmaPlanner(Planner[EmaAverage]):
 
 
 class CheckpointPlanner(Planner[CheckpointSettings]):
-    """Planner of `checkpoint.sharded` and `checkpoint.full`: disk, and host memory for each rank's
-    copy of its share. State in host memory is copied piece by piece."""
+    """Disk, and host memory for a rank's copy of its share; state on the host goes by pieces."""
 
     def for_benchmark(self, trial: planning.Trial) -> CheckpointSettings:
         """Save at the end only, into the run's folder, from a fresh start."""
@@ -253,8 +232,8 @@ class CheckpointPlanner(Planner[CheckpointSettings]):
 
 
 class ExportPlanner(Planner[Any]):
-    """Planner of the export stages: disk for the files, and host memory of rank 0's node for the
-    proof, which holds one block at a time, in fp32 if only an adapter is exported."""
+    """Disk for the files, and host memory of rank 0's node for the proof, which holds one block at
+    a time, in fp32 if only an adapter is exported."""
 
     stage: ExportSafetensors | ExportAdapter
 
@@ -271,14 +250,14 @@ class ExportPlanner(Planner[Any]):
 
 
 class CausalLmPlanner(Planner[TrainCausalLm]):
-    """Planner of `train.causal_lm`: samples of a step, and a micro-batch without data."""
+    """Samples of a step, and a micro-batch without data."""
 
     def depends(self) -> Mapping[str, Any]:
         return {"loss_chunk_size": self.stage.loss_chunk_size}
 
     def for_benchmark(self, trial: planning.Trial) -> TrainCausalLm:
-        """The stage without evaluations, texts and rollbacks; the micro-batch is its own, or
-        follows from the trial's `shares`."""
+        """No evaluations, texts and rollbacks; the micro-batch is its own, or follows from
+        `trial.shares`."""
         policy, names = self.stage.anomalies, ("non_finite", "spike")
         skips: dict[str, Any] = {n: "skip" for n in names if getattr(policy, n) == "rollback"}
         return replace(
@@ -293,11 +272,10 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
     def savings(self, ranks: int) -> Iterator[Saving]:
         if self.stage.loss_chunk_size is None:
             what = "logits of 1024 tokens at a time"
-            yield Saving(order=planning.CHUNK, what=what, fields={"loss_chunk_size": 1024})
-        size = self.stage.microbatch_size(ranks)
+            yield Saving(planning.CHUNK, what, {"loss_chunk_size": 1024})
+        size, what = self.stage.microbatch_size(ranks), "smaller micro-batches, more of them"
         if size > 1:
-            fields, what = {"micro_batch_size": size // 2}, "smaller micro-batches, more of them"
-            yield Saving(order=planning.SMALLER, what=what, fields=fields)
+            yield Saving(planning.SMALLER, what, {"micro_batch_size": size // 2})
 
     def forecast(self, topology: Topology, samples: SampleShape) -> planning.Step:
         """An optimizer step as the loop divides it."""

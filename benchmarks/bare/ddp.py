@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bare.torch_step import Schedule, TrainStep, torch_step
-from pipeline.contracts.precision import torch_dtype
+from pipeline.contracts.optimizer import torch_dtype
 from stages.wrap.torch_compat import no_buffer_sync
 
 

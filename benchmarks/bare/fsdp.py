@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bare.torch_step import Schedule, TrainStep, torch_step
-from pipeline.contracts.precision import torch_dtype
+from pipeline.contracts.optimizer import torch_dtype
 
 
 def make(model: nn.Module, device: torch.device, compute: str, schedule: Schedule) -> TrainStep:

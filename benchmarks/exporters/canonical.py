@@ -17,13 +17,12 @@ from apart.child import Job, Place, Work
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
 from pipeline.checkpoint.division import Tile
 from pipeline.checkpoint.file_layout import SHARDED, RankFiles, Staging, plan_staging
+from pipeline.checkpoint.location import Retention
 from pipeline.checkpoint.manifest import ManifestTemplate
-from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.store import step_name
 from pipeline.checkpoint.write_plan import HeldTile, divide, report
 from pipeline.checkpoint.writer import SaveRequest as Save
-from pipeline.checkpoint.writer import WriterSetup
-from pipeline.checkpoint.writer_main import carry_out
+from pipeline.checkpoint.writer import WriterSetup, carry_out
 from pipeline.contracts.engine import EngineState, ParameterGroup
 from pipeline.contracts.training import Progress
 

@@ -13,7 +13,7 @@ from apart.child import Job, Place, Work
 from xxhash import xxh3_64
 
 from exporters.trained import WEIGHT, trained
-from pipeline.checkpoint.file_format import Entry, header
+from pipeline.checkpoint.file_layout import Entry, header
 
 
 def write(job: Job, place: Place) -> Work:

@@ -10,13 +10,11 @@ from pathlib import Path
 
 from memories import oracle
 from memories.cases import Case
-from pipeline.planning.estimate import ask_planners
-from pipeline.planning.forecast import BACKWARD, FORWARD, UPDATE, Held, StrategyMemory
+from pipeline.planning.estimate import ask_planners, step_peaks
+from pipeline.planning.forecast import BACKWARD, FORWARD, UPDATE, Held, Profile, StrategyMemory
 from pipeline.planning.planner import Job
-from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import Step
 from pipeline.planning.trace.profiling import profile
-from pipeline.planning.walk import step_peaks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,12 @@ from torch._C._distributed_c10d import (
 
 from pipeline import Context, ModelSource, OptimizerPlan, Precision, torch_dtype
 from stages.wrap.axes import required
-from stages.wrap.build import build_module, trained
-from stages.wrap.context.attention import divide_sequence
+from stages.wrap.build import build_module
+from stages.wrap.context_compat import divide_sequence
 from stages.wrap.ddp import Ddp
 from stages.wrap.ddp_engine import BucketSums
 from stages.wrap.optimizer_state import make_optimizers
-from stages.wrap.passes import ModulePasses
-from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.torch_engine import ModulePasses, TorchEngine
 
 
 class TracedReplica(TorchEngine):
@@ -46,7 +45,8 @@ class TracedReplica(TorchEngine):
         super().__init__(passes, make_optimizers(plan, module), precision, plan)
         self._views, self._sent_in = ddp.gradient_as_bucket_view, torch_dtype(precision.reduce)
         self._sums, self._reduces = BucketSums(), True
-        for bucket in buckets(trained(module), ddp.bucket_cap_mb << 20):
+        trained = (one for one in module.parameters() if one.requires_grad)
+        for bucket in buckets(trained, ddp.bucket_cap_mb << 20):
             places = self._reduce_together(bucket)
             self._sums.places += places.items() if ddp.sums_in_buckets else ()
 

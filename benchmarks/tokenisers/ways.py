@@ -22,8 +22,7 @@ import transformers
 from pipeline import Context, Data, ModelSource
 from pipeline.contracts.metrics import Metrics
 from pipeline.distributed.process_group import DistContext
-from stages.data.chat import ChatData
-from stages.data.text import TextData
+from stages.data.stages import ChatData, TextData
 
 LONG = 1 << 20
 """A `sequence_length` that cuts nothing."""

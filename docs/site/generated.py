@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from pipeline.chain.entry_points import kind_of
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Registry, kind_of
 from pipeline.cli import COMMANDS, main
 from pipeline.contracts.signature import gives, needs
 from pipeline.recipe.fields import FieldRow, field_rows

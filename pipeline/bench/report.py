@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from signal import Signals
@@ -27,10 +27,21 @@ MEMORY = {
     "more than the predicted tensors, so without a ratio",
 }
 """Description of `Memory.kind`."""
-COLUMNS = (
-    "strategy", "procs", "tokens/s", "+-", "s/step", "efficiency", "memory/rank", "predicted",
-    "ratio", "data wait", "communication", "first step", "checkpoint",
-)  # fmt: skip
+GIB = 1 << 30
+COLUMNS: Mapping[str, tuple[str, Callable[[Row, RunMeasurement], float | None]]] = {
+    "tokens/s": ("{:,.0f}", lambda row, m: m.tokens_per_second.median),
+    "+-": ("{:.0%}", lambda row, m: m.tokens_per_second.spread),
+    "s/step": ("{:.3g}", lambda row, m: m.step_seconds.median),
+    "efficiency": ("{:.0%}", lambda row, m: row.efficiency),
+    "memory/rank": ("{:.2f} GiB", lambda row, m: m.memory.measured and m.memory.measured / GIB),
+    "predicted": ("{:.2f} GiB", lambda row, m: m.memory.predicted and m.memory.predicted / GIB),
+    "ratio": ("{:.2f}", lambda row, m: m.memory.ratio),
+    "data wait": ("{:.1%}", lambda row, m: m.data_wait_share),
+    "communication": ("{:.1%}", lambda row, m: m.communication_share),
+    "first step": ("{:.1f} s", lambda row, m: m.first_step_seconds),
+    "checkpoint": ("{:.2f} s", lambda row, m: m.checkpoint_seconds),
+}
+"""Column of the table -> format and value; None is not known."""
 NO_SCALING = "scaling: unknown, as no strategy ran on two numbers of processes"
 SLOW_DATA, MUCH_COMMUNICATION = 0.05, 0.30
 """Shares of a step from which waiting for data, or only communicating, is a bottleneck."""
@@ -47,8 +58,7 @@ def keep(session: Benchmark, rows: Sequence[Row]) -> None:
 def report(
     session: Benchmark, rows: Sequence[Row], stopped: Signals | None, *, json_only: bool
 ) -> None:
-    """Print the table and the verdict, or the JSON, then write the files. Raises StageError for
-    files that cannot be written."""
+    """Print the table and the verdict, or the JSON, then write the files. Raises StageError."""
     if not json_only:
         lines = ["", *_conditions(session, rows), "", *table(rows), "", *verdict(rows)]
         if stopped and len(rows) < len(session.rows):
@@ -98,31 +108,16 @@ def _conditions(session: Benchmark, rows: Sequence[Row]) -> Iterator[str]:
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """Lines of the table; a run without numbers has its error instead."""
-    cells = [(row.strategy, str(row.procs), *_cells(row, row.measured)) for row in rows]
-    head, *lines = align([COLUMNS, *cells])
+    cells = [["strategy", "procs", *COLUMNS]]
+    for row in rows:
+        m = row.measured
+        values = [(form, value(row, m)) for form, value in COLUMNS.values()] if m else []
+        known = ["-" if value is None else form.format(value) for form, value in values]
+        cells.append([row.strategy, str(row.procs), *known])
+    head, *lines = align(cells)
     yield head
     for row, line in zip(rows, lines, strict=True):
         yield f"{line}  {row.error}" if row.measured is None else line
-
-
-def _cells(row: Row, m: RunMeasurement | None) -> list[str]:
-    if m is None:
-        return []
-    memory, gib = m.memory, 1 << 30
-    cells = (
-        (m.tokens_per_second.median, "{:,.0f}"),
-        (m.tokens_per_second.spread, "{:.0%}"),
-        (m.step_seconds.median, "{:.3g}"),
-        (row.efficiency, "{:.0%}"),
-        (memory.measured and memory.measured / gib, "{:.2f} GiB"),
-        (memory.predicted and memory.predicted / gib, "{:.2f} GiB"),
-        (memory.ratio, "{:.2f}"),
-        (m.data_wait_share, "{:.1%}"),
-        (m.communication_share, "{:.1%}"),
-        (m.first_step_seconds, "{:.1f} s"),
-        (m.checkpoint_seconds, "{:.2f} s"),
-    )
-    return ["-" if value is None else form.format(value) for value, form in cells]
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:

@@ -71,8 +71,7 @@ class Memory:
     """Peak of the fullest rank in bytes, measured, and predicted for the plan's tensors."""
 
     kind: Literal["device", "host"]
-    """`device`: tensors on the rank's GPU. `host`: resident memory in addition to that before the
-    model."""
+    """`device`: tensors on the rank's GPU. `host`: resident memory beyond that before the model."""
     measured: int | None = None
     predicted: int | None = None
 
@@ -126,7 +125,6 @@ class Row:
 
     @property
     def speed(self) -> Speed | None:
-        """Tokens per second."""
         return None if self.measured is None else self.measured.tokens_per_second
 
 

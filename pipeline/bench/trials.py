@@ -21,8 +21,7 @@ from pipeline.contracts.stage import DividesRanks
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.hardware.host import cores_each
-from pipeline.planning.planner import Planner, Planners, Trial
-from pipeline.planning.presets import Strategy
+from pipeline.planning.planner import Planner, Planners, Strategy, Trial
 from pipeline.recipe.dump import render
 from pipeline.recipe.fields import adapter, plain_value
 from pipeline.recipe.load import reserved
@@ -34,8 +33,7 @@ Slot = Mapping[str, Any]  # `use` and fields, as in a recipe
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLength:
-    """Optimizer steps of each run. With `weak`, samples per process stay as in the recipe, instead
-    of the global batch."""
+    """Optimizer steps of each run. With `weak`, samples per process stay, not the global batch."""
 
     steps: int
     warmup: int

@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from pipeline.chain.entry_points import kind_of
+from pipeline.chain.registry import kind_of
 from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.export import ExportedModel
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.model import ModelSource, Weights
+from pipeline.contracts.optimizer import OptimizerPlan, Precision
 from pipeline.contracts.plan_view import Wiring
-from pipeline.contracts.precision import Precision
 from pipeline.contracts.signature import Need, gives, needs
-from pipeline.contracts.tensors import Weights
 from pipeline.contracts.training import Checkpoints, TrainedRun
 from pipeline.errors import UsageError
 

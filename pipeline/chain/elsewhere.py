@@ -10,14 +10,13 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.chain.entry_points import kind_of
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Registry, kind_of
 from pipeline.chain.wiring import SlotType, position
 from pipeline.errors import PluginError, Problem
 from pipeline.recipe import Recipe
 from pipeline.recipe.dump import inline
-from pipeline.recipe.field_errors import owner_of
-from pipeline.recipe.fields import build
+from pipeline.recipe.field_errors import fits, owner_of
+from pipeline.recipe.fields import adapter, build
 from pipeline.recipe.includes import by_use
 from pipeline.recipe.load import HEADER_KEYS, RecipeSettings
 from pipeline.recipe.nodes import MissingKey, NoSlot, UnknownKey
@@ -72,29 +71,24 @@ class Slots:
         ]
         return f"{text} {position(kind, links)}".rstrip() if kind is not None else text
 
-    def replaced(self, slot: str, field: str) -> list[str]:
-        """The fields of a slot that the recipe sets, and that cannot be set together with one."""
-        set_here = {name for name, value in self.values.get(slot, {}).items() if value is not None}
-        groups = getattr(self.registry.find(self.uses.get(slot, "")), "one_of", ())
-        alternatives = {name for group in groups if field in group for name in group}
-        return sorted(alternatives & set_here - {field})
-
 
 class Meant(NamedTuple):
     """The meaning of an unknown key in another program."""
 
     hint: str = ""
-    """Empty if there is none."""
-    spot: Spot | None = None
-    """The field that is meant if it is one of the same slot."""
-    places: Sequence[tuple[Spot, Any]] = ()
-    """All fields that are meant, and their values."""
+    """What to do about it; empty where `to` says it, or nothing does."""
+    to: Mapping[str, Any] = {}
+    """Recipe key -> value that is meant; slots have the names of their stages' kinds."""
     sure: bool = False
     """Whether the hint holds also where another slot has a field of the key's name."""
 
 
 Foreign = Callable[[Sequence[UnknownKey], Slots], Sequence[Meant]]
 """Knows keys of other programs: returns what each of a recipe's unknown keys means there."""
+Hint = tuple[str, Spot | None]
+"""A hint, and the field that is meant if it is one of the same slot."""
+Places = Sequence[tuple[Spot, Any]]
+"""Fields, and the value of each."""
 
 
 def explained(
@@ -105,17 +99,37 @@ def explained(
     slots = Slots(recipe, registry)
     every = [one for problem in problems for one in _about_slots(problem, slots, recipe, foreign)]
     unknown = [one for one in every if isinstance(one, UnknownKey)]
-    elsewhere = iter(foreign(unknown, slots) if foreign is not None and unknown else ())
-    found, meant = [], set()
+    elsewhere, found, meant = read_elsewhere(unknown, slots, foreign), [], set()
     for problem in every:
         if isinstance(problem, UnknownKey):
-            there = next(elsewhere, Meant())
+            there, sure = next(elsewhere)
             with contextlib.suppress(PluginError):
-                hint, spot = _hint(problem, slots, there)
+                hint, spot = there if sure else _hint(problem, slots, there)
                 meant |= {spot.key} if spot else set()
                 problem = replace(problem, hint=hint) if hint else problem
         found.append(problem)
     return [one for one in found if not (isinstance(one, MissingKey) and one.key in meant)]
+
+
+def read_elsewhere(
+    unknown: Sequence[UnknownKey], slots: Slots, foreign: Foreign | None
+) -> Iterator[tuple[Hint, bool]]:
+    """Yield for each key what it means in other programs, and whether that is sure."""
+    found = foreign(unknown, slots) if foreign and unknown else [Meant()] * len(unknown)
+    places: list[list[tuple[Spot, Any]]] = []
+    for each, meant in zip(unknown, found, strict=True):
+        places.append([])
+        for key, new in meant.to.items():
+            same = isinstance(new, bool) == isinstance(each.value, bool) and new == each.value
+            slot, field = key.split(".", 1) if "." in key else ("", key)
+            if slot not in ("", *HEADER_KEYS):
+                slot = next((one for one, use in slots.uses.items() if kind_of(use) == slot), slot)
+            value = each.value if same else new  # 2 as it was written, not 2.0
+            places[-1].append((Spot(slot=slot, field=field), value))
+    every = [place for own in places for place in own]
+    for each, meant, own in zip(unknown, found, places, strict=True):
+        said = (meant.hint, None) if meant.hint or not own else _placed(own, every, each, slots)
+        yield said, meant.sure
 
 
 def _about_slots(
@@ -126,7 +140,14 @@ def _about_slots(
     known = slots.registry
     if isinstance(problem, MissingKey) and problem.key.endswith(".use"):
         slot = problem.key.removesuffix(".use")
-        hint, use = _stage_meant(slot, slots, foreign)
+        values = [(field, one) for field, one in slots.values[slot].items() if isinstance(one, str)]
+        named = next(((field, use) for field, use in values if use in known), None)
+        use = named[1] if named else slots.usual(slot)
+        if not use and foreign is not None:  # `lora:` and `peft:`
+            to = foreign([UnknownKey(message="", path=(slot,), value=True)], slots)[0].to
+            use = next((value for key, value in to.items() if key.endswith(".use")), "")
+        hint = f"add `use: {use or f'{slot}.name'}`, the stage's name; `pipe stages` lists all"
+        hint = f"write `use: {use}` for `{named[0]}: {use}`" if named else hint
         slots.uses[slot] = use
         yield replace(problem, hint=hint)
         if (kind := known.find(use)) is not None:
@@ -147,28 +168,19 @@ def _about_slots(
         yield problem
 
 
-def _stage_meant(slot: str, slots: Slots, foreign: Foreign | None) -> tuple[str, str]:
-    """The hint for a slot without `use`, and the stage that is meant; empty if nothing says it."""
-    for field, value in slots.values[slot].items():
-        if isinstance(value, str) and value in slots.registry:
-            return f"write `use: {value}` for `{field}: {value}`", value
-    use = slots.usual(slot)
-    if not use and foreign is not None:  # `lora:` and `peft:`
-        named = UnknownKey(message="", path=(slot,), value=True)
-        places = foreign([named], slots)[0].places
-        use = next((value for spot, value in places if spot.field == "use"), "")
-    return f"add `use: {use or f'{slot}.name'}`, the stage's name; `pipe stages` lists all", use
-
-
-def _hint(unknown: UnknownKey, slots: Slots, there: Meant) -> tuple[str, Spot | None]:
-    """The hint, and the field that is meant if it is one of the same slot."""
+def _hint(unknown: UnknownKey, slots: Slots, there: Hint) -> Hint:
+    """Return the hint, which other programs know if `there` is not empty."""
     path, slot, name = unknown.path, unknown.slot, unknown.name
-    if there.sure:
-        return there.hint, there.spot
     if unknown.on_command_line and path[0] not in (*HEADER_KEYS, "stages", *slots.uses):
-        added = _missing_slot(unknown, slots)
-        if added or len(path) > 1:
-            return added, None
+        absent, *rest = map(str, path)
+        fields: Any = {".".join(rest): unknown.value} if rest else unknown.value
+        if isinstance(fields, str) and fields in slots.registry:
+            fields = {"use": fields}
+        if isinstance(fields, dict) and slots.registry.names(absent):
+            added = slots.added(absent, fields)
+            return f"an override cannot add a slot: add to the recipe {added}", None
+        if rest:
+            return "", None
     if len(path) == 1 and isinstance(unknown.value, dict):
         return "", Spot("", unknown.closest)
     if len(path) > 1 and len(path) != (2 if path[0] in HEADER_KEYS else 3):
@@ -177,21 +189,10 @@ def _hint(unknown: UnknownKey, slots: Slots, there: Meant) -> tuple[str, Spot | 
     hint = _other_slot(unknown, slots) or (here and slots.stages_with(name, kind_of(here)))
     if hint:
         return hint, None
-    hint, spot = there.hint or slots.stages_with(name), there.spot
+    hint, spot = there[0] or slots.stages_with(name), there[1]
     if not hint and (unknown.closest in slots.registry.fields(here) or not slot):
         spot = Spot(slot, unknown.closest)
     return hint, spot
-
-
-def _missing_slot(unknown: UnknownKey, slots: Slots) -> str:
-    """The hint for an override of a slot that the recipe lacks, and that is known."""
-    slot, *rest = map(str, unknown.path)
-    fields: Any = {".".join(rest): unknown.value} if rest else unknown.value
-    if isinstance(fields, str) and fields in slots.registry:
-        fields = {"use": fields}
-    if not isinstance(fields, dict) or not slots.registry.names(slot):
-        return ""
-    return f"an override cannot add a slot: add to the recipe {slots.added(slot, fields)}"
 
 
 def _other_slot(unknown: UnknownKey, slots: Slots) -> str:
@@ -225,3 +226,63 @@ def shortened(value: Any) -> str:
         value = f"./{value.removeprefix(here)}"
     text = inline(value)
     return text if len(text) <= LONGEST else "..."
+
+
+def _placed(places: Places, every: Places, unknown: UnknownKey, slots: Slots) -> Hint:
+    """Return the hint to write values at their places; only the names of fields that cannot have
+    them. A slot that the recipe lacks gets its fields of `every` place."""
+    spots = [spot for spot, _ in places]
+    if lost := [spot for spot in spots if _owner(spot, slots) is None]:
+        field, kind = lost[0].field.partition(".")[0], kind_of(lost[0].slot)
+        return slots.stages_with(field, kind), None
+    own = next((spot for spot in spots if spot.slot == unknown.slot), None)
+    if not all(_takes(spot, new, slots) for spot, new in places):
+        names = " and ".join(f"`{spot.key}`" for spot in spots)
+        return f"here that is {names}", own
+    here = ("", *HEADER_KEYS, *slots.uses)
+    absent = dict.fromkeys(spot.slot for spot in spots if spot.slot not in here)
+    replaced = []  # fields that the recipe sets and that cannot be set together with the new ones
+    for slot, field in spots:
+        values = slots.values.get(slot, {})
+        groups = getattr(slots.registry.find(slots.uses.get(slot, "")), "one_of", ())
+        others = {name for group in groups if field in group for name in group} - {field}
+        given = sorted(name for name in others if values.get(name) is not None)
+        replaced += [Spot(slot, name) for name in given if Spot(slot, name) not in spots]
+    if unknown.on_command_line and not absent:
+        parts = [override(spot.key, new) for spot, new in places]
+        return f"write {' '.join([*parts, *(f'{spot.key}=null' for spot in replaced)])}", own
+    parts = []
+    for spot, new in places:
+        *blocks, field = spot.field.split(".")
+        text, top = f"{field}: {shortened(new)}", spot.slot in HEADER_KEYS
+        for block in [*[spot.slot] * (top and spot.slot != unknown.slot), *blocks][::-1]:
+            text = f"{block}: {{{text}}}"
+        where = "" if spot.slot == unknown.slot else f" in slot `{spot.slot}`"
+        where = " at the top of the recipe" if not spot.slot or (top and where) else where
+        parts += [f"`{text}`{where}"] * (spot.slot not in absent)
+    for slot in absent:
+        beside = [(spot, new) for spot, new in every if _takes(spot, new, slots)]
+        fields = {spot.field: new for spot, new in (*beside, *places) if spot.slot == slot}
+        parts.append(slots.added(slot, fields))
+    verb = "add to the recipe" if unknown.on_command_line else "write"
+    instead = " and ".join(f"`{spot.field}`" for spot in replaced)
+    of = f" instead of {instead}" if instead else ""
+    return f"{verb} {' and '.join(parts)}{of}", own
+
+
+def _owner(spot: Spot, slots: Slots) -> type | None:
+    """Return the dataclass that has the field; None if there is no such field."""
+    if not spot.slot or spot.slot in HEADER_KEYS:
+        return owner_of(RecipeSettings, tuple(spot.key.split(".")))
+    with contextlib.suppress(PluginError):
+        stage = slots.registry.find(slots.usual(spot.slot))
+        if stage is not None:
+            return stage if spot.field == "use" else owner_of(stage, tuple(spot.field.split(".")))
+    return None
+
+
+def _takes(spot: Spot, value: Any, slots: Slots) -> bool:
+    if spot.slot and spot.field == "use":
+        return value in slots.registry.names()
+    owner = _owner(spot, slots)
+    return owner is not None and fits(adapter(owner), spot.field.split(".")[-1], value)

@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from pipeline.chain.registry import Registry
 from pipeline.contracts.signature import needs
 from pipeline.recipe.fields import WithDocs, adapter
@@ -16,6 +14,7 @@ from pipeline.recipe.load import HEADER_KEYS, SLOT, RecipeSettings
 from pipeline.recipe.nodes import TAKES, USE
 
 REFERENCE = {"type": "string", "pattern": r"\$\{", "description": "an interpolation: ${...}"}
+TAKES_DOC = "The slots whose results it takes, where another than the latest is meant."
 CHAIN = "The chain: slot name -> stage and its fields, in the order they run."
 
 
@@ -24,13 +23,21 @@ def recipe_schema(registry: Registry) -> dict[str, Any]:
 
     A file that `extends` others may leave out whatever they can hold."""
     names = registry.names()
-    header = _of(adapter(RecipeSettings), "#/$defs/{model}")
+    header = _of(RecipeSettings, "#/$defs/{model}")
     definitions, required = header.pop("$defs", {}), {}
     for name in names:
         # each stage keeps its own definitions: two may have dataclasses of one name
-        part = _of(adapter(registry.load(name)), f"#/$defs/{name}/$defs/{{model}}")
+        stage = registry.load(name)
+        part = _of(stage, f"#/$defs/{name}/$defs/{{model}}")
         required[name] = part.pop("required", [])
-        own = {USE: {"const": name}, TAKES: _takes(registry.load(name))}
+        wires = {need.parameter: ["string", "null"][: 1 + need.optional] for need in needs(stage)}
+        takes = {
+            "description": TAKES_DOC,
+            "type": "object",
+            "properties": {parameter: {"type": kinds} for parameter, kinds in wires.items()},
+            "additionalProperties": False,
+        }
+        own = {USE: {"const": name}, TAKES: takes}
         definitions[name] = {**part, "properties": {**own, **part.get("properties", {})}}
     filled = {name: {"required": fields} for name, fields in required.items() if fields}
     complete = {"required": ["use"], **_each(filled)}
@@ -77,36 +84,26 @@ def _each(then: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return {"allOf": branches} if branches else {}
 
 
-def _takes(stage: type) -> dict[str, Any]:
-    types = {need.parameter: ["string", "null"][: 1 + need.optional] for need in needs(stage)}
-    return {
-        "description": "The slots whose results it takes, where another than the latest is meant.",
-        "type": "object",
-        "properties": {parameter: {"type": kinds} for parameter, kinds in types.items()},
-        "additionalProperties": False,
-    }
+def _of(kind: type, references: str) -> dict[str, Any]:
+    """The schema of a dataclass, with an interpolation allowed in the place of every value."""
+    schema = adapter(kind).json_schema(ref_template=references, schema_generator=WithDocs)
+    return _opened(schema)
 
 
-def _of(kind: TypeAdapter[Any], references: str) -> dict[str, Any]:
-    return _open_to_references(kind.json_schema(ref_template=references, schema_generator=WithDocs))
-
-
-def _open_to_references(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with an interpolation allowed in the place of every value in it."""
+def _opened(schema: dict[str, Any], *, whole: bool = False) -> dict[str, Any]:
+    """The schema with an interpolation allowed in the place of every value in it, or also in its
+    own place, the `whole`."""
     result = {key: value for key, value in schema.items() if key != "title"}
     for key, inner in result.items():
         if key in ("properties", "$defs"):
-            wrap = _or_reference if key == "properties" else _open_to_references
-            result[key] = {name: wrap(child) for name, child in inner.items()}
+            wrap = key == "properties"
+            result[key] = {name: _opened(child, whole=wrap) for name, child in inner.items()}
         elif key in ("items", "additionalProperties") and isinstance(inner, dict):
-            result[key] = _or_reference(inner)
+            result[key] = _opened(inner, whole=True)
         elif key in ("anyOf", "oneOf", "allOf", "prefixItems"):
-            result[key] = [_open_to_references(child) for child in inner]
-    return result
-
-
-def _or_reference(schema: dict[str, Any]) -> dict[str, Any]:
-    opened = _open_to_references(schema)
-    keys = [key for key in ("description", "default") if key in opened]
-    outside: dict[str, Any] = {key: opened.pop(key) for key in keys}
-    return {"anyOf": [opened, REFERENCE], **outside}
+            result[key] = [_opened(child) for child in inner]
+    if not whole:
+        return result
+    keys: list[str] = [key for key in ("description", "default") if key in result]
+    outside = {key: result.pop(key) for key in keys}
+    return {"anyOf": [result, REFERENCE], **outside}

@@ -9,21 +9,20 @@ from typing import Any, TypedDict, Unpack
 
 from pipeline.chain.artifacts import training_of, training_slots, wrong_artifact
 from pipeline.chain.elsewhere import Foreign, explained
-from pipeline.chain.entry_points import line_in
-from pipeline.chain.names import commits, unpinned
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Registry, line_in
 from pipeline.chain.wiring import SlotType, missing_inputs, unread_results, wired, wrong_takes
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.plan_view import Checked, PlanView
+from pipeline.contracts.stage import NamesHub
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.settings import Launch, ProcessCounts
-from pipeline.errors import Location, PluginError, Problem, RecipeError, UsageError
+from pipeline.errors import Location, PluginError, Problem, RecipeError, StageError, UsageError
 from pipeline.hardware.gpus import gpu_count
-from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
+from pipeline.recipe import Recipe, read_recipe, unless_reported
 from pipeline.recipe.fields import build
 from pipeline.recipe.load import with_values
-from pipeline.recipe.nodes import MissingKey, Node, UnknownKey
-from pipeline.utils.hub import Known, pins_asked
+from pipeline.recipe.nodes import KeyPath, MissingKey, UnknownKey
+from pipeline.utils.hub import HubName, Known, commit_of, pins_asked
 from pipeline.utils.text import did_you_mean, plural
 
 
@@ -141,7 +140,13 @@ def plan_file(
     if recipe is None:
         raise RecipeError(in_order(problems))
     astray = any(
-        one.key == "stages" or (isinstance(one, UnknownKey) and one.misplaced_slot)
+        one.key == "stages"  # or a slot outside of it
+        or (
+            isinstance(one, UnknownKey)
+            and len(one.path) == 1
+            and isinstance(one.value, dict)
+            and "use" in one.value
+        )
         for one in problems
     )
     plan, more = _draft(recipe, known, incomplete=astray, **how)
@@ -151,11 +156,49 @@ def plan_file(
     return plan
 
 
+def hub_names(stages: Mapping[str, Any]) -> Iterator[tuple[str, HubName]]:
+    """Yield every slot's names of the hub."""
+    for slot, stage in stages.items():
+        if isinstance(stage, NamesHub):
+            yield from ((slot, name) for name in stage.hub_names())
+
+
+def unpinned(recipe: Recipe, stages: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield, as a warning, each name that says no commit, at its place."""
+    for slot, name in hub_names(stages):
+        if name.pinned:
+            continue
+        key = name.key if name.revision else name.named_by
+        branch = f"{name.revision!r} is a branch or tag, not a commit"
+        hint = "`pipe pin` writes its commit into the recipe"
+        if Path(name.repo).is_dir():
+            hint = f"for the folder of this name write ./{name.repo}; {hint}"
+        message = branch if name.revision else f"{name.repo} names no commit"
+        yield recipe.tree.problem(field_path(slot, key), message, hint, warning=True)
+
+
+def field_path(slot: str, key: str) -> KeyPath:
+    """Path of a slot's field in the recipe: of `sources.0.dataset` in the slot `data`,
+    `("stages", "data", "sources", 0, "dataset")`."""
+    parts = (int(part) if part.isdecimal() else part for part in key.split("."))
+    return ("stages", slot, *parts)
+
+
 def resolved(plan: Plan, known: Known, *, ask: bool = True) -> Plan:
     """The plan with the commit of each name of the hub in its fields, and in its recipe; without
     `ask`, only if it is `known`. Says each commit. Raises RecipeError where one cannot be found."""
     stages = dict(plan.view.slots)
-    found = commits(plan.recipe, stages, known, ask=ask)
+    found: dict[KeyPath, tuple[HubName, str]] = {}
+    problems = []
+    for slot, name in hub_names(stages):
+        if not name.pinned and (ask or name.asked in known):
+            try:
+                found[field_path(slot, name.key)] = name, commit_of(name, known)
+            except StageError as error:
+                path = field_path(slot, name.named_by)
+                problems.append(plan.recipe.tree.problem(path, str(error)))
+    if problems:
+        raise RecipeError(problems)
     if not found:
         return plan
     origin = "the hub, {} at the start"
@@ -196,35 +239,28 @@ def load_slots(
     recipe: Recipe, registry: Registry
 ) -> tuple[list[SlotType], dict[str, Any], list[Problem]]:
     """Each slot's class, the stages of those without mistakes, and the mistakes."""
-    links, stages, problems = [], {}, []
+    links, stages, problems = list[SlotType](), dict[str, Any](), list[Problem]()
     for slot, spec in recipe.stages.items():
-        kind, stage, wrong = _load(slot, spec, registry, recipe.tree)
+        kind, message, hint = None, "", ""
+        try:
+            if spec.use in registry:
+                kind = registry.load(spec.use)
+                message = wrong_artifact(kind, spec.use)
+            elif spec.use:
+                message, hint = f"there is no stage `{spec.use}`", registry.hint(spec.use)
+            if message:
+                kind = None  # of other slots nothing can be said
+            elif kind is not None:
+                path = ("stages", slot)
+                stage, wrong = build(kind, spec.fields, tree=recipe.tree, path=path)
+                stages |= {} if stage is None else {slot: stage}
+                problems += wrong
+        except PluginError as error:
+            message = str(error)
         links.append(SlotType(slot=slot, use=spec.use, kind=kind, takes=spec.takes))
-        if stage is not None:
-            stages[slot] = stage
-        problems += wrong
+        if message:
+            problems.append(recipe.tree.problem(("stages", slot, "use"), message, hint))
     return links, stages, problems
-
-
-def _load(
-    slot: str, spec: SlotSpec, registry: Registry, tree: Node
-) -> tuple[type | None, Any, list[Problem]]:
-    """The slot's class and stage, as far as there are any, and the mistakes."""
-    if not spec.use:
-        return None, None, []
-    kind, message, hint = None, f"there is no stage `{spec.use}`", ""
-    try:
-        if spec.use in registry:
-            kind = registry.load(spec.use)
-            message = wrong_artifact(kind, spec.use)
-            if not message:
-                return kind, *build(kind, spec.fields, tree=tree, path=("stages", slot))
-            kind = None  # of other slots nothing can be said
-        else:
-            hint = registry.hint(spec.use)
-    except PluginError as error:
-        message = str(error)
-    return kind, None, [tree.problem(("stages", slot, "use"), message, hint)]
 
 
 def _draft(
@@ -241,7 +277,13 @@ def _draft(
     if not problems:
         problems += unread_results(links, wiring, tree)
     problems += recipe.replaced
-    device, procs, per_node = _processes(recipe.launch, started)
+    gpus, nodes = gpu_count(), started.nodes or recipe.launch.most_nodes or 1
+    device: str = recipe.launch.device
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    per_node = recipe.launch.procs or started.per_node
+    procs = started.procs or (per_node or (max(gpus, 1) if device == "cuda" else 1)) * nodes
+    per_node = per_node or procs // nodes
     view = PlanView(
         name=recipe.name, seed=recipe.seed, procs=procs, device=device, slots=stages,
         wiring=wiring, forecast=how.get("forecast", False),
@@ -253,7 +295,7 @@ def _draft(
     if not recipe.stages and not incomplete:
         message = "a recipe needs at least one stage"
         problems.append(tree.problem(("stages",), message, kind=MissingKey))
-    wrong = _impossible_here(recipe.launch, started) if how.get("for_this_machine") else None
+    wrong = impossible_here(recipe.launch, started) if how.get("for_this_machine") else None
     if wrong is not None:
         key, message, hint = wrong
         problems.append(tree.problem(("launch", key), message, hint))
@@ -268,18 +310,6 @@ def _draft(
     warnings = tuple(in_order([problem for problem in problems if problem.warning]))
     plan = Plan(recipe=recipe, view=view, slots=slots, per_node=per_node, warnings=warnings)
     return plan, [problem for problem in problems if not problem.warning]
-
-
-def _processes(launch: Launch, started: ProcessCounts) -> tuple[str, int, int]:
-    """The device, processes over all nodes, and processes on each node."""
-    gpus, nodes = gpu_count(), started.nodes or launch.most_nodes or 1
-    device: str = launch.device
-    if device == "auto":
-        device = "cuda" if gpus else "cpu"
-    per_node = launch.procs or started.per_node
-    usual = max(gpus, 1) if device == "cuda" else 1
-    procs = started.procs or (per_node or usual) * nodes
-    return device, procs, per_node or procs // nodes
 
 
 def _checked(recipe: Recipe, stages: Mapping[str, Any], view: PlanView) -> Iterator[Problem]:
@@ -304,7 +334,7 @@ def _checked(recipe: Recipe, stages: Mapping[str, Any], view: PlanView) -> Itera
             yield replace(problem, key=key, location=problem.location or place)
 
 
-def _impossible_here(launch: Launch, started: ProcessCounts) -> tuple[str, str, str] | None:
+def impossible_here(launch: Launch, started: ProcessCounts) -> tuple[str, str, str] | None:
     """Key of `launch`, message and hint where the recipe cannot run here, or as it was started."""
     gpus, procs = gpu_count(), launch.procs or 1
     if launch.device == "cuda" and not gpus:

@@ -1,4 +1,5 @@
-"""Installed plugins: listed from package metadata without importing any, loaded one by one."""
+"""Installed plugins: listed from package metadata without importing any, loaded one by one; and
+whose code an error comes from."""
 
 from __future__ import annotations
 
@@ -7,18 +8,12 @@ import dataclasses
 import difflib
 import importlib.metadata
 import inspect
+import itertools
 import re
-from collections.abc import Collection, Iterable
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args, get_origin
 
-from pipeline.chain.entry_points import (
-    BUILT_IN,
-    GROUP,
-    Entry,
-    installed_entries,
-    kind_of,
-    line_in,
-)
 from pipeline.contracts.export import VERIFY, ExportedModel, OpensText, VerifiesExport
 from pipeline.contracts.signature import field_types, gives, init_fields, name_of, needs
 from pipeline.contracts.stage import TAKES_ARTIFACTS, TAKES_NONE, TAKES_ONE
@@ -26,7 +21,40 @@ from pipeline.errors import PluginError
 from pipeline.recipe.nodes import RESERVED, TAKES
 from pipeline.utils.text import closest
 
+GROUP = "pipe.stages"
+BUILT_IN = "pipetrain"
+"""The distribution whose stages are built in."""
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One entry point: a name, and where its class is."""
+
+    name: str
+    value: str
+    """`module:Class`."""
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+def kind_of(name: str) -> str:
+    """`wrap` of `wrap.fsdp`."""
+    return name.partition(".")[0]
+
+
+def installed_entries(group: str) -> Iterator[Entry]:
+    """Entries that installed packages register in a group; nothing is imported."""
+    known: dict[object, tuple[str, str]] = {}  # metadata is read whenever it is asked for
+    for point in importlib.metadata.entry_points(group=group):
+        dist = point.dist
+        if dist not in known:
+            known[dist] = (dist.name, dist.version) if dist else ("unknown", "")
+        distribution, version = known[dist]
+        yield Entry(name=point.name, value=point.value, distribution=distribution, version=version)
 
 
 class Plugins(Generic[T]):
@@ -35,6 +63,8 @@ class Plugins(Generic[T]):
     group: ClassVar[str]
     noun: ClassVar[str]
     """The kind of object in messages, as in `stage`."""
+    base: ClassVar[type | None] = None
+    """The class that all objects derive from, if they are classes."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._entries: dict[str, list[Entry]] = {}
@@ -72,12 +102,22 @@ class Plugins(Generic[T]):
 
     def load(self, name: str) -> T:
         """The object called `name`. Raises PluginError naming the package that is at fault."""
-        if name not in self._loaded:
-            entry = self.entry(name)
-            loaded = self._import(entry)
-            if fault := self.fault(loaded):
-                raise PluginError(f"{self.noun} `{name}` of {entry} ({entry.value}) {fault}")
-            self._loaded[name] = loaded
+        if name in self._loaded:
+            return self._loaded[name]
+        entry = self.entry(name)
+        try:
+            loaded = importlib.metadata.EntryPoint(name, entry.value, self.group).load()
+        except Exception as error:
+            line = line_in(error, entry.value)
+            reason = f"{type(error).__name__}: {error}" + (f", at {line}" if line else "")
+            hint = f"repair or uninstall {entry.distribution}"
+            if isinstance(error, TypeError) and str(error).startswith("non-default argument"):
+                hint = "write `@dataclass(frozen=True, kw_only=True)`"
+            message = f"{self.noun} `{name}` of {entry} cannot be loaded: {reason}"
+            raise PluginError(message, hint=hint) from error
+        if fault := self.fault(loaded):
+            raise PluginError(f"{self.noun} `{name}` of {entry} ({entry.value}) {fault}")
+        self._loaded[name] = loaded
         return self._loaded[name]
 
     def find(self, name: str) -> T | None:
@@ -86,27 +126,11 @@ class Plugins(Generic[T]):
             return self.load(name) if name in self else None
         return None
 
-    def loadable(self) -> dict[str, T]:
-        """All objects that can be loaded, by name."""
-        found = ((name, self.find(name)) for name in self.names())
-        return {name: loaded for name, loaded in found if loaded is not None}
-
     def fault(self, loaded: Any) -> str:
         """The first thing that a loaded object lacks; empty when it is sound."""
-        return ""
-
-    def _import(self, entry: Entry) -> Any:
-        point = importlib.metadata.EntryPoint(entry.name, entry.value, self.group)
-        try:
-            return point.load()
-        except Exception as error:
-            line = line_in(error, entry.value)
-            reason = f"{type(error).__name__}: {error}" + (f", at {line}" if line else "")
-            hint = f"repair or uninstall {entry.distribution}"
-            if isinstance(error, TypeError) and str(error).startswith("non-default argument"):
-                hint = "write `@dataclass(frozen=True, kw_only=True)`"
-            message = f"{self.noun} `{entry.name}` of {entry} cannot be loaded: {reason}"
-            raise PluginError(message, hint=hint) from error
+        if self.base is None or (isinstance(loaded, type) and issubclass(loaded, self.base)):
+            return ""
+        return f"is not a {self.base.__name__}"
 
 
 class Registry(Plugins[type]):
@@ -164,19 +188,16 @@ class Registry(Plugins[type]):
         """Hint for a recipe that names a stage that is not installed."""
         same_kind = self.names(kind_of(name))
         found = self._closest_stage(name, same_kind or self.names())
-        parts = [f"did you mean `{found}`{self._numbered(name, found)}?"] if found else []
+        numbers, with_it = map(int, re.findall(r"\d+$", name)), ""  # as in `wrap.zero3`
+        for number, (field, kind) in itertools.product(numbers, self.fields(found or "").items()):
+            if get_origin(kind) is Literal and number in get_args(kind):
+                with_it = f" with `{field}: {number}`"
+                break
+        parts = [f"did you mean `{found}`{with_it}?"] if found else []
         if same_kind:
             parts.append(f"{kind_of(name)} stages: {', '.join(same_kind)}")
         shown = " ".join(parts) or "`pipe stages` lists what is installed"
         return f"{shown}; or install its package into this environment"
-
-    def _numbered(self, name: str, found: str) -> str:
-        """The field of a stage that takes the number at the end of a name, as in `wrap.zero3`."""
-        if number := re.search(r"\d+$", name):
-            for field, kind in self.fields(found).items():
-                if get_origin(kind) is Literal and int(number[0]) in get_args(kind):
-                    return f" with `{field}: {int(number[0])}`"
-        return ""
 
     def _closest_stage(self, name: str, options: list[str]) -> str | None:
         """The stage of a name without its kind (`fsdp`), the one closest by letters, or one whose
@@ -198,34 +219,73 @@ def _wrong_hook(stage: type) -> str:
     for method in ("run", *(name for name in TAKES_ARTIFACTS if hasattr(stage, name))):
         needs(stage, method)
     gives(stage)
-    for name in TAKES_ONE:
-        if hasattr(stage, name) and not _takes(getattr(stage, name), "self", "argument"):
-            return f"has a `{name}` that does not take one argument ({name_of(stage)})"
-    for name in TAKES_NONE:
-        if hasattr(stage, name) and not _takes(getattr(stage, name), "self"):
-            return f"has a `{name}` that takes arguments ({name_of(stage)})"
+    for names, says, *arguments in ((TAKES_ONE, "does not take one argument", "argument"),
+                                    (TAKES_NONE, "takes arguments")):  # fmt: skip
+        for name in names:
+            if hasattr(stage, name) and not _takes(getattr(stage, name), "self", *arguments):
+                return f"has a `{name}` that {says} ({name_of(stage)})"
     if issubclass(stage, OpensText):
         for name in ("open_folder", "open_trained", "open_source"):
-            if not _takes_as(getattr(OpensText, name), getattr(stage, name)):
+            if not _takes(getattr(stage, name), like=getattr(OpensText, name)):
                 return f"has a `{name}` that does not take what OpensText says ({name_of(stage)})"
     verify = getattr(stage, "verify", None)
     exports = verify is not None and issubclass(gives(stage) or object, ExportedModel)
-    if exports and not _takes_as(VerifiesExport.verify, verify):
+    if exports and not _takes(verify, like=VerifiesExport.verify):
         return f"has a `verify` that `pipe verify` cannot call: write `{VERIFY}`"
     return ""
 
 
-def _takes(method: Any, *arguments: object, **named: object) -> bool:
-    """Whether a method can be called with these arguments."""
+def _takes(method: Any, *arguments: object, like: Any = None) -> bool:
+    """Whether a method takes these arguments, and all that a protocol's method takes."""
+    wanted = {} if like is None else {**inspect.signature(like).parameters}
+    named = {name for name, one in wanted.items() if one.kind is one.KEYWORD_ONLY}
+    given = [*arguments, *(wanted.keys() - named)]
     try:
-        inspect.signature(method).bind(*arguments, **named)
+        inspect.signature(method).bind(*given, **dict.fromkeys(named))
     except (TypeError, ValueError):
         return False
     return True
 
 
-def _takes_as(protocol: Any, method: Any) -> bool:
-    """Whether a method can be called with the arguments of a protocol's."""
-    wanted = inspect.signature(protocol).parameters
-    named = {name for name, one in wanted.items() if one.kind is one.KEYWORD_ONLY}
-    return _takes(method, *(wanted.keys() - named), **dict.fromkeys(named))
+def line_in(error: BaseException, module: str) -> str:
+    """`file:line` of the innermost code of a module, or of one next to it whose name begins alike;
+    empty if the error comes from elsewhere."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    lines = [line for package, line, _ in _calls(error) if _belongs(package, module)]
+    return lines[-1] if lines else ""
+
+
+def culprit(error: BaseException) -> Entry | None:
+    """The stage of an installed plugin whose code has failed, in itself or in a library that it
+    called; None for an error in pipetrain."""
+    plugin, found = _plugins(), None
+    for package, *_ in _calls(error):
+        found = None if package in ("pipeline", "stages") else plugin(package) or found
+    return found
+
+
+def line_in_plugin(error: BaseException) -> str:
+    """`file:line in function` of the innermost code of an installed plugin; empty without any."""
+    plugin = _plugins()
+    lines = [f"{line} in {name}" for package, line, name in _calls(error) if plugin(package)]
+    return lines[-1] if lines else ""
+
+
+def _calls(error: BaseException) -> Iterator[tuple[str, str, str]]:
+    """Package, `file:line` and function of each call that led to an error, the innermost last."""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code, module = frame.f_code, frame.f_globals.get("__name__", "")
+        yield module.partition(".")[0], f"{code.co_filename}:{line}", code.co_name
+
+
+def _plugins() -> Callable[[str], Entry | None]:
+    """A function that returns the stage of the installed plugin that a package belongs to."""
+    plugins = [one for one in installed_entries(GROUP) if one.distribution != BUILT_IN]
+    return lambda package: next((e for e in plugins if _belongs(package, e.value)), None)
+
+
+def _belongs(package: str, module: str) -> bool:
+    """Whether a package is a module's, or its name begins as that."""
+    own = module.partition(":")[0].partition(".")[0]
+    return package == own or package.startswith(f"{own}_")

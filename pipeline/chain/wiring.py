@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from pipeline.chain.artifacts import KINDS, OF_ONE, prepares, trains
-from pipeline.chain.entry_points import kind_of
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Registry, kind_of
 from pipeline.contracts.plan_view import Wiring
 from pipeline.contracts.signature import Need, gives, needs
 from pipeline.contracts.stage import Durable
@@ -42,15 +41,6 @@ class SlotType:
     @property
     def needs(self) -> tuple[Need, ...]:
         return needs(self.kind) if self.kind is not None else ()
-
-    @property
-    def trains(self) -> bool:
-        return trains(self.kind)
-
-    @property
-    def lasts(self) -> bool:
-        """Whether its result outlives the run: no slot has to read it."""
-        return issubclass(self.gives or object, Durable)
 
     def meets(self, need: Need) -> bool:
         return self.gives is not None and issubclass(self.gives, need.type)
@@ -144,7 +134,9 @@ def _missing(
         return _at_use(
             link, tree, message, f"move slot `{after.slot}` ({place}) before `{link.slot}`"
         )
-    known, stages = _visible(need, link.kind, earlier, later), registry.loadable()
+    known = _visible(need, link.kind, earlier, later)
+    every = ((name, registry.find(name)) for name in registry.names())
+    stages = {name: kind for name, kind in every if kind is not None}
     types = [SlotType(slot="", use=name, kind=kind) for name, kind in stages.items()]
     givers = [one.use for one in types if one.meets(need)]
     if alike := next((other for other in reversed(known) if other.same_role(need.type)), None):
@@ -158,20 +150,17 @@ def _missing(
     fitting = [name for name in givers if _fits(stages[name], earlier, links[index:])] or givers
     kinds = " or ".join(f"`{kind}`" for kind in dict.fromkeys(map(kind_of, fitting)))
     message += f" a slot {kinds} before it" if kinds else f" {need.type.__name__}"
-    if ended := [one for one in earlier[: len(earlier) - len(known)] if one.trains]:
+    if ended := [one for one in earlier[: len(earlier) - len(known)] if trains(one.kind)]:
         message += f" and after slot `{ended[-1].slot}`: each training takes its own"
-    hint = _to_add(by_use(fitting), link, links) if fitting else "no installed stage returns it"
-    return _at_use(link, tree, message, hint)
-
-
-def _to_add(stages: Sequence[str], before: SlotType, links: Sequence[SlotType]) -> str:
-    """The slot to add, and other stages that it can have."""
-    first, *others = stages
+    if not fitting:
+        return _at_use(link, tree, message, "no installed stage returns it")
+    first, *others = by_use(fitting)
+    taken, kind = {one.slot for one in links}, kind_of(first)
+    numbered = (f"{kind}{number}" for number in itertools.count(2))
+    name = next(one for one in itertools.chain([kind], numbered) if one not in taken)
     rest = f", or {', '.join(others)}" if others else ""
-    taken, kind = {link.slot for link in links}, kind_of(first)
-    names = itertools.chain([kind], (f"{kind}{number}" for number in itertools.count(2)))
-    name = next(one for one in names if one not in taken)
-    return f"add `{name}: {{use: {first}}}` before slot `{before.slot}`{rest}"
+    hint = f"add `{name}: {{use: {first}}}` before slot `{link.slot}`{rest}"
+    return _at_use(link, tree, message, hint)
 
 
 def unread_results(links: Sequence[SlotType], wiring: Wiring, tree: Node) -> Iterator[Problem]:
@@ -181,13 +170,13 @@ def unread_results(links: Sequence[SlotType], wiring: Wiring, tree: Node) -> Ite
     if any(link.kind is None for link in links):
         return
     read = {slot for inputs in wiring.inputs.values() for slot in inputs.values()}
-    leads = any(link.lasts for link in links)
-    last = next((one.slot for one in reversed(links) if one.trains), None)
+    lasting = {one.slot for one in links if issubclass(one.gives or object, Durable)}
+    last = next((one.slot for one in reversed(links) if trains(one.kind)), None)
     message = "no slot reads its result"
     for index, link in enumerate(links):
-        if link.trains and link.slot not in {*read, last}:
+        if trains(link.kind) and link.slot not in {*read, last}:
             yield _at_use(link, tree, message, NEXT, warning=True)
-        if link.gives is None or link.lasts or link.slot in read:
+        if link.gives is None or link.slot in lasting or link.slot in read:
             continue
         alike = [one for one in links if one is not link and one.same_role(link.gives)]
         other = next((one for one in alike if one.slot in read), None)
@@ -196,9 +185,9 @@ def unread_results(links: Sequence[SlotType], wiring: Wiring, tree: Node) -> Ite
             why = f"slot {_named(reader, tree)} comes before it"
             yield _at_use(link, tree, f"{message}: {why}", f"move it before slot `{reader.slot}`")
         # a chain may end, unfinished, with a slot that changes what it takes
-        elif other is None and leads:
+        elif other is None and lasting:
             yield _at_use(link, tree, message, "remove the slot", warning=True)
-        elif other is not None and (leads or other.slot not in wiring.inputs[link.slot].values()):
+        elif other is not None and (lasting or other.slot not in wiring.inputs[link.slot].values()):
             hint = f"remove one of the two (`{link.slot}: null` or `{other.slot}: null`), or have "
             hint += "it stand before the slot that is to read it"
             why = f"slot {_named(other, tree)} has such a result too"
@@ -252,7 +241,7 @@ def _visible(
 ) -> Sequence[SlotType]:
     """The slots whose results a stage gets unless `takes` says otherwise: for a further training,
     what is of one training ends with it."""
-    further = trains(kind) or (prepares(kind) and any(one.trains for one in later))
+    further = trains(kind) or (prepares(kind) and any(trains(one.kind) for one in later))
     if not (further and issubclass(need.type, OF_ONE)):
         return earlier
-    return earlier[max((n for n, one in enumerate(earlier, 1) if one.trains), default=0) :]
+    return earlier[max((n for n, one in enumerate(earlier, 1) if trains(one.kind)), default=0) :]

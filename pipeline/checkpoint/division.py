@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, NamedTuple
@@ -67,9 +66,8 @@ class Tile(NamedTuple):
     def position(self, element: int) -> int | None:
         """Number within the tile of the tensor's element; None if the tile does not have it."""
         row, column = divmod(element - self.start, self.stride or self.run)
-        if not 0 <= row < self.count or column >= self.run:
-            return None
-        return row * self.run + column
+        found = 0 <= row < self.count and column < self.run
+        return row * self.run + column if found else None
 
     def boxes(self, width: int) -> Iterator[Tile]:
         """The rectangles that make up the tile in rows of `width` elements, in order, each as a
@@ -91,11 +89,11 @@ class Tile(NamedTuple):
         """The elements that two tiles share, as tiles of stride `width`, a row's elements."""
         for here, there in itertools.product(self.boxes(width), other.boxes(width)):
             (top, left), (row, column) = divmod(here.start, width), divmod(there.start, width)
-            run = min(left + here.run, column + there.run) - max(left, column)
-            rows = min(top + here.count, row + there.count) - max(top, row)
+            low, first = max(left, column), max(top, row)
+            run = min(left + here.run, column + there.run) - low
+            rows = min(top + here.count, row + there.count) - first
             if rows > 0 and run > 0:
-                start = max(top, row) * width + max(left, column)
-                yield Tile(start, start + run, width, rows)
+                yield Tile(first * width + low, first * width + low + run, width, rows)
 
     def segments(self, begin: int, size: int) -> Iterator[tuple[int, int, int]]:
         """Elements [begin, begin + size) as ranges: (first in the tensor, [low, high) of size)."""
@@ -115,11 +113,6 @@ class Piece(NamedTuple):
     stop: Count
     stride: Count = 0
     count: Positive = 1  # type: ignore[assignment]  # hides tuple.count
-
-    @property
-    def tile(self) -> Tile:
-        """The piece without the rank."""
-        return Tile(*self[1:])
 
 
 _Patterns = Annotated[
@@ -144,10 +137,6 @@ class Division(BaseModel):
         patterns: dict[tuple[Piece, ...], int] = {}
         tensors = [patterns.setdefault(tuple(own), len(patterns)) for own in pieces]
         return cls.model_construct(tensors=tensors, patterns=[*patterns])
-
-    def pieces(self, tensor: int) -> Sequence[Piece]:
-        """All pieces of tensor number `tensor`."""
-        return self.patterns[self.tensors[tensor]]
 
     def of_rank(self, rank: int) -> list[tuple[int, Tile]]:
         """The tiles that a rank writes, each with its tensor's number, in order."""
@@ -188,26 +177,8 @@ class Division(BaseModel):
         ranks: dict[int, dict[int, list[Tile]]] = defaultdict(dict)
         for number, pieces in enumerate(self.patterns):
             for piece in pieces:
-                ranks[piece.rank].setdefault(number, []).append(piece.tile)
+                ranks[piece.rank].setdefault(number, []).append(Tile(*piece[1:]))
         return members, ranks
-
-
-class PatternIndex:
-    """The pieces of one pattern, in the order of their first elements."""
-
-    def __init__(self, pattern: Iterable[Piece]) -> None:
-        self._pieces = sorted(pattern, key=lambda piece: piece.start)
-        self._starts = [piece.start for piece in self._pieces]
-        self._ends = list(itertools.accumulate((piece.tile.end for piece in self._pieces), max))
-        self.width = max((piece.stride for piece in self._pieces), default=0)
-        """Elements of the rows by whose columns the tensor is divided; 0 if pieces are flat."""
-
-    def find(self, wanted: Tile, width: int) -> Iterator[Piece]:
-        """The pieces that have elements of a tile of a tensor with rows of `width` elements."""
-        first, last = bisect_right(self._ends, wanted.start), bisect_left(self._starts, wanted.end)
-        for piece in self._pieces[first:last]:
-            if any(piece.tile.common(wanted, width)):
-                yield piece
 
 
 def require_cover(tiles: Iterable[Tile | Piece], numel: int) -> int:

@@ -1,5 +1,6 @@
-"""Places of checkpoints, and their stores: a run's own place, which its folder remembers in
-`checkpoints.at`, and those that a person names.
+"""Places of checkpoints, their stores, and the rules that decide which checkpoints stay.
+
+A run's own place is remembered by its folder in `checkpoints.at`; others a person names.
 
 The first line of that file is the place of the first training's checkpoints; a further training has
 a line with its slot and its place, in the order of their first checkpoints.
@@ -11,12 +12,18 @@ an order to do so.
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
-from pipeline.checkpoint.manifest import MANIFEST
+from pydantic import BaseModel
+
+from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.object_store import ObjectStore
-from pipeline.checkpoint.store import LocalStore, Store, step_name, step_number
+from pipeline.checkpoint.store import LocalStore, step_number
+from pipeline.contracts.training import TrainingLength
 from pipeline.errors import (
     CheckpointError,
     PipeError,
@@ -29,10 +36,7 @@ from pipeline.utils.files import replace_text
 from pipeline.utils.foreign import read_whole
 from pipeline.utils.text import near_path
 
-if TYPE_CHECKING:
-    from pipeline.distributed.process_group import DistContext
-
-
+Store: TypeAlias = LocalStore | ObjectStore
 DEFAULT = "checkpoints"
 """Folder of a run's checkpoints in its own folder."""
 ADDRESS_FILE = "checkpoints.at"
@@ -42,23 +46,14 @@ RECIPE = "recipe.yaml"
 """File by which a run's folder is known."""
 
 
-def _name(training: str) -> str:
-    return f"{DEFAULT}-{training}" if training else DEFAULT
-
-
-def default(run_dir: Path, training: str = "") -> str:
-    """Place of a training's checkpoints (empty: the first) if its recipe names none."""
-    return str(run_dir / _name(training))
-
-
 def address(run_dir: Path, folder: str | None, training: str = "") -> str:
-    """Place of a training's checkpoints, given the `folder` of its recipe."""
+    """Place of a training's checkpoints (empty: the first), given the `folder` of its recipe."""
+    own = f"-{training}" if training else ""
     if folder is None:
-        return default(run_dir, training)
-    name = f"{run_dir.name}-{training}" if training else run_dir.name
+        return str(run_dir / f"{DEFAULT}{own}")
     if "://" in folder:
-        return f"{folder.rstrip('/')}/{name}"
-    return str(Path(folder).expanduser().absolute() / name)
+        return f"{folder.rstrip('/')}/{run_dir.name}{own}"
+    return str(Path(folder).expanduser().absolute() / f"{run_dir.name}{own}")
 
 
 def places(run_dir: Path) -> dict[str, str]:
@@ -73,8 +68,9 @@ def places(run_dir: Path) -> dict[str, str]:
         hint = "write the place of the checkpoints into it"
         raise CheckpointError(f"{file}: damaged: {in_words(error)}", hint=hint) from error
     lines = [("", first), *((slot, place) for slot, _, place in (o.partition(" ") for o in others))]
+    own = {slot: address(run_dir, None, slot) for slot, _ in lines}
     return {
-        slot: default(run_dir, slot) if place == _name(slot) else place
+        slot: own[slot] if place == Path(own[slot]).name else place
         for slot, place in lines
         if place and (not slot or slot.isidentifier())
     }
@@ -86,19 +82,19 @@ def known(run_dir: Path, training: str | None = None) -> str | None:
     return found.get(next(reversed(found), "") if training is None else training)
 
 
-def remember(run_dir: Path, address: str, training: str = "") -> None:
-    """Record that a training saved a checkpoint at `address`. Raises CheckpointError."""
+def remember(run_dir: Path, place: str, training: str = "") -> None:
+    """Record that a training saved a checkpoint at `place`. Raises CheckpointError."""
     found = dict[str, str]()
     try:
         found = places(run_dir)
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError):
             raise  # what is garbage is replaced
-    if found.get(training) == address:
+    if found.get(training) == place:
         return
     lines = {
-        slot: _name(slot) if place == default(run_dir, slot) else place
-        for slot, place in (found | {training: address}).items()
+        slot: Path(at).name if at == address(run_dir, None, slot) else at
+        for slot, at in (found | {training: place}).items()
     }
     first, file = lines.pop("", ""), run_dir / ADDRESS_FILE
     try:
@@ -132,24 +128,6 @@ def open_checkpoint(checkpoint: str) -> tuple[Store, str]:
     return open_store(root or ("/" if checkpoint.startswith("/") else ".")), name
 
 
-def require_shared(store: Store, dist: DistContext, identity: str) -> None:
-    """Raise CheckpointError on all ranks unless all see what rank 0 writes (collective)."""
-    with system_errors_as(CheckpointError):
-        trial = store.begin(step_name(0), identity)
-        if dist.is_main:
-            trial.put("seen", b"")
-    dist.barrier()
-    with system_errors_as(CheckpointError):
-        sees = trial.get("seen") is not None
-    seen = dist.gather(sees)
-    store.abandon(trial)
-    if not all(seen):
-        raise CheckpointError(
-            f"rank {seen.index(False)} does not see what rank 0 writes to {store.locate('')}",
-            hint="checkpoints must be on a file system that all nodes share",
-        )
-
-
 def find(named: str) -> tuple[Store, str]:
     """The store and the checkpoint in it (empty: the newest) that a person means by a checkpoint's
     folder or address, by a folder of checkpoints, or by a run's folder. Raises UsageError."""
@@ -164,7 +142,7 @@ def find(named: str) -> tuple[Store, str]:
                 raise UsageError(f"{named} is a file", hint=hint)
             raise UsageError(f"{named} is not there", hint=near_path(named) or hint)
         if is_local and (Path(named) / RECIPE).is_file():
-            named = known(Path(named)) or default(Path(named))
+            named = known(Path(named)) or address(Path(named), None)
         store, name = open_checkpoint(named)
         if step_number(name) is not None or store.size(name, MANIFEST) is not None:
             return store, name
@@ -193,13 +171,88 @@ def newest_step(run_dir: Path, training: str | None = None) -> int | None:
     return None
 
 
-def agreed_start(start_from: str, dist: DistContext) -> str:
-    """Address that `start_from` means, as rank 0 finds it. Raises CheckpointError."""
-    found = None
-    if dist.is_main:
-        try:
-            store, name = find(start_from)
-            found = store.locate(name or store.names()[-1])
-        except (UsageError, OSError) as error:
-            raise CheckpointError(f"start_from: {in_words(error)}") from error
-    return dist.broadcast_str(found)
+class Retention(BaseModel):
+    """Rules that each keep a checkpoint; without `last`, all are kept."""
+
+    last: int | None = None
+    """Number of the newest checkpoints to keep."""
+    every: int | None = None
+    """Divisor of steps: checkpoints of its multiples are kept forever."""
+    best: int = 0
+    """Number of checkpoints with the lowest held-out loss to keep."""
+
+
+def purge(store: Store, retention: Retention) -> list[str]:
+    """Delete the checkpoints that need not be kept; call after a commit. Returns warnings about
+    checkpoints that cannot be deleted, whatever the reason: the new checkpoint is there all the
+    same."""
+    warnings = []
+    try:
+        for name in unneeded(store, retention):
+            try:
+                store.delete(name)
+            except OSError as error:
+                reason = error.strerror or error
+                warnings.append(f"{store.locate(name)} cannot be deleted: {reason}")
+    except Exception as error:
+        warnings.append(f"older checkpoints cannot be deleted: {in_words(error)}")
+    return warnings
+
+
+def unneeded(store: Store, retention: Retention) -> Iterator[str]:
+    """Yield the names of the checkpoints that need not be kept, oldest first."""
+    if retention.last is None:
+        return
+    names = list(store.names())
+    old = names[: -retention.last]
+    best = best_of(store, names, retention.best) if retention.best and old else set()
+    for name in old:
+        step = step_number(name) or 0
+        if name not in best and not (retention.every and step % retention.every == 0):
+            yield name
+
+
+def best_of(store: Store, names: Sequence[str], count: int) -> set[str]:
+    """The `count` checkpoints with the lowest known held-out loss."""
+    losses = []
+    for name in names:
+        with contextlib.suppress(OSError, CheckpointError):
+            loss = heldout_loss(Manifest.load(store.get(name, MANIFEST), name))
+            losses += [] if loss is None else [(loss, name)]
+    return {name for _, name in sorted(losses)[:count]}
+
+
+def heldout_loss(manifest: Manifest) -> float | None:
+    """The held-out loss of the checkpoint's weights; None where it is not known."""
+    metrics = manifest.progress.get("metrics")
+    loss = metrics.get("eval_loss") if isinstance(metrics, Mapping) else None
+    return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
+
+
+def expected_count(retention: Retention, every: int | str | None, length: TrainingLength) -> int:
+    """The largest number of checkpoints at one time, including the one being written, if the
+    training saves every `every` steps, as `TrainingLength.in_steps` reads them (None: only at the
+    end). If all are kept and the number of steps is unknown, or an epoch's where `every` counts
+    epochs, it is 2."""
+    asked = [each for each in (every, length.eval_every if retention.best else None) if each]
+    found = [length.in_steps(each) for each in asked]
+    periods = [Fraction(1) if period is None else period for period in found]
+    known = length.steps is not None and None not in found
+    # Steps after which one may be saved; if unknown, as many as there may be at one time.
+    more = (retention.last or 0) + retention.best + 2
+    steps = length.steps if known else math.ceil(more * max([Fraction(1), *periods]))
+    assert steps is not None
+    numbers = {steps}
+    for each_of in periods:
+        numbers.update(math.ceil(k * each_of) for k in range(1, math.ceil(steps / each_of)))
+    if length.saves_first or (retention.best and length.eval_first):
+        numbers.add(0)
+    saved = sorted(numbers)
+    if retention.last is None:
+        return len(saved) if known else min(len(saved), 2)
+    older = saved[:-1]
+    if not retention.best:  # else evaluated ones, saved or not, may be the newest
+        older = older[: -retention.last]
+    period = retention.every if known else None
+    for_good = sum(step % period == 0 for step in older) if period else 0
+    return min(retention.last + for_good + retention.best + 1, len(saved))

@@ -14,16 +14,16 @@ from typing import Self
 
 from pipeline.checkpoint import location
 from pipeline.checkpoint.file_layout import FileLayout, plan_staging
-from pipeline.checkpoint.manifest import MANIFEST
-from pipeline.checkpoint.restore import Restoration, best_run, update_progress
-from pipeline.checkpoint.retention import Retention, expected_count
+from pipeline.checkpoint.location import Retention, best_of, expected_count
+from pipeline.checkpoint.manifest import MANIFEST, Manifest
+from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.restore import Restoration
 from pipeline.checkpoint.snapshot import Snapshot, memory_need
 from pipeline.checkpoint.store import step_name, step_number
 from pipeline.checkpoint.write_plan import plan_writes, without_frozen_base
 from pipeline.checkpoint.writer import SaveRequest, SaveResult, WriterProcess, WriterSetup
 from pipeline.contracts.engine import Engine
-from pipeline.contracts.resources import ResourceNeed, require_resources
-from pipeline.contracts.stage import Context
+from pipeline.contracts.stage import Context, ResourceNeed, require_resources
 from pipeline.contracts.training import (
     Checkpoints,
     Progress,
@@ -33,7 +33,7 @@ from pipeline.contracts.training import (
     ends_period,
 )
 from pipeline.distributed.heartbeat import Phase
-from pipeline.errors import CheckpointError, system_errors_as
+from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
 from pipeline.utils.activities import activity
 from pipeline.utils.text import human, plural
 
@@ -80,6 +80,7 @@ class CheckpointManager(Checkpoints):
         """Clean the store, agree with all ranks who writes what, and begin to allocate memory
         (collective). Raises CheckpointError, and StageError for too little memory."""
         dist = self.ctx.dist
+        self.counts_epochs = isinstance(self.every, str)
         self.begin(TrainingLength())  # for a train stage that never calls it: `every` may be steps
         with system_errors_as(CheckpointError), dist.rank0_first() as main:
             self.store = location.open_store(self.address)
@@ -87,7 +88,22 @@ class CheckpointManager(Checkpoints):
                 self.store.clean()
         # Prefix of this run's transactions, the same on all ranks.
         self._identity = dist.broadcast_str(uuid.uuid4().hex[:12] if dist.is_main else None)
-        location.require_shared(self.store, dist, self._identity)
+        sees = False  # whether this rank sees what rank 0 writes
+        with system_errors_as(CheckpointError):
+            trial = self.store.begin(step_name(0), self._identity)
+            if dist.is_main:
+                self.store.put(*trial.at("seen"), b"")
+        dist.barrier()
+        with system_errors_as(CheckpointError), contextlib.suppress(FileNotFoundError):
+            sees = self.store.get(*trial.at("seen")) == b""
+        seen = dist.gather(sees)
+        self.store.abandon(trial)
+        if not all(seen):
+            place = self.store.locate("")
+            raise CheckpointError(
+                f"rank {seen.index(False)} does not see what rank 0 writes to {place}",
+                hint="checkpoints must be on a file system that all nodes share",
+            )
         self.plan = plan_writes(self.engine, dist, self.file_layout, without=self.frozen_base)
         # The next update waits for what is streamed: all that need not be copied whole.
         streamed = self.plan.on_host if self.asynchronous else self.plan.own_keys
@@ -112,10 +128,6 @@ class CheckpointManager(Checkpoints):
             )  # fmt: skip
             self._writer = WriterProcess(setup, self.snapshot.buffer.descriptor)
         return self._writer
-
-    @property
-    def counts_epochs(self) -> bool:
-        return isinstance(self.every, str)
 
     def begin(self, length: TrainingLength) -> None:
         self._period = length.in_steps(self.every)
@@ -166,7 +178,11 @@ class CheckpointManager(Checkpoints):
         if name == self._last_begun:  # the state is the same, but more may be known now
             with system_errors_as(CheckpointError):
                 if self.ctx.dist.is_main:
-                    update_progress(self.store, name, progress)
+                    data = self.store.get(name, MANIFEST)
+                    manifest = Manifest.load(data, self.store.locate(name))
+                    if progress.differs_from(manifest.progress):
+                        manifest = manifest.model_copy(update={"progress": vars(progress)})
+                        self.store.put(name, MANIFEST, manifest.dump())
             return
         began = time.monotonic()
         if self._attempts:
@@ -218,10 +234,20 @@ class CheckpointManager(Checkpoints):
         return self.store.locate(self._last_begun)
 
     def best(self) -> TrainedRun:
-        return best_run(self.store, self.ctx.dist)
+        found = None
+        if self.ctx.dist.is_main:
+            with system_errors_as(CheckpointError):
+                found = next(iter(best_of(self.store, self.store.names(), 1)), "")
+        name = self.ctx.dist.broadcast_str(found)
+        if not name:
+            raise CheckpointError(f"no checkpoint in {self.store.locate('')} has a held-out loss")
+        place = self.store.locate(name)
+        progress = Progress.from_record(CheckpointReader(self.store, name).progress, place)
+        return TrainedRun(checkpoint=place, progress=progress)
 
     def restore(self, validate: Callable[[Progress], None]) -> Progress | None:
-        self._reap()
+        if self._pending:
+            self._reap()
         restoration = Restoration(self.ctx, self.engine, self.store, self.frozen_base)
         progress = restoration.newest(validate)
         if progress is not None:
@@ -230,10 +256,20 @@ class CheckpointManager(Checkpoints):
         location.require_never_saved(self.ctx.run_dir, self.address, self.ctx.training)
         if self.start_from is None:
             return None
-        start = location.agreed_start(self.start_from, self.ctx.dist)
-        store, name = location.open_checkpoint(start)
-        other = Restoration(self.ctx, self.engine, store, self.frozen_base).named(name, validate)
-        return other.as_new_run()
+        start = None
+        if self.ctx.dist.is_main:
+            try:
+                store, name = location.find(self.start_from)
+                start = store.locate(name or store.names()[-1])
+            except (UsageError, OSError) as error:
+                raise CheckpointError(f"start_from: {in_words(error)}") from error
+        store, name = location.open_checkpoint(self.ctx.dist.broadcast_str(start))
+        restoration = Restoration(self.ctx, self.engine, store, self.frozen_base)
+        progress = restoration.load(name, validate)
+        self.ctx.dist.barrier()
+        self.engine.sync_compute_weights()
+        self.ctx.log.info("started from %s", store.locate(name))
+        return progress.as_new_run()
 
     def close(self) -> None:
         """End the writer, and release the snapshot's memory. After a failure, a save that is being
@@ -256,7 +292,7 @@ class CheckpointManager(Checkpoints):
     def _reap(self, *, wait: bool = True) -> None:
         """Record and log the save that is being written, if it has ended, or with `wait` when it
         has (collective). Raises CheckpointError if it failed."""
-        if wait:
+        if wait and self._copying:
             self._end_copies()
         result = None
         if self._writer is not None and self._pending and not self._copying:

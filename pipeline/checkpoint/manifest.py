@@ -13,20 +13,30 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import pydantic
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, PlainSerializer
 
 from pipeline.checkpoint.division import Count, CoverageError, Division, Piece, Positive
-from pipeline.checkpoint.file_format import BLOCK, ITEM_BYTES
-from pipeline.contracts.engine import WEIGHT, EngineState
+from pipeline.contracts.engine import EngineState
 from pipeline.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+SUMS = "rank-{:05d}.sums"
+"""Name of the file with a rank's checksums."""
+BLOCK: Final = 16384
+"""Bytes of a block. Blocks count from the start of their piece; the last may be short."""
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
+    "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of one element, by the format's name of the dtype."""
 MAX_ELEMENTS = 1 << 42
 """Limit of a tensor's elements: its number and an element's make a 64-bit key (`reader`)."""
+_FRAME = b'{"checkpoint": %b, "sha256": "%b"}\n'
+"""A body, and the digest of its bytes."""
 _NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)
 
 
@@ -182,15 +192,15 @@ class Manifest(_Model):
         """Bytes of the file."""
         absent: Any = {"runs": True, "parts": {"__all__": {"pieces"}}}
         absent = absent if self.version == 4 else {"division"}
-        return _framed(self.model_dump_json(exclude=absent).encode())
+        body = self.model_dump_json(exclude=absent).encode()
+        return _FRAME % (body, hashlib.sha256(body).hexdigest().encode())
 
     @classmethod
     def load(cls, data: bytes, where: str) -> Manifest:
         """Verify and parse the file's bytes. Raises Damaged, naming `where`, or CheckpointError."""
-        frame = _framed(b"")
-        head = frame.index(b",")
-        body = data[head : head + max(len(data) - len(frame), 0)]
-        if data != _framed(body):
+        head = _FRAME.index(b"%b")
+        body = data[head : head + max(len(data) - len(_FRAME % (b"", b"0" * 64)), 0)]
+        if data != _FRAME % (body, hashlib.sha256(body).hexdigest().encode()):
             raise Damaged(f"{where}: its checksum is wrong: damaged, edited or incomplete")
         try:
             manifest = cls.model_validate_json(body, strict=True)
@@ -214,11 +224,6 @@ class Manifest(_Model):
         sums = str([[part.digest, part.pieces] for part in self.parts])
         sums = sums.replace("PlacedPiece(", "Piece(")  # as the releases of version 1 have it
         return hashlib.sha256(f"{saved} {sums}".encode()).hexdigest()
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shapes of parameters and stored buffers, by name."""
-        kinds = ((*tensor.key.partition("/"), tensor.shape) for tensor in self.tensors)
-        return {name: shape for kind, _, name, shape in kinds if kind == WEIGHT}
 
     @functools.cached_property
     def divided(self) -> Division:
@@ -292,18 +297,8 @@ class ManifestTemplate(BaseModel):
         files' names, and the digest of each writing rank's checksums."""
         files = [file.model_copy(update={"name": prefix + file.name}) for file in self.files]
         parts = [
-            RankShare(sums=prefix + sums_name(rank), digest=digest)
+            RankShare(sums=prefix + SUMS.format(rank), digest=digest)
             for rank, digest in enumerate(digests)
         ]
         written = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return Manifest(**facts, **dict(self) | {"files": files}, written=written, parts=parts)
-
-
-def _framed(body: bytes) -> bytes:
-    digest = hashlib.sha256(body).hexdigest().encode()
-    return b'{"checkpoint": ' + body + b', "sha256": "' + digest + b'"}\n'
-
-
-def sums_name(rank: int) -> str:
-    """Name of the file with a rank's checksums."""
-    return f"rank-{rank:05d}.sums"

@@ -9,29 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pipeline.checkpoint.manifest import MANIFEST
-from pipeline.checkpoint.store import Sink, Store, Transaction, steps_in_order
+from pipeline.checkpoint.store import Sink, Transaction, steps_in_order
 from pipeline.errors import PipeError
-from pipeline.utils.addresses import open_address
+from pipeline.utils.hub import open_address
 
 _ASIDE = re.compile(r"damaged-\d+-" + re.escape(MANIFEST))
 
 
-class ObjectStore(Store):
-    """An address that fsspec opens. Nothing here needs rename, append, or writing at an offset."""
+class ObjectStore:
+    """An address that fsspec opens, with the methods of `LocalStore`. Nothing here needs rename,
+    append, or writing at an offset."""
 
     def __init__(self, address: str) -> None:
         self._address = address.rstrip("/")
         with _as_os_error(self._address):
             # Files that other processes write must be seen.
             fs, root = open_address(address, use_listings_cache=False)
-        self.requests = _Requests(fs)
+        self.fs = fs
         self._root = root.rstrip("/")
         self._committing: set[Transaction] = set()
 
@@ -43,8 +44,8 @@ class ObjectStore(Store):
         return "/".join(part for part in (self._address, name, file) if part)
 
     def begin(self, name: str, identity: str) -> Transaction:
-        self.requests.makedirs(self._path(name, identity), exist_ok=True)
-        return Transaction(self, name, name, f"{identity}/")
+        self._ask("makedirs", self._path(name, identity), exist_ok=True)
+        return Transaction(name, name, f"{identity}/")
 
     def commit(self, transaction: Transaction, manifest: bytes) -> None:
         self._committing.add(transaction)
@@ -56,36 +57,46 @@ class ObjectStore(Store):
                 self.remove(transaction.name, MANIFEST)
         with contextlib.suppress(Exception):
             folder = self._path(transaction.name, transaction.prefix.rstrip("/"))
-            self.requests.rm(folder, recursive=True)
+            self._ask("rm", folder, recursive=True)
 
     def size(self, name: str, file: str) -> int | None:
         try:
-            size: int = self.requests.size(self._path(name, file))
+            size: int = self._ask("size", self._path(name, file))
         except FileNotFoundError:
             return None
         return size
 
     def get(self, name: str, file: str) -> bytes:
-        data: bytes = self.requests.cat_file(self._path(name, file))
+        data: bytes = self._ask("cat_file", self._path(name, file))
         return data
 
     def put(self, name: str, file: str, data: bytes) -> None:
-        self.requests.pipe_file(self._path(name, file), data)
+        self._ask("pipe_file", self._path(name, file), data)
 
-    def create(
-        self, name: str, file: str, size: int, *, shared: bool
-    ) -> AbstractContextManager[Sink]:
+    @contextlib.contextmanager
+    def create(self, name: str, file: str, size: int, *, shared: bool) -> Iterator[Sink]:
+        """A new object, which is there after the body, or not at all if that raises."""
         assert not shared
         path = self._path(name, file)
-        return _Object(self.requests.open(path, "wb"), path)
+        opened = self._ask("open", path, "wb")
+        try:
+            yield functools.partial(_write, opened, path)
+            _finish(opened, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                opened.discard()
+            with contextlib.suppress(Exception):
+                opened.forced = True  # or fsspec uploads the rest when it closes the file
+                opened.close()
+            raise
 
     def remove(self, name: str, file: str) -> None:
-        self.requests.rm_file(self._path(name, file))
+        self._ask("rm_file", self._path(name, file))
 
     def read(self, name: str, file: str, ranges: Iterable[tuple[int, memoryview]]) -> int:
         path, count = self._path(name, file), 0
         for offset, into in ranges:
-            data = self.requests.cat_file(path, start=offset, end=offset + len(into))
+            data = self._ask("cat_file", path, start=offset, end=offset + len(into))
             into[: len(data)] = data
             count += len(data)
         return count
@@ -120,73 +131,41 @@ class ObjectStore(Store):
         manifests = [file for file in entries if file == MANIFEST or _ASIDE.fullmatch(file)]
         attempts = [entry for entry, kind in entries.items() if kind == "directory"]
         if not manifests:
-            self.requests.rm(f"{self._root}/{name}", recursive=True)
+            self._ask("rm", f"{self._root}/{name}", recursive=True)
             return
         named = b"".join(self.get(name, file) for file in manifests)
         for attempt in attempts:
             if f'"{attempt}/'.encode() not in named:
-                self.requests.rm(self._path(name, attempt), recursive=True)
+                self._ask("rm", self._path(name, attempt), recursive=True)
 
     def _entries(self, name: str) -> dict[str, str]:
         """Content of the store, or of one of its folders: name -> `file` or `directory`."""
         try:
-            found = self.requests.ls(f"{self._root}/{name}".rstrip("/"), detail=True)
+            found = self._ask("ls", f"{self._root}/{name}".rstrip("/"), detail=True)
         except FileNotFoundError:
             return {}
         return {
             str(entry["name"]).rstrip("/").rpartition("/")[2]: str(entry["type"]) for entry in found
         }
 
+    def _ask(self, method: str, path: str, *args: Any, **options: Any) -> Any:
+        """Call a method of the file system that takes a path first; its failures are OSErrors."""
+        with _as_os_error(path):
+            return getattr(self.fs, method)(path, *args, **options)
+
     def _path(self, name: str, file: str) -> str:
         return f"{self._root}/{name}/{file}"
 
 
-class _Object:
-    """A new object, which is there after the body, or not at all if that raises."""
-
-    def __init__(self, file: Any, path: str) -> None:
-        self._file = file
-        self._path = path
-
-    def __enter__(self) -> Sink:
-        return self.write
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._abandon)
-            if kind is None:
-                self.finish()
-                stack.pop_all()
-
-    def write(self, offset: int, data: memoryview) -> None:
-        assert offset == self._file.tell(), "objects can only be written sequentially"
-        with _as_os_error(self._path):
-            self._file.write(data)
-
-    def finish(self) -> None:
-        with _as_os_error(self._path):
-            self._file.close()
-
-    def _abandon(self) -> None:
-        with contextlib.suppress(Exception):
-            self._file.discard()
-        with contextlib.suppress(Exception):
-            self._file.forced = True  # or fsspec uploads the rest when it closes the file
-            self._file.close()
+def _write(opened: Any, path: str, offset: int, data: memoryview) -> None:
+    assert offset == opened.tell(), "objects can only be written sequentially"
+    with _as_os_error(path):
+        opened.write(data)
 
 
-class _Requests:
-    """Methods of an fsspec file system that take a path first, whose failures are OSErrors."""
-
-    def __init__(self, fs: Any) -> None:
-        self.fs = fs
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def request(path: str, *args: Any, **options: Any) -> Any:
-            with _as_os_error(path):
-                return getattr(self.fs, name)(path, *args, **options)
-
-        return request
+def _finish(opened: Any, path: str) -> None:
+    with _as_os_error(path):
+        opened.close()
 
 
 @contextlib.contextmanager

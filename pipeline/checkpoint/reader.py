@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from pipeline.checkpoint import file_format
-from pipeline.checkpoint.division import PatternIndex, Tile
-from pipeline.checkpoint.file_format import BLOCK, SUM_BYTES, block_sums
-from pipeline.checkpoint.file_layout import tile_in_file
+from pipeline.checkpoint import file_layout
+from pipeline.checkpoint.division import Piece, Tile
+from pipeline.checkpoint.file_layout import block_sums, tile_in_file
 from pipeline.checkpoint.formats import Formats, Reading, StateSource
-from pipeline.checkpoint.location import open_checkpoint
-from pipeline.checkpoint.manifest import MANIFEST, MAX_ELEMENTS, Damaged, Manifest, sums_name
-from pipeline.checkpoint.store import Store, step_number
+from pipeline.checkpoint.location import Store, open_checkpoint
+from pipeline.checkpoint.manifest import BLOCK, MANIFEST, MAX_ELEMENTS, SUMS, Damaged, Manifest
+from pipeline.checkpoint.store import step_number
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import page_aligned
 
+SUM_BYTES = 8
+"""Bytes of a block's checksum."""
 LONG = 1 << 20
 """Bytes between two runs that are not read along with them."""
 
@@ -54,8 +56,9 @@ class Strip(NamedTuple):
 
 
 class RankTable(NamedTuple):
-    """Number of a rank's checksums; columns of its pieces in the order of their keys
-    (`_table_key`): file, offset, number of the first checksum."""
+    """Number of a rank's checksums; columns of its pieces in the order of their keys, which are the
+    tensor's number x MAX_ELEMENTS + the first element's: file, offset, number of the first
+    checksum."""
 
     sums: int
     keys: Sequence[int]
@@ -64,9 +67,9 @@ class RankTable(NamedTuple):
     first_sums: Sequence[int]
 
 
-def _table_key(tensor: int, first_element: int) -> int:
-    """The numbers of a piece's tensor and of its first element, in one."""
-    return tensor * MAX_ELEMENTS + first_element
+Pattern = tuple[list[Piece], list[int], list[int], int]
+"""Pieces of a tensor in the order of their first elements, and where each begins; the last end up
+to each; elements of the rows by whose columns the tensor is divided, 0 if it is not."""
 
 
 class Places:
@@ -78,7 +81,7 @@ class Places:
         self._where = where
         self._division = manifest.divided
         self._numbers = {entry.key: number for number, entry in enumerate(manifest.tensors)}
-        self._indexes: dict[int, PatternIndex] = {}
+        self._patterns: dict[int, Pattern] = {}
         self._tables: dict[int, RankTable] = {}
         self._shared_offsets: dict[int, int] = {}
         """First byte of the tensors that are whole in a file, one after the other, by number."""
@@ -86,29 +89,42 @@ class Places:
         for number, entry in enumerate(manifest.tensors):
             if entry.file is not None:
                 start = ends.get(entry.file) or manifest.files[entry.file].data_start
-                self._shared_offsets[number], ends[entry.file] = start, start + entry.nbytes
-        self._require_filled(ends)
+                ends[entry.file] = start + entry.numel * entry.itemsize
+                self._shared_offsets[number] = start
+        for number, end in ends.items():
+            if end != manifest.files[number].size:
+                name = manifest.files[number].name
+                raise Damaged(f"{where}: {name}: its tensors do not fill it")
 
-    def index_of(self, key: str) -> PatternIndex:
-        """All pieces of a tensor, to search."""
-        number = self._division.tensors[self._numbers[key]]
-        if number not in self._indexes:
-            self._indexes[number] = PatternIndex(self._division.patterns[number])
-        return self._indexes[number]
-
-    def find(self, key: str, wanted: Tile) -> Iterator[PlacedTile]:
-        """The pieces that have elements of a tile, in the order of their first ones. The stride of
-        the tile is the tensor's columns', or one of them is 0."""
-        number, index = self._numbers[key], self.index_of(key)
-        entry = self._manifest.tensors[number]
-        for piece in index.find(wanted, index.width or wanted.stride or max(entry.numel, 1)):
-            tile, table = piece.tile, self.table(piece.rank)
-            at = bisect_left(table.keys, _table_key(number, tile.start))
+    def find(self, key: str, wanted: Tile) -> tuple[int, list[PlacedTile]]:
+        """Elements of the rows by whose columns a tensor is divided, 0 if it is not; and the pieces
+        that have elements of a tile, in the order of their first ones. There are none for columns
+        of other rows."""
+        number = self._numbers[key]
+        entry, pattern = self._manifest.tensors[number], self._division.tensors[number]
+        if pattern not in self._patterns:
+            pieces = sorted(self._division.patterns[pattern], key=lambda piece: piece.start)
+            ends = itertools.accumulate((Tile(*piece[1:]).end for piece in pieces), max)
+            width = max((piece.stride for piece in pieces), default=0)
+            self._patterns[pattern] = pieces, [piece.start for piece in pieces], [*ends], width
+        pieces, starts, last_ends, width = self._patterns[pattern]
+        found: list[PlacedTile] = []
+        if not wanted.numel or (width and wanted.stride not in (0, width)):
+            return width, found
+        row = width or wanted.stride
+        low, high = bisect_right(last_ends, wanted.start), bisect_left(starts, wanted.end)
+        for rank, *edges in pieces[low:high]:
+            tile = Tile(*edges)
+            if row and not any(tile.common(wanted, row)):
+                continue
+            table = self.table(rank)
+            at = bisect_left(table.keys, number * MAX_ELEMENTS + tile.start)
             offset = table.offsets[at]
             place = Tile(offset, offset + tile.numel * entry.itemsize)
             if number in self._shared_offsets:
                 place = tile_in_file(tile, self._shared_offsets[number], entry.itemsize)
-            yield PlacedTile(tile, table.files[at], place, piece.rank, table.first_sums[at])
+            found.append(PlacedTile(tile, table.files[at], place, rank, table.first_sums[at]))
+        return width, found
 
     def table(self, rank: int) -> RankTable:
         """The places of a rank's pieces."""
@@ -123,21 +139,17 @@ class Places:
                 file, offset = rank, end or self._manifest.files[rank].data_start
                 end = offset + tile.numel * tensors[number].itemsize
             placed.append((number, file, offset, tile.start, tile.start + tile.numel))
-        self._require_filled({rank: end} if end else {})
+        if end and end != self._manifest.files[rank].size:
+            name = self._manifest.files[rank].name
+            raise Damaged(f"{self._where}: {name}: its tensors do not fill it")
         rows, sums = [], 0
         for number, file, offset, start, stop in placed:  # in the order of the checksums
-            rows.append((_table_key(number, start), file, offset, sums))
+            rows.append((number * MAX_ELEMENTS + start, file, offset, sums))
             sums += -(-(stop - start) * tensors[number].itemsize // BLOCK)
         rows.sort()
         columns = (array("Q", [row[field] for row in rows]) for field in range(4))
         self._tables[rank] = RankTable(sums, *columns)
         return self._tables[rank]
-
-    def _require_filled(self, ends: Mapping[int, int]) -> None:
-        for number, end in ends.items():
-            file = self._manifest.files[number]
-            if end != file.size:
-                raise Damaged(f"{self._where}: {file.name}: its tensors do not fill it")
 
 
 class CheckpointReader(StateSource):
@@ -152,7 +164,7 @@ class CheckpointReader(StateSource):
         where = store.locate(name, MANIFEST)
         with _explained(where):
             # every checkpoint in a folder has the first rank's sums: it may have lost its manifest
-            if store.size(name, MANIFEST) is None and store.size(name, sums_name(0)) is None:
+            if store.size(name, MANIFEST) is None and store.size(name, SUMS.format(0)) is None:
                 raise CheckpointError(f"{self.where}: no checkpoint: it holds no {MANIFEST}")
             data = store.get(name, MANIFEST)
         self.manifest = manifest = Manifest.load(data, where)
@@ -166,8 +178,8 @@ class CheckpointReader(StateSource):
         self._good: set[int] = set()
         """Numbers of the files whose header was verified."""
         self._sums: dict[int, memoryview] = {}  # a 2048th of the ranks' parts that are read
-        longest = max((entry.nbytes for entry in manifest.tensors), default=0)
-        self._buffer = page_aligned(min(file_format.CHUNK, longest))
+        longest = max((entry.numel * entry.itemsize for entry in manifest.tensors), default=0)
+        self._buffer = page_aligned(min(file_layout.CHUNK, longest))
 
     def digest(self) -> str:
         return self.manifest.digest()
@@ -181,17 +193,13 @@ class CheckpointReader(StateSource):
             raise CheckpointError(
                 f"{self.where}: {key} has {numel} elements, {start} to {stop} were asked for"
             )
-        width = self.places.index_of(key).width
+        wanted = Tile(start, stop)
+        width, _ = self.places.find(key, wanted)
         if not width:
-            for place in self.places.find(key, Tile(start, stop)) if start < stop else ():
-                first, last, *_ = place.tile
-                for at, data in self._read_piece(
-                    key, place, max(start - first, 0), min(stop, last) - first
-                ):
-                    yield first + at, data
+            yield from ((start + strip.target, strip.data) for strip in self.read_tile(key, wanted))
             return
         # Columns: put together from the pieces, whole rows where a chunk holds some.
-        step = max(file_format.CHUNK // size, 1)
+        step = max(file_layout.CHUNK // size, 1)
         memory = bytearray(min(step, stop - start) * size)
         while start < stop:
             high = min(start + step, stop)
@@ -208,20 +216,50 @@ class CheckpointReader(StateSource):
             start = high
 
     def read_tile(self, key: str, wanted: Tile) -> Iterator[Strip]:
-        """The elements of a tile, in any order; of columns none of those next to them."""
-        width = self.places.index_of(key).width or wanted.stride or max(self.entry(key).numel, 1)
-        if wanted.stride in (0, width):
-            for place in self.places.find(key, wanted):
-                for common in place.tile.common(wanted, width):
-                    yield from self._strips(key, place, common, wanted)
+        """The elements of a tile of a known tensor, in any order (of ranges in theirs); of columns
+        none of those next to them."""
+        size = self.tensors[key].itemsize
+        width, places = self.places.find(key, wanted)
+        if not (width or wanted.stride):
+            for place in places:
+                first = place.tile.start
+                low, high = max(wanted.start, first), min(wanted.stop, place.tile.stop)
+                for at, data in self._read_piece(key, place, low - first, high - first):
+                    run = len(data) // size
+                    yield Strip(1, run, 0, run, first + at - wanted.start, run, data)
             return
-        size = self.entry(key).itemsize
-        for first, data in self.read(key, wanted.start, wanted.end):  # the whole rows around it
-            here = Tile(first, first + len(data) // size)
-            for one in here.common(wanted, wanted.stride):
-                source, target = one.start - first, wanted.position(one.start)
+        if width and wanted.stride not in (0, width):  # from the whole rows around it
+            for first, data in self.read(key, wanted.start, wanted.end):
+                here = Tile(first, first + len(data) // size)
+                for part in here.common(wanted, wanted.stride):
+                    there = wanted.position(part.start)
+                    assert there is not None
+                    pitch, step, here_at = wanted.stride, wanted.run, part.start - first
+                    yield Strip(part.count, part.run, here_at, pitch, there, step, data)
+            return
+        width = width or wanted.stride
+        found = ((place, part) for place in places for part in place.tile.common(wanted, width))
+        for place, common in found:
+            # Long runs are read one by one, short ones together with what is between them.
+            pitch, step = (tile.run if tile.stride else width for tile in (place.tile, wanted))
+            apart = common.count > 1 and (pitch - common.run) * size >= LONG
+            rows = 1 if apart else common.count
+            # Numbered from `source` on, the elements are columns of rows of `pitch`.
+            columns = Tile(0, common.run, pitch, rows)
+            if rows == 1 or pitch == step == common.run:
+                pitch = step = rows * common.run
+                columns = Tile(0, pitch, pitch)
+            for start in range(common.start, common.end, width) if apart else (common.start,):
+                source, target = place.tile.position(start), wanted.position(start)
+                assert source is not None
                 assert target is not None
-                yield Strip(one.count, one.run, source, wanted.stride, target, wanted.run, data)
+                for at, data in self._read_piece(key, place, source, source + columns.end):
+                    here = Tile(at - source, at - source + len(data) // size)
+                    for part in here.common(columns, pitch):
+                        row, column = divmod(part.start, pitch)
+                        there = target + row * step + column
+                        first = part.start - here.start
+                        yield Strip(part.count, part.run, first, pitch, there, step, data)
 
     def read_bytes(self, key: str) -> bytes:
         """A whole small tensor."""
@@ -229,69 +267,61 @@ class CheckpointReader(StateSource):
 
     def require_files(self) -> None:
         """Raise Damaged unless every file is there and has its size."""
-        for file in self.manifest.files:
-            self._require_size(file.name, file.size)
+        sizes = [(file.name, file.size) for file in self.manifest.files]
         for rank, part in enumerate(self.manifest.parts):
-            self._require_size(part.sums, self.places.table(rank).sums * SUM_BYTES)
+            sizes.append((part.sums, self.places.table(rank).sums * SUM_BYTES))
+        for file, size in sizes:
+            where = self._store.locate(self.name, file)
+            with _explained(where):
+                found = self._store.size(self.name, file)
+            if found is None:
+                raise Damaged(f"{where}: missing")
+            if found != size:
+                raise Damaged(f"{where}: has {found} bytes instead of {size}")
 
     def require_headers(self) -> None:
         """Raise Damaged unless every file is there and has its header."""
         self.require_files()
         for number in range(len(self.manifest.files)):
-            self._require_header(number)
+            self._read_file(number, Tile(0, 1), 0, memoryview(b""), "")
 
     def verify(self, advance: Callable[[int], object] = lambda count: None) -> None:
         """Read everything; `advance` is called with numbers of bytes that were good."""
         self.require_headers()
         for key, entry in self.tensors.items():
-            for place in self.places.find(key, Tile(0, entry.numel)):
+            for place in self.places.find(key, Tile(0, entry.numel))[1]:
                 for _, data in self._read_piece(key, place, 0, place.tile.numel):
                     advance(len(data))
-
-    def _strips(self, key: str, place: PlacedTile, common: Tile, wanted: Tile) -> Iterator[Strip]:
-        """The elements that a piece and a wanted tile have in `common`. Long runs are read one by
-        one, short ones together with what is between them."""
-        size, rows, run = self.entry(key).itemsize, common.count, common.run
-        source, target = place.tile.position(common.start), wanted.position(common.start)
-        assert source is not None
-        assert target is not None
-        pitch = place.tile.run if place.tile.stride else common.stride
-        step = wanted.run if wanted.stride else common.stride
-        if rows > 1 and (pitch - run) * size >= LONG:
-            for start in range(common.start, common.end, common.stride):
-                one = Tile(start, start + run, common.stride)
-                yield from self._strips(key, place, one, wanted)
-            return
-        if pitch == step == run or rows == 1:
-            rows, run, pitch, step = 1, rows * run, rows * run, rows * run
-        # Numbered from `source` on, the elements are columns of rows of `pitch`.
-        columns = Tile(0, run, pitch, rows)
-        for at, data in self._read_piece(key, place, source, source + columns.end):
-            here = Tile(at - source, at - source + len(data) // size)
-            for part in here.common(columns, pitch):
-                row, column = divmod(part.start, pitch)
-                there = target + row * step + column
-                yield Strip(part.count, part.run, part.start - here.start, pitch, there, step, data)
 
     def _read_piece(
         self, key: str, piece: PlacedTile, low: int, high: int
     ) -> Iterator[tuple[int, memoryview]]:
         """Elements [low, high) of a piece, verified: (number of the first, bytes). They are read
         with the blocks around them; a block that is wanted in part is read on its own."""
-        size = self.entry(key).itemsize
+        size = self.tensors[key].itemsize
         begin, end, every = (element * size for element in (low, high, piece.tile.numel))
         whole = end if end == every else end - end % BLOCK
         start = begin - begin % BLOCK
         while start < end:
             is_partial = start < begin or start >= whole
-            length = BLOCK if is_partial else min(file_format.CHUNK, whole - start)
+            length = BLOCK if is_partial else min(file_layout.CHUNK, whole - start)
             data = self._buffer[: min(length, every - start)]
             try:
-                self._require_header(piece.file, key)
                 where = self._read_file(piece.file, piece.place, start, data, key)
                 self.bytes_read += len(data)
+                if piece.rank not in self._sums:
+                    part = self.manifest.parts[piece.rank]
+                    sums_where = self._store.locate(self.name, part.sums)
+                    with _explained(sums_where):
+                        sums = self._store.get(self.name, part.sums)
+                    if xxh3_64_intdigest(sums) != part.digest:
+                        raise Damaged(f"{sums_where}: damaged")
+                    if len(sums) != self.places.table(piece.rank).sums * SUM_BYTES:
+                        raise Damaged(f"{sums_where}: of another file")
+                    # a view, as there can be millions
+                    self._sums[piece.rank] = memoryview(sums).cast("Q")
                 first = piece.first_sum + start // BLOCK
-                expected = self._sums_of(piece.rank)[first:][: -(-len(data) // BLOCK)]
+                expected = self._sums[piece.rank][first:][: -(-len(data) // BLOCK)]
                 for at, (found, wanted) in enumerate(zip(block_sums(data), expected, strict=True)):
                     if found != wanted:
                         (offset, *_), *_ = piece.place.segments(start + at * BLOCK, 1)
@@ -304,55 +334,29 @@ class CheckpointReader(StateSource):
             start += len(data)
 
     def _read_file(self, number: int, place: Tile, begin: int, into: memoryview, key: str) -> str:
-        """Fill `into` from byte `begin` of a place on; returns the file's address and `key`."""
-        file = self.manifest.files[number].name
-        where = self._locate(file, key)
+        """Fill `into` from byte `begin` of a place on, after the header of the file was verified;
+        returns the file's address and `key`."""
+        file = self.manifest.files[number]
+        where = self._store.locate(self.name, file.name) + (f" ({key})" if key else "")
+        if number not in self._good:
+            with _explained(where):
+                found = self._store.size(self.name, file.name)
+                if found != file.size:
+                    what = f"has {found} bytes instead of {file.size}"
+                    raise Damaged(f"{where}: {'missing' if found is None else what}")
+                head = memoryview(bytearray(file.data_start))
+                self._store.read(self.name, file.name, [(0, head)])
+            if xxh3_64_intdigest(head) != file.header:
+                raise Damaged(f"{where}: its header is damaged")
+            self._good.add(number)
         segments = place.segments(begin, len(into))
         with _explained(where):
             count = self._store.read(
-                self.name, file, ((offset, into[low:high]) for offset, low, high in segments)
+                self.name, file.name, ((offset, into[low:high]) for offset, low, high in segments)
             )
         if count < len(into):
             raise Damaged(f"{where}: truncated")
         return where
-
-    def _require_header(self, number: int, key: str = "") -> None:
-        """Raise Damaged, once for each file, unless it has its size and its header."""
-        if number in self._good:
-            return
-        file = self.manifest.files[number]
-        self._require_size(file.name, file.size, key)
-        head = memoryview(bytearray(file.data_start))
-        where = self._read_file(number, Tile(0, file.data_start), 0, head, key)
-        if xxh3_64_intdigest(head) != file.header:
-            raise Damaged(f"{where}: its header is damaged")
-        self._good.add(number)
-
-    def _sums_of(self, rank: int) -> memoryview:
-        """Checksums of a rank."""
-        if rank not in self._sums:
-            part = self.manifest.parts[rank]
-            where = self._locate(part.sums)
-            with _explained(where):
-                data = self._store.get(self.name, part.sums)
-            if xxh3_64_intdigest(data) != part.digest:
-                raise Damaged(f"{where}: damaged")
-            if len(data) != self.places.table(rank).sums * SUM_BYTES:
-                raise Damaged(f"{where}: of another file")
-            self._sums[rank] = memoryview(data).cast("Q")  # a view, as there can be millions
-        return self._sums[rank]
-
-    def _require_size(self, file: str, size: int, key: str = "") -> None:
-        where = self._locate(file, key)
-        with _explained(where):
-            found = self._store.size(self.name, file)
-        if found is None:
-            raise Damaged(f"{where}: missing")
-        if found != size:
-            raise Damaged(f"{where}: has {found} bytes instead of {size}")
-
-    def _locate(self, file: str, key: str = "") -> str:
-        return self._store.locate(self.name, file) + (f" ({key})" if key else "")
 
 
 def open_state(address: str, reading: Reading) -> StateSource:

@@ -13,23 +13,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint import rng_state
-from pipeline.checkpoint.manifest import MANIFEST, Damaged, Manifest
+from pipeline.checkpoint.division import Tile
+from pipeline.checkpoint.location import Store
+from pipeline.checkpoint.manifest import MANIFEST, Damaged
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.retention import best_of
-from pipeline.checkpoint.store import Store
 from pipeline.checkpoint.write_plan import (
     DTYPES,
+    GENERATORS,
     RANDOM,
+    apply_random,
     random_key,
-    tile_of,
+    start_random_streams,
     without_frozen_base,
 )
-from pipeline.contracts.engine import Engine, EngineState, Fragment
-from pipeline.contracts.precision import dtype_name
+from pipeline.contracts.engine import WEIGHT, Engine, EngineState, Fragment
+from pipeline.contracts.optimizer import dtype_name
 from pipeline.contracts.stage import Context
-from pipeline.contracts.training import Progress, TrainedRun
-from pipeline.distributed.process_group import DistContext
+from pipeline.contracts.training import Progress
 from pipeline.errors import CheckpointError, ResumeRefused, system_errors_as
 from pipeline.utils.activities import activity
 
@@ -48,16 +48,6 @@ class Restoration:
     bytes_read: int = field(default=0, init=False)
     """Bytes of tensors that this rank read."""
 
-    def named(self, name: str, validate: Callable[[Progress], None]) -> Progress:
-        """Load this checkpoint. Raises CheckpointError if that fails, and puts nothing in
-        quarantine; the engine's state is undefined afterwards."""
-        self._require_same(name)
-        progress = self._load(name, validate)
-        self.ctx.dist.barrier()
-        self.engine.sync_compute_weights()
-        self.ctx.log.info("started from %s", self.store.locate(name))
-        return progress
-
     def newest(self, validate: Callable[[Progress], None]) -> Progress | None:
         """Load the newest checkpoint that verifies; None if none exists. `validate` may refuse a
         progress before anything is loaded. A damaged checkpoint goes into quarantine, and all ranks
@@ -69,16 +59,29 @@ class Restoration:
         waits. That is safe: an earlier checkpoint overwrites all of it, or the run ends."""
         dist, damage = self.ctx.dist, ""
         while True:
-            own = json.dumps(self._newest_complete()) if dist.is_main else None
+            name = found = ""
+            if dist.is_main:
+                with system_errors_as(CheckpointError):
+                    for name in reversed(self.store.names()):
+                        try:
+                            CheckpointReader(self.store, name).require_files()
+                            break
+                        except Damaged as error:
+                            found = str(error)
+                            self._quarantine(name, found)
+                    else:
+                        # What an earlier resume has found is no reason to start from scratch.
+                        earlier = [f"{place}: damaged" for place in self.store.quarantined()]
+                        name, found = "", found or "".join(earlier[-1:])
+            own = json.dumps((name, found)) if dist.is_main else None
             name, found = json.loads(dist.broadcast_str(own))
             damage = found or damage
             if not name:
                 break
-            self._require_same(name)
             progress, problem = None, None
             try:
                 with activity(f"reading {name}"):
-                    progress = self._load(name, validate)
+                    progress = self.load(name, validate)
             except Damaged as error:
                 problem = str(error), error.key
             problems = dist.gather(problem)
@@ -95,15 +98,6 @@ class Restoration:
                 hint="they were renamed, not deleted; to train from the start, start a new run",
             )
         return None
-
-    def _require_same(self, name: str) -> None:
-        """Raise StageError on every rank unless all see the same manifest, which holds the sums of
-        all that is read (collective): nodes with separate disks may hold different ones."""
-        manifest = b""
-        with system_errors_as(CheckpointError), contextlib.suppress(FileNotFoundError):
-            manifest = self.store.get(name, MANIFEST)
-        facts = {"manifest": hashlib.sha256(manifest).hexdigest()}
-        self.ctx.dist.require_same(f"checkpoint {self.store.locate(name)}", facts)
 
     def _require_confirmed(self, name: str, problems: Sequence[Sequence[str] | None]) -> str:
         """The first of the ranks' problems (its text, and the tensor's key if it is known). Raises
@@ -128,53 +122,48 @@ class Restoration:
             )
         return text
 
-    def _newest_complete(self) -> tuple[str, str]:
-        """The newest checkpoint that is whole (or empty), and the damage of one put aside."""
-        damage = ""
-        with system_errors_as(CheckpointError):
-            for name in reversed(self.store.names()):
-                try:
-                    CheckpointReader(self.store, name).require_files()
-                except Damaged as error:
-                    damage = str(error)
-                    self._quarantine(name, damage)
-                else:
-                    return name, damage
-            # Damage that an earlier resume has found is no reason to start from scratch either.
-            earlier = [f"{place}: damaged" for place in self.store.quarantined()]
-        return "", damage or "".join(earlier[-1:])
-
     def _quarantine(self, name: str, why: str) -> None:
         self.ctx.log.warning("%s; not used, kept as %s", why, self.store.quarantine(name))
 
-    def _load(self, name: str, validate: Callable[[Progress], None]) -> Progress:
+    def load(self, name: str, validate: Callable[[Progress], None]) -> Progress:
+        """Fill the engine, whose state is undefined where that fails, and return the progress
+        (collective). Raises Damaged, CheckpointError, and StageError on every rank unless all see
+        the same manifest, which holds the sums of all that is read: nodes with separate disks may
+        hold different ones."""
+        ctx, dist, manifest = self.ctx, self.ctx.dist, b""
+        with system_errors_as(CheckpointError), contextlib.suppress(FileNotFoundError):
+            manifest = self.store.get(name, MANIFEST)
+        facts = {"manifest": hashlib.sha256(manifest).hexdigest()}
+        dist.require_same(f"checkpoint {self.store.locate(name)}", facts)
         reader = CheckpointReader(self.store, name)
-        progress = saved_progress(reader)
+        progress = Progress.from_record(reader.progress, reader.where)
         validate(progress)
         live = without_frozen_base(self.engine, self.frozen_base)
-        saved = dataclasses.replace(reader.state, shapes=reader.manifest.shapes())
+        kinds = [(*key.partition("/"), entry.shape) for key, entry in reader.tensors.items()]
+        shapes = {name: shape for kind, _, name, shape in kinds if kind == WEIGHT}
+        saved = dataclasses.replace(reader.state, shapes=shapes)
         require_same_model(saved, live, reader.where, self.frozen_base)
         for fragment in self.engine.restore(saved):
-            self.ctx.dist.heartbeat.beat()
+            dist.heartbeat.beat()
             for kind, tensor in fragment.state.items():
                 if fragment.name not in self.frozen_base:
                     self._fill(reader, fragment, kind, tensor)
         # The streams of random numbers continue; new ones start where another number of them is
         # needed, or some are missing.
         stream, streams = self.engine.random_stream, self.engine.random_streams
-        rng_state.reseed(self.ctx.seed, progress.step, stream, streams)
-        kinds = (key.split("/") for key in reader.tensors)
-        if {int(number) for kind, number, *_ in kinds if kind == RANDOM} == {*range(streams)}:
-            keys = {name: random_key(stream, name) for name in rng_state.NAMES}
+        start = f"{ctx.seed}/{progress.step}/{stream}/{streams}".encode()
+        start_random_streams(int.from_bytes(hashlib.sha256(start).digest()[:8], "little"))
+        held = {int(name.partition("/")[0]) for kind, _, name, _ in kinds if kind == RANDOM}
+        if held == {*range(streams)}:
+            keys = {name: random_key(stream, name) for name in GENERATORS}
             states = {n: reader.read_bytes(key) for n, key in keys.items() if key in reader.tensors}
-            rng_state.apply(states, self.ctx.dist.device)
+            apply_random(states, dist.device)
         self.bytes_read += reader.bytes_read
         return progress
 
     def _fill(self, reader: CheckpointReader, fragment: Fragment, kind: str, live: Tensor) -> None:
         key = f"{kind}/{fragment.name}"
-        entry = reader.entry(key)
-        stored = DTYPES[entry.dtype]
+        stored = DTYPES[reader.tensors[key].dtype]
         trained = fragment.name in reader.state.updates
         narrows = trained and torch.promote_types(stored, live.dtype) != live.dtype
         if narrows and "precision" not in self.ctx.accept:
@@ -183,7 +172,8 @@ class Restoration:
                 f"{dtype_name(live.dtype)}: loading it loses precision",
                 hint="keep master weights as they were, or pipe resume --accept precision",
             )
-        for strip in reader.read_tile(key, tile_of(fragment)):
+        tile = Tile(fragment.start, fragment.stop, fragment.stride, fragment.count)
+        for strip in reader.read_tile(key, tile):
             shape, first = (strip.rows, strip.run), live.storage_offset() + strip.target
             value = torch.frombuffer(strip.data, dtype=stored)
             value = value.as_strided(shape, (strip.source_pitch, 1), strip.source)
@@ -191,35 +181,6 @@ class Restoration:
             # An untrained tensor that was stored rounded is here already, unrounded.
             if trained or not torch.equal(target.to("cpu", stored), value):
                 target.copy_(value)
-
-
-def saved_progress(reader: CheckpointReader) -> Progress:
-    """Progress of the training that saved it. Raises CheckpointError for unknown fields."""
-    try:
-        return Progress.from_record(reader.progress)
-    except TypeError as error:
-        raise CheckpointError(f"{reader.where}: written by another version: {error}") from error
-
-
-def update_progress(store: Store, name: str, progress: Progress) -> None:
-    """Replace the progress of a checkpoint if it differs."""
-    manifest = Manifest.load(store.get(name, MANIFEST), store.locate(name))
-    if progress.differs_from(manifest.progress):
-        amended = manifest.model_copy(update={"progress": vars(progress)})
-        store.put(name, MANIFEST, amended.dump())
-
-
-def best_run(store: Store, dist: DistContext) -> TrainedRun:
-    """The checkpoint with the lowest held-out loss, as rank 0 finds it. Raises CheckpointError."""
-    found = None
-    if dist.is_main:
-        with system_errors_as(CheckpointError):
-            found = next(iter(best_of(store, store.names(), 1)), "")
-    name = dist.broadcast_str(found)
-    if not name:
-        raise CheckpointError(f"no checkpoint in {store.locate('')} has a held-out loss")
-    progress = saved_progress(CheckpointReader(store, name))
-    return TrainedRun(checkpoint=store.locate(name), progress=progress)
 
 
 def require_same_model(

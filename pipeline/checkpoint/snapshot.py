@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.division import Tile
-from pipeline.checkpoint.file_layout import HALVES, Staging
-from pipeline.checkpoint.write_plan import DTYPES, WritePlan, random_key, tile_of
-from pipeline.checkpoint.writer import SaveRequest, SaveResult, Write, WriterProcess
-from pipeline.contracts.resources import ResourceNeed
+from pipeline.checkpoint.file_layout import HALVES, Staging, Write
+from pipeline.checkpoint.write_plan import DTYPES, WritePlan, capture_random, random_key
+from pipeline.checkpoint.writer import SaveRequest, SaveResult, WriterProcess
+from pipeline.contracts.stage import ResourceNeed
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import memory_file
 
@@ -43,35 +42,6 @@ def memory_need(dist: DistContext) -> ResourceNeed:
     return ResourceNeed(what="copies of the training state", memory=memory, kept=True)
 
 
-def address(memory: memoryview) -> int:
-    """The address of the first byte; 0 if there is none."""
-    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr() if memory else 0
-
-
-class PageLock:
-    """Locks pages of a buffer in memory for a GPU: copies then run at the link's speed, while the
-    host continues. Taking new locked memory takes six times as long as locking pages that are
-    there. Without effect where the system allows no more of them."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._address, self.locked = address(memory), False
-        if self._address:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            self.locked = int(runtime.cudaHostRegister(self._address, memory.nbytes, 0)) == 0
-            if not self.locked:
-                # CUDA's last error is no failure, and the next kernel would be taken for its cause
-                with contextlib.suppress(RuntimeError):
-                    torch.zeros(1, device="cuda")
-
-    def close(self) -> None:
-        """Unlock the pages, once nothing is copied any more."""
-        if self.locked:
-            with contextlib.suppress(RuntimeError):  # of a device that is lost
-                torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]
-            self.locked = False
-
-
 class SnapshotBuffer:
     """`size` bytes that a child process can map too (`descriptor`)."""
 
@@ -79,39 +49,54 @@ class SnapshotBuffer:
         self.descriptor = memory_file("snapshot", max(size, 1))
         self._map = mmap.mmap(self.descriptor, max(size, 1))
         self.memory = memoryview(self._map)[:size]
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.unallocated = size
         """Bytes that are not allocated yet."""
-        self._lock: PageLock | None = None
+        self.locked = False
+        """Whether the pages are locked in memory for a GPU."""
         self.closing = False
         """Has `allocate`, which another thread may be in, return soon."""
         _BUFFERS.add(self)
 
-    def allocate(self, device: torch.device) -> None:
-        """Allocate the memory, so that no page fault stops the training loop, and lock the pages
-        for copies from a GPU. Seconds for tens of GB, in which other threads continue. Raises
-        CheckpointError for memory that the system does not give."""
+    def allocate(self, device: torch.device, heads: Iterable[tuple[int, bytes]] = ()) -> None:
+        """Allocate the memory, so that no page fault stops the training loop, write `heads` into
+        it, and lock the pages for copies from a GPU. Seconds for tens of GB, in which other threads
+        continue. Raises CheckpointError for memory that the system does not give."""
         for start in range(0, len(self.memory), ALLOCATED_AT_ONCE):
             if self.closing:
                 return
-            with self.memory[start : start + ALLOCATED_AT_ONCE] as part:
-                try:
-                    os.posix_fallocate(self.descriptor, start, len(part))
-                except OSError as error:
-                    raise CheckpointError(
-                        f"memory for copies of the training state cannot be taken: {error.strerror}"
-                    ) from None
-                # Pages that are there are still to be mapped, which takes a fault for each.
-                ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(part)), 0, len(part))
-            self.unallocated -= min(ALLOCATED_AT_ONCE, self.unallocated)
-        if device.type == "cuda":
-            with torch.cuda.device(device):  # each thread has a current one
-                self._lock = PageLock(self.memory)
+            size = min(ALLOCATED_AT_ONCE, len(self.memory) - start)
+            try:
+                os.posix_fallocate(self.descriptor, start, size)
+            except OSError as error:
+                raise CheckpointError(
+                    f"memory for copies of the training state cannot be taken: {error.strerror}"
+                ) from None
+            # Pages that are there are still to be mapped, which takes a fault for each.
+            ctypes.memset(self.address + start, 0, size)
+            self.unallocated -= size
+        for offset, head in heads:
+            self.memory[offset : offset + len(head)] = head
+        if device.type != "cuda" or not self.memory:
+            return
+        # Copies to locked pages run at the link's speed, while the host continues. Taking new
+        # locked memory takes six times as long. The system may allow no more of them.
+        with torch.cuda.device(device):  # each thread has a current one
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            size = len(self.memory)
+            self.locked = int(runtime.cudaHostRegister(self.address, size, 0)) == 0
+            if not self.locked:
+                # CUDA's last error is no failure, and the next kernel would be taken for its cause
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device="cuda")
 
     def close(self) -> None:
         """Release the memory, once no view of it is left."""
         self.unallocated = 0
-        if self._lock is not None:
-            self._lock.close()
+        if self.locked:
+            with contextlib.suppress(RuntimeError):  # of a device that is lost
+                torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
         self.memory.release()
         self._map.close()
         os.close(self.descriptor)
@@ -139,18 +124,11 @@ class Snapshot:
                 elif write.key:
                     self._upfront[write.key].append(write)
         self.buffer = SnapshotBuffer(staging.size)
-        self._address = address(self.buffer.memory)
         self._pool = ThreadPoolExecutor(1, "pipe-snapshot")
-        self.filled = self._pool.submit(self._fill)
-        """When the memory is allocated."""
+        self.filled = self._pool.submit(self.buffer.allocate, dist.device, staging.heads)
+        """When the memory is allocated, and has what is the same in every save."""
         self.copied: Future[SaveResult | None] = Future()
         """When the state may change; the latest save's result, if it has failed by then."""
-
-    def _fill(self) -> None:
-        """Allocate the memory and write what is the same in every save, during the first steps."""
-        self.buffer.allocate(self._dist.device)
-        for offset, head in self.staging.heads:
-            self.buffer.memory[offset : offset + len(head)] = head
 
     def close(self) -> None:
         """Release the memory."""
@@ -166,13 +144,12 @@ class Snapshot:
         now, in this thread. Raises what has kept the memory from being allocated."""
         self.filled.result()
         with torch.no_grad():
-            sources = itertools.chain(self._upfront_sources(), self._streamed_sources())
             if stable is None:
                 self.copied = Future()
-                self.copied.set_result(self._copy_all(writer, request, sources))
+                self.copied.set_result(self._copy_all(writer, request, self._sources()))
                 return
             kept = []
-            for number, write, tile, tensor in sources:
+            for number, write, tile, tensor in self._sources():
                 is_stable = write.key.partition("/")[2] in stable
                 # Buffers change in the next forward: small, so cloned.
                 kept.append((number, write, tile, tensor if is_stable else tensor.clone()))
@@ -215,48 +192,47 @@ class Snapshot:
         """Tell the writer that a round is in the buffer, once its copies have arrived."""
         if self._dist.device.type == "cuda":
             torch.cuda.current_stream(self._dist.device).synchronize()
-        writer.go_on() if number else writer.begin(request)
+        writer.announce(None if number else request)
 
-    def _upfront_sources(self) -> Iterator[Source]:
-        """Copies of whole pieces: random states, and others in the engine's order."""
+    def _sources(self) -> Iterator[Source]:
+        """The copies of whole pieces: random states, and others in the engine's order; then of
+        streamed pieces, in the order of their rounds. An engine yields its fragments in another
+        order, so they are walked several times; once, if all are of one dtype and optimizer
+        group."""
         left = set(itertools.chain(*self._upfront.values()))
         random = (
             (
                 random_key(self._engine.random_stream, name), Tile(0, len(state)),
                 torch.frombuffer(bytearray(state), dtype=torch.uint8),
             )
-            for name, state in rng_state.capture(self._dist.device).items()
+            for name, state in capture_random(self._dist.device).items()
         )  # fmt: skip
         for key, tile, tensor in itertools.chain(random, self._tensors()):
+            if not left:
+                break
             for write in self._upfront.get(key, ()):
                 if tile.position(write.first_element) is not None:
                     yield 0, write, tile, tensor
                     left.discard(write)
-            if not left:
-                return
         assert not left, f"{min(write.key for write in left)} no longer exists"
-
-    def _streamed_sources(self) -> Iterator[Source]:
-        """Copies of streamed pieces, in order. An engine yields its fragments in another order, so
-        they are walked several times; once, if all are of one dtype and optimizer group."""
-        left = self._streamed[::-1]
-        while left:
-            before = len(left)
+        streamed = self._streamed[::-1]
+        while streamed:
+            before = len(streamed)
             for key, tile, tensor in self._tensors():
-                while left and left[-1][1].key == key:
-                    number, write = left[-1]
+                while streamed and streamed[-1][1].key == key:
+                    number, write = streamed[-1]
                     if tile.position(write.first_element) is None:
                         break
-                    left.pop()
+                    streamed.pop()
                     yield number, write, tile, tensor
-                if not left:
+                if not streamed:
                     return
-            assert len(left) < before, f"{left[-1][1].key} no longer exists"
+            assert len(streamed) < before, f"{streamed[-1][1].key} no longer exists"
 
     def _tensors(self) -> Iterator[tuple[str, Tile, Tensor]]:
         """Keys of tensors, this rank's tiles of them, and the elements."""
         for fragment in self._engine.fragments():
-            tile = tile_of(fragment)
+            tile = Tile(fragment.start, fragment.stop, fragment.stride, fragment.count)
             for kind, tensor in fragment.state.items():
                 yield f"{kind}/{fragment.name}", tile, tensor
 
@@ -269,7 +245,7 @@ class Snapshot:
         assert first + numel <= tensor.numel(), f"{write.key} changed its size"
         if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == dtype:
             source = tensor.data_ptr() + first * dtype.itemsize
-            ctypes.memmove(self._address + write.buffer_offset, source, write.size)
+            ctypes.memmove(self.buffer.address + write.buffer_offset, source, write.size)
         else:
             memory = self.buffer.memory[write.buffer_offset : write.buffer_offset + write.size]
             target = torch.frombuffer(memory, dtype=dtype)

@@ -1,25 +1,31 @@
-"""The division of a state's writing among ranks, settled once a run, before the first save.
+"""The tensors of a training state as checkpoints name them, and the division of their writing among
+ranks, settled once a run, before the first save.
 
 Every rank reports its shards to rank 0 in two messages, `common` and `own`. `common` is the same
 byte for byte on replicas and on ranks with shards that are alike, so rank 0 groups the ranks by it.
 It divides the work, replicas sharing it; then each rank lays out its own files. Only rank 0's work
 grows with the ranks.
+
+Part of the state are random generators, as bytes of fixed sizes. Ranks that compute copies of one
+thing share a stream. With another number of streams the saved ones have no owners; then new ones
+start from a digest of the recipe's seed, the step, the stream's number and the number of streams.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import random
+import struct
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.division import CoverageError, Division, Piece, Tile
 from pipeline.checkpoint.file_layout import FileLayout, RankFiles
 from pipeline.checkpoint.manifest import DataFile, ManifestTemplate, TensorEntry
@@ -27,7 +33,7 @@ from pipeline.errors import StageError
 from pipeline.utils.packages import versions
 
 if TYPE_CHECKING:
-    from pipeline.contracts.engine import Engine, EngineState, Fragment
+    from pipeline.contracts.engine import Engine, EngineState
     from pipeline.distributed.process_group import DistContext
 
 CODES = {
@@ -39,6 +45,9 @@ CODES = {
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 RANDOM = "random"
 """Kind of state of the generators of random numbers."""
+GENERATORS = ("torch", "python", "numpy", "cuda")
+_PYTHON = "<625I?d"
+_NUMPY = "<624Ii?d"
 WORTH_A_CUT = 1 << 18
 """Elements; ranks do not share the writing of fewer each."""
 
@@ -49,11 +58,6 @@ Holders = Mapping[Tile, Sequence[int]]
 def as_bytes(flat: torch.Tensor) -> memoryview:
     """The memory of a contiguous flat tensor on the CPU."""
     return memoryview(flat.detach().view(torch.uint8).numpy().data)
-
-
-def tile_of(fragment: Fragment) -> Tile:
-    """The tile of the tensor that a fragment is."""
-    return Tile(fragment.start, fragment.stop, fragment.stride, fragment.count)
 
 
 def random_key(stream: int, name: str) -> str:
@@ -70,6 +74,42 @@ def without_frozen_base(engine: Engine, frozen_base: Set[str]) -> EngineState:
         aliases={name: kept for name, kept in state.aliases.items() if kept not in frozen_base},
         frozen=[name for name in state.frozen if name not in frozen_base],
     )
+
+
+def capture_random(device: torch.device) -> dict[str, bytes]:
+    """States of the generators of torch (of the CPU, and of `device`), Python and numpy."""
+    _, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state()
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "python": struct.pack(_PYTHON, *words, gauss is not None, gauss or 0.0),
+        "numpy": struct.pack(_NUMPY, *keys, position, bool(has_gauss), cached),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
+    return states
+
+
+def apply_random(states: Mapping[str, bytes], device: torch.device) -> None:
+    """Bring this rank's generators to the captured states; those without one stay unchanged."""
+    if "torch" in states:
+        torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
+    if "python" in states:
+        *words, has_gauss, gauss = struct.unpack(_PYTHON, states["python"])
+        random.setstate((3, tuple(words), gauss if has_gauss else None))
+    if "numpy" in states:
+        *keys, position, has_gauss, gauss = struct.unpack(_NUMPY, states["numpy"])
+        np.random.set_state(("MT19937", np.array(keys, np.uint32), position, int(has_gauss), gauss))
+    if "cuda" in states and device.type == "cuda":
+        state = torch.frombuffer(bytearray(states["cuda"]), dtype=torch.uint8)
+        torch.cuda.set_rng_state(state, device)
+
+
+def start_random_streams(number: int) -> None:
+    """Start streams of torch, Python and numpy that are a pure function of `number`."""
+    torch.manual_seed(number % 2**63)
+    random.seed(number)
+    np.random.seed(number % 2**32)
 
 
 class HeldTile(NamedTuple):
@@ -100,18 +140,18 @@ def plan_writes(
     """Agree with all ranks (collective), `without` some parameters. Raises StageError."""
     own, on_host = list[HeldTile](), set[str]()
     for fragment in engine.fragments():
+        tile = Tile(fragment.start, fragment.stop, fragment.stride, fragment.count)
         for kind, tensor in fragment.state.items() if fragment.name not in without else ():
             if tensor.numel():
                 key = f"{kind}/{fragment.name}"
-                shape, tile = tuple(fragment.shape), tile_of(fragment)
-                own.append(HeldTile(key, CODES[tensor.dtype], shape, tile))
+                own.append(HeldTile(key, CODES[tensor.dtype], tuple(fragment.shape), tile))
                 if tensor.device.type == "cpu":
                     on_host.add(key)
-    random = [
+    generators = [
         HeldTile(random_key(engine.random_stream, name), "U8", (len(state),), Tile(0, len(state)))
-        for name, state in rng_state.capture(dist.device).items()
+        for name, state in capture_random(dist.device).items()
     ]
-    reports = zip(*(dist.collect(message) for message in report(own, random)), strict=True)
+    reports = zip(*(dist.collect(message) for message in report(own, generators)), strict=True)
     writer = {"engine": dict(engine.describe()), "packages": versions()}
     text = divide(list(reports), file_layout, writer).model_dump_json() if dist.is_main else None
     template = ManifestTemplate.model_validate_json(dist.broadcast_str(text))
@@ -124,25 +164,24 @@ def plan_writes(
     return WritePlan(rank_files=rank_files, template=template, own_keys=keys, on_host=on_host)
 
 
-def report(shards: Sequence[HeldTile], random: Sequence[HeldTile]) -> tuple[bytes, bytes]:
+def report(shards: Sequence[HeldTile], generators: Sequence[HeldTile]) -> tuple[bytes, bytes]:
     """The messages of a rank, common and own. The common one has its tensors: key, dtype, shape,
-    and the number of its list of tiles. The own one has these lists, and the `random` states as in
-    the common one."""
+    and the number of its list of tiles. The own one has these lists, and the states of random
+    generators as in the common one."""
     tiles: dict[str, list[Tile]] = defaultdict(list)
-    for shard in (*shards, *random):
+    for shard in (*shards, *generators):
         tiles[shard.key].append(shard.tile)
     numbers: dict[tuple[object, ...], int] = {}
-
-    def listed(own: Sequence[HeldTile]) -> dict[str, tuple[object, ...]]:
-        return {
+    common, own = (
+        {
             key: (dtype, shape, numbers.setdefault((shape, *tiles[key]), len(numbers)))
-            for key, dtype, shape, _ in own
+            for key, dtype, shape, _ in held
         }
-
-    common, random_states = listed(shards), listed(random)
-    tile_lists = [own for _, *own in numbers]
-    common_text, own_text = json.dumps(common), json.dumps([tile_lists, random_states])
-    return zlib.compress(common_text.encode()), zlib.compress(own_text.encode())
+        for held in (shards, generators)
+    )
+    texts = json.dumps(common), json.dumps([[tiles for _, *tiles in numbers], own])
+    common_text, own_text = (zlib.compress(text.encode()) for text in texts)
+    return common_text, own_text
 
 
 def divide(
@@ -172,7 +211,12 @@ def divide(
     alike: dict[tuple[tuple[int, int], ...], int] = {}
     holder_pattern = [alike.setdefault(tuple(parts[tensor.key]), len(alike)) for tensor in tensors]
     held_by = (sorted((rank, n) for group, n in own for rank in groups[group][0]) for own in alike)
-    holders = [_holders((rank, tile_lists[rank][n]) for rank, n in own) for own in held_by]
+    holders: list[dict[Tile, list[int]]] = []
+    for own in held_by:
+        holders.append(defaultdict(list))
+        for rank, number in own:
+            for tile in tile_lists[rank][number]:
+                holders[-1][tile].append(rank)
     division = share_writing(holder_pattern, holders, len(messages))
     try:
         division.require_whole({tensor.key: tensor.shape for tensor in tensors}, len(messages))
@@ -181,15 +225,6 @@ def divide(
     return ManifestTemplate.model_construct(
         world_size=len(messages), writer=writer, tensors=tensors, division=division, files=[]
     )
-
-
-def _holders(lists: Iterable[tuple[int, Sequence[Tile]]]) -> Holders:
-    """Who holds which tiles, given ranks and their lists of tiles."""
-    holders: dict[Tile, list[int]] = defaultdict(list)
-    for rank, tiles in lists:
-        for tile in tiles:
-            holders[tile].append(rank)
-    return holders
 
 
 def share_writing(
@@ -205,7 +240,7 @@ def share_writing(
     split = [_in_batches(tiles) for tiles in holders]
     for number, times in Counter(holder_pattern).items():
         for piece in split[number][0]:
-            load[piece.rank] += piece.tile.numel * times
+            load[piece.rank] += Tile(*piece[1:]).numel * times
     largest = [max((t.numel for tiles, _ in own for t in tiles), default=0) for _, own in split]
     patterns: dict[tuple[Piece, ...], int] = {}
     seen: dict[tuple[int, ...], int] = {}
@@ -236,22 +271,19 @@ def _in_batches(holders: Holders) -> tuple[list[Piece], list[tuple[list[Tile], n
     batches: dict[tuple[int, int], list[Tile]] = defaultdict(list)
     seen: Counter[tuple[int, ...]] = Counter()
     for tile, ranks in holders.items():
-        if len(ranks) == 1 or tile.numel >= WORTH_A_CUT * len(ranks):
-            fixed += _cut(tile, ranks)
-        else:
+        if len(ranks) > 1 and tile.numel < WORTH_A_CUT * len(ranks):
             batches[len(ranks), seen[tuple(ranks)]].append(tile)
             seen[tuple(ranks)] += 1
+            continue
+        # in as equal parts for the ranks as its rows allow, or a flat tile's elements
+        start, stop, stride, count = tile
+        units = count if stride else tile.numel
+        step = -(-units // len(ranks))
+        for rank, low in zip(ranks, range(0, units, step), strict=False):
+            high = min(low + step, units)
+            if stride:
+                begin, end = start + low * stride, stop + low * stride
+                fixed.append(Piece(rank, begin, end, stride, high - low))
+            else:
+                fixed.append(Piece(rank, start + low, start + high))
     return fixed, [(own, np.array([holders[tile] for tile in own])) for own in batches.values()]
-
-
-def _cut(tile: Tile, ranks: Sequence[int]) -> Iterator[Piece]:
-    """The tile in as equal parts for the ranks as its rows allow, or a flat tile's elements."""
-    start, stop, stride, count = tile
-    units = count if stride else tile.numel
-    step = -(-units // len(ranks))
-    for rank, low in zip(ranks, range(0, units, step), strict=False):
-        high = min(low + step, units)
-        if stride:
-            yield Piece(rank, start + low * stride, stop + low * stride, stride, high - low)
-        else:
-            yield Piece(rank, start + low, start + high)

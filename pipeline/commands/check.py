@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from pipeline.chain.elsewhere import explained
-from pipeline.chain.names import unpinned
-from pipeline.chain.plan import Plan, in_order, load_slots
+from pipeline.chain.plan import Plan, in_order, load_slots, unpinned
 from pipeline.commands import options
 from pipeline.commands.options import Count, flag, option
 from pipeline.errors import (
@@ -29,7 +28,7 @@ from pipeline.errors import (
     in_words,
     system_errors_as,
 )
-from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
+from pipeline.importing.translator import of_other_tools, plan_recipe
 from pipeline.recipe import RecipeSettings, read_recipe, unless_reported
 from pipeline.recipe.dump import render
 from pipeline.recipe.fields import plain_value

@@ -25,9 +25,9 @@ from pipeline.utils.text import human, plural
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
+    from pipeline.checkpoint.location import Store
     from pipeline.checkpoint.manifest import TensorEntry
     from pipeline.checkpoint.reader import CheckpointReader
-    from pipeline.checkpoint.store import Store
     from pipeline.distributed.settings import ProcessCounts
     from pipeline.view.screen import Display
 
@@ -75,9 +75,9 @@ def inspect(checkpoint: str, as_json: bool, verify: bool) -> None:
 
 def _summary(store: Store, name: str) -> dict[str, Any]:
     """Facts of one of several checkpoints; `damage` as far as it shows without reading data."""
+    from pipeline.checkpoint.location import heldout_loss
     from pipeline.checkpoint.manifest import Damaged
     from pipeline.checkpoint.reader import CheckpointReader
-    from pipeline.checkpoint.retention import heldout_loss
 
     line = dict[str, Any](name=name, written=None, bytes=None, eval_loss=None, damage=None)
     try:

@@ -67,10 +67,10 @@ def launch(
     variables that it reads are passed by name; the script holds none of their values.
     """
     from pipeline.distributed.placement import bounds
-    from pipeline.importing.unknown_keys import plan_recipe
+    from pipeline.importing.translator import plan_recipe
     from pipeline.launch.targets import TARGETS as KNOWN
     from pipeline.launch.targets import with_absolute_paths
-    from pipeline.utils.addresses import path_problems
+    from pipeline.utils.hub import path_problems
 
     if shows == submit:
         raise UsageError("use exactly one of --print and --submit")
@@ -152,7 +152,7 @@ def _surroundings(
     ours = {str(path.absolute()) for path in plan.recipe.source_files}
     left = [path for path in missing if not within(path, mounted)]
     if not kind.brings:
-        left += [path for path in paths if path not in ours or not kind.takes_recipe]
+        left += [path for path in paths if path not in ours or "files" not in kind.uses]
     left += at_home(plan.recipe) if elsewhere else []
     for path in left:
         click.echo(f"warning: {path} is named by the recipe, and {target} has to find it", err=True)

@@ -64,8 +64,8 @@ def bench(
     from pipeline.bench.session import Benchmark
     from pipeline.chain.plan import resolved
     from pipeline.distributed.launchers import require_no_launcher
-    from pipeline.importing.unknown_keys import plan_recipe
-    from pipeline.planning.presets import chosen
+    from pipeline.importing.translator import plan_recipe
+    from pipeline.planning.planner import chosen
 
     require_no_launcher("pipe bench")
     registry = options.registry()
@@ -138,7 +138,7 @@ def profile(
     from pipeline.contracts.metrics import records
     from pipeline.distributed.launchers import require_no_launcher
     from pipeline.execution import rundir
-    from pipeline.importing.unknown_keys import plan_recipe
+    from pipeline.importing.translator import plan_recipe
     from pipeline.launch.job import Job
     from pipeline.launch.start import start
 

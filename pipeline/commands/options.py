@@ -111,8 +111,7 @@ def complete_shipped(context: click.Context, typed: str) -> Iterator[str]:
 @_quietly
 def complete_overrides(context: click.Context, typed: str) -> Iterator[str]:
     """Yield `slot.field=` for every field of the recipe's stages, and the values of a field."""
-    from pipeline.chain.entry_points import kind_of
-    from pipeline.chain.registry import Registry
+    from pipeline.chain.registry import Registry, kind_of
     from pipeline.contracts.signature import needs
     from pipeline.distributed.settings import Launch
     from pipeline.execution import rundir

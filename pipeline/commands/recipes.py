@@ -8,10 +8,12 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -19,13 +21,16 @@ from pipeline.commands import options
 from pipeline.commands.options import PATH, Count, option
 from pipeline.errors import Problem, RecipeError, UsageError, system_errors_as
 from pipeline.utils.files import overwrite
-from pipeline.utils.text import align, shown_path
+from pipeline.utils.text import align, plural, shown_path
 
 if TYPE_CHECKING:
     from pipeline.importing.translator import Translation
     from pipeline.recipe import Recipe
     from pipeline.recipe.nodes import KeyPath
     from pipeline.utils.hub import HubName
+
+VALUE = 44
+"""Most characters of a value in the table of `pipe import`."""
 
 
 @click.command("cp")
@@ -119,8 +124,7 @@ def pin(recipe: Path) -> None:
 
 def _hub_names(recipe: Recipe) -> Iterator[tuple[str, HubName]]:
     """Yield every slot's names of the hub. Raises RecipeError for slots with mistakes."""
-    from pipeline.chain.names import hub_names
-    from pipeline.chain.plan import in_order, load_slots
+    from pipeline.chain.plan import hub_names, in_order, load_slots
 
     _, stages, problems = load_slots(recipe, options.registry())
     if problems:
@@ -132,7 +136,7 @@ def _place(recipe: Recipe, slot: str, name: HubName) -> tuple[Path, KeyPath, str
     """Return the file and the path of a name's revision, and the field that has the name: where one
     is written for that name, or else next to the name. Raises RecipeError for a name that is not
     written there."""
-    from pipeline.chain.names import field_path
+    from pipeline.chain.plan import field_path
 
     path, named_by = field_path(slot, name.key), field_path(slot, name.named_by)
     for field in (named_by, path):
@@ -171,6 +175,7 @@ def import_(
     the recipe or `pipe check` refuses it, 2 if no recipe can be written.
     """
     from pipeline.importing import translator
+    from pipeline.recipe.dump import render
 
     if out is not None and out.exists():
         raise UsageError(f"{out} exists already", hint="choose another file")
@@ -181,22 +186,55 @@ def import_(
     request = translator.Request(model=model, data=data, procs=procs)
     chosen = translator.choose(read, translator.installed_translators())
     translation = chosen.translate(read, request)
-    text = None if translation.recipe is None else translator.recipe_text(translation)
+    recipe, notes = translation.recipe, translation.notes
+    text = None if recipe is None else render({**recipe}, lambda path: notes.get(path, ""))
     found = [] if text is None else _problems(text, translation)
     if not as_json:
         checked = (f"pipe check: {problem}" for problem in found)
-        for line in (*translator.table(translation), *checked):
+        for line in (*outcome_table(translation), *checked):
             click.echo(line, err=True)
     if text is not None and out is not None:
         out.write_text(text, "utf-8")
     if as_json:
-        click.echo(json.dumps({**translator.as_json(translation), "problems": found}, indent=1))
+        click.echo(json.dumps({**outcome_json(translation), "problems": found}, indent=1))
     elif text is not None and out is None:
         click.echo(text, nl=False)
     if text is None:
         sys.exit(2)
     lacks = translation.missing or any(each.left_out for each in translation.outcomes)
     sys.exit(INCOMPLETE if lacks or found else 0)
+
+
+def outcome_table(translation: Translation) -> Iterator[str]:
+    """Yield a line for each key, for each missing recipe key, and a count of the outcomes."""
+    from pipeline.importing.translator import Outcome
+    from pipeline.recipe.dump import inline
+
+    outcomes, rows = translation.outcomes, []
+    for each in outcomes:
+        value = "{...}" if isinstance(each.value, Mapping) else inline(each.value)
+        short = value if len(value) <= VALUE else f"{value[: VALUE - 3]}..."
+        to = ", ".join(f"{key} = {json.dumps(new)}" for key, new in each.to.items())
+        why = "; ".join(part for part in (to, each.why) if part)
+        hint = f" ({each.hint})" if each.hint else ""
+        rows.append((f"  {each.key}: {short}", each.outcome, f"{why}{hint}".lstrip()))
+    lines = zip(outcomes, align(rows, left=3), strict=True)
+    for file, keys in groupby(lines, key=lambda pair: pair[0].file):
+        yield f"{file}:"
+        yield from (line for _, line in keys)
+    yield from (f"fill in {key}: {what}" for key, what in translation.missing.items())
+    counts = Counter(each.outcome for each in outcomes)
+    named = (f"{counts[one]} {'by ' * (one == 'default')}{one}" for one in get_args(Outcome))
+    yield f"{plural(len(outcomes), 'key')}: {', '.join(named)}"
+
+
+def outcome_json(translation: Translation) -> dict[str, Any]:
+    """Return the content of the table, and the recipe."""
+    from pipeline.importing.translator import KeyOutcome
+
+    names = [field.name for field in fields(KeyOutcome)]  # a translator's outcomes have more
+    keys = [{name: getattr(each, name) for name in names} for each in translation.outcomes]
+    return {"recipe": translation.recipe, "missing": {**translation.missing}, "keys": keys}
 
 
 def _problems(text: str, translation: Translation) -> list[str]:

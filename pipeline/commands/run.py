@@ -56,7 +56,7 @@ def run(
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
     from pipeline.execution.saved_plan import require_planned
-    from pipeline.importing.unknown_keys import plan_recipe
+    from pipeline.importing.translator import plan_recipe
 
     def plan(started: ProcessCounts) -> Plan:
         made = plan_recipe(recipe, overrides, for_this_machine=True, started=started)
@@ -110,7 +110,7 @@ def resume(
     data, order or global batch is refused unless --accept names it.
     """
     from pipeline.execution import rundir
-    from pipeline.importing.unknown_keys import plan_recipe
+    from pipeline.importing.translator import plan_recipe
 
     def plan(started: ProcessCounts) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE

@@ -98,7 +98,7 @@ def _described(folder: Path) -> dict[str, Any]:
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
     from pipeline.execution.run_state import RunState, Training
-    from pipeline.utils.jsonl import read_tail
+    from pipeline.utils.foreign import read_tail
     from pipeline.view.run import ended
 
     state, damage = RunState(), None

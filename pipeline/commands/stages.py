@@ -102,10 +102,10 @@ def new_stage(name: str, out: Path | None) -> None:
     kind is a stage that runs after an export, except average, precision and train, which have no
     example. Change it to what you need.
     """
-    from pipeline.scaffold import NewStage, write_package
+    from pipeline.scaffold import new_stage, write_package
 
     with system_errors_as(UsageError):
-        new = NewStage(name)
+        new = new_stage(name)
         written = write_package(new, out)
     for path in written:
         click.echo(path)

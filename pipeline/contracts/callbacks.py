@@ -95,7 +95,7 @@ class Callbacks(StepCallback):
         """Callback -> its reason on this rank, if it has one. Raises StageError."""
         found: dict[str, str] = {}
         for name, callback in self._callbacks.items():
-            reason: object = callback.reason_to_end() if _can_end(callback) else ""
+            reason: object = callback.reason_to_end()
             if not isinstance(reason, str):
                 why = f"the callback {name} returned {reason!r} as its reason to end"
                 hint = "return a sentence, or an empty text to continue"
@@ -106,7 +106,9 @@ class Callbacks(StepCallback):
     def agree_to_end(self, dist: DistContext) -> str:
         """Ask the callbacks that can end the training, and return the reason of the first rank that
         has one, the same on all ranks (collective); empty if training continues."""
-        if not self._reasons and any(map(_can_end, self._callbacks.values())):
+        default = StepCallback.reason_to_end
+        can_end = any(type(one).reason_to_end is not default for one in self._callbacks.values())
+        if can_end and not self._reasons:
             own = self._own_reasons()
             if dist.any(bool(own)):  # the reasons themselves are only sent at the end
                 self._reasons = next(reasons for reasons in dist.gather(own) if reasons)
@@ -142,10 +144,6 @@ class Callbacks(StepCallback):
 
 REASONS = "reasons to end"
 """Key of reasons in the state of callbacks, which is not a class's name."""
-
-
-def _can_end(callback: StepCallback) -> bool:
-    return type(callback).reason_to_end is not StepCallback.reason_to_end
 
 
 def _not_json(value: object, path: str = "") -> str:

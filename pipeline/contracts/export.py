@@ -13,8 +13,7 @@ from pipeline.contracts.stage import Context, Durable
 from pipeline.errors import ExportError
 
 if TYPE_CHECKING:
-    from pipeline.contracts.model import ModelSource
-    from pipeline.contracts.tensors import Weights
+    from pipeline.contracts.model import ModelSource, Weights
     from pipeline.contracts.training import TrainedRun
 
 EXPORT_MANIFEST = "export.json"

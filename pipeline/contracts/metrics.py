@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.utils import jsonl
+from pipeline.utils import foreign
 from pipeline.utils.files import opened, replace_text
 from pipeline.utils.foreign import BLOCK, is_number, is_text, open_regular
 from pipeline.utils.text import plural
@@ -43,7 +43,7 @@ class Metrics:
             plain |= {"slot": self.training} if self.training else {}
             if type(plain.get("step")) is not int:
                 raise TypeError(f"a record of metrics needs an integer `step`: {record!r}")
-            jsonl.append_line(self.path, plain)
+            foreign.append_line(self.path, plain)
 
     def write_length(self, step: int, total: int) -> None:
         """Append the number of steps of the whole training, unless the file has it already."""
@@ -59,25 +59,22 @@ class Metrics:
         if self.path is None or not self.path.exists():
             return
         found = list(records(self.path))
-        self._keep_foreign(len(found))
+        with open_regular(self.path, within=self.path.parent) as file:
+            lines = sum(part.count(b"\n") for part in iter(lambda: file.read(BLOCK), b""))
+            if (foreign := lines - len(found)) > 0:
+                aside = self.path.with_name(f"{self.path.name}.damaged")
+                file.seek(0)
+                with opened(aside, "wb") as copy:
+                    shutil.copyfileobj(file, copy)
+                message = "%s: left out %s without metrics; kept in %s"
+                logging.getLogger("pipe").warning(
+                    message, self.path, plural(foreign, "line"), aside
+                )
         kept = [
             record for record in found
             if record_training(record) != self.training or (record.get("step") or 0) <= step
         ]  # fmt: skip
         replace_text(self.path, "".join(json.dumps(r, allow_nan=False) + "\n" for r in kept))
-
-    def _keep_foreign(self, ours: int) -> None:
-        assert self.path is not None
-        aside = self.path.with_name(f"{self.path.name}.damaged")
-        with open_regular(self.path, within=self.path.parent) as file:
-            foreign = sum(part.count(b"\n") for part in iter(lambda: file.read(BLOCK), b"")) - ours
-            if foreign <= 0:
-                return
-            file.seek(0)
-            with opened(aside, "wb") as kept:
-                shutil.copyfileobj(file, kept)
-        message = "%s: left out %s without metrics; kept in %s"
-        logging.getLogger("pipe").warning(message, self.path, plural(foreign, "line"), aside)
 
 
 def _plain(value: Any) -> Any:
@@ -89,7 +86,7 @@ def _plain(value: Any) -> Any:
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
     """Records of a metrics file, in order, without foreign and incomplete lines."""
-    return (record for record in jsonl.read_lines(path) if is_record(record))
+    return (record for record in foreign.read_lines(path) if is_record(record))
 
 
 def record_training(record: Mapping[str, Any]) -> str:

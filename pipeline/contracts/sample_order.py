@@ -63,7 +63,8 @@ class SampleOrder:
         epochs, offsets = np.divmod(positions, self.size)
         if not self.shuffle:
             return offsets
-        keys = _mix(_mix(_word(self.seed)) + epochs.astype(np.uint64))
+        # Arrays, because numpy warns when a scalar wraps around.
+        keys = _mix(_mix(np.array([self.seed & _WORD], np.uint64)) + epochs.astype(np.uint64))
         half_bits = max(_LEAST_HALF_BITS, ((self.size - 1).bit_length() + 1) // 2)
         values = _feistel(offsets.astype(np.uint64), keys, half_bits)
         outside = np.flatnonzero(values >= self.size)
@@ -71,11 +72,6 @@ class SampleOrder:
             values[outside] = _feistel(values[outside], keys[outside], half_bits)
             outside = outside[values[outside] >= self.size]
         return values.astype(np.int64)
-
-
-def _word(value: int) -> NDArray[np.uint64]:
-    # An array, because numpy warns when a scalar wraps around.
-    return np.array([value & _WORD], dtype=np.uint64)
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -94,6 +90,6 @@ def _feistel(
     mask = np.uint64((1 << half_bits) - 1)
     left, right = values >> bits, values & mask
     for number in range(_ROUNDS):
-        round_keys = _mix(keys + _word(number * _GAMMA))
+        round_keys = _mix(keys + np.array([number * _GAMMA & _WORD], np.uint64))
         left, right = right, left ^ (_mix(right ^ round_keys) & mask)
     return (left << bits) | right

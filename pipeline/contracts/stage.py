@@ -15,7 +15,9 @@ to the values that `pipe export` sets, as it trains nothing and runs on the CPU.
 from __future__ import annotations
 
 import logging
+import shutil
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +25,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pipeline.contracts.metrics import Metrics
 from pipeline.distributed.process_group import DistContext
+from pipeline.errors import StageError
+from pipeline.hardware.host import free_memory
+from pipeline.utils.text import human
 
 if TYPE_CHECKING:
-    from pipeline.contracts.resources import ResourceNeed
     from pipeline.utils.hub import HubName
 
 ENGINE_FILE, ENVIRONMENT_FILE = "engine.json", "environment.json"
@@ -54,6 +58,22 @@ class Stage(Protocol):
     """Structural type of every stage; nothing needs to inherit from it."""
 
     def run(self, ctx: Context, *artifacts: Any) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourceNeed:
+    """Disk space and host memory that a stage will need on this machine."""
+
+    what: str
+    """Purpose, as in `needs 3.2 GB for ...`."""
+    disk: int = 0
+    """Bytes in `folder`, beyond what is there already."""
+    folder: Path | None = None
+    """Need not exist yet."""
+    memory: int = 0
+    """Bytes of host memory on rank 0's machine, at one time."""
+    kept: bool = False
+    """Whether the memory is allocated from now on, in addition to all other needs."""
 
 
 @runtime_checkable
@@ -133,3 +153,34 @@ class Context:
     def engine_file(self) -> Path:
         """File of facts of the live engine of this training."""
         return self.run_dir / engine_file(self.training)
+
+
+def require_resources(needs: Iterable[ResourceNeed]) -> None:
+    """Raise StageError naming every file system that is too small, and host memory, with what needs
+    it. Needs on one file system add up, and memory that is kept; of other memory the largest need
+    counts."""
+    needs, problems = list(needs), []
+    devices: dict[int, list[tuple[Path, ResourceNeed]]] = defaultdict(list)
+    free_bytes: dict[int, int] = {}
+    for need in needs:
+        if need.folder is not None and need.disk:
+            # the folder, or the nearest above it that exists
+            there = next(one for one in (need.folder, *need.folder.parents) if one.exists())
+            devices[there.stat().st_dev].append((need.folder, need))
+            free_bytes[there.stat().st_dev] = shutil.disk_usage(there).free
+    for device, here in devices.items():
+        free = free_bytes[device]
+        if sum(need.disk for _, need in here) > free:
+            parts = ", ".join(f"{human(need.disk)} for {need.what}" for _, need in here)
+            problems.append(
+                f"not enough disk space in {here[0][0]}: {parts}, {human(free)} available"
+            )
+    free = free_memory()
+    for need in sorted(needs, key=lambda need: not need.kept):
+        if need.memory > free:
+            parts = f"{human(need.memory)} for {need.what}"
+            problems.append(f"not enough host memory: {parts}, {human(free)} available")
+        elif need.kept:
+            free -= need.memory
+    if problems:
+        raise StageError("; ".join(problems), hint="make room, or write elsewhere")

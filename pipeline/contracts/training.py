@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from pipeline.contracts.stage import Durable
+from pipeline.contracts.stage import Durable, ResourceNeed
 from pipeline.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from pipeline.contracts.resources import ResourceNeed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +83,18 @@ class Progress:
     position means nothing."""
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Progress:
-        """Progress from its JSON. Raises TypeError for unknown fields."""
+    def from_record(cls, record: Mapping[str, Any], where: str = "") -> Progress:
+        """Progress from its JSON. Raises CheckpointError, naming `where`, for unknown fields."""
         fields = dict(record)
         if "origin" in fields:  # the name of `lineage` in checkpoints of version 0.1.0
             fields["lineage"] = fields.pop("origin")
         if "texts" in fields:  # in older checkpoints; its 0 meant either
             fields["texts_step"] = fields.pop("texts") or None
-        return cls(**fields)
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            place = f"{where}: " if where else ""
+            raise CheckpointError(f"{place}written by another version: {error}") from error
 
     def differs_from(self, recorded: Mapping[str, Any]) -> bool:
         """Whether a record of this step's progress is out of date. Only a changed `lineage` does
@@ -127,10 +128,8 @@ class WrittenCheckpoint:
 class Checkpoints(ABC):
     """Checkpoints of a run: where, when and in which format training state is saved."""
 
-    @property
-    def counts_epochs(self) -> bool:
-        """Whether `begin` needs the steps of an epoch."""
-        return False
+    counts_epochs: bool = False
+    """Whether `begin` needs the steps of an epoch."""
 
     def begin(self, length: TrainingLength) -> None:
         """Called on every rank before the first step; does nothing unless overridden."""
@@ -200,5 +199,4 @@ class TrainedRun(Durable):
 class KeepsBest(Protocol):
     """How many of the best checkpoints are kept."""
 
-    @property
-    def best(self) -> int: ...
+    best: int

@@ -20,6 +20,8 @@ DUMP = signal.SIGRTMIN
 """Signal at which a rank writes its threads' stacks, whatever it is doing."""
 LOOPBACK = "lo"
 """Loopback interface, which is up on every machine and enough within one."""
+ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
+"""Variables with which gloo and NCCL listen on the loopback only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +60,13 @@ def is_worker() -> bool:
 def rank_environment(rank: int, procs: int) -> dict[str, str]:
     """Variables of a process that is `rank` among `procs`, all on this machine."""
     own, size = str(rank), str(procs)
-    return {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    found = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return found | ON_LOOPBACK
 
 
 def worker_rank() -> int:
     """This process's rank; 0 outside of a group."""
-    return int(os.environ["RANK"]) if is_worker() else 0
+    return int(os.environ["RANK"]) if _shared is not None or is_worker() else 0
 
 
 def started() -> ProcessCounts:
@@ -78,10 +81,12 @@ def started() -> ProcessCounts:
 
 def is_single_node() -> bool:
     """Whether every process of this one's group is known to be on this machine."""
+    if _shared is not None:
+        return _shared.store is not None
     found = started()
     return found.procs in (None, 1, found.per_node)
 
 
 def bind_loopback() -> None:
     """Make gloo and NCCL listen on the loopback only, whatever the environment says."""
-    os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
+    os.environ |= ON_LOOPBACK

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import mmap
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.distributed.environment import shared
 from pipeline.distributed.settings import Timeouts
 
 FIELDS = 8
@@ -92,12 +90,6 @@ def heartbeats(descriptor: int) -> list[Heartbeat]:
     return [Heartbeat(numbers[at : at + FIELDS]) for at in range(0, len(numbers), FIELDS)]
 
 
-def own_heartbeat() -> Heartbeat:
-    """This rank's place in its launcher's memory; private memory where no one looks."""
-    own = shared()
-    return heartbeats(own.heartbeats)[int(os.environ["LOCAL_RANK"])] if own else Heartbeat()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Stall:
     """A rank of this machine that stands still."""
@@ -144,25 +136,21 @@ class Watchdog:
         if now - self._looked > SUSPENDED_SECONDS:
             self._changed = [now] * len(self._pids)
             self._stopped.clear()
-        self._looked = now
-        stalls = [stall for number in range(len(self._pids)) if (stall := self._look(number, now))]
+        self._looked, stalls = now, list[Stall]()
+        for number, pid in enumerate(self._pids):
+            beat, frozen = self._ranks[number].read(), 0.0
+            if beat.time != self._beats[number].time or beat.waits:
+                self._changed[number] = now
+            self._beats[number] = beat
+            if _is_stopped(pid):
+                frozen = now - self._stopped.setdefault(number, now)
+            else:
+                self._stopped.pop(number, None)
+            stopped = frozen > FROZEN_SECONDS  # nobody seems to go on with it
+            seconds = max(now - self._changed[number], frozen if stopped else 0.0)
+            if stopped or seconds > self._limits[beat.phase]:
+                stalls.append(Stall(number=number, beat=beat, seconds=seconds, stopped=stopped))
         return sorted(stalls, key=lambda stall: (not stall.stopped, -stall.seconds))
-
-    def _look(self, number: int, now: float) -> Stall | None:
-        beat = self._ranks[number].read()
-        if beat.time != self._beats[number].time or beat.waits:
-            self._changed[number] = now
-        self._beats[number] = beat
-        frozen = 0.0
-        if _is_stopped(self._pids[number]):
-            frozen = now - self._stopped.setdefault(number, now)
-        else:
-            self._stopped.pop(number, None)
-        stopped = frozen > FROZEN_SECONDS  # nobody seems to go on with it
-        seconds = max(now - self._changed[number], frozen if stopped else 0.0)
-        if stopped or seconds > self._limits[beat.phase]:
-            return Stall(number=number, beat=beat, seconds=seconds, stopped=stopped)
-        return None
 
 
 def _is_stopped(pid: int) -> bool:

@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pipeline.distributed.environment import TORCHRUN_VARIABLES
 from pipeline.distributed.placement import (
@@ -98,15 +98,15 @@ def expand_hosts(text: str) -> list[str]:
 def _names(text: str, part: str) -> list[str]:
     names = [""]
     for word, ranges in re.findall(r"([^][]+)|\[(.*?)\]", part):
-        ends = _at_most(text, _numbers(ranges)) if ranges else [word]
+        edges = (one.partition("-") for one in ranges.split(",") if one)
+        numbers = (
+            f"{value:0{len(low)}}"
+            for low, _, high in edges
+            for value in range(int(low), int(high or low) + 1)
+        )
+        ends = _at_most(text, numbers) if ranges else [word]
         names = _at_most(text, (f"{name}{end}" for name in names for end in ends))
     return names
-
-
-def _numbers(ranges: str) -> Iterator[str]:
-    for one in ranges.split(","):
-        low, _, high = one.partition("-")
-        yield from (f"{value:0{len(low)}}" for value in range(int(low), int(high or low) + 1))
 
 
 def _at_most(text: str, hosts: Iterable[str]) -> list[str]:

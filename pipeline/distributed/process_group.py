@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import hashlib
 import ipaddress
 import itertools
 import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.distributed.agreement import differences, in_one
 from pipeline.distributed.environment import (
     LOOPBACK,
     bind_loopback,
@@ -23,13 +23,71 @@ from pipeline.distributed.environment import (
     is_worker,
     shared,
 )
-from pipeline.distributed.heartbeat import Heartbeat, own_heartbeat
+from pipeline.distributed.heartbeat import Heartbeat, heartbeats
 from pipeline.distributed.signals import StopRequest
 from pipeline.errors import RunFailed, StageError, UsageError
+from pipeline.utils.text import in_short
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
+
+
+Facts = Mapping[str, Any]
+"""JSON values by name."""
+Place = tuple[int, str]
+"""Where a rank runs: the number of its machine, in the order of ranks, and its name."""
+SHOWN = 4
+"""Differing facts, and nodes or runs of ranks, that a message names."""
+
+
+def differences(dist: DistContext, facts: Facts) -> list[str]:
+    """A sentence for each fact that is not the same on all ranks, with its values and their ranks;
+    the same on every rank (collective). Only digests are exchanged where nothing differs. Nodes
+    that differ in one would train a mixture, and nothing would fail."""
+    if dist.world_size == 1:
+        return []
+    text = json.dumps(facts, sort_keys=True, default=str)
+    own = hashlib.sha256(text.encode()).hexdigest()
+    digests, local_ranks, hosts = zip(
+        *dist.gather([own, dist.local_rank, socket.gethostname()]), strict=True
+    )
+    if len(set(digests)) == 1:
+        return []
+    nodes = itertools.accumulate(int(local == 0) for local in local_ranks)
+    places = [(node - 1, host) for node, host in zip(nodes, hosts, strict=True)]
+    return list(_differences(dist.gather(json.loads(text)), places))
+
+
+def _differences(facts: Sequence[Facts], places: Sequence[Place]) -> Iterator[str]:
+    for name in dict.fromkeys(name for each in facts for name in each):
+        ranks: dict[str, list[int]] = {}
+        for rank, each in enumerate(facts):
+            ranks.setdefault(json.dumps(each.get(name), sort_keys=True), []).append(rank)
+        if len(ranks) > 1:
+            values = (
+                f"{in_short(json.loads(value))} on {_where(those, places)}"
+                for value, those in ranks.items()
+            )
+            yield f"{name} is {', '.join(values)}"
+
+
+def _where(ranks: Sequence[int], places: Sequence[Place]) -> str:
+    """Ranks in words, with their nodes if there are several."""
+    runs = itertools.groupby(enumerate(ranks), key=lambda place: place[1] - place[0])
+    edges = ([rank for _, rank in run] for _, run in runs)
+    spans = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in edges]
+    nodes = dict.fromkeys(places[rank] for rank in ranks)
+    where = in_one([f"node {node}, {host}" for node, host in nodes])
+    where = f" ({where})" if places[-1][0] > 0 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {in_one(spans, ', ')}{where}"
+
+
+def in_one(found: Sequence[str], between: str = "; ") -> str:
+    """Differences as one text; those after the first few are counted."""
+    more = f"{between}and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return between.join(found[:SHOWN]) + more
+
 
 LONG_WAIT = datetime.timedelta(hours=24)
 """Timeout of waits on work of unknown length (tokenising a corpus, exporting a model). A dead peer
@@ -196,19 +254,18 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS, job: str = "") -> Sto
     from torch.distributed.rendezvous import rendezvous
 
     timeout = datetime.timedelta(seconds=seconds)
-    if not is_worker():
-        return None
-    own, world_size = shared(), int(os.environ["WORLD_SIZE"])
+    own, world_size = shared(), int(os.environ.get("WORLD_SIZE") or 1)
     if own is not None and own.store is not None:
         store = FileStore(f"/proc/self/fd/{own.store}", world_size)
         store.set_timeout(timeout)
         return store
+    if not is_worker():
+        return None
     # of their job, and of this one of torchrun's starts, whose own store outlives its ranks
     keys = f"{job}/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # Without this, torch listens at every address of the machine.
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        with _listening(host, port) as server:
+        with _listening(host, port) as server:  # else torch listens at every address
             served = TCPStore(
                 host, port, world_size=world_size, is_master=True, timeout=timeout,
                 master_listen_fd=server.detach(),
@@ -250,7 +307,7 @@ def environment_dist(
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
-    if is_single_node():
+    if shared() is None and is_single_node():  # ranks of `pipe` have its variables
         bind_loopback()
     group = os.environ if store is not None else {}
     names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -269,7 +326,9 @@ def environment_dist(
         device_id=place if device == "cuda" else None,
         timeout=None if timeout is None else datetime.timedelta(seconds=timeout),
     )
+    own = shared()
     return DistContext(
         rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
-        device=place, store=common, heartbeat=own_heartbeat(),
+        device=place, store=common,
+        heartbeat=heartbeats(own.heartbeats)[local_rank] if own else Heartbeat(),
     )  # fmt: skip

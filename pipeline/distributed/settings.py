@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Unit
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from pipeline.errors import RunFailed
 
+Device = Annotated[
+    Literal["auto", "cpu", "cuda", "gpu"],
+    AfterValidator(lambda device: "cuda" if device == "gpu" else device),
+]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600), Unit("s")]
 
 
@@ -44,18 +48,14 @@ class Restarts:
     max_backoff: Annotated[float, Field(ge=0, le=24 * 3600), Unit("s")] = 300.0
     """Most seconds before a restart."""
 
-    def delay(self, number: int) -> float:
-        """Seconds before restart `number` in a row, counted from 1."""
-        return float(min(self.backoff * 2.0 ** min(number - 1, 60), self.max_backoff))
 
-
+@dataclass(eq=False)
 class Attempts:
     """Counts the starts of a run without progress."""
 
-    def __init__(self, settings: Restarts) -> None:
-        self._settings = settings
-        self.number = 0
-        """Restarts in a row without progress."""
+    settings: Restarts
+    number: int = field(default=0, init=False)
+    """Restarts in a row without progress."""
 
     def wait_after(self, error: RunFailed, *, progressed: bool) -> float | None:
         """Seconds to wait before the next start; None to give up. `progressed` says whether the
@@ -63,10 +63,11 @@ class Attempts:
         wanted = error.restart == "always" or (error.restart == "after progress" and progressed)
         if progressed:
             self.number = 0
-        if not wanted or self.number >= self._settings.limit:
+        settings = self.settings
+        if not wanted or self.number >= settings.limit:
             return None
         self.number += 1
-        return self._settings.delay(self.number)
+        return float(min(settings.backoff * 2.0 ** min(self.number - 1, 60), settings.max_backoff))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ class Launch:
     nodes: Annotated[int, Field(ge=1, le=65_536)] | Nodes | None = None
     """Nodes, or `{min, max}` for a run that continues with the nodes that are left; null is as many
     as the launcher has, or one."""
-    device: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
+    device: Device = "auto"
     """Device to compute on; auto is cuda if there is a GPU, and gpu is another name of cuda."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of each process; null shares the cores out evenly."""
@@ -107,10 +108,6 @@ class Launch:
     """Automatic restarts after a failure."""
     timeouts: Timeouts = Timeouts()
     """Time limits, after which a run counts as stalled."""
-
-    def __post_init__(self) -> None:
-        if self.device == "gpu":
-            object.__setattr__(self, "device", "cuda")
 
     @property
     def ranks(self) -> int | None:

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn
 
@@ -88,15 +89,12 @@ def ignore_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 @contextlib.contextmanager
 def _handled(handler: Handler) -> Iterator[None]:
     """Have `handler` get the ending signals in the body, but for signals that are ignored (nohup).
     Without effect in another thread than the main one, which has no signals."""
-    before = {number: signal.getsignal(number) for number in ENDING if _is_main_thread()}
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in ENDING if main}
     for number, former in before.items():
         if former is not signal.SIG_IGN:
             signal.signal(number, handler)
@@ -107,11 +105,11 @@ def _handled(handler: Handler) -> Iterator[None]:
             signal.signal(number, former)
 
 
+@dataclass(eq=False)
 class StopRequest:
     """Request by a signal that this process ends."""
 
-    def __init__(self) -> None:
-        self._number: int | None = None
+    _number: int | None = field(default=None, init=False)
 
     @property
     def asked(self) -> bool:
@@ -131,7 +129,7 @@ class StopRequest:
 
         with _handled(note):
             yield
-            if self._number is not None and _is_main_thread():
+            if self._number is not None and threading.current_thread() is threading.main_thread():
                 raise Interrupted(self._number)
 
     def end(self) -> NoReturn:
@@ -148,7 +146,8 @@ def at_second_interrupt(words: str) -> None:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, end)
 
 
@@ -156,7 +155,7 @@ def at_second_interrupt(words: str) -> None:
 def _forced_end(seconds: float | None) -> Iterator[None]:
     """Python's low-level handler writes a signal's number to a pipe, whatever the main thread does;
     another thread reads it there."""
-    if not _is_main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     reader, writer = os.pipe()

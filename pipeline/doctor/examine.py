@@ -17,8 +17,7 @@ from typing import Any, Literal
 import click
 
 from pipeline.doctor import inventory
-from pipeline.doctor.measurements import bandwidth
-from pipeline.doctor.ranks import measure
+from pipeline.doctor.measurements import bandwidth, measure
 from pipeline.doctor.report import (
     Device,
     Failure,
@@ -186,8 +185,7 @@ def examine(runs: Path, *, procs: int | None, quick: bool) -> MachineReport:
 
 
 def _load() -> float | None:
-    """Processes of the whole machine that ran or waited in the last minute, for each of its cores,
-    without this one."""
+    """Other processes that ran or waited in the last minute, for each core of the machine."""
     with contextlib.suppress(OSError):
         return max(os.getloadavg()[0] - 1, 0.0) / (os.cpu_count() or 1)
     return None

@@ -80,7 +80,6 @@ def network() -> Network:
 
 
 def folders(runs: Path) -> tuple[Folder, ...]:
-    """The folders of runs and of temporary files."""
     try:
         temporary = tempfile.gettempdir()
     except OSError:  # there is none that Python can write to

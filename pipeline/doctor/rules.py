@@ -180,7 +180,6 @@ def _memory(machine: MachineReport) -> Findings:
 
 
 def _soft_limit(machine: MachineReport, name: str) -> int | None:
-    """The soft limit; None if it is unlimited or unknown."""
     limit = machine.kernel.limits.get(name)
     return None if limit is None else limit.soft
 

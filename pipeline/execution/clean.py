@@ -16,7 +16,7 @@ from pathlib import Path
 from pipeline.chain.artifacts import training_of
 from pipeline.chain.plan import Plan, make_plan
 from pipeline.checkpoint import Retention, location
-from pipeline.checkpoint.retention import unneeded
+from pipeline.checkpoint.location import unneeded
 from pipeline.checkpoint.store import LocalStore, is_leftover
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.traits import RetainsCheckpoints
@@ -72,8 +72,8 @@ def find(folder: Path, *, all_checkpoints: bool = False) -> CleanResult:
         return CleanResult(notes=("is being exported: all of it stays",))
     state = Journal(folder / rundir.JOURNAL).state()
     notes, here = [], dict[str, Path]()
-    for slot, place in ({"": location.default(folder)} | location.places(folder)).items():
-        if place != location.default(folder, slot):
+    for slot, place in ({"": location.address(folder, None)} | location.places(folder)).items():
+        if place != location.address(folder, None, slot):
             notes.append(f"its checkpoints are not in its folder, and stay: {place}")
         elif Path(place).is_symlink():
             notes.append(f"its checkpoints stay: {place} is a link")
@@ -98,8 +98,8 @@ def find(folder: Path, *, all_checkpoints: bool = False) -> CleanResult:
             if all_checkpoints and not exported:
                 notes.append("its last checkpoint stays: there is no export of it")
             for slot, own in here.items():
-                needed = _retention(plan, slot), state.finished, all_checkpoints and exported
-                found += _checkpoints(own, *needed)
+                everything = all_checkpoints and exported
+                found += _checkpoints(plan, slot, own, state.finished, everything)
     return CleanResult(waste=tuple(found), notes=tuple(notes))
 
 
@@ -128,10 +128,16 @@ def _is_exported_from(folder: Path) -> bool:
 
 
 def _checkpoints(
-    place: Path, rules: Retention, finished: dict[str, Finished], everything: bool
+    plan: Plan, training: str, place: Path, finished: dict[str, Finished], everything: bool
 ) -> Iterator[Removable]:
-    """Yield the checkpoints of a training that a finished run does not need."""
-    store = LocalStore(place)
+    """Yield the checkpoints of a training that a finished run does not need: by the rules of its
+    checkpoint stage, with one newest instead of several."""
+    given = (
+        one.stage.retention for one in plan.slots if isinstance(one.stage, RetainsCheckpoints)
+        and training_of(plan.view.wiring, one.slot) == training
+    )  # fmt: skip
+    rules = next((one for one in given if isinstance(one, Retention)), Retention())
+    store, rules = LocalStore(place), rules.model_copy(update={"last": 1})
     records = (done.record or {} for done in finished.values())
     named = [Path(one) for record in records for one in record.values() if isinstance(one, str)]
     kept = {path.name for path in named if path.parent.name == place.name}
@@ -140,16 +146,6 @@ def _checkpoints(
         path = place / name
         if not path.is_symlink() and (everything or name in superseded):
             yield Removable(path=path, why=SUPERSEDED if name in superseded else LAST)
-
-
-def _retention(plan: Plan, training: str) -> Retention:
-    """The rules of a training's checkpoint stage, with one newest instead of several."""
-    given = (
-        one.stage.retention for one in plan.slots if isinstance(one.stage, RetainsCheckpoints)
-        and training_of(plan.view.wiring, one.slot) == training
-    )  # fmt: skip
-    rules = next((one for one in given if isinstance(one, Retention)), Retention())
-    return rules.model_copy(update={"last": 1})
 
 
 def _is_exported(plan: Plan, finished: dict[str, Finished]) -> bool:

@@ -17,13 +17,11 @@ from pipeline.chain.artifacts import training_slots
 from pipeline.chain.registry import Registry
 from pipeline.chain.wiring import SlotType, wired
 from pipeline.checkpoint import location
-from pipeline.checkpoint.location import open_store
-from pipeline.checkpoint.retention import best_of
+from pipeline.checkpoint.location import best_of, open_store
 from pipeline.checkpoint.store import step_number
 from pipeline.contracts.export import ExportedModel
-from pipeline.contracts.model import ModelSource
+from pipeline.contracts.model import ModelSource, Weights
 from pipeline.contracts.plan_view import Wiring
-from pipeline.contracts.tensors import Weights
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import PluginError, UsageError, system_errors_as
 from pipeline.execution import rundir

@@ -67,16 +67,13 @@ class RankFailure(BaseModel):
     """The line that raised."""
 
 
-def clear(run_dir: Path) -> None:
-    """Forget the failures of an earlier command."""
-    remove_folder(run_dir / FOLDER)
-
-
-def clear_reports(run_dir: Path) -> None:
-    """Forget the reports of a start that is repeated; its tracebacks stay until the next failure,
-    or the next command."""
-    for path in (run_dir / FOLDER).glob("rank-*.json"):
+def clear(run_dir: Path, *, restart: bool = False) -> None:
+    """Forget the failures of an earlier command. Of a start that is repeated (`restart`) tracebacks
+    stay until the next failure, or the next command."""
+    for path in (run_dir / FOLDER).glob("rank-*.json") if restart else ():
         path.unlink(missing_ok=True)
+    if not restart:
+        remove_folder(run_dir / FOLDER)
 
 
 def undo(run_dir: Path) -> None:
@@ -92,7 +89,7 @@ def in_force(run_dir: Path) -> bool:
 def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
     """Write this rank's error, with the time, for the launching process to read. If the run's disk
     is full, the report goes to the launcher's file and the traceback to standard error."""
-    from pipeline.chain.entry_points import line_in_plugin
+    from pipeline.chain.registry import line_in_plugin
 
     expected = is_user_error(error)
     memory: Literal["", "host", "device"] = "host" if isinstance(error, MemoryError) else ""
@@ -100,6 +97,16 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
         memory = "device"
     # a failure that asks nothing of a person may have been an accident
     restart: Restart = "never" if expected else "after progress"
+    snapshot: Path | None = None
+    with contextlib.suppress(Exception):  # the report of the error matters more
+        torch = sys.modules["torch"] if memory == "device" else None
+        if torch is not None and torch.cuda.is_initialized():
+            from pipeline.hardware import write_snapshot
+
+            # the traceback keeps alive what the failed step had
+            path = private_folder(run_dir / FOLDER) / f"rank-{rank:05d}.memory.json.gz"
+            write_snapshot(path)
+            snapshot = path
     *_, frame = None, *traceback.extract_tb(error.__traceback__)
     line = f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
     report = RankFailure(
@@ -111,7 +118,7 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
         refused=isinstance(error, errors.ResumeRefused),
         mistake=isinstance(error, MISTAKES),
         memory=memory,
-        snapshot=_snapshot(run_dir, rank) if memory == "device" else None,
+        snapshot=None if snapshot is None else str(snapshot),
         restart=error.restart if isinstance(error, PipeError) else restart,
         place=shown(line_in_plugin(error) or line),
     ).model_dump_json()
@@ -127,21 +134,6 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
                 memory_file.write(f"{report}\n")
         if own is None or not expected:
             print(describe(error) if expected else trace, file=sys.stderr)
-
-
-def _snapshot(run_dir: Path, rank: int) -> str | None:
-    """Write what holds this rank's GPU's memory; the file's path, None where that cannot be. The
-    traceback keeps alive what the failed step had."""
-    with contextlib.suppress(Exception):  # the report of the error matters more
-        import torch
-
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            from pipeline.hardware import write_snapshot
-
-            path = private_folder(run_dir / FOLDER) / f"rank-{rank:05d}.memory.json.gz"
-            write_snapshot(path)
-            return str(path)
-    return None
 
 
 def describe(error: BaseException) -> str:

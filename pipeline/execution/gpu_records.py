@@ -23,8 +23,14 @@ from pipeline.errors import UsageError, first_validation_error, in_words
 from pipeline.execution import rundir
 from pipeline.hardware.telemetry import Telemetry
 from pipeline.utils.files import replace_text
-from pipeline.utils.foreign import is_number, is_text, read_whole
-from pipeline.utils.jsonl import append_line, read_lines, read_tail
+from pipeline.utils.foreign import (
+    append_line,
+    is_number,
+    is_text,
+    read_lines,
+    read_tail,
+    read_whole,
+)
 
 READINGS, MEMORY = "hardware.jsonl", "memory.json"
 SECONDS = 15.0
@@ -73,18 +79,17 @@ def hardware_records(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of the run in `folder`; none of a run without GPUs."""
     for record in read_lines(folder / READINGS):
         gpus = record.get("gpus")
-        known = is_number(record.get("step")) and is_text(record.get("slot", ""))
-        if known and isinstance(gpus, list) and all(map(_is_reading, gpus)):
+        dicts = isinstance(gpus, list) and all(isinstance(gpu, dict) for gpu in gpus)
+        readings: list[dict[str, Any]] = gpus if dicts and gpus is not None else [{}]
+        reasons = [gpu.get("throttled") for gpu in readings]
+        rest = [gpu[key] for gpu in readings for key in gpu.keys() - {"throttled"}]
+        if (
+            is_number(record.get("step")) and is_text(record.get("slot", ""))
+            and all(type(gpu.get("index")) is int for gpu in readings)
+            and all(isinstance(one, list) and all(map(is_text, one)) for one in reasons)
+            and all(one is None or is_text(one) or is_number(one) for one in rest)
+        ):  # fmt: skip
             yield record
-
-
-def _is_reading(gpu: Any) -> bool:
-    if not isinstance(gpu, dict) or type(gpu.get("index")) is not int:
-        return False
-    others = (value for key, value in gpu.items() if key not in ("index", "throttled"))
-    reasons = gpu.get("throttled")
-    known = isinstance(reasons, list) and all(map(is_text, reasons))
-    return known and all(one is None or is_text(one) or is_number(one) for one in others)
 
 
 class MemoryRecord(BaseModel):

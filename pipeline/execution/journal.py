@@ -16,6 +16,7 @@ import shlex
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from pipeline.errors import JournalDamaged, in_words
 from pipeline.execution.run_state import RunState
-from pipeline.recipe.nodes import mapped
 from pipeline.utils.files import naming, opened
 from pipeline.utils.foreign import is_number, read_whole
 from pipeline.utils.terminal import shown
@@ -54,18 +54,18 @@ LONGEST_WARNING = 4000
 """Characters of a warning that are journalled."""
 
 
+@dataclass(frozen=True, eq=False)
 class Journal:
     """Append-only. Whoever holds the run's lock writes, and rank 0 while the ranks run."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._folder = path.parent.absolute()
-        self._lock = threading.Lock()  # warnings come from any thread
+    path: Path
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    """Warnings come from any thread."""
 
     def write(self, event: str, **facts: Any) -> None:
         """Append an event and force it to disk. A line that a crash cut short is removed first.
         Raises OSError, which names the file."""
-        record = mapped({"time": time.time(), "event": event, **facts}, self._relative)
+        record = self._relative({"time": time.time(), "event": event, **facts})
         body = json.dumps(record, allow_nan=False).encode().removesuffix(b"}")
         with self._lock, naming(self.path), opened(self.path, "ab+") as file:
             file.seek(0)
@@ -81,7 +81,8 @@ class Journal:
         """Events in order, without a last line that a crash cut short. Raises JournalDamaged."""
         try:
             there = self.path.exists()
-            content = read_whole(self.path, most=MOST, within=self._folder) if there else b""
+            folder = self.path.parent
+            content = read_whole(self.path, most=MOST, within=folder) if there else b""
         except PermissionError:
             raise
         except OSError as error:
@@ -99,7 +100,7 @@ class Journal:
                 raise self._damaged(number, number)
             digest.update(line[len(body) :] + b"\n")
             good = number if found else 0
-            event = _parsed(line, self._folder)
+            event = _parsed(line, folder.absolute())
             if event is None and number < len(lines):
                 continue  # earlier versions left what a crash had cut short, and wrote on after it
             if event is None or not is_event(event):
@@ -111,16 +112,14 @@ class Journal:
         """The state of the run after all events. Raises JournalDamaged."""
         return RunState.of(self.events())
 
-    def newest_command(self) -> list[dict[str, Any]]:
-        """Events of the newest `pipe run` or `pipe resume`, its restarts too, whether or not it was
-        undone. Raises JournalDamaged."""
-        events = self.events()
-        return events[command_begins(events) :]
-
     def _relative(self, value: Any) -> Any:
         """A value of JSON, a path inside the folder written relative to it. A text that begins like
         one is a path if something is there: a sentence may begin with a path, too."""
-        folder = str(self._folder)
+        if isinstance(value, Mapping):
+            return {key: self._relative(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._relative(inner) for inner in value]
+        folder = str(self.path.parent.absolute())
         if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
             with contextlib.suppress(ValueError):  # a null character
                 return {IN_RUN: value[len(folder) + 1 :]} if os.path.lexists(value) else value
@@ -138,8 +137,8 @@ class Journal:
 
 
 def command_begins(events: Sequence[Mapping[str, Any]]) -> int:
-    """Index at which the newest command begins: with the slots that it set aside, or with its first
-    start. 0 without one."""
+    """Index at which the newest `pipe run` or `pipe resume` begins, whether or not it was undone:
+    with the slots that it set aside, or with its first start. 0 without one."""
     begin = len(events) - 1
     while begin > 0 and (events[begin]["event"] != "run started" or events[begin].get("restart")):
         begin -= 1
@@ -181,7 +180,8 @@ def is_event(record: Mapping[str, Any]) -> bool:
 @contextlib.contextmanager
 def warnings_in(journal: Journal, log: logging.Logger) -> Iterator[None]:
     """Journal what is logged as a warning within the body."""
-    handler = _Warnings(journal)
+    handler = _Warnings(logging.WARNING)
+    handler.journal, handler.texts = journal, set()
     log.addHandler(handler)
     try:
         yield
@@ -189,26 +189,23 @@ def warnings_in(journal: Journal, log: logging.Logger) -> Iterator[None]:
         log.removeHandler(handler)
         if handler.left_out:
             more = plural(handler.left_out, "more warning")
-            handler.record(f"the log has {more} of this start")
+            with contextlib.suppress(OSError):
+                journal.write("warning", text=f"the log has {more} of this start")
 
 
 class _Warnings(logging.Handler):
-    def __init__(self, journal: Journal) -> None:
-        super().__init__(logging.WARNING)
-        self._journal, self._texts = journal, set[str]()
-        self.left_out = 0
-        """Warnings after MOST_WARNINGS."""
+    journal: Journal
+    texts: set[str]
+    left_out = 0
+    """Warnings after MOST_WARNINGS."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = shown(record.getMessage())[:LONGEST_WARNING]
-        if record.levelno != logging.WARNING or text in self._texts:
+        if record.levelno != logging.WARNING or text in self.texts:
             return
-        if len(self._texts) == MOST_WARNINGS:
+        if len(self.texts) == MOST_WARNINGS:
             self.left_out += 1
             return
-        self._texts.add(text)
-        self.record(text)
-
-    def record(self, text: str) -> None:
+        self.texts.add(text)
         with contextlib.suppress(OSError):  # the log has it too
-            self._journal.write("warning", text=text)
+            self.journal.write("warning", text=text)

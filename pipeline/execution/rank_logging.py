@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import click
 
-from pipeline.errors import StageError, system_errors_as
+from pipeline.errors import StageError, in_words
 from pipeline.utils.activities import Activity
 from pipeline.utils.files import opened, private_folder, replace_text
 from pipeline.utils.terminal import ShownFormatter, bare, display, quiet, shown
@@ -47,8 +47,10 @@ def quiet_loggers() -> None:
 
 def open_log(run_dir: Path, rank: int) -> IO[str]:
     """Open a rank's log to append to it. Raises StageError."""
-    with system_errors_as(StageError):
+    try:
         return opened(private_folder(run_dir / "logs") / f"rank-{rank:05d}.log", "a")
+    except OSError as error:
+        raise StageError(in_words(error)) from error
 
 
 @contextlib.contextmanager
@@ -58,13 +60,6 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
     log = logging.getLogger("pipe")
     with contextlib.ExitStack() as stack:
 
-        def attach(logger: logging.Logger, handler: logging.Handler) -> None:
-            stack.callback(logger.setLevel, logger.level)
-            stack.callback(setattr, logger, "propagate", logger.propagate)
-            stack.callback(logger.removeHandler, handler)
-            logger.addHandler(handler)
-            logger.propagate = False
-
         def close() -> None:
             with contextlib.suppress(OSError):  # a full disk has been reported
                 file.close()
@@ -73,30 +68,37 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
         stack.callback(close)
         screen = os.dup(2)  # what is printed elsewhere may go to the same file
         stack.callback(os.close, screen)
-        to_file = _LineHandler(file, file.name, screen)
+        to_file, to_screen = _LineHandler(file), _LineHandler(sys.stdout)
+        to_file.name, to_screen.name = file.name, "standard output"
+        to_file.screen = to_screen.screen = screen
         to_file.setFormatter(ShownFormatter("%(asctime)s %(levelname)s %(message)s"))
-        for logger in (log, *map(logging.getLogger, LIBRARIES)):
-            attach(logger, to_file)
-        log.setLevel(logging.DEBUG)
+        handlers: list[tuple[logging.Logger, logging.Handler]] = []
+        handlers += [(logger, to_file) for logger in (log, *map(logging.getLogger, LIBRARIES))]
         stack.callback(logging.captureWarnings, False)
         logging.captureWarnings(True)
         if rank == 0:
             stdout = bare(sys.stdout)
             if isinstance(stdout, io.TextIOWrapper):
                 stdout.reconfigure(line_buffering=True)  # where a display shows it, it is a pipe
-            handler = _LineHandler(sys.stdout, "standard output", screen)
             words = display().split()
             level = logging.WARNING if "quiet" in words else logging.INFO
-            handler.setLevel(logging.DEBUG if "verbose" in words else level)
+            to_screen.setLevel(logging.DEBUG if "verbose" in words else level)
             if "live" in words:
-                handler.addFilter(lambda record: not getattr(record, "in_display", False))
-            attach(log, handler)
+                to_screen.addFilter(lambda record: not getattr(record, "in_display", False))
+            handlers.append((log, to_screen))
         else:
             for descriptor in (1, 2):  # also what native libraries print
                 saved = os.dup(descriptor)
                 stack.callback(os.close, saved)
                 stack.callback(_point_at, saved, descriptor)
                 _point_at(file.fileno(), descriptor)
+        for logger, handler in handlers:
+            stack.callback(logger.setLevel, logger.level)
+            stack.callback(setattr, logger, "propagate", logger.propagate)
+            stack.callback(logger.removeHandler, handler)
+            logger.addHandler(handler)
+            logger.propagate = False
+        log.setLevel(logging.DEBUG)
         yield log
 
 
@@ -109,23 +111,22 @@ def _point_at(target: int, descriptor: int) -> None:
 
 class _LineHandler(logging.StreamHandler[Any]):
     """Writes records to a stream. When that takes no more, it says so once, and continues trying:
-    `logging` would print two stacks for each record."""
+    `logging` would print two stacks for each record. Its name is the stream's."""
 
-    def __init__(self, stream: Any, name: str, screen: int) -> None:
-        """`name` is the stream's; `screen` the descriptor where its failure is reported."""
-        super().__init__(stream)
-        self._stream_name, self._screen, self._reported = name, screen, False
+    screen = 2
+    """Descriptor where a failure is reported."""
+    reported = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Say why a record cannot be written, if the system is the reason."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._reported:
-            self._reported = True
-            text = shown(f"{self._stream_name} lacks lines from here on: {error.strerror or error}")
+        elif not self.reported:
+            self.reported = True
+            text = shown(f"{self.name} lacks lines from here on: {error.strerror or error}")
             with contextlib.suppress(OSError):
-                os.write(self._screen, f"{text}\n".encode())
+                os.write(self.screen, f"{text}\n".encode())
 
 
 @contextlib.contextmanager
@@ -156,9 +157,6 @@ class ActivityRecord:
     _under_way: list[Activity] = field(default_factory=list, init=False)
     _written: float = field(default=0.0, init=False)
     _logged: dict[Activity, float] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        self._write()  # a launcher may start ranks again after one was killed at work
 
     def changed(self, activity: Activity) -> None:
         now = time.monotonic()

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,20 +29,16 @@ class ResumePlan:
 
     run: frozenset[str]
     restore: Mapping[str, Mapping[str, Any]]
+    lost: tuple[str, ...] = ()
+    """A sentence for each slot that runs again since its result is gone or has changed."""
 
 
 def plan_resume(
-    plan: Plan,
-    journal: Journal,
-    log: logging.Logger | None = None,
-    *,
-    thorough: bool = True,
-    again: Collection[str] = (),
+    plan: Plan, journal: Journal, *, thorough: bool = True, again: Collection[str] = ()
 ) -> ResumePlan:
     """Go through the plan backwards: a slot runs if it has not finished in its present form, or if
-    a slot that runs reads its result and no disk has it. `log` gets a line for each lost result.
-    Without `thorough`, the contents of results are not verified. Slots of `again` count as not
-    finished."""
+    a slot that runs reads its result and no disk has it. Without `thorough`, the contents of
+    results are not verified. Slots of `again` count as not finished."""
     found = finished_in(plan, journal)
     finished = {slot: done for slot, done in found.items() if slot not in again}
     readers = {
@@ -51,13 +46,12 @@ def plan_resume(
         for one in plan.slots
     }
 
-    slots = {one.slot: one for one in plan.slots}
+    slots, notes = {one.slot: one for one in plan.slots}, list[str]()
 
     @functools.cache
     def lost(slot: str) -> bool:
         problem = _problem(slots[slot], found[slot].record or {}, thorough=thorough)
-        if problem and log is not None:
-            log.warning("slot `%s` runs again: %s", slot, problem)
+        notes.extend([f"slot `{slot}` runs again: {problem}"] if problem else [])
         return bool(problem)
 
     while True:
@@ -78,7 +72,7 @@ def plan_resume(
                     restore[slot] = record
         needed = _needs_live_state(plan, run, readers)
         if needed is None:
-            return ResumePlan(run=frozenset(run), restore=restore)
+            return ResumePlan(run=frozenset(run), restore=restore, lost=tuple(notes))
         del finished[needed]
 
 
@@ -104,7 +98,9 @@ def _needs_live_state(
 def _problem(planned: PlannedSlot, record: Mapping[str, Any], *, thorough: bool) -> str:
     """Why the recorded result is missing or has changed; empty if it is unchanged."""
     try:
-        result = restored(planned, record)
+        assert planned.gives is not None
+        assert issubclass(planned.gives, Durable)
+        result = planned.gives.restore(record)
         if thorough and isinstance(planned.stage, VerifiesResult):
             planned.stage.verify_result(result)
     except (PipeError, OSError) as error:
@@ -112,13 +108,6 @@ def _problem(planned: PlannedSlot, record: Mapping[str, Any], *, thorough: bool)
     except (KeyError, TypeError, ValueError) as error:
         return f"its record is of another version: {in_words(error)}"
     return ""
-
-
-def restored(planned: PlannedSlot, record: Mapping[str, Any]) -> Durable:
-    """A finished slot's artifact. Raises StageError when it is gone."""
-    assert planned.gives is not None
-    assert issubclass(planned.gives, Durable)
-    return planned.gives.restore(record)
 
 
 def results(plan: Plan, journal: Journal) -> Iterator[tuple[str, Path]]:

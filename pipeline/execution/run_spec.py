@@ -1,20 +1,54 @@
-"""The decisions of the process that launches a run, handed over once: ranks, trackers and the plan
-made next to a run read no recipe file and check nothing."""
+"""The decisions of the process that launches a run, handed over once: a rank reads no recipe file
+and no journal, looks no stage up, and checks nothing."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.chain.plan import Plan, make_plan
-from pipeline.distributed.settings import ProcessCounts
-from pipeline.errors import Location
-from pipeline.recipe.load import recipe_of
+from pydantic import TypeAdapter, ValidationError
+
+from pipeline.chain.artifacts import training_of
+from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.errors import Location, PluginError, Problem, RecipeError, in_words
+from pipeline.execution.resume import ResumePlan, digests
+from pipeline.recipe.fields import build
+from pipeline.recipe.interpolation import resolve
+from pipeline.recipe.load import HEADER_KEYS, RecipeSettings
+from pipeline.recipe.nodes import RESERVED, KeyPath, node_of
 from pipeline.utils.terminal import display
+
+KINDS = "kind", "gives"
+"""Keys of a slot's class and of its result's, as `module:Class`; None for no result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(PlannedSlot):
+    """One slot of a run, with what its launcher has decided."""
+
+    digest: str
+    """Of its settings, and of the slots that it depends on."""
+    training: str
+    """The slot of the training that it is of; empty for the first."""
+    unread: tuple[str, ...]
+    """Slots whose results are dropped after this one: it is their last reader."""
+
+
+def steps_of(plan: Plan) -> list[Step]:
+    """The slots of a plan, in order."""
+    found, own = list[Step](), digests(plan)
+    last = {one.slot: plan.last_reader(one.slot) or one.slot for one in plan.slots}
+    for planned in plan.slots:
+        training = training_of(plan.view.wiring, planned.slot)
+        unread = tuple(slot for slot, reader in last.items() if reader == planned.slot)
+        facts = {**vars(planned), "digest": own[planned.slot]}
+        found.append(Step(**facts, training=training, unread=unread))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,26 +59,44 @@ class RunSpec:
     run_dir: str
     recipe: Mapping[str, Any]
     """The merged recipe's values."""
-    last: str
-    """The slot after which this start ends."""
+    device: str = "cpu"
+    slots: tuple[Mapping[str, Any], ...] = ()
+    """The fields of each Step; instead of the stage, and of the type of its result, KINDS."""
+    todo: tuple[str, ...] = ()
+    """Slots to run."""
+    restore: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """Slot that has finished -> record of its result, which a slot to run reads."""
     accept: tuple[str, ...] = ()
     """Changes that are intended (`pipe resume --accept`)."""
     warnings: tuple[str, ...] = ()
-    """Findings of the checks that are probably mistakes."""
+    """Findings of the checks that are probably mistakes, and results that are lost."""
     display: str = ""
     """Words of `pipeline.utils.terminal.set_display` for rank 0."""
 
     @classmethod
     def of(cls, plan: Plan, run_dir: Path, accept: tuple[str, ...] = ()) -> RunSpec:
         """The spec of a checked plan, cut to what this start does."""
+        slots = []
+        for step in steps_of(plan):
+            facts = {key: value for key, value in vars(step).items() if key != "stage"}
+            for key, kind in zip(KINDS, (type(step.stage), step.gives), strict=True):
+                facts[key] = kind and f"{kind.__module__}:{kind.__qualname__}"
+            slots.append(facts)
         return cls(
             run_dir=str(run_dir),
             recipe=plan.recipe.public(),
-            last=plan.slots[-1].slot,
+            device=plan.view.device,
+            slots=tuple(slots),
             accept=accept,
             warnings=tuple(map(str, plan.warnings)),
             display=display(),
         )
+
+    def starting(self, found: ResumePlan) -> RunSpec:
+        """The spec of a start of the ranks, with what is left to run."""
+        warnings = tuple(dict.fromkeys((*self.warnings, *found.lost)))
+        todo = tuple(sorted(found.run))
+        return dataclasses.replace(self, todo=todo, restore=found.restore, warnings=warnings)
 
     def dump(self) -> str:
         """JSON text."""
@@ -54,28 +106,38 @@ class RunSpec:
     def load(cls, text: str) -> RunSpec:
         """The reverse of `dump`."""
         facts = json.loads(text)
-        return cls(**facts | {key: tuple(facts[key]) for key in ("accept", "warnings")})
+        lists = {key: tuple(value) for key, value in facts.items() if isinstance(value, list)}
+        return cls(**facts | lists)
 
-    def plan(self, started: ProcessCounts, *, for_this_machine: bool = False) -> Plan:
-        """The plan, whose stages are built of the values and not checked again. `for_this_machine`
-        asks whether this machine has the GPUs. Raises RecipeError."""
+    def build(self) -> tuple[RecipeSettings, list[Step]]:
+        """The recipe's settings and the slots, their stages built of the values. Raises RecipeError
+        for values of the environment, PluginError for a stage that this machine lacks."""
+        values: Any = self.recipe
         place = Location(file=f"{self.run_dir}/recipe.yaml")
-        recipe = recipe_of(self.recipe, place)
-        return make_plan(
-            recipe, for_this_machine=for_this_machine, skip_checks=True, started=started
-        ).until(self.last)
-
-
-_current: RunSpec | None = None
-
-
-def set_current(spec: RunSpec | None) -> None:
-    """Note the run that this process is a rank of."""
-    global _current
-    _current = spec
-
-
-def current() -> RunSpec:
-    """The run that this process is a rank of."""
-    assert _current is not None
-    return _current
+        if "${" in json.dumps(values):
+            values, problems = resolve(node_of(values, place))
+            if problems:
+                raise RecipeError(problems)
+        header = {key: values[key] for key in HEADER_KEYS if key in values}
+        parts: list[tuple[Any, dict[str, Any], KeyPath]] = [(RecipeSettings, header, ())]
+        facts = [{**one, "unread": tuple(one["unread"])} for one in self.slots]
+        for one in facts:
+            try:
+                names = [one.pop(key) or "builtins:None" for key in KINDS]
+                kind, one["gives"] = map(pkgutil.resolve_name, names)
+            except Exception as error:
+                why = f"stage `{one['use']}` cannot be loaded: {in_words(error)}"
+                raise PluginError(why, hint="every machine needs the same packages") from error
+            written = values["stages"][one["slot"]]
+            fields = {key: value for key, value in written.items() if key not in RESERVED}
+            parts.append((kind, fields, ("stages", one["slot"])))
+        built, wrong = list[Any](), list[Problem]()
+        for kind, fields, path in parts:
+            try:
+                built.append(TypeAdapter(kind).validate_json(json.dumps(fields), strict=True))
+            except ValidationError:
+                wrong += build(kind, fields, tree=node_of(values, place), path=path)[1]
+        if wrong:
+            raise RecipeError(wrong)
+        settings, *stages = built
+        return settings, [Step(**o, stage=stage) for o, stage in zip(facts, stages, strict=True)]

@@ -149,30 +149,31 @@ class Training:
         return found
 
 
+@dataclass(eq=False)
 class RunState:
     """A run as its events and records say."""
 
-    def __init__(self, kept: int | None = None) -> None:
-        """Keep all records of a training, or the newest `kept`."""
-        self.slots: dict[str, SlotState] = {}
-        self.finished: dict[str, Finished] = {}
-        """The newest finish of each slot that was not set aside since."""
-        self.events: list[dict[str, Any]] = []
-        """Events that count: without undone commands, which failed before they did anything and
-        left the run as it was. A start that was killed gets an end: SILENT."""
-        self.trainings: dict[str, Training] = {}
-        """By slot (empty: the recipe's first), in the order in which they began."""
-        self.started = 0.0
-        """Time of the newest start of the run, in seconds since 1970; 0 before the first."""
-        self.ended = 0.0
-        """Time at which that ended; 0 if it has not."""
-        self.slot: str | None = None
-        """The slot that started last in the newest start of the run."""
-        self.commits: dict[tuple[str, str, str], str] = {}
-        """`HubName.asked` -> the commit that it stood for when the run was started."""
-        self._kept, self._last_sign = kept, 0.0
-        self._command = 0
-        """Number of events before the newest command."""
+    kept: int | None = None
+    """Newest records of a training that are kept; None keeps all."""
+    slots: dict[str, SlotState] = field(default_factory=dict, init=False)
+    finished: dict[str, Finished] = field(default_factory=dict, init=False)
+    """The newest finish of each slot that was not set aside since."""
+    events: list[dict[str, Any]] = field(default_factory=list, init=False)
+    """Events that count: without undone commands, which failed before they did anything and left
+    the run as it was. A start that was killed gets an end: SILENT."""
+    trainings: dict[str, Training] = field(default_factory=dict, init=False)
+    """By slot (empty: the recipe's first), in the order in which they began."""
+    started: float = field(default=0.0, init=False)
+    """Time of the newest start of the run, in seconds since 1970; 0 before the first."""
+    ended: float = field(default=0.0, init=False)
+    """Time at which that ended; 0 if it has not."""
+    slot: str | None = field(default=None, init=False)
+    """The slot that started last in the newest start of the run."""
+    commits: dict[tuple[str, str, str], str] = field(default_factory=dict, init=False)
+    """`HubName.asked` -> the commit that it stood for when the run was started."""
+    _last_sign: float = field(default=0.0, init=False)
+    _command: int = field(default=0, init=False)
+    """Number of events before the newest command."""
 
     @classmethod
     def of(cls, events: Iterable[dict[str, Any]]) -> RunState:
@@ -189,7 +190,7 @@ class RunState:
         else:
             slot = record_training(one)
             if slot not in self.trainings:
-                records: Any = [] if self._kept is None else deque(maxlen=self._kept)
+                records: Any = [] if self.kept is None else deque(maxlen=self.kept)
                 self.trainings[slot] = Training(slot=slot, records=records)
             self.trainings[slot].add(one)
         self._last_sign = max(self._last_sign, float(one.get("time") or 0.0))

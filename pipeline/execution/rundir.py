@@ -35,17 +35,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint import location
 from pipeline.contracts.metrics import is_record, record_training
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import RunFailed, RunLocked, UsageError, in_words, kind_of, system_errors_as
 from pipeline.recipe.nodes import walk
-from pipeline.utils.addresses import path_problems
 from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
-from pipeline.utils.foreign import json_object, open_regular, require_within
-from pipeline.utils.jsonl import read_tail
+from pipeline.utils.foreign import json_object, open_regular, read_tail, require_within
+from pipeline.utils.hub import path_problems
 from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import near_path
@@ -199,31 +198,28 @@ def locked(folder: Path) -> Iterator[None]:
     with file:
         # a dying owner, and `pipe ls` looking, hold the lock for a moment
         deadline = time.monotonic() + LOCK_SECONDS
-        while not _acquired(file):
-            if time.monotonic() > deadline:
-                file.seek(0)
-                owner = file.read().strip() or "another process"
-                raise RunLocked(f"{folder} is in use by {owner}")
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    owner = file.read().strip() or "another process"
+                    raise RunLocked(f"{folder} is in use by {owner}") from None
+            except OSError as error:
+                raise UsageError(
+                    f"{file.name} cannot be locked ({error.strerror}), so that two processes could "
+                    "write into one run",
+                    hint="mount the file system with locks (Lustre: -o flock), or keep runs "
+                    "elsewhere (--runs); their checkpoints can stay (`folder` in the checkpoint "
+                    "slot)",
+                ) from error
             time.sleep(0.05)
         with system_errors_as(UsageError), naming(folder / LOCK):
             file.truncate(0)
             os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
         yield
-
-
-def _acquired(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise UsageError(
-            f"{file.name} cannot be locked ({error.strerror}), so that two processes could write "
-            "into one run",
-            hint="mount the file system with locks (Lustre: -o flock), or keep runs elsewhere "
-            "(--runs); their checkpoints can stay (`folder` in the checkpoint slot)",
-        ) from error
-    return True
 
 
 def is_locked(folder: Path) -> bool:

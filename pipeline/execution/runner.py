@@ -1,5 +1,5 @@
-"""Run a plan on this rank: each stage in order, journalled, its artifacts dropped after their last
-reader; and the checks before: that ranks agree, that resources suffice, and the dry run."""
+"""Run the slots of a run on this rank: each stage in order, journalled, its artifacts dropped after
+their last reader; and before: that ranks agree, that resources suffice, and the dry run."""
 
 from __future__ import annotations
 
@@ -9,25 +9,32 @@ import gc
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.chain.artifacts import Results, training_of
-from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.chain.artifacts import Results
 from pipeline.contracts.data import Data
 from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.resources import ResourceNeed, require_resources
 from pipeline.contracts.signature import needs
-from pipeline.contracts.stage import Context, Durable, NeedsResources, RunsDry
+from pipeline.contracts.stage import (
+    Context,
+    Durable,
+    NeedsResources,
+    ResourceNeed,
+    RunsDry,
+    require_resources,
+)
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
-from pipeline.distributed.agreement import differences, in_one
 from pipeline.distributed.heartbeat import Phase
-from pipeline.errors import StageError
+from pipeline.distributed.process_group import differences, in_one
+from pipeline.errors import Location, StageError
 from pipeline.execution.gpu_records import record_memory, release_memory
 from pipeline.execution.journal import Journal
 from pipeline.execution.rank_logging import IN_DISPLAY
-from pipeline.execution.resume import digests, plan_resume, restored
+from pipeline.execution.run_spec import Step
+from pipeline.recipe.load import RecipeSettings
 from pipeline.recipe.nodes import leaves, mapped, node_of, texts_in
 from pipeline.utils.files import remove_folder
 from pipeline.utils.packages import gc_as_usual, versions
@@ -36,46 +43,45 @@ Artifacts = Mapping[str, Any]
 """Artifacts by slot."""
 
 
+@dataclass(eq=False)
 class Runner:
-    """One pass over a plan. Every rank makes the same decisions, because rank 0's are shared."""
+    """One pass over the slots of a run. Every rank makes the same decisions: rank 0's count."""
 
-    def __init__(self, plan: Plan, ctx: Context, journal: Journal) -> None:
-        self.plan = plan
-        self.ctx = ctx
-        self.journal = journal
-        self.artifacts: dict[str, Any] = {}
-        self._digests = digests(plan) if ctx.dist.is_main else {}
-        self._gc_rare = True  # as since the start of the process
+    steps: Sequence[Step]
+    ctx: Context
+    journal: Journal
+    dry_run: bool = False
+    """Whether each training comes after a rehearsal of what follows it."""
+    artifacts: dict[str, Any] = field(default_factory=dict, init=False)
+    """By slot."""
+    _gc_rare: bool = field(default=True, init=False)
+    """As since the start of the process."""
 
-    def run(self) -> None:
-        """Run the slots that are left. Raises whatever a stage raises; `ctx.slot` names the stage's
-        slot. After a failure live artifacts stay until `close`, so that it can be reported
-        first."""
-        plan, ctx, text = self.plan, self.ctx, None
-        if ctx.dist.is_main:  # only rank 0 may read a journal that is being written
-            found = plan_resume(plan, self.journal, ctx.log)
-            text = json.dumps([sorted(found.run), found.restore])
-        todo, restore = json.loads(ctx.dist.broadcast_str(text))
-        self.artifacts |= {
-            planned.slot: restored(planned, restore[planned.slot])
-            for planned in plan.slots
-            if planned.slot in restore
-        }
-        for number, planned in enumerate(plan.slots):
-            ctx.slot, ctx.training = planned.slot, training_of(plan.view.wiring, planned.slot)
+    def run(self, todo: Collection[str], restore: Mapping[str, Mapping[str, Any]]) -> None:
+        """Run the slots of `todo`, with the results of finished ones from their records (`restore`)
+        as inputs. Raises whatever a stage raises; `ctx.slot` names the stage's slot. After a
+        failure live artifacts stay until `close`, so that it can be reported first."""
+        ctx = self.ctx
+        own = json.dumps([sorted(todo), restore]) if ctx.dist.is_main else None
+        todo, restore = json.loads(ctx.dist.broadcast_str(own))
+        for step in self.steps:
+            if step.slot in restore:
+                kind: Any = step.gives
+                self.artifacts[step.slot] = kind.restore(restore[step.slot])
+        for number, step in enumerate(self.steps):
+            ctx.slot, ctx.training = step.slot, step.training
             ctx.metrics.training = ctx.training  # also of what was made for another slot
-            trains = issubclass(planned.gives or object, TrainedRun)
-            if planned.slot in todo:
+            trains = issubclass(step.gives or object, TrainedRun)
+            if step.slot in todo:
                 if trains:
-                    left = {later.slot for later in plan.slots[number:]}
-                    look_ahead(plan, ctx, self.artifacts, left.intersection(todo))
-                    if plan.recipe.dry_run:
-                        run_dry(plan, ctx, self.artifacts)
-                self._run_slot(planned)
+                    left = {later.slot for later in self.steps[number:]}
+                    look_ahead(self.steps, ctx, self.artifacts, left.intersection(todo))
+                    if self.dry_run:
+                        run_dry(self.steps, ctx, self.artifacts)
+                self._run_slot(step)
                 if trains:
                     record_memory(ctx)
-            droppable_after = (planned.slot, None)  # None: no slot reads it
-            self._drop([one for one in self.artifacts if plan.last_reader(one) in droppable_after])
+            self._drop([slot for slot in self.artifacts if slot in step.unread])
             if trains:
                 release_memory(ctx)
 
@@ -83,35 +89,35 @@ class Runner:
         """Release the artifacts that are left, the newest first."""
         self._drop(reversed(list(self.artifacts)))
 
-    def _run_slot(self, planned: PlannedSlot) -> None:
+    def _run_slot(self, step: Step) -> None:
         """Run the stage, keep what it returns, and journal it."""
-        dist, facts = self.ctx.dist, {"slot": planned.slot, "use": planned.use}
+        dist, facts = self.ctx.dist, {"slot": step.slot, "use": step.use}
         dist.heartbeat.beat(Phase.LOAD, step=0)
         if dist.is_main:
             self.journal.write("slot started", **facts)
-        self.ctx.log.info("%s: %s", planned.slot, planned.use, extra=IN_DISPLAY)
+        self.ctx.log.info("%s: %s", step.slot, step.use, extra=IN_DISPLAY)
         # Until the first slot that takes an input, nearly all objects are imported modules: freeze
         # them, so that no collection walks them.
-        if self._gc_rare and any(planned.inputs.values()):
+        if self._gc_rare and any(step.inputs.values()):
             gc_as_usual(freeze=True)
             self._gc_rare = False
         began = time.perf_counter()
-        inputs = {name: slot and self.artifacts[slot] for name, slot in planned.inputs.items()}
+        inputs = {name: slot and self.artifacts[slot] for name, slot in step.inputs.items()}
         # a copy: a stage that keeps ctx keeps its own slot
-        artifact = planned.stage.run(dataclasses.replace(self.ctx), **inputs)
-        if planned.gives is not None and not isinstance(artifact, planned.gives):
+        artifact = step.stage.run(dataclasses.replace(self.ctx), **inputs)
+        if step.gives is not None and not isinstance(artifact, step.gives):
             raise StageError(
-                f"{planned.use} gave {type(artifact).__name__} instead of {planned.gives.__name__}"
+                f"{step.use} gave {type(artifact).__name__} instead of {step.gives.__name__}"
             )
         require_same_artifact(artifact, self.ctx)
-        if planned.gives is not None:
-            self.artifacts[planned.slot] = artifact
+        if step.gives is not None:
+            self.artifacts[step.slot] = artifact
         record = artifact.record() if isinstance(artifact, Durable) else None
         dist.barrier()
         if not dist.is_main:
             return
         seconds = round(time.perf_counter() - began, 3)
-        facts |= {"digest": self._digests[planned.slot]}
+        facts |= {"digest": step.digest}
         self.journal.write("slot finished", **facts, record=record, seconds=seconds)
         if record is not None:  # its files are known to be there
             dist.heartbeat.landmark()
@@ -133,23 +139,25 @@ class Runner:
 A_PATH = "a path"
 
 
-def require_same_recipe(plan: Plan, ctx: Context) -> None:
+def require_same_recipe(
+    settings: RecipeSettings, written: Mapping[str, Any], steps: Sequence[Step], ctx: Context
+) -> None:
     """Raise StageError if the ranks have other recipes, defaults of stages or versions of packages
     (collective).
 
     Absolute paths may differ, which is logged: machines may keep files in different places, and
     what lies there is compared when it is opened. So may `launch`: how a machine starts. Values
-    that depend on an environment variable, and may be secret, are compared by digest."""
-    recipe = plan.recipe
-    public = node_of(recipe.public()["stages"], recipe.tree.at)
+    that depend on an environment variable, and may be secret, are compared by digest: in the slots
+    as `written` in the recipe they have their names."""
+    public = node_of(written, Location(file=""))
     facts: dict[str, Any] = {
-        "order of slots": ", ".join(planned.slot for planned in plan.slots), "name": recipe.name,
-        "seed": recipe.seed, "dry_run": recipe.dry_run,
+        "order of slots": ", ".join(step.slot for step in steps), "name": settings.name,
+        "seed": settings.seed, "dry_run": settings.dry_run,
     }  # fmt: skip
     paths: dict[str, list[str]] = {}
-    for planned in plan.slots:
-        facts[f"{planned.slot}.use"] = planned.use
-        for path, value in leaves(dataclasses.asdict(planned.stage), (planned.slot,)):
+    for step in steps:
+        facts[f"{step.slot}.use"] = step.use
+        for path, value in leaves(dataclasses.asdict(step.stage), (step.slot,)):
             name, given = ".".join(map(str, path)), public.written(path)
             paths[name] = [*filter(_is_path, texts_in(value))]
             facts[name] = mapped(value, lambda one: A_PATH if _is_path(one) else one)
@@ -188,44 +196,45 @@ def require_same_artifact(artifact: Any, ctx: Context) -> None:
         ctx.log.debug("all %d ranks have the same: %s", ctx.dist.world_size, compared)
 
 
-def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: Iterable[str]) -> None:
+def look_ahead(
+    steps: Sequence[Step], ctx: Context, artifacts: Artifacts, slots: Collection[str]
+) -> None:
     """Ask the stages of `slots` for the resources that they will need; raise StageError if some are
     missing. Only rank 0 asks: its machine also writes the exports."""
     if not ctx.dist.is_main:
         return
     found: list[ResourceNeed] = []
-    known = _in_order(plan, artifacts)
-    for planned in plan.slots:
-        stage = planned.stage
-        if planned.slot not in slots or not isinstance(stage, NeedsResources):
+    known = Results({one.slot: artifacts[one.slot] for one in steps if one.slot in artifacts})
+    for step in steps:
+        stage = step.stage
+        if step.slot not in slots or not isinstance(stage, NeedsResources):
             continue
         # without a model that a training before it is still to make: it will need the same as the
         # latest one
         kinds = {need.parameter: need.type for need in needs(type(stage))}
         inputs = {
             name: slot
-            for name, slot in planned.inputs.items()
+            for name, slot in step.inputs.items()
             if slot in artifacts or not issubclass(ModelSource, kinds[name])
         }
         if not known.missing(stage, "resource_needs", inputs):
-            training = training_of(plan.view.wiring, planned.slot)
-            own = dataclasses.replace(ctx, slot=planned.slot, training=training)
+            own = dataclasses.replace(ctx, slot=step.slot, training=step.training)
             found += known.call(stage, "resource_needs", own, inputs)
     require_resources(found)
 
 
-def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
+def run_dry(steps: Sequence[Step], ctx: Context, artifacts: Artifacts) -> None:
     """For `dry_run: true` (`pipe run --dry-run` starts no rank): save the engine's state and have
     every stage with `run_dry`, up to the next training, work on that checkpoint (collective).
     Everything written is removed again, unless it fails; random states stay unchanged."""
-    from pipeline.checkpoint import rng_state
+    from pipeline.checkpoint.write_plan import apply_random, capture_random
 
     folder, device = ctx.run_dir / f"{ctx.run_dir.name}.dry-run", ctx.dist.device
     ctx.log.info("dry run: saving, consolidating and exporting the untrained model")
     began = time.monotonic()
     removals: list[Callable[[], object]] = []
     with contextlib.ExitStack() as stack:
-        stack.callback(rng_state.apply, rng_state.capture(device), device)
+        stack.callback(apply_random, capture_random(device), device)
         if ctx.dist.is_main:
             remove_folder(folder)
             folder.mkdir()
@@ -234,7 +243,7 @@ def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
         stage_ctx = dataclasses.replace(
             ctx, run_dir=folder, metrics=Metrics(None), on_exit=removals.append
         )
-        _rehearse(plan, stage_ctx, dict(artifacts), stack)
+        _rehearse(steps, stage_ctx, dict(artifacts), stack)
     # After a failure everything stays, to be looked at, until the next dry run.
     ctx.dist.barrier()
     for remove in reversed(removals):
@@ -244,34 +253,28 @@ def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
 
 
 def _rehearse(
-    plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib.ExitStack
+    steps: Sequence[Step], ctx: Context, artifacts: dict[str, Any], stack: contextlib.ExitStack
 ) -> None:
     checkpoints: Checkpoints | None = None
     saved = False
-    for planned in plan.slots:
-        of_another = training_of(plan.view.wiring, planned.slot) != ctx.training
-        if issubclass(planned.gives or object, TrainedRun):
+    for step in steps:
+        of_another = step.training != ctx.training
+        if issubclass(step.gives or object, TrainedRun):
             if of_another and not saved:
                 continue
             if of_another or checkpoints is None:
                 return
             checkpoints.save(Progress())
             saved = True
-            artifacts[planned.slot] = TrainedRun(
-                checkpoint=checkpoints.finish(), progress=Progress()
-            )
-        elif isinstance(planned.stage, RunsDry) and not of_another:
-            known = _in_order(plan, artifacts)
-            if known.missing(planned.stage, "run_dry", planned.inputs):
+            artifacts[step.slot] = TrainedRun(checkpoint=checkpoints.finish(), progress=Progress())
+        elif isinstance(step.stage, RunsDry) and not of_another:
+            # in the order of slots: restored ones may have come first
+            known = Results({s.slot: artifacts[s.slot] for s in steps if s.slot in artifacts})
+            if known.missing(step.stage, "run_dry", step.inputs):
                 continue
-            ctx.log.info("dry run: %s: %s", planned.slot, planned.use)
-            own = dataclasses.replace(ctx, slot=planned.slot)
-            made = known.call(planned.stage, "run_dry", own, planned.inputs)
-            artifacts[planned.slot] = made
+            ctx.log.info("dry run: %s: %s", step.slot, step.use)
+            own = dataclasses.replace(ctx, slot=step.slot)
+            made = known.call(step.stage, "run_dry", own, step.inputs)
+            artifacts[step.slot] = made
             checkpoints = made if isinstance(made, Checkpoints) else checkpoints
             stack.callback(getattr(made, "close", lambda: None))
-
-
-def _in_order(plan: Plan, artifacts: Artifacts) -> Results:
-    """Artifacts in the order of slots: restored ones may have come first."""
-    return Results({one.slot: artifacts[one.slot] for one in plan.slots if one.slot in artifacts})

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ from pipeline.chain.registry import Registry
 from pipeline.checkpoint import location
 from pipeline.checkpoint.store import step_number
 from pipeline.contracts.export import EXPORT_MANIFEST, ExportedModel, OpensText, TextModel
-from pipeline.contracts.model import ModelSource
+from pipeline.contracts.model import ModelSource, Weights
 from pipeline.contracts.stage import Context
-from pipeline.contracts.tensors import Weights
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import PipeError, PluginError, UsageError
 from pipeline.execution import rundir
@@ -116,9 +115,14 @@ def found(source: str, step: str | None) -> Subject:
 
 def _in_run(run: Path, step: str | None) -> Subject:
     rundir.existing(run)
-    for newest in _exports(run)[:1] if step is None else ():
-        folder, at = newest.absolute(), _exported_step(newest)
-        return Subject(run=run.absolute(), folder=folder, step=at, newer=_newer(run, newest, at))
+    for export in _exports(run)[:1] if step is None else ():
+        at, newer = _exported_step(export), None
+        with contextlib.suppress(PipeError):  # a checkpoint of the same training
+            if trained_in(run, export) in (None, next(reversed(location.places(run)), "")):
+                store, _ = location.find(str(run.resolve()))
+                newer = step_number(store.names()[-1])
+        newer = newer if at is not None and newer is not None and newer > at else None
+        return Subject(run=run.absolute(), folder=export.absolute(), step=at, newer=newer)
     if location.known(run) is None:
         running = rundir.is_locked(run)
         raise UsageError(
@@ -140,17 +144,6 @@ def _exports(run: Path) -> list[Path]:
     there = [one for one in [*slots, *later] if (one / EXPORT_MANIFEST).is_file()]
     found = [one for one in there if any((one / c).is_file() for c in CONFIGS) or _writer(one)]
     return sorted(found, key=lambda one: (one / EXPORT_MANIFEST).stat().st_mtime, reverse=True)
-
-
-def _newer(run: Path, export: Path, step: int | None) -> int | None:
-    """The step of the run's newest checkpoint, if that is of a later step than the export, and of
-    the same training."""
-    with contextlib.suppress(PipeError):
-        if trained_in(run, export) in (None, next(reversed(location.places(run)), "")):
-            store, _ = location.find(str(run.resolve()))
-            newest = step_number(store.names()[-1])
-            return newest if step is not None and newest is not None and newest > step else None
-    return None
 
 
 def _exported_step(folder: Path) -> int | None:
@@ -182,12 +175,13 @@ def _default() -> type[OpensText]:
     return stage
 
 
+@dataclass(eq=False)
 class Opener:
     """Opens a subject's models. Slots of its run's recipe run once, when one of them is needed."""
 
-    def __init__(self, subject: Subject, ctx: Context) -> None:
-        self._subject, self._ctx = subject, ctx
-        self._artifacts: dict[str, Any] = {}
+    _subject: Subject
+    _ctx: Context
+    _artifacts: dict[str, Any] = field(default_factory=dict, init=False)
 
     def trained(self) -> TextModel:
         """Load the trained model. Raises UsageError, StageError."""

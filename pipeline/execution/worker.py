@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import sys
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.chain.plan import impossible_here
 from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.stage import Context
 from pipeline.distributed import environment
@@ -18,22 +20,17 @@ from pipeline.distributed.heartbeat import LOOK_SECONDS, Watchdog
 from pipeline.distributed.process_group import DistContext, environment_dist, environment_store
 from pipeline.distributed.settings import Timeouts
 from pipeline.distributed.signals import Interrupted, default_signals
-from pipeline.errors import RunFailed, StageError
+from pipeline.errors import Location, Problem, RecipeError, RunFailed, StageError
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal, warnings_in
-from pipeline.execution.rank_logging import (
-    ActivityRecord,
-    compilers_aside,
-    open_log,
-    rank_log,
-)
-from pipeline.execution.run_spec import RunSpec, set_current
+from pipeline.execution.rank_logging import ActivityRecord, compilers_aside, open_log, rank_log
+from pipeline.execution.run_spec import RunSpec
 from pipeline.execution.runner import Runner, require_same_recipe
+from pipeline.recipe.load import RecipeSettings
 from pipeline.utils.activities import in_thread, show_in
-from pipeline.utils.files import cache_folder
 from pipeline.utils.packages import gc_as_usual, gc_rarely
 from pipeline.utils.processes import received
-from pipeline.utils.terminal import hide_environment, redact_output, set_display
+from pipeline.utils.terminal import redact_output, set_display
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -50,8 +47,7 @@ def main(argv: list[str]) -> int:
     own, spec = environment.Shared(**message["shared"]), RunSpec.load(message["spec"])
     environment.join(own)
     default_signals()
-    redact_output()
-    hide_environment()
+    redact_output(message["hidden"])
     set_display(spec.display)
     faulthandler.register(environment.DUMP, own.stacks)
     run_dir = Path(spec.run_dir)
@@ -76,73 +72,76 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
     """
     rank, run_dir = environment.worker_rank(), Path(spec.run_dir)
     ctx: Context | None = None
-    set_current(spec)
-    keep_compiled()
     gc_rarely()
     with rank_log(run_dir, rank) as log, contextlib.ExitStack() as stack:
         stack.callback(gc_as_usual)
         try:
-            plan = spec.plan(environment.started(), for_this_machine=True)
-            import torch
-            import torch.distributed
-
-            launch = plan.recipe.launch
-            timeouts = launch.timeouts
-            if launch.threads is not None:
-                torch.set_num_threads(launch.threads)
-            found = store or environment_store(timeouts.rendezvous)
-            dist = environment_dist(found, device=plan.view.device, timeout=timeouts.collectives)
-            stack.callback(torch.distributed.destroy_process_group)
-            stack.enter_context(compilers_aside(log))
-            ctx = Context(
-                run_dir=run_dir,
-                seed=plan.recipe.seed,
-                dist=dist,
-                log=log,
-                metrics=Metrics(run_dir / rundir.METRICS if dist.is_main else None),
-                on_exit=stack.callback,
-                accept=frozenset(spec.accept),
-            )
-            journal = Journal(run_dir / rundir.JOURNAL)
-            if dist.is_main:
+            settings, steps = spec.build()
+            ctx = _context(spec, settings, store, log, stack)
+            journal, is_main = Journal(run_dir / rundir.JOURNAL), ctx.dist.is_main
+            if is_main:
                 stack.enter_context(warnings_in(journal, log))
             for warning in spec.warnings:
                 log.warning("%s", warning)
-            stack.enter_context(show_in(ActivityRecord(log, run_dir if dist.is_main else None)))
-            stack.enter_context(watched(run_dir, dist, timeouts))
-            require_same_recipe(plan, ctx)
-            runner = Runner(plan, ctx, journal)
+            stack.enter_context(show_in(ActivityRecord(log, run_dir if is_main else None)))
+            if environment.shared() is None:  # `pipe` watches its ranks itself
+                stack.enter_context(watched(run_dir, ctx.dist, settings.launch.timeouts))
+            if not environment.is_single_node():  # on one machine all have the same
+                require_same_recipe(settings, spec.recipe["stages"], steps, ctx)
+            runner = Runner(steps, ctx, journal, dry_run=settings.dry_run)
             stack.callback(runner.close)
-            runner.run()
+            runner.run(spec.todo, spec.restore)
             stack.close()  # here, so that its errors are reported as well
         except Interrupted:
             raise
         except BaseException as error:
-            failures.record(run_dir, rank, ctx.slot if ctx else "", _cause(run_dir, error))
+            cause = error
+            try:
+                rundir.require_kept(run_dir)
+            except RunFailed as gone:  # a file that is missing since then says only that
+                cause = gone if isinstance(error, FileNotFoundError) else error
+            failures.record(run_dir, rank, ctx.slot if ctx else "", cause)
             log.debug("failed", exc_info=True)
             # the deadline of the clean-up by `stack`: then this process ends wherever it is
             with contextlib.suppress(StageError):  # the folder may be gone
-                faulthandler.dump_traceback_later(
-                    CLEANUP_SECONDS, exit=True, file=open_log(run_dir, rank)
-                )
+                file = open_log(run_dir, rank)
+                faulthandler.dump_traceback_later(CLEANUP_SECONDS, exit=True, file=file)
             raise
 
 
-def _cause(run_dir: Path, error: BaseException) -> BaseException:
-    """The error to report: a file that is missing since the run's folder is gone says only that."""
-    if isinstance(error, FileNotFoundError):
-        try:
-            rundir.require_kept(run_dir)
-        except RunFailed as gone:
-            return gone
-    return error
+def _context(
+    spec: RunSpec,
+    settings: RecipeSettings,
+    store: Store | None,
+    log: logging.Logger,
+    stack: contextlib.ExitStack,
+) -> Context:
+    """The context of the stages, and the process group of the ranks, which ends with `stack`."""
+    launch, run_dir = settings.launch, Path(spec.run_dir)
+    if store is not None:  # another launcher started this rank, and rank 0 looked at its machine
+        wrong = impossible_here(launch, environment.started())
+        if wrong is not None:
+            place, (key, message, hint) = Location(file=str(run_dir / rundir.RECIPE)), wrong
+            problem = Problem(message=message, key=f"launch.{key}", hint=hint, location=place)
+            raise RecipeError([problem])
+    import torch
+    import torch.distributed
 
-
-def keep_compiled() -> None:
-    """Have torch keep compiled code, Triton's kernels too, where it outlives a restart of the
-    machine, unless a folder is named already; its own is in /tmp. Read when something is compiled.
-    """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+    if launch.threads is not None:
+        torch.set_num_threads(launch.threads)
+    found = store or environment_store(launch.timeouts.rendezvous)
+    dist = environment_dist(found, device=spec.device, timeout=launch.timeouts.collectives)
+    stack.callback(torch.distributed.destroy_process_group)
+    stack.enter_context(compilers_aside(log))
+    return Context(
+        run_dir=run_dir,
+        seed=settings.seed,
+        dist=dist,
+        log=log,
+        metrics=Metrics(run_dir / rundir.METRICS if dist.is_main else None),
+        on_exit=stack.callback,
+        accept=frozenset(spec.accept),
+    )
 
 
 STOP_SECONDS = 20.0
@@ -152,8 +151,7 @@ STOP_SECONDS = 20.0
 @contextlib.contextmanager
 def watched(run_dir: Path, dist: DistContext, timeouts: Timeouts) -> Iterator[None]:
     """End this process with exit code 1 and its stacks in its log if the body shows no sign of life
-    for longer than `timeouts` say, or was asked to stop and waits for ranks that do not come. Does
-    nothing under `pipe`, which watches its ranks itself."""
+    for longer than `timeouts` say, or was asked to stop and waits for ranks that do not come."""
 
     def watch(over: threading.Event) -> None:
         watchdog, stopping = Watchdog([dist.heartbeat], [os.getpid()], timeouts), 0.0
@@ -170,7 +168,7 @@ def watched(run_dir: Path, dist: DistContext, timeouts: Timeouts) -> Iterator[No
                         faulthandler.dump_traceback(log)
                 os._exit(1)
 
-    with contextlib.nullcontext() if environment.shared() else in_thread(watch, "pipe-watch"):
+    with in_thread(watch, "pipe-watch"):
         yield
 
 

@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import itertools
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,17 @@ class Telemetry:
             self._nvml = nvml
             count = nvml.nvmlDeviceGetCount()
             self._all = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(count)]
-            self._handles = list(self._visible(os.environ.get("CUDA_VISIBLE_DEVICES")))
+            names = os.environ.get("CUDA_VISIBLE_DEVICES")
+            self._handles = list(enumerate(self._all)) if names is None else []
+            for name in map(str.strip, (names or "").split(",")):
+                matching = [
+                    n for n, uuid in enumerate(self.uuids) if name and uuid.startswith(name)
+                ]
+                if name.isdecimal():
+                    matching = [int(name)] if int(name) < count else []
+                if len(matching) != 1:  # like CUDA, end at the first name that is unknown
+                    break
+                self._handles.append((matching[0], self._all[matching[0]]))
 
     @property
     def kind(self) -> str | None:
@@ -115,20 +124,6 @@ class Telemetry:
         """PCIe address that a function returns, `00000000:17:00.0`; empty if it does not say."""
         found = self._asked(function, *arguments)
         return "" if found is None else _text(found.busId).lower()
-
-    def _visible(self, names: str | None) -> Iterator[tuple[int, Any]]:
-        """Yield number and handle of the GPUs that CUDA_VISIBLE_DEVICES (`names`) leaves; all if it
-        is not set. Like CUDA, end at the first name that is unknown."""
-        if names is None:
-            yield from enumerate(self._all)
-            return
-        for name in map(str.strip, names.split(",")):
-            matching = [n for n, uuid in enumerate(self.uuids) if name and uuid.startswith(name)]
-            if name.isdecimal():
-                matching = [int(name)] if int(name) < len(self._all) else []
-            if len(matching) != 1:
-                return
-            yield matching[0], self._all[matching[0]]
 
     def read(self) -> list[GpuReading]:
         """A reading of each GPU; takes about a millisecond each."""

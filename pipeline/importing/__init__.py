@@ -1,8 +1,5 @@
-"""`pipe import`: other tools' configuration files, translated into a recipe.
-
-The framework reads the files and shows the outcome of every key. Translators, plugins under the
-entry-point group `pipe.imports`, know the meaning of the keys.
-"""
+"""`pipe import`: other tools' configuration files, translated into a recipe by translators, plugins
+under the entry-point group `pipe.imports`, which know the meaning of the keys."""
 
 from __future__ import annotations
 

@@ -1,29 +1,29 @@
-"""Files of other tools' configuration, the contract of their translators, and what these return."""
+"""Files of other tools, the contract of their translators, and keys of such tools in a recipe."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pipeline.chain.elsewhere import Meant, Slots, shortened
+from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import Plugins
-from pipeline.errors import Location, RecipeError, UsageError
-from pipeline.recipe.dump import inline, render
-from pipeline.recipe.nodes import KeyPath, plain
+from pipeline.errors import Location, PipeError, RecipeError, UsageError
+from pipeline.recipe.nodes import KeyPath, UnknownKey, plain
 from pipeline.recipe.parse import parse
-from pipeline.utils import align, plural
 from pipeline.utils.foreign import read_whole
 
 Outcome = Literal["translated", "default", "not translated", "refused"]
 """translated: the recipe holds the setting. default: it needs no place in the recipe.
 not translated: recipes have no place for it. refused: without it, the training would differ."""
-WIDTH = 44
-"""Most characters of a value in the column of keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +35,11 @@ class ConfigFile:
 
 
 def read_config(path: Path) -> ConfigFile:
-    """Return the file's content, plain values in YAML or JSON. Raises UsageError, and RecipeError
-    for mistakes in YAML."""
+    """Return the plain values of a YAML or JSON file. Raises UsageError, and RecipeError."""
     if path.suffix in (".py", ".sh", ".ipynb"):
         form = "write its arguments as YAML, one a line as in `learning_rate: 2.0e-5`"
         message = f"{path} is a script, not a file of settings"
         raise UsageError(message, hint=f"{form}, and import that")
-    try:
-        text = read_whole(path).decode("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: is not UTF-8 text: {error.reason}") from error
 
     def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         if len(pairs) > len(dict(pairs)):
@@ -54,13 +47,16 @@ def read_config(path: Path) -> ConfigFile:
             raise UsageError(f"{path}: `{key}` is given twice")
         return dict(pairs)
 
-    value: Any = None
-    if path.suffix == ".json":
-        try:
-            value = json.loads(text, object_pairs_hook=unique)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}: not JSON: {error}") from error
-    else:
+    try:
+        text = read_whole(path).decode("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=unique) if path.suffix == ".json" else None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is not UTF-8 text: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON: {error}") from error
+    if path.suffix != ".json":
         root, problems = parse(
             text,
             locate=lambda line, column: Location(file=str(path), line=line + 1, column=column + 1),
@@ -119,43 +115,6 @@ class Translation:
     """One for every key of every file, in their order."""
 
 
-def table(translation: Translation) -> Iterator[str]:
-    """Yield a line for each key, for each missing recipe key, and a count of the outcomes."""
-    outcomes = translation.outcomes
-    rows = []
-    for each in outcomes:
-        value = "{...}" if isinstance(each.value, Mapping) else inline(each.value)
-        short = value if len(value) <= WIDTH else f"{value[: WIDTH - 3]}..."
-        to = ", ".join(f"{key} = {json.dumps(new)}" for key, new in each.to.items())
-        why = "; ".join(part for part in (to, each.why) if part)
-        hint = f" ({each.hint})" if each.hint else ""
-        rows.append((f"  {each.key}: {short}", each.outcome, f"{why}{hint}".lstrip()))
-    lines = zip(outcomes, align(rows, left=3), strict=True)
-    for file, keys in groupby(lines, key=lambda pair: pair[0].file):
-        yield f"{file}:"
-        yield from (line for _, line in keys)
-    yield from (f"fill in {key}: {what}" for key, what in translation.missing.items())
-    counts = Counter(each.outcome for each in outcomes)
-    yield (
-        f"{plural(len(outcomes), 'key')}: {counts['translated']} translated, "
-        f"{counts['default']} by default, {counts['not translated']} not translated, "
-        f"{counts['refused']} refused"
-    )
-
-
-def as_json(translation: Translation) -> dict[str, Any]:
-    """Return the content of the table, and the recipe."""
-    names = [field.name for field in fields(KeyOutcome)]  # a translator's outcomes have more
-    keys = [{name: getattr(each, name) for name in names} for each in translation.outcomes]
-    return {"recipe": translation.recipe, "missing": dict(translation.missing), "keys": keys}
-
-
-def recipe_text(translation: Translation) -> str:
-    """Return the recipe with its comments."""
-    assert translation.recipe is not None
-    return render(dict(translation.recipe), lambda path: translation.notes.get(path, ""))
-
-
 @dataclass(frozen=True, kw_only=True)
 class OtherTool:
     """A tool whose files are recognised, and not translated."""
@@ -202,13 +161,7 @@ class Translator(ABC):
 class Translators(Plugins[type[Translator]]):
     """Translator classes by name."""
 
-    group = "pipe.imports"
-    noun = "translator"
-
-    def fault(self, loaded: Any) -> str:
-        """The first thing that a class lacks to be a translator."""
-        derived = isinstance(loaded, type) and issubclass(loaded, Translator)
-        return "" if derived else "is not a Translator"
+    group, noun, base = "pipe.imports", "translator", Translator
 
 
 def installed_translators() -> list[Translator]:
@@ -222,9 +175,9 @@ def choose(files: Sequence[ConfigFile], translators: Sequence[Translator]) -> Tr
     for translator in translators:
         if translator.supports(files):
             return translator
+    signs = "; ".join(translator.signs for translator in translators)
     for file in files:
         if not any(translator.kind(file.content) for translator in translators):
-            signs = "; ".join(translator.signs for translator in translators)
             tools = (translator.other_tool(file.content) for translator in translators)
             if tool := next(filter(None, tools), None):
                 belongs = f"is a file of {tool.name}, which cannot be imported"
@@ -232,3 +185,46 @@ def choose(files: Sequence[ConfigFile], translators: Sequence[Translator]) -> Tr
             unknown = "its keys do not show which kind of configuration it is"
             raise UsageError(f"{file.path}: {unknown}", hint=signs)
     raise UsageError("these files belong to different tools", hint="import them one by one")
+
+
+def of_other_tools(unknown: Sequence[UnknownKey], slots: Slots) -> list[Meant]:
+    """Return what each of a recipe's unknown keys means in other tools, which read all of them as
+    one file. No hint for a key that no tool has, or that only a whole file explains."""
+    installed, names, found = Translators.installed(), [], []
+    for each in unknown:  # in the slot of adapter.lora, `r` is `lora_r`
+        stage = slots.uses.get(each.slot, "").partition(".")[2]
+        called = (each.name, each.name.replace("-", "_"), f"{stage}_{each.name}")
+        names.append([*dict.fromkeys(called)])
+    pairs = [*zip(unknown, names, strict=True)]
+    content = {name: each.value for each, own in pairs for name in own}
+    for each, own in pairs:
+        advice, outcomes = "", []
+        for name, entry in itertools.product(own, installed.names()):
+            with contextlib.suppress(PipeError):  # it is the recipe that is at fault
+                translator = installed.load(entry)()
+                advice = advice or translator.advice(name, each.value)
+                outcomes.append(translator.meaning(name, {**content, name: each.value}))
+        known = [outcome for outcome in outcomes if outcome is not None]
+        to = next((outcome.to for outcome in known if outcome.to), {})
+        hint = advice or ("" if to else _reason(each, known))
+        found.append(Meant(hint=hint, to=to, sure=bool(advice)))
+    return found
+
+
+def _reason(unknown: UnknownKey, outcomes: Sequence[KeyOutcome]) -> str:
+    """Return the hint for a key that no field of a recipe stands for."""
+    for outcome in outcomes:
+        if outcome.outcome == "default":
+            verb = outcome.why.split(" ")[0] in ("is", "has", "changes", "follows")
+            why = f"{'it ' if verb else ''}{outcome.why}"
+            if unknown.value is None or unknown.value is False:
+                why = f"{shortened(unknown.value)} is the default"
+            return f"leave it out: {why}"
+        if outcome.outcome == "not translated":
+            return ": ".join(part for part in (outcome.why, outcome.hint) if part)
+    # why a value is refused is about a file of the tool; what to do instead is about the recipe
+    return next((one.hint for one in outcomes if one.hint), "")
+
+
+plan_recipe = functools.partial(plan_file, foreign=of_other_tools)
+"""As `plan_file`, of a recipe that a person wrote: hints know the keys of other tools."""

@@ -18,12 +18,13 @@ from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, UsageError, in_words
 from pipeline.execution import rundir
 from pipeline.execution.failures import ON_EVERY_NODE
+from pipeline.execution.journal import Journal
 from pipeline.execution.rank_logging import say
+from pipeline.execution.resume import plan_resume
 from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.exchange import BEAT_SECONDS, Link, OwnLink, Server
-from pipeline.launch.local import for_gpus, set_threads, supervise
 from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
-from pipeline.launch.ranks import LocalRanks
+from pipeline.launch.ranks import LocalRanks, for_gpus, set_threads, supervise
 from pipeline.recipe import load_recipe
 from pipeline.utils.processes import kill_descendants
 from pipeline.view.screen import Screen
@@ -128,6 +129,9 @@ class Agent:
         run_dir = Path(spec.run_dir)
         try:
             self._require_folder(spec, link.beat.host)
+            if place.first_rank == 0:  # what rank 0 is to run, all are
+                journal = Journal(run_dir / rundir.JOURNAL)
+                spec = spec.starting(plan_resume(self._plan, journal))
         except UsageError as error:
             return Report(kind="raised", text=str(error), time=time.time())
         set_threads(self._settings, self._plan.per_node)

@@ -162,7 +162,7 @@ class Link:
         if self._failure is not None:
             raise RunFailed(
                 f"node {self.beat.node} cannot take part any more: {in_words(self._failure)}\n"
-                f"{ON_EVERY_NODE}",
+                f"{ON_EVERY_NODE}"
             ) from self._failure
         return time.monotonic() - self._contact
 

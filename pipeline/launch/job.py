@@ -32,13 +32,19 @@ from pipeline.errors import (
     system_errors_as,
 )
 from pipeline.execution import failures, rundir
-from pipeline.execution.journal import Journal
+from pipeline.execution.journal import Journal, command_begins
 from pipeline.execution.rank_logging import ACTIVITY_FILE, say
-from pipeline.execution.resume import Selection, ends_early, finished_in, plan_resume, results
+from pipeline.execution.resume import (
+    ResumePlan,
+    Selection,
+    ends_early,
+    finished_in,
+    plan_resume,
+    results,
+)
 from pipeline.execution.rundir import saved_step
 from pipeline.utils.files import replace_bytes, replace_text
-from pipeline.utils.foreign import read_whole
-from pipeline.utils.jsonl import read_tail
+from pipeline.utils.foreign import read_tail, read_whole
 from pipeline.utils.terminal import shown, typed
 from pipeline.utils.text import align, duration, shown_path
 from pipeline.view.ending import next_lines, outcome
@@ -136,18 +142,18 @@ def recorded_start_and_end(plan: Plan, folder: Path) -> Iterator[None]:
     _show_results(plan, folder)
 
 
-def is_done(plan: Plan, folder: Path) -> bool:
-    """Whether every stage has finished already; says so."""
+def left_to_run(plan: Plan, folder: Path) -> ResumePlan | None:
+    """What is left to run; None if every stage has finished already, which it says."""
     journal = Journal(folder / rundir.JOURNAL)
-    # files are hashed only if the cheap look finds nothing
-    if plan_resume(plan, journal, thorough=False).run or plan_resume(plan, journal).run:
-        return False
+    found = plan_resume(plan, journal)
+    if found.run:
+        return found
     early = ends_early(plan)
     if early is None and not journal.state().ended_well:
         journal.write("run finished")
     say(f"nothing to do: {'every stage' if early is None else f'all up to {early}'} has finished")
     _show_results(plan, folder)
-    return True
+    return None
 
 
 def _show_results(plan: Plan, folder: Path) -> None:
@@ -249,7 +255,8 @@ def is_to_be_undone(folder: Path) -> bool:
     """Whether the newest command, which has failed, is undone: it changed the settings of a run
     that was there, or the training refused to continue under them, and it led to neither a step nor
     a checkpoint nor a durable result. Raises OSError, JournalDamaged."""
-    command = Journal(folder / rundir.JOURNAL).newest_command()
+    events = Journal(folder / rundir.JOURNAL).events()
+    command = events[command_begins(events) :]
     starts = [event for event in command if event["event"] == "run started"]
     changed = starts[0].get("changed") if starts else None
     if changed is None or not (changed or any(one.refused for one in failures.reports(folder))):

@@ -18,9 +18,9 @@ from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.agent import Agent, run_name
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Server
-from pipeline.launch.job import Job, is_done, recorded_start_and_end
-from pipeline.launch.local import restarted
+from pipeline.launch.job import Job, left_to_run, recorded_start_and_end
 from pipeline.launch.messages import MOST_TEXT, Over
+from pipeline.launch.ranks import restarted
 from pipeline.launch.wire import token
 from pipeline.view.screen import Screen
 
@@ -54,7 +54,7 @@ def start_node(job: Job, found: NodePlacement) -> None:
             spec=RunSpec.of(plan, folder, job.accept).dump(),
         )
         with _served(coordinator, found) as server:
-            if is_done(plan, folder):
+            if left_to_run(plan, folder) is None:
                 coordinator.end(Over(kind="finished"))
                 server.linger(ARRIVAL_SECONDS, nodes=found.max_nodes - 1)
                 return

@@ -17,7 +17,14 @@ from pipeline.distributed.signals import Interrupted, default_signals, stoppable
 from pipeline.errors import CommandStopped, JournalDamaged, RunStopped
 from pipeline.execution import failures
 from pipeline.execution.run_spec import RunSpec
-from pipeline.launch.job import Job, is_done, is_to_be_undone, recorded_start_and_end, say_undone
+from pipeline.launch.job import (
+    Job,
+    is_to_be_undone,
+    left_to_run,
+    recorded_start_and_end,
+    say_undone,
+)
+from pipeline.utils.files import cache_folder
 from pipeline.utils.terminal import hide_environment
 
 if TYPE_CHECKING:
@@ -36,6 +43,7 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
     environment or the options contradict themselves.
     """
     hide_environment()
+    keep_compiled()
     found = combined(options or NodeOptions(), placement(os.environ))
     if found is None:
         require_task(os.environ)
@@ -72,11 +80,19 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
             default_signals()
 
 
+def keep_compiled() -> None:
+    """Have torch keep compiled code, Triton's kernels too, where it outlives a restart of the
+    machine, unless a folder is named already; its own is in /tmp. Read when something is compiled,
+    in this process and those that it starts."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+
+
 def _start_here(job: Job, procs: int | None) -> None:
     with job.locked_folder(ProcessCounts(per_node=procs)) as (plan, folder):
-        if is_done(plan, folder):
+        left = left_to_run(plan, folder)
+        if left is None:
             return
-        from pipeline.launch.local import run_with_restarts
+        from pipeline.launch.ranks import run_with_restarts
 
         with (
             job.display.to_the_end(),
@@ -84,18 +100,20 @@ def _start_here(job: Job, procs: int | None) -> None:
             job.meanwhile(plan, folder),
             job.display.shown(plan, folder) as screen,
         ):
-            run_with_restarts(plan, RunSpec.of(plan, folder, job.accept), screen)
+            spec = RunSpec.of(plan, folder, job.accept).starting(left)
+            run_with_restarts(plan, spec, screen)
 
 
 def _run_as_rank0(job: Job, scheduler_job: str) -> None:
     """Rank 0 under another launcher: it prepares the run, prints, and holds the lock."""
     with job.locked_folder(started()) as (plan, folder):
         store = _meet(scheduler_job)
-        if is_done(plan, folder):
+        left = left_to_run(plan, folder)
+        if left is None:
             _publish(store, "")
             return
         with recorded_start_and_end(plan, folder):
-            spec = RunSpec.of(plan, folder, job.accept)
+            spec = RunSpec.of(plan, folder, job.accept).starting(left)
             _publish(store, spec.dump())
             _run_as_rank(spec, store)
 

@@ -14,13 +14,12 @@ if TYPE_CHECKING:  # isort: off
     from pipeline.planning.forecast import (
         BACKWARD as BACKWARD, BUFFERS as BUFFERS, Collective as Collective, Copies as Copies,
         EXPORT as EXPORT, Extra as Extra, FORWARD as FORWARD, GATHERED as GATHERED,
-        GRADIENTS as GRADIENTS, Gradients as Gradients, IN_BACKWARD as IN_BACKWARD, Item as Item,
+        GRADIENTS as GRADIENTS, IN_BACKWARD as IN_BACKWARD, Item as Item,
         Kind as Kind, LOADED as LOADED, Moment as Moment, OPTIMIZER as OPTIMIZER,
         PARAMETERS as PARAMETERS, Pass as Pass, PipelineRank as PipelineRank,
-        PipelineStage as PipelineStage, Place as Place, RESUME as RESUME, SAVE as SAVE,
-        StrategyMemory as StrategyMemory, Traffic as Traffic, UPDATE as UPDATE,
-        UPDATE_TEMPORARIES as UPDATE_TEMPORARIES, Unit as Unit,
-        WHOLE_GRADIENTS as WHOLE_GRADIENTS,
+        PipelineStage as PipelineStage, Place as Place, Profile as Profile, RESUME as RESUME,
+        SAVE as SAVE, StrategyMemory as StrategyMemory, Traffic as Traffic, UPDATE as UPDATE,
+        UPDATE_TEMPORARIES as UPDATE_TEMPORARIES, Unit as Unit, WHOLE_GRADIENTS as WHOLE_GRADIENTS,
     )  # fmt: skip
     from pipeline.planning.planner import (
         AWAY as AWAY, CHUNK as CHUNK, NARROW_FROZEN as NARROW_FROZEN,
@@ -29,13 +28,12 @@ if TYPE_CHECKING:  # isort: off
         SMALLER as SMALLER, Saving as Saving, Tier as Tier, TraceScope as TraceScope,
         Trial as Trial,
     )  # fmt: skip
-    from pipeline.planning.profile import Profile as Profile
     from pipeline.planning.shapes import (
         BYTES as BYTES, Division as Division, ModelShape as ModelShape,
         OptimizerShape as OptimizerShape, SampleShape as SampleShape, Sizes as Sizes,
         Step as Step, Topology as Topology, Weight as Weight,
     )  # fmt: skip
-    from pipeline.planning.trace.compile_compat import traced_backend as traced_backend
+    from pipeline.planning.trace.torch_compat import traced_backend as traced_backend
     from pipeline.recipe.dump import reads_back as reads_back
 else:
     __getattr__, __dir__ = lazily(__name__, __file__)

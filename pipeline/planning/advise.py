@@ -13,22 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipeline.chain.registry import Plugins, Registry
 from pipeline.errors import RecipeError, UsageError
 from pipeline.execution.in_process import scratch_context
+from pipeline.planning import search
 from pipeline.planning.hardware import HardwareOptions, Margins, resolve_topology
 from pipeline.planning.memory_plan import MemoryPlan
-from pipeline.planning.planner import Tier
-from pipeline.planning.presets import in_order
+from pipeline.planning.planner import Tier, in_order
 from pipeline.planning.report import memory, spare
-from pipeline.planning.search import (
-    MOST_NODES,
-    Candidate,
-    Changes,
-    SearchBase,
-    best,
-    choose,
-    on_more_nodes,
-    overrides,
-    suited,
-)
+from pipeline.planning.search import Candidate, SearchBase, overrides
 from pipeline.recipe.dump import render
 
 if TYPE_CHECKING:
@@ -95,8 +85,6 @@ class Template(Protocol):
 
 
 class Templates(Plugins[Template]):
-    """Templates of recipes by name."""
-
     group = "pipe.templates"
     noun = "template"
 
@@ -110,14 +98,13 @@ def advise(
     task: AdviceRequest, machines: HardwareOptions, margins: Margins, registry: Registry
 ) -> tuple[str | None, list[str]]:
     """The recipe under the best strategy, with as few savings as it needs, or None if nothing fits;
-    and lines for people: the choice, its reasons, the alternatives. Raises PipeError for a recipe
-    that cannot be planned at all."""
+    and lines for people: the choice, its reasons, the alternatives. Raises PipeError."""
     strategies = in_order(registry)
     if not strategies:
         raise UsageError("no installed stage offers a strategy")
     home, task = task.folder, replace(task, folder=None)  # drafts lie in a temporary folder
     topology = resolve_topology(machines, task.ranks, "cuda" if task.on_gpus else "cpu")
-    known = suited(strategies, topology)
+    known = search.suited(strategies, topology)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data.jsonl"
         data.write_text(EXAMPLE, "utf-8")
@@ -136,7 +123,7 @@ def advise(
             if own:
                 said = "; ".join(one.message for one in own)
                 raise UsageError(said, hint=own[0].hint) from error
-        tried, refused = choose(base, known, WRAP)
+        tried, refused = search.choose(base, known, WRAP)
         if not tried:
             raise UsageError("\n".join(["no strategy can be planned", *refused]))
         chosen, fits = tried[0], tried[0].fits
@@ -145,14 +132,15 @@ def advise(
         starts = [{WRAP: one.generous} for one in strategies if one.order == Tier.SHARDED]
         if task.on_gpus and (chosen.narrow or not on_gpus) and starts:
             # Enough samples for any number of nodes; memory hardly depends on it.
-            batch = task.global_batch or MOST_NODES * topology.local_ranks
-            more = on_more_nodes(based("nodes.yaml", global_batch=batch), topology, starts[0])
+            batch = task.global_batch or search.MOST_NODES * topology.local_ranks
+            nodes = based("nodes.yaml", global_batch=batch)
+            more = search.on_more_nodes(nodes, topology, starts[0])
             if more is not None:
-                nodes = more.memory_plan.topology.nodes
-                rest += [f"without offloading and narrower dtypes, it fits on {nodes} nodes"]
+                count = more.memory_plan.topology.nodes
+                rest += [f"without offloading and narrower dtypes, it fits on {count} nodes"]
         if not task.lora and not on_gpus:
             near = [one for one in known if one.order < Tier.OFFLOADED]
-            low, _ = choose(based("low_rank.yaml", lora=True), near, WRAP)
+            low, _ = search.choose(based("low_rank.yaml", lora=True), near, WRAP)
             if low and low[0].fits:
                 rest += [f"low-rank updates (--lora) would fit with {_line(low[0])}"]
         others = tried[fits:]
@@ -175,15 +163,14 @@ def _explained(chosen: Candidate, tried: Sequence[Candidate]) -> Iterator[str]:
     if chosen.strategy.axes:
         yield f"  {_reason(chosen, tried)}"
     for one in chosen.saved:
-        if one.changes.items() <= chosen.saving.items():  # no later one changes the same field
+        if one.fields.items() <= chosen.saving.items():  # no later one changes the same field
             without = memory(chosen.without(one).memory_plan)
-            yield f"  {' '.join(overrides(one.changes))}: {one.what}; without it {without}"
+            yield f"  {' '.join(overrides(one.fields))}: {one.what}; without it {without}"
 
 
 def _reason(chosen: Candidate, tried: Sequence[Candidate]) -> str:
-    """A sentence that says why ranks share samples or layers."""
     alone = [one for one in tried if not one.strategy.axes]
-    fitting = best(alone)
+    fitting = search.best(alone)
     if not alone:
         return "data parallelism cannot be planned"
     if fitting is None:
@@ -202,7 +189,6 @@ def _reason(chosen: Candidate, tried: Sequence[Candidate]) -> str:
 
 
 def _numbers(memory_plan: MemoryPlan) -> str:
-    """Memory and time."""
     parts, time = [memory(memory_plan)], memory_plan.time
     if time.parts:
         unknown = f"; {' and '.join(time.unknown)} not known" if time.unknown else ""
@@ -213,7 +199,6 @@ def _numbers(memory_plan: MemoryPlan) -> str:
 
 
 def _line(one: Candidate) -> str:
-    """The strategy, its savings, and its needs."""
     saved = " ".join(["", "with", *overrides(one.saving)] if one.saved else [])
     return f"{one.strategy}{saved}: {_numbers(one.memory_plan)}"
 
@@ -224,7 +209,7 @@ def look(model: Mapping[str, Any], file: Path) -> Any:
         return Templates.finetune().look(ctx, model, file)
 
 
-def _slots(task: AdviceRequest, changes: Changes) -> dict[str, dict[str, Any]]:
+def _slots(task: AdviceRequest, changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     slots = {slot: dict(fields) for slot, fields in Templates.finetune()(task).items()}
     for path, value in changes.items():
         slot, _, name = path.partition(".")
@@ -232,7 +217,9 @@ def _slots(task: AdviceRequest, changes: Changes) -> dict[str, dict[str, Any]]:
     return slots
 
 
-def drafted(task: AdviceRequest, changes: Changes, comments: Sequence[str] = ()) -> str:
+def drafted(
+    task: AdviceRequest, changes: Mapping[str, Any], comments: Sequence[str] = ()
+) -> str:  # fmt: skip
     """The recipe as YAML, under comments."""
     launch = {"procs": task.ranks, "device": "cuda" if task.on_gpus else "cpu"}
     recipe = {"name": task.name, "seed": 0, "launch": launch, "stages": _slots(task, changes)}

@@ -1,5 +1,5 @@
-"""The plan of a run that is starting, made in a process next to it, which gets its spec and numbers
-of processes as a message (`pipeline.utils.processes`).
+"""The plan of a run that is starting, made in a process next to it, which gets the run's folder and
+numbers of processes as a message (`pipeline.utils.processes`).
 
 The run's display and report compare what is measured with it.
 """
@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.chain.plan import Plan
+from pipeline.chain.plan import Plan, plan_file
 from pipeline.distributed.settings import ProcessCounts
 from pipeline.errors import PipeError
 from pipeline.execution import rundir
-from pipeline.execution.run_spec import RunSpec
 from pipeline.hardware.gpus import GIB, find_accelerator
 from pipeline.hardware.telemetry import Telemetry
 from pipeline.planning.hardware import HardwareOptions, Margins
@@ -28,28 +27,16 @@ from pipeline.planning.report import lines
 from pipeline.utils.files import replace_text
 from pipeline.utils.processes import received, start_child
 
-KINDNESS = 19
-"""Niceness of the process: the run's own come first."""
-
 
 @contextlib.contextmanager
 def planned_beside(plan: Plan, folder: Path) -> Iterator[None]:
     """Plan the run in `folder` in a separate process while the body runs it. Without a plan of
     memory, whatever the reason, the run is shown without it."""
-    process = None
+    process, counts = None, {"procs": plan.view.procs, "per_node": plan.per_node}
+    silent: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     with contextlib.suppress(OSError):
-        process = start_child(
-            "pipeline.planning.beside",
-            {
-                "spec": RunSpec.of(plan, folder).dump(),
-                "procs": plan.view.procs,
-                "per_node": plan.per_node,
-            },
-            str(folder),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        message = {"folder": str(folder), "last": plan.slots[-1].slot, **counts}
+        process = start_child("pipeline.planning.beside", message, str(folder), **silent)
     try:
         yield
     finally:
@@ -86,19 +73,21 @@ def record(found: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def main(spec: RunSpec, procs: int, per_node: int) -> int:
-    """Write the plan of a run on so many processes into its folder. Returns the exit code."""
-    os.nice(KINDNESS)
+def main(folder: Path, last: str, procs: int, per_node: int) -> int:
+    """Write the plan of a run to its slot `last`, on so many processes, into its folder. Returns
+    the exit code."""
+    os.nice(19)  # the run's own processes come first
     started = ProcessCounts(procs=procs, per_node=per_node, nodes=procs // per_node)
     try:
-        found = estimated(spec.plan(started))
+        plan = plan_file(folder / rundir.RECIPE, skip_checks=True, started=started)
+        found = estimated(plan.until(last))
     except PipeError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    replace_text(Path(spec.run_dir) / rundir.PLAN, json.dumps(record(found), indent=1) + "\n")
+    replace_text(folder / rundir.PLAN, json.dumps(record(found), indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
     given = received(sys.argv[1])
-    sys.exit(main(RunSpec.load(given["spec"]), given["procs"], given["per_node"]))
+    sys.exit(main(Path(given["folder"]), given["last"], given["procs"], given["per_node"]))

@@ -1,22 +1,33 @@
-"""Combine a model's profile, a strategy's memory over a step, and the needs of all other slots."""
+"""Walk over an optimizer step: everything that a rank holds at each moment of its passes, computes
+and sends, from a model's profile and a strategy's forecast; with the needs of all other slots.
+
+A rank that has the whole model is the only stage of a pipeline.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.chain.artifacts import Results
 from pipeline.hardware.gpus import GIB
 from pipeline.planning import forecast
-from pipeline.planning.forecast import Extra, Held, PipelineRank, StrategyMemory
+from pipeline.planning.forecast import Held, Item, Line, Moment, Profile, StrategyMemory, Traffic
 from pipeline.planning.planner import Job, forecasts, require_told
-from pipeline.planning.profile import Line, Profile
 from pipeline.planning.shapes import Step, Topology
-from pipeline.planning.walk import ranks_of, stage_profiles, step_peaks
 
 PROCESS = round(0.6 * GIB)
 """Bytes of host memory of a process that has loaded the libraries, measured on CPUs."""
+KEPT, COMPUTED, LOGITS = "activations for backward", "being computed", "logits and loss"
+AVERAGE, OFFLOADED = "average of weights", "offloaded activations"
+PASSED, DEFERRED = "passed between stages", "gradients for the weights' half of backward"
+PLACES: dict[str, Sequence[forecast.Place]] = {
+    "device": ("device",), "host": ("host",), "disk": ("disk",), "both": ("device", "host"),
+}  # fmt: skip
+"""Places by name; `both` are the first two together."""
+ENDING = ("backward", "inputs", "weights")
+"""Kinds of passes that need what forward has kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +46,13 @@ class Work:
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Needs of one recipe in bytes. device, host: peaks of the fullest rank's device and of the
-    fullest node's memory by phase, page cache not counted. offloaded: state on a node's disk by
-    item."""
+    fullest node's memory by phase, without page cache. offloaded: state on a node's disk."""
 
     device: Mapping[str, Held]
     host: Mapping[str, Held]
     offloaded: Mapping[str, int]
-    storage: Sequence[Extra]
-    traffic: Sequence[forecast.Traffic]
+    storage: Sequence[forecast.Extra]
+    traffic: Sequence[Traffic]
     copies: forecast.Copies
     step: Step
     work: Work
@@ -50,12 +60,10 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes of the device's memory over all phases."""
         return max((held.bytes for held in self.device.values()), default=0)
 
     @property
     def host_peak(self) -> int:
-        """Bytes of the host's memory over all phases."""
         return max((held.bytes for held in self.host.values()), default=0)
 
 
@@ -75,17 +83,26 @@ def combine(topology: Topology, results: Results) -> Estimate:
     profile = results.require(Profile, "the model has no profile")
     step = results.require(Step, why.format("no slot forecasts a training step"))
     share: StrategyMemory = results.require(StrategyMemory, why.format("no slot wraps the model"))
-    extras = [*results.each(Extra)]
+    extras = [*results.each(forecast.Extra)]
     peaks = step_peaks(profile, share, samples=step.micro_batch, microbatches=step.microbatches)
     disk = {item: size for one in peaks["disk"].values() for item, size in one.items.items()}
-    ranks = [_RankStep(profile, one, step) for one in ranks_of(profile, share, step.microbatches)]
-    slowest = max(ranks, key=lambda one: one.total("products"))
+    # Processes and their peaks, then what other slots need at the same time.
+    ranks, base = topology.on_node, {"processes": PROCESS * topology.on_node}
+    host = {
+        phase: Counter(base | {item: size * ranks for item, size in held.items.items()})
+        for phase, held in peaks["both" if topology.device == "cpu" else "host"].items()
+    }
+    for extra in extras:
+        for phase in extra.phases:
+            host.setdefault(phase, Counter(base))[extra.what] += extra.bytes
+    steps = [_RankStep(profile, one, step) for one in ranks_of(profile, share, step.microbatches)]
+    slowest = max(steps, key=lambda one: one.total("products"))
     waiting = round(slowest.total("offloaded", "forward"))
     copies = share.copies(step.microbatches)
     return Estimate(
         device=peaks["device"],
-        host=_host(topology, peaks["both" if topology.device == "cpu" else "host"], extras),
-        offloaded={item: size * topology.on_node for item, size in disk.items()},
+        host={phase: Held.of(items) for phase, items in host.items()},
+        offloaded={item: size * ranks for item, size in disk.items()},
         storage=[extra for extra in extras if not extra.phases],
         traffic=slowest.traffic(),
         copies=replace(copies, up=copies.up + waiting, down=copies.down + waiting),
@@ -100,32 +117,32 @@ def combine(topology: Topology, results: Results) -> Estimate:
 
 
 class _RankStep:
-    """Computation and traffic of a rank in a step."""
-
-    def __init__(self, profile: Profile, rank: PipelineRank, step: Step) -> None:
-        self.rank, self._profiles = rank, stage_profiles(profile, rank)
+    def __init__(self, profile: Profile, rank: forecast.PipelineRank, step: Step) -> None:
+        self.rank = rank
+        self._profiles = [profile.of_stage(one) for one in rank.stages]
         # Stages take micro-batches of equal shapes.
         samples = rank.microbatches * step.micro_batch
         self._samples = samples if rank.ranks > 1 else step.of_rank
+
+    def _of_step(self, line: Line) -> float:
+        return line.fixed * self.rank.microbatches + line.each * self._samples
 
     def total(self, name: str, event: str = "") -> float:
         """An amount of the profile over all micro-batches, at all events or one."""
         return sum(self._of_step(one.total(name, event)) for one in self._profiles)
 
-    def _of_step(self, line: Line) -> float:
-        return line.fixed * self.rank.microbatches + line.each * self._samples
-
-    def traffic(self) -> list[forecast.Traffic]:
+    def traffic(self) -> list[Traffic]:
         """Traffic of shards, inside of the model, and of hidden states; equal kinds as one."""
-        rank, sums = self.rank, Counter[forecast.Traffic]()
+        rank, sums = self.rank, Counter[Traffic]()
         for stage in rank.stages:
             for one in stage.memory.traffic(rank.microbatches):
                 sums[replace(one, bytes=0)] += one.bytes
         for profile in self._profiles:
-            for kind, size in profile.exchanges():
-                sums[kind] += round(self._of_step(size))
+            for _, part, count in profile.counted():
+                for kind, size in part.exchanges:
+                    sums[kind] += round(self._of_step(Line(size.fixed * count, size.each * count)))
         if rank.ranks > 1:
-            hidden = forecast.Traffic(
+            hidden = Traffic(
                 collective="send", bytes=0, ranks=rank.ranks, apart=rank.apart,
                 what="hidden states and their gradients",
             )  # fmt: skip
@@ -133,14 +150,165 @@ class _RankStep:
         return [replace(kind, bytes=size) for kind, size in sums.items()]
 
 
-def _host(topology: Topology, held: Mapping[str, Held], extras: Sequence[Extra]) -> dict[str, Held]:
-    ranks = topology.on_node
-    base = {"processes": PROCESS * ranks}
-    phases = {
-        phase: Counter(base | {item: size * ranks for item, size in one.items.items()})
-        for phase, one in held.items()
-    }
-    for extra in extras:
-        for phase in extra.phases:
-            phases.setdefault(phase, Counter(base))[extra.what] += extra.bytes
-    return {phase: Held.of(items) for phase, items in phases.items()}
+def step_peaks(
+    profile: Profile, share: StrategyMemory, *, samples: int, microbatches: int
+) -> dict[str, dict[str, Held]]:
+    """Place (`PLACES`) -> phase -> the peak on the fullest rank: of loading, of a step of
+    `microbatches` micro-batches of `samples` samples, of saving and of resuming."""
+    tops: dict[str, dict[str, Held]] = {place: {} for place in PLACES}
+    for rank in ranks_of(profile, share, microbatches):
+        for phase, items in moments(profile, rank, share.averaged, samples):
+            for place, peaks in tops.items():
+                if phase not in peaks or _bytes(items, place) > peaks[phase].bytes:
+                    sizes = Counter[str]()
+                    for item in items:
+                        sizes[item.name] += item.bytes * (item.where in PLACES[place])
+                    peaks[phase] = Held.of(sizes)
+    return tops
+
+
+def _bytes(items: Sequence[Item], place: str) -> int:
+    return sum(one.bytes for one in items if one.where in PLACES[place])
+
+
+def ranks_of(
+    profile: Profile, share: StrategyMemory, microbatches: int
+) -> Sequence[forecast.PipelineRank]:
+    """Ranks of a pipeline; without one, the rank that stands for all. Its micro-batches between the
+    first, which finds no gradients, and the last need no more memory than these."""
+    count = min(microbatches, 2)
+    kinds: Sequence[forecast.Kind] = ("forward", "backward")
+    passes = [
+        forecast.Pass(kind, 0, n, last=n == count - 1) for n in range(count) for kind in kinds
+    ]
+    whole = forecast.PipelineStage(blocks=range(len(profile.model.blocks)), memory=share)
+    single = forecast.PipelineRank(stages=[whole], passes=passes, microbatches=microbatches)
+    return share.pipeline(microbatches) or [single]
+
+
+def moments(
+    profile: Profile, rank: forecast.PipelineRank, averaged: int, samples: int
+) -> Iterator[tuple[str, list[Item]]]:
+    """Each fullest moment's phase, and everything that a rank holds then in a step of micro-batches
+    of `samples` samples. averaged: bytes of averages of each element that it updates."""
+    stages = [_Stage(profile.of_stage(one), one, averaged, samples) for one in rank.stages]
+    count, known = samples * rank.microbatches, dict[tuple[object, ...], list[list[Item]]]()
+    passing = [  # buffers that stay from one step to the next
+        Item(PASSED, "device", (one.hidden * one.received + one.tokens) * count)
+        for one in rank.stages
+    ]
+
+    def all_at(event: forecast.Event) -> list[Item]:
+        return [item for stage in stages for item in stage.held(Moment(event))]
+
+    yield forecast.LOAD, all_at("load")
+    for one in rank.passes:
+        stage, others = stages[one.stage], list[Item]()
+        key = one.kind, one.stage, stage.first, one.last or one.kind == "reduce"
+        if key not in known:
+            found = [*stage.run(one.kind, Moment("load", "head", *key[2:]))]
+            # The first that hold the most in one of the places.
+            best = [max(found, key=lambda items: _bytes(items, at)) for at in PLACES if found]
+            known[key] = [each for each in found if any(each is items for items in best)]
+        for other in stages:  # those that do not run, and micro-batches that do not
+            for batch, kept in other.waiting.items():
+                if not (other is stage and batch == one.microbatch and one.kind in ENDING):
+                    others += _items(kept)
+            if other is not stage:
+                others += other.held(Moment("rest", "head", other.first, other.last))
+        phase = forecast.FORWARD if one.kind == "forward" else forecast.BACKWARD
+        yield from ((phase, [*items, *others, *passing]) for items in known[key])
+        stage.move(one)
+    yield forecast.UPDATE, [*all_at("step"), *passing]
+    for phase in (forecast.UPDATE, forecast.SAVE, forecast.RESUME):
+        yield phase, [*all_at("between"), *passing]
+
+
+def _events(
+    kind: forecast.Kind, stage: forecast.PipelineStage
+) -> Iterator[tuple[forecast.Event, forecast.Unit]]:
+    units: list[forecast.Unit] = ["embeddings", *range(len(stage.blocks))]
+    units += ["head"] if stage.last else []
+    if kind == "forward":
+        for unit in units:
+            yield "gather", unit
+            yield "forward", unit
+        if stage.last:
+            yield "loss", "head"
+    elif kind in ("backward", "inputs"):
+        if stage.last:
+            yield "begin", "head"
+        yield from ((event, unit) for unit in reversed(units) for event in forecast.IN_BACKWARD)
+    elif kind == "reduce":
+        yield from (("reduce", unit) for unit in units)
+    elif kind == "weights":
+        yield "weights", "head"
+
+
+class _Stage:
+    """A stage of a rank between its passes. first: no gradient is waiting; last: all are reduced.
+    waiting: bytes that micro-batches between forward and backward keep, by micro-batch and item."""
+
+    def __init__(
+        self, profile: Profile, of: forecast.PipelineStage, averaged: int, samples: int
+    ) -> None:
+        self._profile, self._of, self._averaged, self._samples = profile, of, averaged, samples
+        self.first, self.last, self.waiting = True, False, dict[int, Counter[str]]()
+        self._kept = Counter[str]()
+        """Bytes that a micro-batch keeps from forward to backward, by item."""
+        for event, unit in _events("forward", of):
+            self._count(self._kept, event, unit)
+
+    def held(self, moment: Moment) -> Iterator[Item]:
+        """Items of the strategy, and the averages of the weights that the rank updates."""
+        yield from self._of.memory.held(moment)
+        if moment.event != "load":
+            elements, place = self._of.memory.masters
+            yield Item(AVERAGE, place, self._averaged * elements)
+
+    def run(self, kind: forecast.Kind, when: Moment) -> Iterator[list[Item]]:
+        """Items of the stage and of the running micro-batch at each moment of a pass."""
+        kept = Counter(self._kept if kind in ENDING else {})
+        if kind == "weights":
+            kept[LOGITS] = 0
+        elif kind == "inputs":
+            kept[DEFERRED] = self._of.deferred * self._samples
+        for event, unit in _events(kind, self._of):
+            if event == "reduce":  # the head's backward is over
+                kept[KEPT] += kept.pop(LOGITS, 0)
+            moment = when._replace(event=event, unit=unit)
+            items = [*self.held(moment), *_items(kept)]
+            stays, passes = self._of.memory.gradients(moment) if event == "backward" else (0, 0)
+            for peak in self._profile.part(event, unit).peaks or (forecast.Peak(forecast.ZERO),):
+                size = peak.bytes.at(self._samples)
+                # Memory freed meanwhile is part of what was kept.
+                more, less = (LOGITS, LOGITS) if unit == "head" else (COMPUTED, KEPT)
+                unreduced = round(stays * peak.arrived + passes * peak.newest)
+                yield [
+                    *items,
+                    Item(more if size > 0 else less, "device", size),
+                    Item(forecast.WHOLE_GRADIENTS, "device", unreduced),
+                ]
+            if kind != "inputs" or unit == "head":  # the weights' half needs the rest
+                self._count(kept, event, unit)
+
+    def _count(self, kept: Counter[str], event: forecast.Event, unit: forecast.Unit) -> None:
+        """Add what a part of the model keeps, or frees."""
+        part = self._profile.part(event, unit)
+        kept[LOGITS if unit == "head" else KEPT] += part.kept.at(self._samples)
+        kept[OFFLOADED] += part.offloaded.at(self._samples)
+
+    def move(self, done: forecast.Pass) -> None:
+        if done.kind == "forward":
+            self.waiting[done.microbatch] = self._kept
+        elif done.kind in ("backward", "weights"):
+            self.waiting.pop(done.microbatch, None)
+            self.first = False
+        elif done.kind == "inputs":
+            more = {LOGITS: 0, DEFERRED: self._of.deferred * self._samples}
+            self.waiting[done.microbatch] = Counter({**self._kept, **more})
+        self.last = self.last or done.kind == "reduce"
+
+
+def _items(kept: Counter[str]) -> list[Item]:
+    return [Item(name, "host" if name == OFFLOADED else "device", n) for name, n in kept.items()]

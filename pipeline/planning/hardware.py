@@ -73,8 +73,8 @@ class Hardware:
 @dataclass(frozen=True, kw_only=True)
 class HardwareOptions:
     """Machines as the options of a command describe them, in GiB and GB/s; None: not given. gpus,
-    host_memory, interconnect: of a node; memory, price: of a GPU; machine: the report of `pipe
-    doctor` on such a machine."""
+    host_memory, interconnect: of a node; memory, price: of a GPU; machine: `pipe doctor`'s report.
+    Raises UsageError for a GPU of an unknown kind."""
 
     gpus: int | None = None
     nodes: int | None = None
@@ -87,30 +87,44 @@ class HardwareOptions:
     machine: MachineReport | None = None
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a GPU of an unknown kind."""
-        _gpu(self)
+        if self.gpu is None or self.accelerator is not None:
+            return
+        names = [one.name for one in accelerators()]
+        meant = closest(self.gpu.upper(), names)
+        # The names of one word, in the order of letters and numbers, and the kinds of the rest.
+        parts = re.compile(r"\d+|\D+")
+        words = sorted(
+            (name for name in names if " " not in name),
+            key=lambda name: [(p.isdigit(), p.zfill(6)) for p in parts.findall(name)],
+        )
+        rest = "their variants as in `H100 PCIe`, RTX cards as in `RTX 4090`;"
+        which = f"did you mean `{meant}`?" if meant else f"known: {', '.join(words)}, {rest}"
+        instead = "say --memory" if self.memory is None else "leave out --gpu"
+        said = f"--gpu {self.gpu}: no GPU of this name is known"
+        raise UsageError(said, hint=f"{which} or {instead}")
 
     @property
     def procs(self) -> int | None:
-        """Number of processes over all nodes."""
         return (self.gpus or PER_NODE) * (self.nodes or 1) if self.gpus or self.nodes else None
 
     @property
+    def of_gpus(self) -> list[str]:
+        names = "gpus", "nodes", "gpu", "memory"
+        return [f"--{name}" for name in names if getattr(self, name) is not None]
+
+    @property
     def on_gpus(self) -> bool:
-        """Whether the machines have GPUs."""
         return bool(self.of_gpus) or (self.machine is not None and self.machine.device != "cpu")
 
     @property
     def kind(self) -> str | None:
-        """Name of the GPU."""
         found = self.machine.devices if self.machine else ()
         return self.gpu or (found[0].name if found else None)
 
     @property
-    def of_gpus(self) -> list[str]:
-        """The options about GPUs that are given."""
-        names = "gpus", "nodes", "gpu", "memory"
-        return [f"--{name}" for name in names if getattr(self, name) is not None]
+    def accelerator(self) -> Accelerator | None:
+        """The GPU by its data sheet, of a known kind."""
+        return find_accelerator(self.kind) if self.kind else None
 
 
 def resolve_topology(
@@ -129,9 +143,8 @@ def resolve_topology(
 
 def resolve_hardware(machines: HardwareOptions, topology: Topology, *, compute: str) -> Hardware:
     """Hardware of the target. Precedence: options, then a measured machine, then data sheets; plans
-    for CPUs use this machine. Raises UsageError for an unknown GPU, and for a measured machine that
-    contradicts the options."""
-    on_cpu, gpu = topology.device == "cpu", _gpu(machines)
+    for CPUs use this machine. Raises UsageError for a machine that contradicts the options."""
+    on_cpu, gpu = topology.device == "cpu", machines.accelerator
     facts: dict[str, Any] = {"host_memory": free_memory()} if on_cpu else {}
     rates: dict[str, Rate] = {}
     if gpu is not None and not on_cpu:
@@ -140,9 +153,29 @@ def resolve_hardware(machines: HardwareOptions, topology: Topology, *, compute: 
         links = {MEMORY: gpu.bandwidth, INSIDE: gpu.peers, UP: gpu.host, DOWN: gpu.host}
         rates = {part: Rate(each) for part, each in links.items()}
         rates[COMPUTE] = Rate(rate, EMULATED if emulated else SHEET)
-    if machines.machine is not None:
-        more, measured = _of_machine(machines.machine, machines.gpu, topology, compute)
-        facts |= more
+    machine = machines.machine
+    if machine is not None:
+        own = machine.devices[0] if machine.devices else None
+        asked = machines.gpu and own and find_accelerator(own.name) is not gpu
+        if asked or machine.device != topology.device:
+            meant = "CPUs" if on_cpu else machines.gpu or "GPUs"
+            raise UsageError(
+                f"--machine describes one with {own.name if own else 'CPUs'}, not with {meant}",
+                hint="give the report of a machine like the target",
+            )
+        found = {
+            "kind": own and own.name, "device_memory": own and own.memory_bytes,
+            "host_memory": machine.host_memory_bytes,
+        }  # fmt: skip
+        facts |= {name: value for name, value in found.items() if value is not None}
+        measured = {
+            COMPUTE: getattr(machine.matmul_flops, compute),
+            MEMORY: machine.host_copy_bytes_per_s if machine.device == "cpu" else None,
+            INSIDE: machine.allreduce[-1].busbw if machine.allreduce else None,
+            UP: machine.h2d_bytes_per_s,
+            DOWN: machine.d2h_bytes_per_s,
+            DISK: machine.disk_read_bytes_per_s,
+        }
         rates |= {part: Rate(rate, MEASURED) for part, rate in measured.items() if rate}
     sizes = {"device_memory": machines.memory, "host_memory": machines.host_memory}
     facts |= {name: round(size * GIB) for name, size in sizes.items() if size}
@@ -151,55 +184,10 @@ def resolve_hardware(machines: HardwareOptions, topology: Topology, *, compute: 
     return Hardware(**facts, rates=rates, price=None if on_cpu else machines.price)
 
 
-def _of_machine(
-    machine: MachineReport, asked: str | None, topology: Topology, compute: str
-) -> tuple[dict[str, Any], dict[str, float | None]]:
-    """Facts and rates of a measured machine."""
-    gpu = machine.devices[0] if machine.devices else None
-    another = gpu and asked and find_accelerator(gpu.name) is not find_accelerator(asked)
-    if another or machine.device != topology.device:
-        meant = "CPUs" if topology.device == "cpu" else asked or "GPUs"
-        raise UsageError(
-            f"--machine describes one with {gpu.name if gpu else 'CPUs'}, not with {meant}",
-            hint="give the report of a machine like the target",
-        )
-    facts: dict[str, Any] = {"kind": gpu.name, "device_memory": gpu.memory_bytes} if gpu else {}
-    if machine.host_memory_bytes is not None:
-        facts["host_memory"] = machine.host_memory_bytes
-    return facts, {
-        COMPUTE: getattr(machine.matmul_flops, compute),
-        MEMORY: machine.host_copy_bytes_per_s if machine.device == "cpu" else None,
-        INSIDE: machine.allreduce[-1].busbw if machine.allreduce else None,
-        UP: machine.h2d_bytes_per_s,
-        DOWN: machine.d2h_bytes_per_s,
-        DISK: machine.disk_read_bytes_per_s,
-    }
-
-
 def narrow_dtype(machines: HardwareOptions) -> str:
     """The narrow dtype to compute in: bf16, or fp16 on GPUs without bf16."""
-    gpu = _gpu(machines)
+    gpu = machines.accelerator
     return "bf16" if gpu is None or gpu.bf16 else "fp16"
-
-
-def _gpu(machines: HardwareOptions) -> Accelerator | None:
-    known = find_accelerator(machines.kind) if machines.kind else None
-    if machines.gpu is None or known is not None:
-        return known
-    names = [one.name for one in accelerators()]
-    meant = closest(machines.gpu.upper(), names)
-    # The names of one word, in the order of letters and numbers, and the kinds of the rest.
-    parts = re.compile(r"\d+|\D+")
-    words = sorted(
-        (name for name in names if " " not in name),
-        key=lambda name: [(p.isdigit(), p.zfill(6)) for p in parts.findall(name)],
-    )
-    rest = "their variants as in `H100 PCIe`, RTX cards as in `RTX 4090`;"
-    which = f"did you mean `{meant}`?" if meant else f"known: {', '.join(words)}, {rest}"
-    instead = "say --memory" if machines.memory is None else "leave out --gpu"
-    raise UsageError(
-        f"--gpu {machines.gpu}: no GPU of this name is known", hint=f"{which} or {instead}"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,25 +1,46 @@
-"""The memory plan of a checked recipe on given machines."""
+"""The memory plan of a checked recipe on given machines, and the profiles of models on disk."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from pipeline.chain.artifacts import training_slots
 from pipeline.chain.plan import Plan
 from pipeline.chain.registry import Registry
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import Precision
+from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.settings import ProcessCounts
-from pipeline.importing.unknown_keys import plan_recipe
+from pipeline.importing.translator import plan_recipe
 from pipeline.planning import hardware as machinery
 from pipeline.planning.estimate import Estimate, ask_planners, combine
+from pipeline.planning.forecast import Profile
 from pipeline.planning.hardware import Hardware, HardwareOptions, Margins
-from pipeline.planning.planner import Job, Planners, no_planner
-from pipeline.planning.profile_cache import profile_of
+from pipeline.planning.planner import Job, Planner, Planners, no_planner
 from pipeline.planning.shapes import ModelShape, Topology
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
+from pipeline.utils.activities import activity
+from pipeline.utils.files import cache_folder, private_folder, replace_text
+from pipeline.utils.foreign import read_whole
+from pipeline.utils.packages import versions
+
+DECIDE = (ModelSource, Precision, TrainedRun)
+"""Types whose stages a profile depends on."""
+CODE = ("pipeline", "stages")
+"""Packages whose files are part of a profile's key."""
+ADAPTER = TypeAdapter(Profile)
+
+_made: dict[str, Profile] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +141,7 @@ def check(
 
 def estimate_plan(plan: Plan, machines: HardwareOptions, margins: Margins) -> MemoryPlan:
     """Estimate a checked recipe. Of several trainings, it is the plan of the one that needs most:
-    they follow each other. One without a planner is not counted. Raises UsageError and
-    StageError."""
+    they follow each other. One without a planner is not counted. Raises PipeError."""
     known, slots = Planners.installed(), training_slots(plan.view.wiring)
     trains = [planned for planned in plan.slots if planned.slot in slots]
     told = [step.slot for step in trains if step.use in known]
@@ -148,15 +168,13 @@ def _estimated(plan: Plan, machines: HardwareOptions, margins: Margins) -> Memor
     job = Job.of(plan, site)
     topology, profile = job.topology, profile_of(job)
     results = ask_planners(job, profile)
-    estimate = combine(topology, results)
-    policy = results.latest(Precision)
+    estimate, policy = combine(topology, results), results.latest(Precision)
     compute = policy.compute if policy else "fp32"
     hardware = machinery.resolve_hardware(machines, topology, compute=compute)
     time, wider = step_time(estimate, topology, hardware), ""
     if topology.device != "cpu" and compute == "fp32":
         slots = (one.slot for one in plan.giving(Precision))
-        narrow = machinery.narrow_dtype(machines)
-        usual = f"{next(slots, 'precision')}.compute={narrow}"
+        usual = f"{next(slots, 'precision')}.compute={machinery.narrow_dtype(machines)}"
         wider = f"computes in fp32, as the recipe says; {usual} is usual on GPUs"
     return MemoryPlan(
         plan=plan, topology=topology, hardware=hardware, margins=margins, estimate=estimate,
@@ -168,7 +186,6 @@ def _estimated(plan: Plan, machines: HardwareOptions, margins: Margins) -> Memor
 def shortages(
     estimate: Estimate, topology: Topology, hardware: Hardware, margins: Margins
 ) -> dict[str, str]:
-    """Memory that is too small, as `MemoryPlan.short`."""
     places = {"host": (estimate.host, estimate.host_peak, hardware.host_memory)}
     if topology.device != "cpu":
         needed = margins.of(estimate.peak)
@@ -178,3 +195,43 @@ def shortages(
         for place, (phases, needed, there) in places.items()
         if there is not None and needed > there
     }
+
+
+def profile_of(job: Job) -> Profile:
+    """The profile of a job's model: of this process, from disk, or a new one. Raises StageError."""
+    content = {
+        "versions": versions(),
+        "code": _code(),
+        "samples": asdict(job.samples),
+        "device": job.topology.device,
+        "division": job.division and job.division.key,
+        "stages": [
+            [planned.use, (job.planners.get(planned.slot) or Planner(planned.stage)).depends()]
+            for planned in job.plan.slots
+            if issubclass(planned.gives or object, DECIDE)
+        ],
+    }
+    text = json.dumps(content, sort_keys=True, default=str)
+    key, given = hashlib.sha256(text.encode()).hexdigest(), os.environ.get("PIPE_PROFILES")
+    file = (Path(given) if given else cache_folder() / "profiles") / f"{key}.json"
+    if key not in _made:
+        try:
+            _made[key] = ADAPTER.validate_json(read_whole(file))
+        except (OSError, ValueError):  # missing, or damaged
+            from pipeline.planning.trace.profiling import profile
+
+            with activity("running the model's layers without memory"):
+                _made[key] = profile(job)
+            with contextlib.suppress(OSError):  # a folder that cannot be written
+                file.parent.parent.mkdir(parents=True, exist_ok=True)
+                private_folder(file.parent)
+                replace_text(file, ADAPTER.dump_json(_made[key]).decode() + "\n")
+    return _made[key]
+
+
+@functools.cache
+def _code() -> Sequence[Any]:
+    """Name, size and time of each of the project's files: a change of any may change profiles."""
+    home = Path(__file__).parents[2]
+    files = [path for package in CODE for path in sorted((home / package).rglob("*.py"))]
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -102,7 +102,6 @@ def _head(memory_plan: MemoryPlan) -> Iterator[str]:
 
 
 def _memory(title: str, peaks: Mapping[str, Held]) -> Iterator[str]:
-    """Items as rows, phases as columns."""
     rows = [[title, *peaks]]
     for item in dict.fromkeys(item for peak in peaks.values() for item in peak.items):
         sizes = [peak.items.get(item, 0) for peak in peaks.values()]
@@ -111,7 +110,6 @@ def _memory(title: str, peaks: Mapping[str, Held]) -> Iterator[str]:
 
 
 def _time(memory_plan: MemoryPlan) -> Iterator[str]:
-    """Seconds of a step by resource, and the speed of the training."""
     time, speed, hardware = memory_plan.time, memory_plan.speed, memory_plan.hardware
     if time.parts:
         if time.idle:
@@ -132,7 +130,6 @@ def _time(memory_plan: MemoryPlan) -> Iterator[str]:
 
 
 def _duration(memory_plan: MemoryPlan) -> Iterator[str]:
-    """Yield the hours of the training, if they are known."""
     speed, steps = memory_plan.speed, memory_plan.estimate.step.length.steps
     if speed is not None and speed.hours is not None:
         cost = "" if speed.cost is None else f", at a cost of {speed.cost:,.2f}"

@@ -14,15 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeline.chain.plan import Plan
 from pipeline.chain.registry import Registry
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError
 from pipeline.planning.hardware import BETWEEN, INSIDE, HardwareOptions, Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, estimate_plan
-from pipeline.planning.planner import AWAY, Planners, Tier, planned
-from pipeline.planning.presets import Strategy, in_order
+from pipeline.planning.planner import AWAY, Planners, Saving, Strategy, Tier, in_order, planned
 from pipeline.planning.report import memory
 from pipeline.planning.shapes import Topology
 from pipeline.utils.activities import activity
@@ -31,13 +30,10 @@ LONGER = 1.1
 """Ratio up to which two step times count as equal: estimates of real steps were off by as much."""
 MOST_NODES = 512
 """Limit of the search for a number of nodes on which a recipe fits."""
-ALLOWED: Sequence[Mapping[str, bool]] = (
-    {"away": False, "narrow": False},
-    {"away": True, "narrow": False},
-    {"away": True, "narrow": True},
-)
-"""Arguments of `most_saving`, in the order in which they are tried."""
-
+SLOWER = AWAY - 1
+"""Largest order of the savings that only cost time, and put nothing in host memory."""
+OWN = Strategy(name="", use="")
+"""The recipe's own strategy."""
 Changes = Mapping[str, Any]
 """Changed values of a recipe by `slot` or `slot.field`."""
 
@@ -49,9 +45,8 @@ def overrides(changes: Changes) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchBase:
-    """A recipe on given machines, whose plans with changes are compared. options: the ones that
-    name these machines, if they are not the command's. cannot: orders of savings that the model
-    turned out not to support."""
+    """A recipe on given machines, whose plans with changes are compared. options: what names these
+    machines, if not the command. cannot: orders of savings that the model does not support."""
 
     recipe: Path
     overrides: Sequence[str] = ()
@@ -79,32 +74,20 @@ class SearchBase:
         return self._plans[key]
 
 
-OWN = Strategy(name="", use="")
-"""The recipe's own strategy."""
-
-
-class AppliedSaving(NamedTuple):
-    """A saving as changes of a recipe."""
-
-    order: int
-    what: str
-    changes: Changes
-
-
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A recipe with savings, possibly under another strategy. start: changes in addition to
-    savings."""
+    savings, whose `fields` are changes too."""
 
     base: SearchBase
     start: Changes
-    saved: Sequence[AppliedSaving] = ()
+    saved: Sequence[Saving] = ()
     strategy: Strategy = OWN
 
     @property
     def saving(self) -> Changes:
         """Changes of all savings; a later one wins over an earlier one of the same field."""
-        return {path: value for one in self.saved for path, value in one.changes.items()}
+        return {path: value for one in self.saved for path, value in one.fields.items()}
 
     @property
     def changes(self) -> Changes:
@@ -117,7 +100,6 @@ class Candidate:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """The changed recipe's memory plan. Raises PipeError."""
         return self.base.memory_plan(self.changes)
 
     @property
@@ -126,17 +108,11 @@ class Candidate:
         return not self.memory_plan.short
 
     @property
-    def roomy(self) -> bool:
-        """Whether it fits with the head-room that advice leaves."""
-        return self.memory_plan.roomy
-
-    @property
     def narrow(self) -> int:
         """Largest order of the savings that change numerics; 0 without one."""
         return max((one.order for one in self.saved if one.order > AWAY), default=0)
 
-    def without(self, saved: AppliedSaving) -> Candidate:
-        """The candidate without one of its savings."""
+    def without(self, saved: Saving) -> Candidate:
         return replace(self, saved=[one for one in self.saved if one is not saved])
 
     def line(self) -> str:
@@ -155,24 +131,22 @@ class Candidate:
         }
 
 
-def most_saving(
-    base: SearchBase, start: Changes, *, away: bool = True, narrow: bool = True
-) -> Candidate:
-    """Apply every saving that only costs time and, if that does not fit, with `away` what waits in
-    host memory, and with `narrow` one that changes numerics. Raises RecipeError for changes `start`
-    that the recipe does not accept, and StageError and UsageError as planning does."""
-    plan, every, seen = base.checked(start), list[AppliedSaving](), list[AppliedSaving]()
+def most_saving(base: SearchBase, start: Changes, most: float = math.inf) -> Candidate:
+    """Apply every saving that only costs time and, if that does not fit, what waits in host memory,
+    and one that changes numerics; none with an order above `most`. Raises RecipeError for changes
+    `start` that the recipe does not accept, and StageError and UsageError as planning does."""
+    plan, every, seen = base.checked(start), list[Saving](), list[Saving]()
     while left := [one for one in _offered(plan) if one not in seen]:
         seen.append(left[0])
         with contextlib.suppress(RecipeError):  # savings that the recipe accepts together
             plan = base.checked(Candidate(base=base, start=start, saved=[*every, left[0]]).changes)
             every.append(left[0])
-    every = [one for one in every if one.order not in base.cannot]
+    every = [one for one in every if one.order <= most and one.order not in base.cannot]
     slower = [one for one in every if one.order < AWAY]
-    host = [one for one in every if away and one.order == AWAY]
+    host = [one for one in every if one.order == AWAY]
     # What waits in host memory may be too much for the host, so all is tried without it first.
     hosts = [[], host] if host else [[]]
-    narrower = [[one] for one in every if narrow and one.order > AWAY]
+    narrower = [[one] for one in every if one.order > AWAY]
     for more in [*hosts, *([*some, *one] for one in narrower for some in hosts)]:
         candidate = _possible(Candidate(base=base, start=start, saved=[*slower, *more]))
         if candidate.fits:
@@ -180,8 +154,8 @@ def most_saving(
     return candidate
 
 
-def _offered(plan: Plan) -> list[AppliedSaving]:
-    """Savings that the planners of all slots offer, in order."""
+def _offered(plan: Plan) -> list[Saving]:
+    """Savings that the planners of all slots offer, in order, as changes of the recipe."""
     found = []
     for slot, planner in Planners.installed().of(plan).items():
         for saving in planner.savings(plan.view.data_ranks(planner.stage)):
@@ -191,7 +165,7 @@ def _offered(plan: Plan) -> list[AppliedSaving]:
             for given, fields in saving.beside.items():
                 kind = [one.slot for one in plan.giving(given)]
                 changes |= {f"{at}.{name}": value for at in kind for name, value in fields.items()}
-            found.append(AppliedSaving(saving.order, saving.what, changes))
+            found.append(replace(saving, fields=changes, beside={}))
     return sorted(found, key=lambda one: one.order)
 
 
@@ -211,9 +185,9 @@ def relaxed(candidate: Candidate) -> Candidate:
     """Remove each saving that saves nothing, or without which the candidate still fits with
     head-room; one without that keeps all that only cost time."""
     for one in reversed(candidate.saved if candidate.fits else ()):
-        less = candidate.without(one)
-        optional = less.roomy if candidate.roomy or one.order < AWAY else less.fits
-        mine, its = less.memory_plan, candidate.memory_plan
+        less, its = candidate.without(one), candidate.memory_plan
+        mine = less.memory_plan
+        optional = mine.roomy if its.roomy or one.order < AWAY else less.fits
         no_more = mine.needed <= its.needed and mine.estimate.host_peak <= its.estimate.host_peak
         candidate = less if optional or no_more else candidate
     return candidate
@@ -230,7 +204,7 @@ def best(found: Sequence[Candidate]) -> Candidate | None:
 
     able = [one for one in found if one.fits]
     able = [one for one in able if one.narrow == min(other.narrow for other in able)]
-    able = [one for one in able if one.roomy] or able
+    able = [one for one in able if one.memory_plan.roomy] or able
     if able and not any(one.memory_plan.time.unknown for one in able):
         able = [one for one in able if not any(beats(other, one) for other in able)]
         longest = LONGER * min(one.memory_plan.time.expected for one in able)
@@ -250,8 +224,8 @@ def choose(
     refused: dict[str, str] = {}
     for _, tier in groupby(strategies, key=lambda one: max(one.order, Tier.OFFLOADED - 1)):
         every = [*tier]
-        for allowed in ALLOWED:
-            found = [*_tried(base, every, slot, refused, allowed)]
+        for most in (SLOWER, AWAY, math.inf):
+            found = [*_tried(base, every, slot, refused, most)]
             chosen = best(found)
             if chosen is not None:
                 found = sorted(found, key=lambda one: (one is not chosen, not one.fits))
@@ -262,27 +236,24 @@ def choose(
 
 def _tried(
     base: SearchBase, strategies: Sequence[Strategy], slot: str, refused: dict[str, str],
-    allowed: Mapping[str, bool],
+    most: float,
 ) -> Iterator[Candidate]:  # fmt: skip
     """Each strategy with as few savings as it needs; `refused` gets those that cannot be tried."""
     found: list[Candidate] = []
     over: set[tuple[str, ...]] = set()
-
-    def is_enough() -> bool:
-        """Whether data parallelism fits, leaves no rank idle, and is not bound by a network."""
-        chosen = best([one for one in found if not one.strategy.axes])
-        plan = None if chosen is None else chosen.memory_plan
-        return plan is not None and not plan.idle and plan.time.bound not in (INSIDE, BETWEEN)
-
     for strategy in strategies:
         axes = tuple(strategy.axes)
-        if axes and (axes in over or is_enough()):
-            continue
+        if axes:  # data parallelism may fit, leave no rank idle, and not be bound by a network
+            chosen = best([one for one in found if not one.strategy.axes])
+            plan = None if chosen is None else chosen.memory_plan
+            enough = plan and not plan.idle and plan.time.bound not in (INSIDE, BETWEEN)
+            if enough or axes in over:
+                continue
         # Another strategy may divide a model that this one does not.
         errors = (RecipeError, UsageError, *((StageError,) if axes else ()))
         try:
             with activity(f"planning {strategy.name}"):
-                candidate = most_saving(base, {slot: strategy.generous}, **allowed)
+                candidate = most_saving(base, {slot: strategy.generous}, most)
                 candidate = replace(relaxed(candidate), strategy=strategy)
         except errors as error:
             refused[strategy.name] = f"{strategy.name}: {error}"
@@ -304,7 +275,7 @@ def on_more_nodes(base: SearchBase, topology: Topology, start: Changes) -> Candi
         more = replace(base, machines=machines, options=options)
         try:
             with activity(f"planning on {nodes} nodes"):
-                candidate = most_saving(more, start, away=False, narrow=False)
+                candidate = most_saving(more, start, SLOWER)
         except PipeError:  # such as a batch that is smaller than the ranks
             return None
         if candidate.fits and not candidate.memory_plan.idle:
@@ -337,13 +308,13 @@ def remedies(memory_plan: MemoryPlan, base: SearchBase) -> Iterator[Candidate]:
     wrap = None if train is None else memory_plan.plan.wrap_of(train)
     others, slot = list[Strategy](), ""
     if wrap is not None:
-        slot = wrap.slot
+        own_fields = vars(wrap.stage).items()
         others = [
             one
             for one in in_order(base.registry)
-            if one.use != wrap.use
-            or any(getattr(wrap.stage, name) != value for name, value in one.fields.items())
+            if one.use != wrap.use or not one.fields.items() <= own_fields
         ]
+        slot = wrap.slot
     tried, _ = choose(base, suited(others, topology), slot)
     if tried and tried[0].fits:
         yield tried[0]

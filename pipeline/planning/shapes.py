@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
 from pipeline.contracts.training import TrainingLength
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ class Weight:
 
     @functools.cached_property
     def elements(self) -> int:
-        """Number of elements of the part."""
         return math.prod(self.shape)
 
     @functools.cached_property
@@ -51,7 +50,6 @@ class Weight:
         return max(shards // self.experts, 1)
 
     def bytes(self, size: int) -> int:
-        """Bytes of the weight with numbers of `size` bytes."""
         return self.elements * (1 if self.packed else size)
 
     def shard(self, shards: int, size: int) -> int:
@@ -109,15 +107,12 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Bytes of a number in each dtype of the precision policy."""
-
     master: int
     compute: int
     reduce: int
 
     @classmethod
     def by(cls, precision: Precision) -> Sizes:
-        """The sizes of a policy's dtypes."""
         return cls(
             master=BYTES[precision.master], compute=BYTES[precision.compute],
             reduce=BYTES[precision.reduce],
@@ -130,8 +125,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleShape:
-    """Tokens of the longest sample. Attention needs a mask where samples are `packed`, with several
-    documents in one."""
+    """Tokens of the longest sample. `packed`: with several documents, which attention masks."""
 
     length: int
     packed: bool = False
@@ -140,8 +134,7 @@ class SampleShape:
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """An optimizer step: micro-batches of each data-parallel rank, samples of a micro-batch and of
-    the rank with the most, samples and tokens (with padding) over all ranks, and the training's
-    length."""
+    the rank with the most, samples and tokens (with padding) over all ranks."""
 
     microbatches: int
     micro_batch: int
@@ -163,7 +156,6 @@ class OptimizerShape:
     taken: float = 0.0
 
     def state(self, elements: int) -> int:
-        """Bytes of optimizer state for `elements` elements."""
         return round(elements * self.bits / 8)
 
     def touched(self, elements: int, size: int) -> int:
@@ -194,7 +186,6 @@ class Topology:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
         return -(-self.ranks // self.local_ranks)
 
     @property

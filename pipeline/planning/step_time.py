@@ -6,7 +6,7 @@ llm-foundry, IBM, torchtune and NeMo published; docs/dev/planning.md says how cl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.planning.estimate import Estimate
@@ -71,8 +71,24 @@ def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> Ste
     parts, reached, waits = dict[str, float](), dict[str, float](), dict[str, float]()
     unknown: dict[str, None] = {}
     shares = REACHED | {COMPUTE: hardware.matmul * PRODUCTS}
-    for part, amount, slower, waited in _uses(estimate, topology, hardware):
-        rate = hardware.rates.get(part)
+    work, copies, rates = estimate.work, estimate.copies, hardware.rates
+    most = rates[BETWEEN].value / rates[INSIDE].value if {BETWEEN, INSIDE} <= {*rates} else 0.0
+    # Each resource, its amount in a step, a factor of time, and whether computation waits.
+    uses: list[tuple[str, float, float, bool]] = [
+        (COMPUTE, work.products + work.again, 1.0, False),
+        (COMPUTE, work.attention, 1 / ATTENTION, False),
+        (MEMORY, work.moved, 1.0, False),
+        (UP, copies.up, 1.0, False),
+        (DOWN, copies.down, 1.0, False),
+        (DISK, copies.disk * topology.on_node, 1.0, False),
+    ]
+    for traffic in estimate.traffic:
+        size, out = sent(traffic), leaving(traffic, topology)
+        # No faster to another node than to ranks of the same one.
+        part, amount = (BETWEEN, max(out, size * most)) if out else (INSIDE, size)
+        uses.append((part, amount, 1.0, traffic.waits))
+    for part, amount, slower, waited in uses:
+        rate = rates.get(part)
         if amount and rate is None:
             unknown[part] = None
         elif amount and rate is not None:
@@ -85,26 +101,6 @@ def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> Ste
         parts=parts, reached=reached, unknown=[*unknown], waits=waits,
         overlaps=topology.device != "cpu", idle=estimate.work.idle,
     )  # fmt: skip
-
-
-def _uses(
-    estimate: Estimate, topology: Topology, hardware: Hardware
-) -> Iterator[tuple[str, float, float, bool]]:
-    """Each resource, its amount in a step, a factor of time, and whether computation waits."""
-    work, copies = estimate.work, estimate.copies
-    network, peers = hardware.rates.get(BETWEEN), hardware.rates.get(INSIDE)
-    most = network.value / peers.value if network and peers else 0.0
-    yield COMPUTE, work.products + work.again, 1.0, False
-    yield COMPUTE, work.attention, 1 / ATTENTION, False
-    yield MEMORY, work.moved, 1.0, False
-    yield UP, copies.up, 1.0, False
-    yield DOWN, copies.down, 1.0, False
-    yield DISK, copies.disk * topology.on_node, 1.0, False
-    for traffic in estimate.traffic:
-        size, waits = sent(traffic), traffic.waits
-        out = leaving(traffic, topology)
-        # No faster to another node than to ranks of the same one.
-        yield (BETWEEN, max(out, size * most), 1.0, waits) if out else (INSIDE, size, 1.0, waits)
 
 
 @dataclass(frozen=True, kw_only=True)

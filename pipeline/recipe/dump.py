@@ -62,13 +62,9 @@ def inline(value: Any) -> str:
     """The value as YAML on one line."""
     for allow_unicode in (True, False):
         text: str = yaml.dump(
-            value,
-            Dumper=_Dumper,
-            default_flow_style=True,
-            allow_unicode=allow_unicode,
-            sort_keys=False,
-            width=10**9,
-        )
+            value, Dumper=_Dumper, default_flow_style=True, allow_unicode=allow_unicode,
+            sort_keys=False, width=10**9,
+        )  # fmt: skip
         if not UNSAFE.search(text):
             break
     return text.removesuffix("\n").removesuffix("\n...")
@@ -78,19 +74,39 @@ def with_value(text: str, path: KeyPath, value: Any, *, after: str, note: str) -
     """The text with a value at `path`: instead of the one that is there, or else as a new entry
     after the key `after` of the same mapping. `note` becomes a comment of a new line. None where
     that would change anything else, as in a layout with anchors, or where the text has neither."""
-    written, root = _edited(text, path, value, after=after, note=note), _read(text)
+    root = _read(text)
     mapping = None if root is None else root.find(path[:-1])
-    if written is None or root is None or mapping is None or not isinstance(mapping.value, dict):
+    if root is None or mapping is None or not isinstance(mapping.value, dict):
         return None
+    try:
+        node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:  # two anchors of one name, which recipes may have
+        return None
+    for part in path[:-1]:
+        in_list = isinstance(node, yaml.SequenceNode)
+        node = node.value[part] if in_list else _pairs(node)[str(part)][1]
+    pairs = _pairs(node)
+    if old := pairs.get(str(path[-1])):
+        start, end = old[1].start_mark.index, old[1].end_mark.index
+        gap = "" if start < end or text[start - 1 : start] == " " else " "
+        written = f"{text[:start]}{gap}{inline(value)}{text[end:]}"
+    elif after not in pairs:
+        return None
+    elif node.flow_style:
+        key, end = pairs[after][0], pairs[after][1].end_mark.index
+        quote = key.style or ""
+        own = f'"{value}"' if quote == '"' else inline(value)
+        written = f"{text[:end]}, {quote}{path[-1]}{quote}: {own}{text[end:]}"
+    else:  # on a new line, after the one in which the other value ends
+        newline = "\r\n" if "\r\n" in text else "\n"
+        line_end = re.compile(r"\r?\n|\Z").search(text, pairs[after][1].end_mark.index)
+        assert line_end is not None
+        indent = " " * pairs[after][0].start_mark.column
+        entry = f"{indent}{path[-1]}: {inline(value)}  # {note}"
+        written = f"{text[: line_end.start()]}{newline}{entry}{newline}{text[line_end.end() :]}"
     expected, found = plain(root), _read(written)
     put(expected, path, value)
     return written if found is not None and plain(found) == expected else None
-
-
-def _read(text: str) -> Node | None:
-    """The tree of a recipe's text; None if it cannot be read."""
-    root, problems = parse(text, locate=lambda *_: Location(file=""), folder=Path("/"))
-    return None if problems else root
 
 
 def reads_back(value: Any) -> bool:
@@ -101,39 +117,12 @@ def reads_back(value: Any) -> bool:
     return not unresolved and bool(data == {"value": value})
 
 
-def _edited(text: str, path: KeyPath, value: Any, *, after: str, note: str) -> str | None:
-    """The text as it is if nothing in it stands for anything else."""
-    try:
-        node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:  # two anchors of one name, which recipes may have
-        return None
-    for part in path[:-1]:
-        if isinstance(node, yaml.SequenceNode) and isinstance(part, int):
-            node = node.value[part] if part < len(node.value) else None
-        else:
-            node = _pairs(node).get(str(part), (None, None))[1]
-    pairs = _pairs(node)
-    if old := pairs.get(str(path[-1])):
-        start, end = old[1].start_mark.index, old[1].end_mark.index
-        gap = "" if start < end or text[start - 1 : start] == " " else " "
-        return f"{text[:start]}{gap}{inline(value)}{text[end:]}"
-    if node is None or after not in pairs:
-        return None
-    key, other = pairs[after]
-    end = other.end_mark.index
-    if node.flow_style:
-        quote = key.style or ""
-        written = f'"{value}"' if quote == '"' else inline(value)
-        return f"{text[:end]}, {quote}{path[-1]}{quote}: {written}{text[end:]}"
-    # on a new line, after the one in which `end` is
-    newline = "\r\n" if "\r\n" in text else "\n"
-    line_end = re.compile(r"\r?\n|\Z").search(text, end)
-    assert line_end is not None
-    entry = f"{' ' * key.start_mark.column}{path[-1]}: {inline(value)}  # {note}"
-    return f"{text[: line_end.start()]}{newline}{entry}{newline}{text[line_end.end() :]}"
+def _read(text: str) -> Node | None:
+    """The tree of a recipe's text; None if it cannot be read."""
+    root, problems = parse(text, locate=lambda *_: Location(file=""), folder=Path("/"))
+    return None if problems else root
 
 
-def _pairs(node: yaml.Node | None) -> dict[str, tuple[Any, Any]]:
-    """Key -> the nodes of the key and of its value; empty for anything but a mapping."""
-    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-    return {key.value: (key, value) for key, value in pairs}
+def _pairs(node: Any) -> dict[str, tuple[Any, Any]]:
+    """Key -> the nodes of the key and of its value, of a mapping."""
+    return {key.value: (key, value) for key, value in node.value}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import re
@@ -22,24 +21,18 @@ from pipeline.recipe.parse import scalar
 from pipeline.utils.text import closest, did_you_mean
 
 WANTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
+    **dict.fromkeys(("int_type", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("list_type", "tuple_type", "set_type", "frozen_set_type"), "a list"),
+    **dict.fromkeys(("dict_type", "dataclass_type"), "a mapping"),
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
     "path_type": "a path",
     "none_required": "null",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "set_type": "a list",
-    "frozen_set_type": "a list",
-    "dict_type": "a mapping",
-    "dataclass_type": "a mapping",
 }
-UNKNOWN = "unexpected_keyword_argument"
 MESSAGES = {
     "missing": "is required",
-    UNKNOWN: "unknown field",
+    "unexpected_keyword_argument": "unknown field",
     "value_error": "{error}",
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be more than {gt}",
@@ -57,20 +50,15 @@ Adapter = Callable[[type], TypeAdapter[Any]]
 
 
 def to_problems(
-    errors: Sequence[Any],
-    kind: type,
-    data: Mapping[str, Any],
-    tree: Node,
-    base: KeyPath,
-    *,
+    errors: Sequence[Any], kind: type, data: Mapping[str, Any], tree: Node, base: KeyPath, *,
     adapter: Adapter,
-) -> list[Problem]:
+) -> list[Problem]:  # fmt: skip
     """Problems of `data`, written at `base`, as a `kind`; problems of one value become one.
     `adapter` tries values that hints name."""
     by_path: dict[KeyPath, list[Any]] = {}
+    problems = []
     for error in errors:
         by_path.setdefault(_path(error, data), []).append(error)
-    problems = []
     for path, here in by_path.items():
         whole = (*base, *path)
         written = tree.written(whole)
@@ -104,13 +92,18 @@ def _broken_rule(error: Any, kind: type, path: KeyPath, tree: Node, whole: KeyPa
     """The problem of an error that is not about the type of a value."""
     sort, context, written = error["type"], error.get("ctx", {}), tree.written(whole)
     message = MESSAGES[sort].format(**context) if sort in MESSAGES else error["msg"]
-    hint = ""
+    hint, name = "", str(path[-1])
     if sort == "missing":
         return tree.problem(whole, message, kind=MissingKey, at_key=True)
-    if sort == UNKNOWN:
+    if sort == "unexpected_keyword_argument":
         known = sorted({name for owner in owners_of(kind, path) for name in field_types(owner)})
-        hint, near = _unknown(path, known, kind), closest(str(path[-1]), known) or ""
-        more = {"path": whole, "value": written, "closest": near}
+        field, _, value = name.partition(" ")
+        hint = did_you_mean(name, known)
+        if value and field in known:  # in braces, where YAML takes it for a key
+            hint = f"a colon is missing: write `{field}: {value.strip()}`"
+        elif len(path) == 1 and hasattr(kind, "run") and closest(name, [*known, TAKES]) == TAKES:
+            hint = f"did you mean `{TAKES}`?"
+        more = {"path": whole, "value": written, "closest": closest(name, known) or ""}
         return tree.problem(whole, message, hint, kind=UnknownKey, at_key=True, **more)
     if sort != "value_error":
         message += f", not {_shown(written)}"
@@ -121,17 +114,6 @@ def _broken_rule(error: Any, kind: type, path: KeyPath, tree: Node, whole: KeyPa
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", written).strip("-.")
         hint = f"write {plain}" if re.fullmatch(context["pattern"], plain) else ""
     return tree.problem(whole, message, hint)
-
-
-def _unknown(path: KeyPath, known: Sequence[str], kind: type) -> str:
-    """The hint for an unknown field."""
-    name = str(path[-1])
-    field, _, value = name.partition(" ")
-    if value and field in known:  # in braces, where YAML takes it for a key
-        return f"a colon is missing: write `{field}: {value.strip()}`"
-    if len(path) == 1 and hasattr(kind, "run") and closest(name, [*known, TAKES]) == TAKES:
-        return f"did you mean `{TAKES}`?"
-    return did_you_mean(name, known)
 
 
 def _wrong_type(errors: Sequence[Any], written: Any) -> tuple[str, str]:
@@ -171,10 +153,9 @@ def _shown(written: Any) -> str:
 
 def _suggest_literal(text: str) -> str:
     """Hint for a text that stands where a number or a boolean belongs; empty when there is none."""
-    if text.lower() in ("yes", "on", "y"):
-        return "write true"
-    if text.lower() in ("no", "off", "n"):
-        return "write false"
+    words = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+    if word := words.get(text.lower()):
+        return f"write {word}"
     if not isinstance(scalar(text), str):
         return "remove the quotes"
     if (number := _as_number(text)) is not None:
@@ -200,8 +181,7 @@ def _as_number(text: str) -> int | float | None:
         with contextlib.suppress(ValueError):
             return int(text, base)
     with contextlib.suppress(ValueError):
-        number = float(text)
-        return number if math.isfinite(number) else None
+        return number if math.isfinite(number := float(text)) else None
     return None
 
 
@@ -218,11 +198,10 @@ def example(kind: type, path: KeyPath, written: Any, adapter: Adapter) -> str:
         if found := re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)\s*{unit}", written):
             factor = {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2][0]]
             return f"seconds: write {float(found[1]) * factor:g}"
-    guesses = _guesses(annotation, written)
-    if written is True and default == 0:  # off, as `false` would be
-        guesses = itertools.chain(guesses, [1])
+    guesses = [*_guesses(annotation, written)]
+    guesses += [1] * (written is True and default == 0)  # off, as `false` would be
     if isinstance(written, float) and not fits(adapter(owner), name, "?"):  # not any text
-        guesses = itertools.chain([f"{inline(written)} epochs"], guesses)
+        guesses = [f"{inline(written)} epochs", *guesses]
     for value in guesses:
         if fits(adapter(owner), name, value):
             return f"write `{name}: {inline(value)}`"

@@ -36,11 +36,11 @@ class Sources:
         """Each before the files that it overrides."""
         self.problems: list[Problem] = []
 
-    def read(self, path: Path) -> Node | None:
+    def read(
+        self, path: Path, asked: Location | None = None, chain: tuple[Path, ...] = ()
+    ) -> Node | None:
         """The merged tree of `path` and what it extends; None when some file cannot be read."""
-        return self._read(path, Location(file=shown_path(path)), ())
-
-    def _read(self, path: Path, asked: Location, chain: tuple[Path, ...]) -> Node | None:
+        asked = asked or Location(file=shown_path(path))
         path = Path(os.path.abspath(path))  # noqa: PTH100 - a link keeps its name
         if path in chain:
             names = " -> ".join(shown_path(link) for link in (*chain[chain.index(path) :], path))
@@ -52,9 +52,16 @@ class Sources:
         root = self._parse(path, asked)
         if root is None:
             return None
+        node = root.entries().get("extends")
+        bases = [] if node is None or node.value is None else [node]
+        bases = node.value if node is not None and isinstance(node.value, list) else bases
+        for base in bases:
+            if not isinstance(base.value, str):
+                self._say("extends: must be a file name or a list of file names", base.at)
         parents = [
-            self._read(path.parent / name, place, (*chain, path))
-            for name, place in reversed(self._extends(root))
+            self.read(path.parent / base.value, base.at, (*chain, path))
+            for base in reversed(bases)
+            if isinstance(base.value, str)
         ]
         layers = [parent for parent in reversed(parents) if parent is not None]
         if len(layers) < len(parents):
@@ -64,21 +71,10 @@ class Sources:
         layers.append(Node(value=own, at=root.at, keys=keys))
         return reduce(merge, layers, Node(value={}, at=root.at))
 
-    def _extends(self, root: Node) -> list[tuple[str, Location]]:
-        node = root.entries().get("extends")
-        if node is None or node.value is None:
-            return []
-        entries = node.value if isinstance(node.value, list) else [node]
-        for entry in entries:
-            if not isinstance(entry.value, str):
-                self._say("extends: must be a file name or a list of file names", entry.at)
-        return [(entry.value, entry.at) for entry in entries if isinstance(entry.value, str)]
-
     def _parse(self, path: Path, asked: Location) -> Node | None:
-        text = self._text(path, asked)
+        text, name = self._text(path, asked), shown_path(path)
         if text is None:
             return None
-        name = shown_path(path)
         root, problems = parse(
             text,
             locate=lambda line, column: Location(file=name, line=line + 1, column=column + 1),
@@ -157,12 +153,13 @@ def hint_for(path: Path) -> str:
 
 def other_kind(path: Path) -> str:
     """Return what to do with a file that is not a recipe."""
-    if path.suffix in DATA or path.suffix == ".json":
-        init = f"it looks like data: pipe init --data {shown_path(path)} writes a recipe"
-        return init if path.suffix != ".json" else f"{init}; {OTHER_TOOLS}"
+    name = shown_path(path)
+    data = f"it looks like data: pipe init --data {name} writes a recipe"
+    if path.suffix in DATA:
+        return data
     if path.suffix in WEIGHTS:
-        return f"it looks like a model: pipe init --model {shown_path(path)} writes a recipe"
-    return OTHER_TOOLS
+        return f"it looks like a model: pipe init --model {name} writes a recipe"
+    return f"{data}; {OTHER_TOOLS}" if path.suffix == ".json" else OTHER_TOOLS
 
 
 def shipped() -> dict[str, Path]:

@@ -69,7 +69,11 @@ def expansions(references: Mapping[KeyPath, Collection[str]]) -> int:
         if leaf not in known:
             known[leaf] = 1  # what leads back here is a circle; resolving stops at it
             for reference in references[leaves[leaf]]:
-                to = _target(reference, leaf)
+                # one leading dot is the mapping that it stands in, each further dot one level up
+                name = reference.lstrip(".")
+                dots = len(reference) - len(name)
+                start = leaf[: max(len(leaf) - dots, 0)] if dots else ()
+                to = (*start, *re.findall(r"[^.\[\]]+", name))
                 # a target may hold another leaf, or lie in what that becomes
                 pairs = ((one, zip(to, one, strict=False)) for one in leaves)
                 known[leaf] += sum(cost(one) for one, pair in pairs if all(a == b for a, b in pair))
@@ -79,15 +83,6 @@ def expansions(references: Mapping[KeyPath, Collection[str]]) -> int:
         return sum(map(cost, leaves))
     except RecursionError:
         return MAX_EXPANSIONS + 1
-
-
-def _target(reference: str, path: KeyPath) -> KeyPath:
-    """The path that `${reference}`, written at `path`, points to; keys and indexes as text. One
-    leading dot is the mapping it stands in, each further dot one level up."""
-    name = reference.lstrip(".")
-    dots = len(reference) - len(name)
-    start = path[: max(len(path) - dots, 0)] if dots else ()
-    return (*start, *re.findall(r"[^.\[\]]+", name))
 
 
 def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
@@ -155,22 +150,18 @@ def _fill(data: Any, sound: Sequence[KeyPath], root: Node) -> Iterator[Problem]:
             if OmegaConf.is_config(value):
                 value = OmegaConf.to_container(value, resolve=True)
         except (OmegaConfBaseException, RecursionError) as error:
-            value = None
-            yield root.problem(path, *_explain(error, root))
+            value, text, hint = None, str(error).splitlines()[0], ""
+            named = re.search(r"key '(.*?)'|access ([^:]*):", text)
+            message = f"the interpolation cannot be resolved: {text}"
+            if isinstance(error, RecursionError) or "ecursive" in text:
+                message = "the interpolation leads back to itself"
+            elif named is not None:
+                key = named[1] or named[2]
+                found = closest(key, [".".join(map(str, path)) for path, _ in walk(root) if path])
+                message = f"`${{{key}}}` refers to nothing in this recipe"
+                hint = f"did you mean `{found}`?" if found else ""
+                if key.isupper():
+                    env = f"${{oc.env:{key}}} and `env: [{key}]`"
+                    hint = f"for the environment variable, write {env} at the top"
+            yield root.problem(path, message, hint)
         put(data, path, value)
-
-
-def _explain(error: Exception, root: Node) -> tuple[str, str]:
-    text = str(error).splitlines()[0]
-    if isinstance(error, RecursionError) or "ecursive" in text:
-        return "the interpolation leads back to itself", ""
-    named = re.search(r"key '(.*?)'|access ([^:]*):", text)
-    if named is None:
-        return f"the interpolation cannot be resolved: {text}", ""
-    key = named[1] or named[2]
-    found = closest(key, [".".join(map(str, path)) for path, _ in walk(root) if path])
-    hint = f"did you mean `{found}`?" if found else ""
-    if key.isupper():
-        env = f"${{oc.env:{key}}} and `env: [{key}]`"
-        hint = f"for the environment variable, write {env} at the top"
-    return f"`${{{key}}}` refers to nothing in this recipe", hint

@@ -17,7 +17,7 @@ from pipeline.recipe.dump import render
 from pipeline.recipe.fields import build
 from pipeline.recipe.includes import Sources
 from pipeline.recipe.interpolation import resolve
-from pipeline.recipe.merge import Common, apply, drop_removed, lost, put, without_former
+from pipeline.recipe.merge import Common, apply, lost, put, without_former
 from pipeline.recipe.nodes import (
     RESERVED,
     KeyPath,
@@ -25,7 +25,6 @@ from pipeline.recipe.nodes import (
     Node,
     NoSlot,
     UnknownKey,
-    node_of,
     plain,
 )
 from pipeline.utils.text import closest, did_you_mean
@@ -118,25 +117,23 @@ def read_recipe(
         return None, sources.problems
     from_files = list(lost(tree, common))
     tree, wrong_overrides, stayed = apply(tree, overrides, HEADER_KEYS, common)
-    tree, former = without_former(drop_removed(tree))
+    filled = {slot: node for slot, node in tree.slots().items() if node.value is not None}
+    tree, former = without_former(tree.with_slots(filled))
     # so that interpolations do not find the values of other keys
     entries = {key: node for key, node in tree.entries().items() if key in TOP_LEVEL}
-    unknown = [_unknown_key(key, tree) for key in tree.entries() if key not in entries]
+    unknown: list[Problem] = []
+    for key in (key for key in tree.entries() if key not in entries):
+        value, near = plain(tree.entries()[key]), closest(key, TOP_LEVEL) or ""
+        is_slot = isinstance(value, dict) and "use" in value
+        hint = "slots belong under `stages`" if is_slot else did_you_mean(key, TOP_LEVEL)
+        more = {"path": (key,), "value": value, "closest": near, "kind": UnknownKey}
+        unknown.append(tree.problem((key,), "unknown key", hint, at_key=True, **more))
     recipe, unresolved, wrong = _recipe(replace(tree, value=entries))
     recipe = replace(
         recipe, source_files=tuple(sources.files), replaced=(*from_files, *stayed, *former)
     )
     known = [*sources.problems, *wrong_overrides, *unknown, *unresolved]
     return recipe, known + unless_reported(wrong, known)
-
-
-def recipe_of(values: Mapping[str, Any], place: Location) -> Recipe:
-    """The recipe of merged values, as `Recipe.public` has them; all are said to stand at `place`.
-    Raises RecipeError, as where an environment variable is not set."""
-    recipe, unresolved, wrong = _recipe(node_of(values, place))
-    if unresolved or wrong:
-        raise RecipeError([*unresolved, *wrong])
-    return recipe
 
 
 def with_values(recipe: Recipe, values: Mapping[KeyPath, tuple[Any, Location]]) -> Recipe:
@@ -160,14 +157,6 @@ def _recipe(tree: Node) -> tuple[Recipe, list[Problem], list[Problem]]:
     stages, wrong_slots = _slots(data.get("stages"), tree)
     recipe = Recipe(**settings, stages=stages, tree=tree, source_files=())
     return recipe, unresolved, wrong + wrong_slots
-
-
-def _unknown_key(key: str, tree: Node) -> Problem:
-    node = tree.entries()[key]
-    is_slot = "use" in node.entries()
-    hint = "slots belong under `stages`" if is_slot else did_you_mean(key, TOP_LEVEL)
-    more = {"path": (key,), "value": plain(node), "closest": closest(key, TOP_LEVEL) or ""}
-    return tree.problem((key,), "unknown key", hint, kind=UnknownKey, at_key=True, **more)
 
 
 def _slots(stages: Any, tree: Node) -> tuple[dict[str, SlotSpec], list[Problem]]:
@@ -202,7 +191,17 @@ def _wrong_slot(slot: str, value: Any, tree: Node) -> Iterator[Problem]:
         message = "a slot's name is small letters, digits and underscores, and starts with a letter"
         yield tree.problem(path, message, at_key=True)
     if not isinstance(value, Mapping):
-        hint = _as_slot(slot, value, command_line=tree.place(path).on_command_line)
+        command_line = tree.place(path).on_command_line
+        field, equals, rest = str(value).partition("=")
+        hint = f"write `{slot}: {{use: ...}}`; `pipe stages` lists the stages"
+        if isinstance(value, list):
+            hint = "remove the dashes: a slot's fields are not a list"
+        elif command_line and equals:
+            hint = f"write {slot}.{field}={rest}"
+        elif isinstance(value, str) and re.fullmatch(r"[a-z][\w.]*", value):
+            stage = value if "." in value else f"{slot}.{value}"
+            hint = f"write `{slot}: {{use: {stage}}}`"
+            hint = f"write {slot}.use={stage}" if command_line else hint
         message = "a slot is a mapping with `use` and the stage's fields"
         yield tree.problem(path, message, hint, kind=NoSlot, name=slot)
         return
@@ -219,19 +218,6 @@ def _wrong_slot(slot: str, value: Any, tree: Node) -> Iterator[Problem]:
 def _is_wires(takes: Any) -> bool:
     """Whether a value maps parameters to slots."""
     return isinstance(takes, Mapping) and all(isinstance(one, str | None) for one in takes.values())
-
-
-def _as_slot(slot: str, value: Any, *, command_line: bool) -> str:
-    """Return the hint for a slot that is not a mapping."""
-    if isinstance(value, list):
-        return "remove the dashes: a slot's fields are not a list"
-    field, equals, rest = str(value).partition("=")
-    if command_line and equals:
-        return f"write {slot}.{field}={rest}"
-    if not isinstance(value, str) or not re.fullmatch(r"[a-z][\w.]*", value):
-        return f"write `{slot}: {{use: ...}}`; `pipe stages` lists the stages"
-    use = value if "." in value else f"{slot}.{value}"
-    return f"write {slot}.use={use}" if command_line else f"write `{slot}: {{use: {use}}}`"
 
 
 def reserved(slot: Mapping[str, Any]) -> dict[str, Any]:

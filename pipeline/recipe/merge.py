@@ -11,16 +11,17 @@ recipe's header (`seed=1`); numbers address a list's entries. The value is YAML:
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
 from pipeline.errors import COMMAND_LINE, Location, Problem, RecipeError
-from pipeline.recipe.nodes import KeyPath, Node, UnknownKey, dotted, plain
+from pipeline.recipe.nodes import KeyPath, Node, UnknownKey, dotted, plain, walk
 from pipeline.recipe.parse import parse
 from pipeline.utils.text import closest, did_you_mean
 
@@ -40,13 +41,21 @@ def merge(base: Node, overlay: Node) -> Node:
     if ours is None or theirs is None or not isinstance(theirs.value, dict):
         return merged
     stages = ours if isinstance(ours.value, dict) else Node(value={}, at=theirs.at)
-    entries = {**merged.entries(), "stages": _merge_slots(stages, theirs)}
-    return Node(value=entries, at=merged.at, keys=merged.keys)
-
-
-def drop_removed(root: Node) -> Node:
-    """Remove slots that are null and that no base ever filled."""
-    return root.with_slots({k: node for k, node in root.slots().items() if node.value is not None})
+    entries, keys, before = dict(stages.entries()), dict(stages.keys), ""
+    order = list(entries)
+    for slot, new in theirs.entries().items():
+        if slot not in order:
+            order.insert(order.index(before) + 1 if before else len(order), slot)
+        before, old = slot, entries.get(slot)
+        if new.value is None and old is not None:
+            del entries[slot]
+        elif old is None or (_use(old) and _use(new) and _use(old) != _use(new)):
+            entries[slot], keys[slot] = replace(new, replaced=old), theirs.keys[slot]
+        else:
+            entries[slot] = _merge_maps(old, new) if _are_maps(old, new) else new
+    in_order = {slot: entries[slot] for slot in order if slot in entries}
+    slots = Node(value=in_order, at=stages.at, keys=keys)
+    return Node(value={**merged.entries(), "stages": slots}, at=merged.at, keys=merged.keys)
 
 
 def _merge_maps(base: Node, overlay: Node) -> Node:
@@ -59,31 +68,8 @@ def _merge_maps(base: Node, overlay: Node) -> Node:
     return Node(value=entries, at=base.at, keys=keys, replaced=base.replaced)
 
 
-def _merge_slots(base: Node, overlay: Node) -> Node:
-    entries, keys = dict(base.entries()), dict(base.keys)
-    order, before = list(entries), ""
-    for slot, theirs in overlay.entries().items():
-        if slot not in order:
-            order.insert(order.index(before) + 1 if before else len(order), slot)
-        before = slot
-        ours = entries.get(slot)
-        if theirs.value is None and ours is not None:
-            del entries[slot]
-        elif ours is None or _other_stage(ours, theirs):
-            entries[slot], keys[slot] = replace(theirs, replaced=ours), overlay.keys[slot]
-        else:
-            entries[slot] = _merge_maps(ours, theirs) if _are_maps(ours, theirs) else theirs
-    in_order = {slot: entries[slot] for slot in order if slot in entries}
-    return Node(value=in_order, at=base.at, keys=keys)
-
-
 def _are_maps(*nodes: Node) -> bool:
     return all(isinstance(node.value, dict) for node in nodes)
-
-
-def _other_stage(ours: Node, theirs: Node) -> bool:
-    before, use = ours.entries().get("use"), theirs.entries().get("use")
-    return before is not None and use is not None and before.value != use.value
 
 
 def _use(slot: Node) -> str:
@@ -143,24 +129,20 @@ FORMER = {"allow_floating_revision": "leave it out: names without a commit are a
 
 def without_former(root: Node) -> tuple[Node, list[Problem]]:
     """The tree without former fields of stages, and a warning for each."""
-    problems: list[Problem] = []
+    message = "is not a field any more, and has no effect"
+    problems = [
+        root.problem(path, message, FORMER[str(path[-1])], at_key=True, warning=True)
+        for path, _ in walk(root)
+        if path[:1] == ("stages",) and len(path) > 2 and path[-1] in FORMER
+    ]
 
-    def kept(node: Node, path: KeyPath) -> Node:
+    def kept(node: Node) -> Node:
         if isinstance(node.value, list):
-            return replace(node, value=[kept(one, (*path, n)) for n, one in enumerate(node.value)])
-        entries = {}
-        for key, one in node.entries().items():
-            if key not in FORMER:
-                entries[key] = kept(one, (*path, key))
-                continue
-            message = "is not a field any more, and has no effect"
-            problems.append(
-                root.problem((*path, key), message, FORMER[key], at_key=True, warning=True)
-            )
+            return replace(node, value=[kept(one) for one in node.value])
+        entries = {key: kept(one) for key, one in node.entries().items() if key not in FORMER}
         return replace(node, value=entries) if isinstance(node.value, dict) else node
 
-    slots = {slot: kept(node, ("stages", slot)) for slot, node in root.slots().items()}
-    return root.with_slots(slots), problems
+    return root.with_slots({slot: kept(node) for slot, node in root.slots().items()}), problems
 
 
 class Meant(NamedTuple):
@@ -182,7 +164,9 @@ def torn(word: str, after: Sequence[str]) -> Meant | None:
             if count and _is_override(after[count - 1]):
                 return None
             whole = " ".join([word, *after[:count]])
-            if _is_yaml(whole.partition("=")[2]):
+            with contextlib.suppress(yaml.YAMLError):
+                for _ in yaml.parse(whole.partition("=")[2], yaml.SafeLoader):
+                    pass
                 return Meant(f"'{whole}', in quotes", count) if count else None
         return None
     found = LIKE_ONE.fullmatch(word)
@@ -202,25 +186,8 @@ def _is_override(word: str) -> bool:
     return bool(equals and PATH.fullmatch(path))
 
 
-def _is_yaml(text: str) -> bool:
-    try:
-        return all(True for _ in yaml.parse(text, yaml.SafeLoader))
-    except yaml.YAMLError:
-        return False
-
-
 class _RefusedError(Exception):
-    """The override cannot be applied; says why."""
-
-    def __init__(self, message: str, hint: str = "", **unknown: Any) -> None:
-        """`unknown` are the fields of the UnknownKey that it is, if it is one."""
-        super().__init__(message)
-        self.hint, self.unknown = hint, unknown
-
-    def problem(self, override: str, place: Location) -> Problem:
-        kind: type[Problem] = UnknownKey if self.unknown else Problem
-        message = f"`{override}`: {self}"
-        return kind(message=message, hint=self.hint, location=place, **self.unknown)
+    """The override cannot be applied: why, a hint, and fields of the UnknownKey if it is one."""
 
 
 def apply(
@@ -245,7 +212,10 @@ def apply(
         try:
             overlay, found = _overlay(root, override, header, place)
         except _RefusedError as error:
-            problems.append(error.problem(override, place))
+            message, hint, *unknown = error.args
+            kind, more = (UnknownKey, unknown[0]) if unknown else (Problem, {})
+            wrong = f"`{override}`: {message}"
+            problems.append(kind(message=wrong, hint=hint, location=place, **more))
             continue
         problems += found
         if not found:
@@ -259,7 +229,7 @@ def put(root: Node, path: KeyPath, value: Node) -> Node:
     try:
         return merge(root, _nest(root, [*map(str, path)], 0, value))
     except _RefusedError as error:
-        raise RecipeError([root.problem(path, str(error))]) from error
+        raise RecipeError([root.problem(path, error.args[0])]) from error
 
 
 def _overlay(
@@ -278,9 +248,9 @@ def _overlay(
     if first == "stages" and len(parts) > 1:
         raise _RefusedError("a path starts with the slot", f"write {'.'.join(parts[1:])}=...")
     if first not in known:
-        near, path_of = closest(first, known) or "", tuple(parts)
         message, hint = f"the recipe has no slot `{first}`", did_you_mean(first, known)
-        raise _RefusedError(message, hint, path=path_of, value=plain(value), closest=near)
+        more = {"path": tuple(parts), "value": plain(value), "closest": closest(first, known) or ""}
+        raise _RefusedError(message, hint, more)
     return _nest(root, parts if first in header else ["stages", *parts], 0, value), found
 
 

@@ -91,22 +91,15 @@ class Node:
 
     def key_place(self, path: KeyPath) -> Location:
         """Place of the key at `path`, or of a list's entry, or of the nearest above."""
-        while (node := self.find(path)) is None:
+        while self.find(path) is None:
             path = path[:-1]
-        above = self.find(path[:-1])
-        return above.keys.get(str(path[-1]), node.at) if above and path else node.at
+        above, place = self.find(path[:-1]), self.place(path)
+        return above.keys.get(str(path[-1]), place) if above and path else place
 
     def problem(
-        self,
-        path: KeyPath,
-        /,
-        message: str,
-        hint: str = "",
-        *,
-        kind: type[Problem] = Problem,
-        at_key: bool = False,
-        **more: Any,
-    ) -> Problem:
+        self, path: KeyPath, /, message: str, hint: str = "", *, kind: type[Problem] = Problem,
+        at_key: bool = False, **more: Any,
+    ) -> Problem:  # fmt: skip
         """A problem of the value at `path` of this root, or of its key."""
         place = self.key_place(path) if at_key else self.place(path)
         return kind(message=message, hint=hint, key=dotted(path), location=place, **more)
@@ -184,8 +177,3 @@ class UnknownKey(Problem):
     def on_command_line(self) -> bool:
         """Whether it stands in no file."""
         return self.location is not None and self.location.on_command_line
-
-    @property
-    def misplaced_slot(self) -> bool:
-        """Whether it is a slot outside of `stages`."""
-        return len(self.path) == 1 and isinstance(self.value, dict) and "use" in self.value

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -27,7 +27,6 @@ import yaml
 
 from pipeline.errors import Location, Problem
 from pipeline.recipe.nodes import Node, Scalar
-from pipeline.recipe.yaml_errors import explain
 
 MAX_DEPTH = 64
 MAX_VALUES = 10_000
@@ -41,6 +40,11 @@ INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,39})")
 FLOAT = re.compile(
     r"(?=.*[.eE])[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
 )
+
+BLANKS = {"\t": "a tab", "\u00a0": "a no-break space"}
+CLOSING = {"[": "]", "{": "}"}
+BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
+KEY = re.compile(r"(?P<indent>\s*(?:- )?)(?P<key>[\w.-]+)\s*(?P<mark>:(?=\S)|=)\s*(?P<value>.*)")
 
 Locate = Callable[[int, int], Location]
 """(zero-based line, zero-based column) -> place."""
@@ -71,8 +75,8 @@ def parse(text: str, *, locate: Locate, folder: Path) -> tuple[Node | None, list
     try:
         parser.read()
     except yaml.MarkedYAMLError as error:
-        line, column, message, hint = explain(error, text)
-        parser.say(locate(line, column), message, hint)
+        mistake = next(_mistakes(error, text))
+        parser.say(locate(mistake.line, mistake.column), mistake.message, mistake.hint)
     except (ValueError, OverflowError):
         # PyYAML lets chr() and int() fail on absurd escapes and version numbers
         place = locate(loader.line, loader.column)
@@ -101,6 +105,7 @@ class _Built(NamedTuple):
 class _Parser:
     def __init__(self, loader: yaml.SafeLoader, locate: Locate, folder: Path) -> None:
         self._loader, self._locate, self._folder = loader, locate, folder
+        self._next: Callable[[], Any] = loader.get_event
         self._anchors: dict[str, _Built | None] = {}
         """None for a list or mapping whose end has not come yet."""
         self.root: Node | None = None
@@ -117,9 +122,6 @@ class _Parser:
     def say(self, place: Location, message: str, hint: str = "") -> None:
         self.problems.append(Problem(message=message, hint=hint, location=place))
 
-    def _next(self) -> Any:
-        return self._loader.get_event()  # type: ignore[no-untyped-call]
-
     def _place(self, event: Any) -> Location:
         return self._locate(event.start_mark.line, event.start_mark.column)
 
@@ -133,7 +135,11 @@ class _Parser:
             hint = "a recipe holds only text, numbers, true, false, null, lists and mappings"
             self.say(self._place(event), f"tags such as `{event.tag}` are not allowed", hint)
         if isinstance(event, yaml.AliasEvent):
-            return self._alias(event)
+            if event.anchor not in self._anchors:
+                hint = f'put quotes around text that begins with *: "*{event.anchor}"'
+                self._stop(event, f"nothing is anchored as `&{event.anchor}` above", hint)
+            whole = self._anchors[event.anchor]
+            return whole or self._stop(event, f"`*{event.anchor}` contains itself")
         if isinstance(event, yaml.ScalarEvent):
             bare = event.style is None
             node = Node(value=self._value(event, bare=bare), at=self._place(event))
@@ -161,23 +167,14 @@ class _Parser:
             return os.path.abspath(self._folder / value)  # noqa: PTH100
         return value
 
-    def _alias(self, event: Any) -> _Built:
-        if event.anchor not in self._anchors:
-            hint = f'put quotes around text that begins with *: "*{event.anchor}"'
-            self._stop(event, f"nothing is anchored as `&{event.anchor}` above", hint)
-        built = self._anchors[event.anchor]
-        if built is None:
-            self._stop(event, f"`*{event.anchor}` contains itself")
-        return built
-
     def _collection(self, event: Any, depth: int) -> _Built:
         if depth >= MAX_DEPTH:
             self._stop(event, f"nested deeper than {MAX_DEPTH} levels")
         if event.anchor is not None:
             self._anchors[event.anchor] = None
-        place, is_mapping, size = self._place(event), isinstance(event, yaml.MappingStartEvent), 1
         items: list[Node] = []
-        mapping = Node(value={}, at=place)
+        size, mapping = 1, Node(value={}, at=self._place(event))
+        is_mapping = isinstance(event, yaml.MappingStartEvent)
         while not isinstance(first := self._next(), yaml.CollectionEndEvent):
             entry = self._node(first, depth + 1)
             value = self._node(self._next(), depth + 1) if is_mapping else entry
@@ -188,7 +185,7 @@ class _Parser:
                 self._entry(mapping, entry, value.node)
             else:
                 items.append(value.node)
-        return _Built(mapping if is_mapping else Node(value=items, at=place), size)
+        return _Built(mapping if is_mapping else Node(value=items, at=mapping.at), size)
 
     def _entry(self, mapping: Node, key: _Built, value: Node) -> None:
         """Add an entry to a mapping."""
@@ -204,3 +201,114 @@ class _Parser:
             self.say(place, f"`{text}` is given twice", f"first on line {line}" if line else "")
         else:
             entries[text], mapping.keys[text] = value, place
+
+
+class Mistake(NamedTuple):
+    """A mistake in a text; line and column count from zero."""
+
+    line: int
+    column: int
+    message: str
+    hint: str = ""
+
+
+def _mistakes(error: yaml.MarkedYAMLError, text: str) -> Iterator[Mistake]:
+    """Yield what may be wrong with the text, the likeliest first. PyYAML names its own states, and
+    notices many mistakes lines after they were made. The place is the one to change: where a quote
+    or bracket opens, the line whose colon is missing."""
+    lines = BREAK.split(text.replace("\ufeff", ""))  # as PyYAML counts lines and columns
+    start, mark, context = error.context_mark, error.problem_mark, error.context or ""
+    line, column = (at.line, at.column) if (at := mark or start) is not None else (0, 0)
+    what = " ".join((error.problem or "cannot be read").split())
+    for number in (line, line - 1):
+        blanks = lines[number][: _indent(lines[number])] if 0 <= number < len(lines) else ""
+        for character, name in BLANKS.items():
+            if character in blanks:
+                message = f"{name} cannot be used here"
+                yield Mistake(number, blanks.index(character), message, "use spaces")
+    opening = "" if start is None else lines[start.line][start.column : start.column + 1]
+    quoted, closing = "quoted scalar" in context, CLOSING.get(opening)
+    in_flow = closing is not None and re.search("flow (sequence|mapping)", context)
+    if start is not None and opening and (quoted or in_flow):
+        inside = mark is not None and mark.line == start.line
+        if inside and not quoted and column < len(lines[line].rstrip()):
+            message = f"a comma is missing before this, or {closing} for the {opening} before it"
+            yield Mistake(line, column, message)
+        message = f"the {'quote ' * quoted}{opening} that opens here is not closed"
+        yield Mistake(start.line, start.column, message, f"add {opening if quoted else closing}")
+    yield from _colon(what, lines, line, start)
+    if "cannot start any token" in what or "alphabetic or numeric" in what:
+        first = column if "cannot start" in what else column - 1
+        value = lines[line][first:].strip()
+        message = f"text that begins with {value[:1]} needs quotes"
+        yield Mistake(line, first, message, f'write "{value}"')
+    if "<block end>" in what and start is not None and line < len(lines):
+        column = _indent(lines[line])
+        if lines[line].lstrip().startswith("- "):
+            hint = "give the list a key, or remove the dash"
+            yield Mistake(line, column, "a list's entry among keys", hint)
+        depths = {_indent(lines[n]) for n in range(line) if _has_key(lines[n])}
+        nearest = min(depths, key=lambda depth: (abs(depth - column), -depth), default=0)
+        hint = f"indent it by {nearest} spaces"
+        yield Mistake(line, column, "its indentation matches no line above", hint)
+    yield Mistake(line, column, f"not valid YAML: {what}{f' {context}' * bool(context)}")
+
+
+def _colon(what: str, lines: Sequence[str], line: int, start: Any) -> Iterator[Mistake]:
+    """Yield a colon that is missing, has no blank after it, or is one too many."""
+    if "could not find expected ':'" in what and start is not None:
+        yield from _no_colon(lines, start.line)
+    if not what.startswith("mapping values are not allowed"):
+        return
+    before, depth = _before(lines, line), _indent(lines[line])
+    if before is not None and depth > _indent(lines[before]):
+        yield from _no_key(lines, before)
+        message = f"indented deeper than line {before + 1}, which has a value already"
+        hint = f"indent it by {_indent(lines[before])} spaces"
+        above = _before(lines, before)
+        if above is not None and _indent(lines[above]) == depth:
+            line, hint = before, f"indent it by {depth} spaces"
+            message = "indented less than the lines above and below, and it has a value"
+        yield Mistake(line, _indent(lines[line]), message, hint)
+    if before is not None and not _has_key(lines[before]):
+        yield from _no_colon(lines, before)
+    key, _, value = lines[line].partition(":")
+    value = value.strip()
+    hint = f'put quotes around it: `{key.strip()}: "{value}"`'
+    yield Mistake(line, lines[line].index(value, len(key)), "text with a colon in it", hint)
+
+
+def _no_key(lines: Sequence[str], line: int) -> Iterator[Mistake]:
+    """Yield `key:value` and `key = value`."""
+    found = KEY.fullmatch(lines[line].rstrip()) if line < len(lines) else None
+    if found is not None:
+        message = "a space is missing after the colon"
+        if found["mark"] == "=":
+            message = "a key is followed by a colon, not by ="
+        hint = f"write `{found['key']}: {found['value']}`"
+        yield Mistake(line, found.start("key"), message, hint)
+
+
+def _no_colon(lines: Sequence[str], line: int) -> Iterator[Mistake]:
+    yield from _no_key(lines, line)
+    words = lines[line].strip() if line < len(lines) else ""
+    column = _indent(lines[line]) if words else 0
+    if re.match(r"#|//|/\*", words):
+        yield Mistake(line, column, "a comment begins with #")
+    first, _, value = words.partition(" ")
+    hint = f"write `{first}:{f' {value}' if value else ''}`"
+    yield Mistake(line, column, "a colon is missing here", hint)
+
+
+def _before(lines: Sequence[str], line: int) -> int | None:
+    """The line before it that is neither empty nor a comment."""
+    numbers = range(min(line, len(lines)) - 1, -1, -1)
+    return next((n for n in numbers if lines[n].strip() and lines[n].strip()[0] != "#"), None)
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _has_key(line: str) -> bool:
+    return re.match(r"\s*(- )?[^\s#][^:]*:(\s|$)", line) is not None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from pipeline.chain.entry_points import kind_of
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Registry, kind_of
 from pipeline.errors import UsageError
 
 PLANNER = "planner"
@@ -28,54 +27,43 @@ _WORD = "[a-z](?:[a-z0-9_]*[a-z0-9])?"  # a distribution's name ends in a letter
 _NAME = re.compile(rf"{_WORD}\.{_WORD}")
 
 
-@dataclass(frozen=True)
-class NewStage:
-    """A stage that does not exist yet, by its name: `optimizer.sgd`. Templates read its fields."""
+class NewStage(NamedTuple):
+    """A stage that does not exist yet. Templates read its fields."""
 
     name: str
+    """As in recipes: `optimizer.sgd`."""
+    kind: str
+    template: str
+    """Name of the template of its kind."""
+    package: str
+    """Name of the distribution: `pipetrain-optimizer-sgd`."""
+    module: str
+    """Name of the module: `pipetrain_optimizer_sgd`."""
+    stage: str
+    """Name of the class: `OptimizerSgd`."""
+    planner: str
+    """Entry point of its planner; empty if its kind has none."""
 
-    def __post_init__(self) -> None:
-        """Raise UsageError for a name that no stage can have, or that an installed one has, and for
-        a kind that is not written."""
-        if not _NAME.fullmatch(self.name):
-            hint = "a kind, a dot and a word, as in optimizer.sgd"
-            raise UsageError(f"`{self.name}` is not a stage name", hint=hint)
-        if self.kind in REFUSED:
-            message = f"there is no example of the kind `{self.kind}`"
-            raise UsageError(message, hint="see docs/writing-a-stage.md")
-        if self.name in Registry.installed():
-            raise UsageError(f"a stage called {self.name} is installed already")
 
-    @property
-    def kind(self) -> str:
-        """The part before the dot."""
-        return kind_of(self.name)
-
-    @property
-    def template(self) -> str:
-        """Name of the template of its kind."""
-        return self.kind if self.kind in KINDS else OTHER
-
-    @property
-    def package(self) -> str:
-        """Name of the distribution: `pipetrain-optimizer-sgd`."""
-        return f"pipetrain-{self.name.replace('.', '-').replace('_', '-')}"
-
-    @property
-    def module(self) -> str:
-        """Name of the module: `pipetrain_optimizer_sgd`."""
-        return self.package.replace("-", "_")
-
-    @property
-    def stage(self) -> str:
-        """Name of the class: `OptimizerSgd`."""
-        return "".join(word.capitalize() for word in re.split(r"[._]", self.name))
-
-    @property
-    def planner(self) -> str:
-        """Entry point of its planner; empty if its kind has none."""
-        has = PLANNER in SECOND.get(self.template, ())
-        return f"{self.module}_{PLANNER}:{self.stage}Planner" if has else ""
+def new_stage(name: str) -> NewStage:
+    """Return the stage of a name. Raises UsageError for a name that no stage can have, or that an
+    installed one has, and for a kind that is not written."""
+    kind = kind_of(name)
+    if not _NAME.fullmatch(name):
+        hint = "a kind, a dot and a word, as in optimizer.sgd"
+        raise UsageError(f"`{name}` is not a stage name", hint=hint)
+    if kind in REFUSED:
+        message = f"there is no example of the kind `{kind}`"
+        raise UsageError(message, hint="see docs/writing-a-stage.md")
+    if name in Registry.installed():
+        raise UsageError(f"a stage called {name} is installed already")
+    template = kind if kind in KINDS else OTHER
+    package = f"pipetrain-{name.replace('.', '-').replace('_', '-')}"
+    module = package.replace("-", "_")
+    stage = "".join(word.capitalize() for word in re.split(r"[._]", name))
+    has_planner = PLANNER in SECOND.get(template, ())
+    planner = f"{module}_{PLANNER}:{stage}Planner" if has_planner else ""
+    return NewStage(name, kind, template, package, module, stage, planner)
 
 
 def write_package(new: NewStage, folder: Path | None = None) -> list[Path]:

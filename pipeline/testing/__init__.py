@@ -13,7 +13,6 @@ Works under any test runner, and imports neither one nor torch.
 
 from __future__ import annotations
 
-from pipeline.testing.conformance import assert_conforms, check_stage
-from pipeline.testing.helpers import context, plan_view, problems
+from pipeline.testing.conformance import assert_conforms, check_stage, context, plan_view, problems
 
 __all__ = ["assert_conforms", "check_stage", "context", "plan_view", "problems"]

@@ -1,4 +1,5 @@
-"""Check everything that the contract asks of a stage, in one call."""
+"""Check everything that the contract asks of a stage, in one call; make and run a stage from a
+slot's fields, without a recipe around them."""
 
 from __future__ import annotations
 
@@ -6,18 +7,22 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import logging
 import os
 import subprocess
 import sys
 import typing
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 from pipeline.chain.artifacts import wrong_artifact
-from pipeline.chain.entry_points import GROUP, Entry, line_in
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import GROUP, Entry, Registry, line_in
+from pipeline.chain.wiring import SlotType, wired
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.metrics import Metrics
+from pipeline.contracts.plan_view import PlanView, Wiring
 from pipeline.contracts.signature import (
     dataclasses_in,
     default_of,
@@ -28,11 +33,11 @@ from pipeline.contracts.signature import (
     needs,
 )
 from pipeline.contracts.stage import Context
-from pipeline.errors import PluginError, Problem
-from pipeline.planning.planner import Planners
-from pipeline.planning.presets import presets
-from pipeline.recipe.fields import adapter, field_docs, plain_value
-from pipeline.testing.helpers import checked, make, problems
+from pipeline.distributed.process_group import DistContext
+from pipeline.errors import Location, PluginError, Problem
+from pipeline.planning.planner import Planners, presets
+from pipeline.recipe.fields import adapter, build, field_docs, plain_value
+from pipeline.recipe.nodes import node_of
 
 Fields = Mapping[str, Any]
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate"}
@@ -65,9 +70,14 @@ def check_stage(
     a recipe can hold, a default within its bounds), presets, imports while importing and checking
     it, and the answers to valid and invalid fields. `run` is not called.
     """
-    pairs = list(invalid)
-    entries = [entry for entry in Registry.installed().entries() if _leads_to(entry, stage)]
-    found = [] if entries else [NO_ENTRY]
+    entries = []
+    for entry in Registry.installed().entries():
+        # imported only if it has the class's name
+        with contextlib.suppress(Exception):
+            if entry.value.partition(":")[2] == stage.__qualname__:
+                point = EntryPoint(entry.name, entry.value, GROUP)
+                entries += [entry] if point.load() is stage else []
+    pairs, found = list(invalid), [] if entries else [NO_ENTRY]
     unregistered = Entry(
         name=stage.__qualname__, value=f"{stage.__module__}:{stage.__qualname__}",
         distribution=stage.__module__.partition(".")[0], version="(not installed)",
@@ -77,42 +87,39 @@ def check_stage(
     return list(dict.fromkeys(found))
 
 
-def _leads_to(entry: Entry, stage: type) -> bool:
-    """Whether the entry is the class; it is imported only if it has the class's name."""
-    if entry.value.partition(":")[2] != stage.__qualname__:
-        return False
-    try:
-        return EntryPoint(entry.name, entry.value, GROUP).load() is stage
-    except Exception:
-        return False
-
-
 def _violations(
     stage: type, entry: Entry, valid: Fields, invalid: list[tuple[str, Fields]]
 ) -> Iterator[str]:
-    registry = Registry.installed()
+    registry, name = Registry.installed(), entry.name
+    kind, _, rest = name.partition(".")
     try:
-        (registry if entry.name in registry else Registry([entry])).load(entry.name)
-        if entry.name in registry:
-            yield from _in_name(stage, entry.name)
+        (registry if name in registry else Registry([entry])).load(name)
+        if name in registry:
+            if not all(part.isidentifier() and part.islower() for part in (kind, rest)):
+                letters = "lower-case letters, digits and underscores"
+                yield f"its name `{name}` is not kind.name in {letters}"
+            if wrong := wrong_artifact(stage, name):
+                yield wrong
         yield from _in_run(stage)
         yield from _in_fields(stage)
         yield from _with_valid(stage, valid)
-        yield from _in_presets(stage, entry.name)
+        offered, given = presets(Planners.installed(), name), gives(stage)
+        if offered and (given is None or not issubclass(given, Engine)):
+            yield "has presets, which are for stages that give an Engine"
+        for one, preset in offered.items():
+            if found := make(stage, preset.fields)[1]:
+                yield f"its preset `{one}` is refused: {_listed(found)}"
         for key, fields in invalid:
-            yield from _with_invalid(stage, key, fields)
+            made, found = make(stage, fields)
+            if made is not None:
+                found = yield from _checked(made)
+            if not found:
+                yield f"invalid fields are accepted: {dict(fields)!r}"
+            elif all(problem.key != key for problem in found):
+                yield f"{dict(fields)!r} has no problem at `{key}`, but: {_listed(found)}"
     except PluginError as error:
         yield str(error)
     yield from import_violations(entry.value, [valid, *(fields for _, fields in invalid)])
-
-
-def _in_name(stage: type, name: str) -> Iterator[str]:
-    """A name is `kind.name`, and stages of a known kind give the kind's artifact."""
-    kind, _, rest = name.partition(".")
-    if not all(part.isidentifier() and part.islower() for part in (kind, rest)):
-        yield f"its name `{name}` is not kind.name in lower-case letters, digits and underscores"
-    if wrong := wrong_artifact(stage, name):
-        yield wrong
 
 
 def _in_run(stage: Any) -> Iterator[str]:
@@ -194,27 +201,6 @@ def _with_valid(stage: type, valid: Fields) -> Iterator[str]:
         yield "is not equal to a stage of the same values"
 
 
-def _with_invalid(stage: type, key: str, invalid: Fields) -> Iterator[str]:
-    """Fields with a mistake at `key` are refused there."""
-    made, found = make(stage, invalid)
-    if made is not None:
-        found = yield from _checked(made)
-    if not found:
-        yield f"invalid fields are accepted: {dict(invalid)!r}"
-    elif all(problem.key != key for problem in found):
-        yield f"{dict(invalid)!r} has no problem at `{key}`, but: {_listed(found)}"
-
-
-def _in_presets(stage: Any, use: str) -> Iterator[str]:
-    """Each strategy that the stage's planner offers is a slot without mistakes."""
-    offered, given = presets(Planners.installed(), use), gives(stage)
-    if offered and (given is None or not issubclass(given, Engine)):
-        yield "has presets, which are for stages that give an Engine"
-    for name, preset in offered.items():
-        if found := make(stage, preset.fields)[1]:
-            yield f"its preset `{name}` is refused: {_listed(found)}"
-
-
 def _checked(made: Any) -> Generator[str, None, list[Problem]]:
     """Yield the violations of `check`; return the problems that it finds."""
     try:
@@ -270,3 +256,67 @@ def observe() -> None:
     then = HEAVY & sys.modules.keys() - imported
     moments = {"importing it": imported - before, "checking it": then}
     print(json.dumps({moment: sorted(names) for moment, names in moments.items()}))
+
+
+def plan_view(
+    slots: Mapping[str, Any] | None = None, *, procs: int = 1, device: str = "cpu"
+) -> PlanView:
+    """The argument of a stage's `check`: stages by slot, and how they will be launched."""
+    given = slots or {}
+    return PlanView(
+        name="test", seed=0, procs=procs, device=device, slots=given, wiring=_wiring(given)
+    )
+
+
+def _wiring(slots: Mapping[str, Any]) -> Wiring:
+    return wired([SlotType(slot=slot, use="", kind=type(each)) for slot, each in slots.items()])
+
+
+def problems(
+    stage: type, fields: Mapping[str, Any], *, plan: PlanView | None = None
+) -> list[Problem]:
+    """All problems of a slot with these fields, plain values as in a recipe.
+
+    Each problem's `key` starts at a field. If no field is at fault, the stage's `check` is called
+    with `plan`, by default one without other slots, to which the stage is added before the first
+    slot that takes its result, or last. Raises whatever `check` raises, and PluginError
+    if the stage's fields cannot be understood.
+    """
+    made, found = make(stage, fields)
+    return found if made is None else checked(made, plan)
+
+
+def make(stage: type, fields: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
+    """The stage with these fields, or None and their problems."""
+    tree = node_of(fields, Location(file="fields"))
+    return build(stage, fields, tree=tree, path=())
+
+
+def checked(made: Any, plan: PlanView | None = None) -> list[Problem]:
+    """The problems that the stage's own `check` yields, if it has one."""
+    if not hasattr(made, "check"):
+        return []
+    view = plan or plan_view()
+    if not view.slot(made):
+        slots, given = list(view.slots.items()), gives(type(made)) or object
+        kinds: list[type] = [type(each) for _, each in slots]
+        takes = [any(issubclass(given, need.type) for need in needs(kind)) for kind in kinds]
+        at = takes.index(True) if any(takes) else len(slots)
+        with_it = dict([*slots[:at], ("slot", made), *slots[at:]])
+        view = dataclasses.replace(view, slots=with_it, wiring=_wiring(with_it))
+    return list(made.check(view))
+
+
+def context(run_dir: str | Path, *, seed: int = 0, dist: DistContext | None = None) -> Context:
+    """The context of one CPU process without a process group, or of `dist`.
+
+    `run_dir` is created if missing. Rank 0's metrics go to its `metrics.jsonl`, logs to the logger
+    `pipe.testing`. Calls registered with `on_exit` are not made.
+    """
+    import torch
+
+    place, folder = dist or DistContext(device=torch.device("cpu")), Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = Metrics(folder / "metrics.jsonl" if place.is_main else None)
+    log = logging.getLogger("pipe.testing")
+    return Context(run_dir=folder, seed=seed, dist=place, log=log, metrics=metrics)

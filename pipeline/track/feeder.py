@@ -20,20 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.chain.plan import Plan
+from pipeline.chain.plan import Plan, plan_file
 from pipeline.contracts.metrics import UNSENT, is_record, kind_of, numbers, record_training
 from pipeline.contracts.stage import ENVIRONMENT_FILE
-from pipeline.distributed.environment import started
 from pipeline.distributed.signals import ignore_signals
 from pipeline.errors import in_words
 from pipeline.execution import rundir
-from pipeline.execution.run_spec import RunSpec
 from pipeline.recipe import Recipe
 from pipeline.recipe.nodes import mapped
 from pipeline.track.stage import Outcome, RunFacts, Tracker, TrackerStage
 from pipeline.utils.files import opened, private_folder, replace_text, wait_for_lock
-from pipeline.utils.foreign import json_object
-from pipeline.utils.jsonl import Tail
+from pipeline.utils.foreign import Tail, json_object
 from pipeline.utils.processes import received
 from pipeline.utils.terminal import hide_environment, redact_output, shown
 
@@ -177,16 +174,16 @@ def feeders(folder: Path, plan: Plan) -> dict[str, Feeder]:
     }
 
 
-def main(spec: RunSpec, slot: str, seconds: float) -> int:
-    """Feed the tracker of a slot to the end of the run, and `seconds` longer: the system ends this
-    process also in a call that never returns. Returns the exit code."""
+def main(folder: Path, slot: str, seconds: float) -> int:
+    """Feed the tracker of a slot to the end of the run in a folder, and `seconds` longer: the
+    system ends this process also in a call that never returns. Returns the exit code."""
     ignore_signals()  # the run's end is what ends it
     # libraries print what nobody asked for, and what they start would keep it open
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     redact_output()
     hide_environment()
-    folder, ended, words = Path(spec.run_dir), threading.Event(), list[bytes]()
+    ended, words = threading.Event(), list[bytes]()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def listen() -> None:
@@ -196,7 +193,7 @@ def main(spec: RunSpec, slot: str, seconds: float) -> int:
 
     threading.Thread(target=listen, name="pipe-ending", daemon=True).start()
     try:
-        plan = spec.plan(started())
+        plan = plan_file(folder / rundir.RECIPE, skip_checks=True)
         feeder = feeders(folder, plan)[slot]
         with feeder.alone():
             feeder.open(facts_of(folder, plan.recipe))
@@ -213,4 +210,4 @@ def main(spec: RunSpec, slot: str, seconds: float) -> int:
 
 if __name__ == "__main__":
     given = received(sys.argv[1])
-    sys.exit(main(RunSpec.load(given["spec"]), given["slot"], given["seconds"]))
+    sys.exit(main(Path(given["folder"]), given["slot"], given["seconds"]))

@@ -24,7 +24,6 @@ from pipeline.contracts.stage import Context
 from pipeline.distributed.signals import Interrupted, signals_blocked
 from pipeline.errors import Problem, in_words
 from pipeline.execution import failures
-from pipeline.execution.run_spec import current
 from pipeline.utils.processes import GRACE, kill_sessions, start_child
 
 Outcome = Literal["finished", "failed", "stopped"]
@@ -108,7 +107,7 @@ class TrackerStage(ABC):
         gets `timeout` seconds then. A failure to start it is a warning."""
         if not ctx.dist.is_main:
             return
-        message = {"spec": current().dump(), "slot": ctx.slot, "seconds": self.timeout}
+        message = {"folder": str(ctx.run_dir), "slot": ctx.slot, "seconds": self.timeout}
         try:
             with signals_blocked():  # it ignores ending signals, but not before Python has started
                 process = start_child(
@@ -146,7 +145,11 @@ class RunningFeeder:
         """Notify all feeders how the run has ended, and wait until this one has sent everything."""
         outcome = _outcome(self.ctx.run_dir)
         for one in _running:
-            one._notify(outcome)
+            if not one._notified:  # from the first notice on it has its seconds
+                one._notified = time.monotonic()
+                assert one.process.stdin is not None
+                with contextlib.suppress(OSError), one.process.stdin as stdin:  # it may have ended
+                    stdin.write(outcome.encode())
         _running.remove(self)
         if outcome == "failed":
             self._listener.join(min(self.stage.timeout, FAILED_SECONDS))
@@ -157,15 +160,6 @@ class RunningFeeder:
         self._listener.join(max(0.0, latest - time.monotonic()))
         kill_sessions([self.process])  # what the tracker has started, too
         self._listener.join(SLACK_SECONDS)
-
-    def _notify(self, outcome: Outcome) -> None:
-        """From the first notice on it has its seconds."""
-        if self._notified:
-            return
-        self._notified = time.monotonic()
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError), self.process.stdin as stdin:  # it may have ended
-            stdin.write(outcome.encode())
 
     def _listen(self) -> None:
         """Log what the feeder says, and how it ends if it does not say that."""

@@ -9,9 +9,6 @@ from pipeline.utils.packages import lazily as lazily
 if TYPE_CHECKING:
     from pipeline.utils.activities import BYTES as BYTES
     from pipeline.utils.activities import activity as activity
-    from pipeline.utils.addresses import address_problems as address_problems
-    from pipeline.utils.addresses import open_address as open_address
-    from pipeline.utils.addresses import path_problems as path_problems
     from pipeline.utils.files import cache_folder as cache_folder
     from pipeline.utils.files import opened as opened
     from pipeline.utils.files import page_aligned as page_aligned
@@ -21,18 +18,21 @@ if TYPE_CHECKING:
     from pipeline.utils.files import sync_tree as sync_tree
     from pipeline.utils.files import wait_for_lock as wait_for_lock
     from pipeline.utils.files import write_at as write_at
+    from pipeline.utils.foreign import append_line as append_line
     from pipeline.utils.foreign import open_regular as open_regular
     from pipeline.utils.foreign import parse_json as parse_json
+    from pipeline.utils.foreign import read_lines as read_lines
     from pipeline.utils.foreign import read_whole as read_whole
     from pipeline.utils.foreign import require_code_trust as require_code_trust
     from pipeline.utils.foreign import require_regular as require_regular
     from pipeline.utils.foreign import require_trust as require_trust
     from pipeline.utils.hub import COMMIT as COMMIT
     from pipeline.utils.hub import HubName as HubName
+    from pipeline.utils.hub import address_problems as address_problems
     from pipeline.utils.hub import commit_of as commit_of
+    from pipeline.utils.hub import open_address as open_address
+    from pipeline.utils.hub import path_problems as path_problems
     from pipeline.utils.hub import pins_asked as pins_asked
-    from pipeline.utils.jsonl import append_line as append_line
-    from pipeline.utils.jsonl import read_lines as read_lines
     from pipeline.utils.packages import lazily as lazily
     from pipeline.utils.packages import optional as optional
     from pipeline.utils.packages import unheard as unheard

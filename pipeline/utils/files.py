@@ -22,6 +22,7 @@ PAGE = 4096
 
 GROUP_FOLDER, GROUP_FILE = 0o2750, 0o640
 """Permissions in a folder that is open to its group, which new files and folders inherit."""
+LINK = "is a link, and nothing is written through links"
 
 
 def cache_folder() -> Path:
@@ -41,42 +42,34 @@ def opened(path: str | Path, mode: str, *, permissions: int = 0o600) -> IO[Any]:
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
-            raise _is_link(path) from None
+            raise OSError(errno.ELOOP, LINK, str(path)) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError(errno.ENXIO, "is a pipe or a device, not a file", str(path))
         if permissions == 0o600 and flags & os.O_CREAT:
-            let_group_read(descriptor, Path(name).parent)
+            let_group(descriptor, Path(name).parent)
         return descriptor
 
     encoding = None if "b" in mode else "utf-8"
     return open(path, mode, encoding=encoding, opener=opener)
 
 
-def let_group_read(descriptor: int, folder: Path) -> None:
-    """Open a new file to the group that its folder is open to, whatever the umask says."""
-    _let_group(descriptor, folder, GROUP_FILE)
-
-
-def let_group_enter(folder: Path) -> None:
-    """Open a folder to the group that the one above is open to, whatever the umask says."""
-    _let_group(folder, folder.parent, GROUP_FOLDER)
-
-
-def _let_group(place: Path | int, folder: Path, mode: int) -> None:
+def let_group(place: Path | int, folder: Path) -> None:
+    """Open a new folder, or an open file, to the group that the folder which it lies in is open to,
+    whatever the umask says."""
     open_to_group = stat.S_ISGID | stat.S_IRGRP  # which new files inherit, and may read
     if folder.stat().st_mode & open_to_group == open_to_group:
         with contextlib.suppress(PermissionError):  # another owner's, who has decided
-            os.chmod(place, mode)  # noqa: PTH101
+            os.chmod(place, GROUP_FILE if isinstance(place, int) else GROUP_FOLDER)  # noqa: PTH101
 
 
 def private_folder(path: Path) -> Path:
     """`path` as a folder of its owner's, and of the group that the folder above is open to, made if
     need be. Raises OSError for a link, and where that folder is gone."""
     if path.is_symlink():
-        raise _is_link(path)
+        raise OSError(errno.ELOOP, LINK, str(path))
     path.mkdir(exist_ok=True, mode=0o700)
-    let_group_enter(path)
+    let_group(path, path.parent)
     return path
 
 
@@ -87,10 +80,6 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def _is_link(path: str | Path) -> OSError:
-    return OSError(errno.ELOOP, "is a link, and nothing is written through links", str(path))
 
 
 def replace_text(path: Path, text: str) -> None:

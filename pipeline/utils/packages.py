@@ -37,19 +37,16 @@ def lazily(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
     (`name as name` re-exports a name); at run time they are resolved one by one (PEP 562), so
     importing the door imports nothing. `__all__` is resolved like a name."""
 
-    def listed() -> list[str]:
-        return sorted(names_of(file))
-
     def found(name: str) -> Any:
         if name == "__all__":
-            return listed()
+            return sorted(names_of(file))
         homes = {} if name.startswith("__") else names_of(file)
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = importlib.import_module(homes[name])
         return getattr(home, name, None) or importlib.import_module(f"{homes[name]}.{name}")
 
-    return found, listed
+    return found, lambda: sorted(names_of(file))
 
 
 @contextlib.contextmanager

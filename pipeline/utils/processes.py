@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pipeline.utils.files import memory_file, read_all
+from pipeline.utils.files import memory_file
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -52,7 +52,8 @@ def received(argument: str, *, ends_with_parent: bool = False) -> Any:
     """The message to this process, whose first argument is `argument`. It `ends_with_parent`, the
     process that has sent it, if so asked."""
     with os.fdopen(int(argument), "rb") as file:
-        sent = json.loads(read_all(file.fileno()))
+        file.seek(0)  # where the sender's position was
+        sent = json.load(file)
     if ends_with_parent:
         die_with(sent["parent"])
     return sent["message"]
@@ -60,12 +61,8 @@ def received(argument: str, *, ends_with_parent: bool = False) -> Any:
 
 def die_with(parent: int) -> None:
     """Ask Linux to kill this process when its parent, process `parent`, dies; exit if it has."""
-    _signal_with(parent, signal.SIGKILL)
-
-
-def _signal_with(parent: int, number: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it may have died before the request
             os._exit(1)
 
@@ -87,7 +84,10 @@ def _run_until_end_of(parent: int, command: Sequence[str]) -> int:
 
     for number in ending:
         signal.signal(number, leave)
-    _signal_with(parent, signal.SIGTERM)
+    if sys.platform == "linux":  # asked to end, and not killed: what it has started ends, too
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
     with kill_descendants():
         # `kill_descendants` finds what is in another session
         code = subprocess.Popen(command, start_new_session=True).wait()

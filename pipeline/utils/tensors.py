@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,9 +25,8 @@ def own_chunk(total: int, mesh: DeviceMesh) -> range:
     return range(first, min(first + size, total))
 
 
-def without_values() -> AbstractContextManager[Any]:
-    """Inside, tensors that are made have shapes and no values."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+without_values = functools.partial(FakeTensorMode, allow_non_fake_inputs=True)
+"""Inside, tensors that are made have shapes and no values."""
 
 
 def with_values() -> AbstractContextManager[Any]:

@@ -11,7 +11,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
@@ -161,7 +162,11 @@ def hide_environment() -> None:
     hide_secrets()
     for name, value in os.environ.items():
         known = is_harmless(name) or _NO_SECRET_IF_UNNAMED.fullmatch(value)
-        if not (known or _NUMBERS.fullmatch(value) or _is_place(value)):
+        # the name of a file that could be made where it is, or a list of files that exist
+        above = os.path.dirname(value.rstrip("/"))  # noqa: PTH120
+        place = value.startswith("/") and above != "/" and os.path.isdir(above)  # noqa: PTH112
+        place = place or all(map(_is_file_name, filter(None, value.split(os.pathsep))))
+        if not (known or _NUMBERS.fullmatch(value) or _is_file_name(value) or place):
             _guessed.update(dict.fromkeys(_forms(value), f"${name}"))
     with contextlib.suppress(FileNotFoundError):
         typed(str(Path.cwd()))
@@ -173,41 +178,24 @@ def _is_file_name(value: str) -> bool:
     return os.path.exists(os.path.expanduser(value))  # noqa: PTH110, PTH111
 
 
-def _is_place(value: str) -> bool:
-    """Whether the value is the name of a file that exists, or could be made where it is, or a list
-    of files that exist."""
-    above = os.path.dirname(value.rstrip("/"))  # noqa: PTH120
-    new = value.startswith("/") and above != "/" and os.path.isdir(above)  # noqa: PTH112
-    several = [part for part in value.split(os.pathsep) if part]
-    return _is_file_name(value) or new or all(map(_is_file_name, several))
-
-
 def shown(text: str) -> str:
     """`text` as people may see it: colours are dropped, other commands are spelled out."""
     unsafe = UNSAFE.search(text) is not None
     text = _COLOUR.sub("", text) if unsafe else text  # first, since a secret may be coloured
     names = {**_guessed, **_hidden}
     if any(value in text for value in names):
-        text = _without_in_json(names, text) if _is_json(text) else _without(names, text)
+        text = _without(names, text, in_json=text.lstrip().startswith(("{", "[")))
     text = _USERINFO.sub("***@", text) if "@" in text else text
     text = _SIGNED.sub(r"\1***", text) if "=" in text else text
-    return UNSAFE.sub(_spelled, text) if unsafe else text
-
-
-def _spelled(match: re.Match[str]) -> str:
-    """The letter as JSON and YAML write it, so that JSON stays JSON."""
-    code = ord(match[0])
-    return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
-
-
-def _without(names: Mapping[str, str], text: str) -> str:
-    for value in sorted(names, key=len, reverse=True):
-        text = text.replace(value, names[value])
+    if unsafe:  # as JSON and YAML write letters, so that JSON stays JSON
+        forms = "\\u{:04x}", "\\U{:08x}"
+        text = UNSAFE.sub(lambda found: forms[ord(found[0]) >> 16 > 0].format(ord(found[0])), text)
     return text
 
 
-def _without_in_json(names: Mapping[str, str], text: str) -> str:
-    """JSON without these values in its strings, and as its numbers: it stays JSON."""
+def _without(names: Mapping[str, str], text: str, *, in_json: bool = False) -> str:
+    """The text without these values. In JSON, or lines of JSON, they are replaced in strings, and
+    as numbers: it stays JSON."""
 
     def shown_token(match: re.Match[str]) -> str:
         token = match[0]
@@ -215,17 +203,14 @@ def _without_in_json(names: Mapping[str, str], text: str) -> str:
         after = _without(names, before) if token.startswith('"') else names.get(token, token)
         return token if after == before else json.dumps(after)
 
-    return _TOKEN.sub(shown_token, text)
-
-
-def _is_json(text: str) -> bool:
-    """Whether the text is an object or a list as JSON, or has one in each line."""
-    if not text.lstrip().startswith(("{", "[")):
-        return False
-    for parts in ([text], text.split("\n")):
+    for parts in ([text], text.split("\n")) if in_json else ():
         with contextlib.suppress(ValueError):
-            return all(parse_json(part) is not None for part in parts if part.strip())
-    return False
+            if all(parse_json(part) is not None for part in parts if part.strip()):
+                return _TOKEN.sub(shown_token, text)
+            break
+    for value in sorted(names, key=len, reverse=True):
+        text = text.replace(value, names[value])
+    return text
 
 
 def hidden_in(text: str) -> list[str]:
@@ -233,12 +218,12 @@ def hidden_in(text: str) -> list[str]:
     return sorted({name for value, name in (_guessed | _hidden).items() if value in text})
 
 
+@dataclass(eq=False, repr=False)
 class RedactingStream:
     """A text stream that writes what may be shown. The carriage return that a progress bar begins
     with is let through."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
+    stream: TextIO
 
     def write(self, text: str) -> int:
         bare = text.removeprefix("\r")
@@ -253,10 +238,19 @@ class RedactingStream:
         return getattr(self.stream, name)
 
 
-def redact_output() -> None:
+def hidden_variables() -> list[str]:
+    """Names of the variables of the environment whose values this process hides."""
+    return sorted({name.removeprefix("$") for name in (_guessed | _hidden).values()})
+
+
+def redact_output(hidden: Iterable[str] | None = None) -> None:
     """Wrap this process's standard output and error in a `RedactingStream`, once, and hide the
-    environment's secrets. See `hide_environment` for processes of a run."""
-    hide_secrets()
+    environment's secrets, or what the process that has started this one hides (`hidden_variables`).
+    See `hide_environment` for processes of a run."""
+    if hidden is None:
+        hide_secrets()
+    for name in hidden or ():
+        _hidden.update(dict.fromkeys(_forms(os.environ.get(name, "")), f"${name}"))
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, RedactingStream):

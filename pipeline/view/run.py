@@ -21,8 +21,7 @@ from pipeline.execution.journal import Journal, is_event
 from pipeline.execution.rank_logging import ACTIVITY_FILE
 from pipeline.execution.run_state import ENDS, RunState, SlotState, Training
 from pipeline.recipe import Recipe, read_recipe
-from pipeline.utils.foreign import fitting, is_number, is_text, json_object
-from pipeline.utils.jsonl import Tail
+from pipeline.utils.foreign import Tail, fitting, is_number, is_text, json_object
 from pipeline.utils.text import plural
 
 Ended = Literal["running", "finished", "failed", "stopped"]

@@ -9,7 +9,6 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,26 +51,30 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def uninitialised() -> AbstractContextManager[None]:
-    """Leave DoRA's magnitudes without values: peft would compute them from weights that are not
-    loaded yet, or that this process holds in part."""
+@contextlib.contextmanager
+def only_declared() -> Iterator[None]:
+    """Have peft, in the body, put updates where it is told to, and leave DoRA's magnitudes without
+    values.
+
+    It takes names of linear layers that experts had in transformers 4 for names of stacked weights,
+    and doubles their rank; and it would compute magnitudes from weights that are not loaded yet, or
+    that this process holds in part.
+    """
     import torch
     from peft.tuners.lora.dora import DoraLinearLayer
+    from peft.utils import transformers_weight_conversion as conversion
 
     def declare(self: Any, *, base_layer: Any, **_: Any) -> None:
         # A linear layer of torch, or of transformers' GPT-2 kind.
         rows = base_layer.out_features if hasattr(base_layer, "out_features") else base_layer.nf
         self.weight = torch.nn.Parameter(torch.empty(int(rows)))
 
-    return replaced(DoraLinearLayer, "update_layer", declare)
-
-
-def targets_as_named() -> AbstractContextManager[None]:
-    """Have peft put updates where it is told to. It takes names of linear layers that experts had
-    in transformers 4 for names of stacked weights, and doubles their rank."""
-    from peft.utils import transformers_weight_conversion as conversion
-
-    return replaced(conversion, "convert_peft_config_for_transformers", lambda *_, **__: None)
+    name = "convert_peft_config_for_transformers"
+    with (
+        replaced(DoraLinearLayer, "update_layer", declare),
+        replaced(conversion, name, lambda *_, **__: None),
+    ):
+        yield
 
 
 def read_as_experts(model: Any, name: str) -> bool:
@@ -122,6 +125,14 @@ class Layer:
 
     name: str
     """Name of the linear layer's module, or of the stacked weights, without updates."""
+    weight: str
+    """Name of the weight that is updated, in the model without updates."""
+    down: str
+    """Name of the tensor A, shape (rank, inputs), or (experts, rank, inputs)."""
+    up: str
+    """Name of the tensor B, shape (outputs, rank), or (experts, outputs, rank)."""
+    magnitude: str | None = None
+    """Name of the lengths of the rows, shape (outputs,), with DoRA."""
     rank: int
     """Rank of the update, for each expert."""
     scaling: float
@@ -129,37 +140,10 @@ class Layer:
     """Whether a weight is (inputs, outputs), as GPT-2's are."""
     inputs: int
     outputs: int
-    dora: bool = False
     experts: int | None = None
     """Number of stacked weights; None for a linear layer."""
     nested: int = 0
     """Number of updates of the same module that peft puts around this one."""
-
-    def _part(self, part: str) -> str:
-        if self.experts is None:
-            return f"{self.name}.{part}.{ADAPTER}.weight"
-        owner, _, leaf = self.name.rpartition(".")
-        return f"{owner}.{part}.{leaf}"
-
-    @property
-    def down(self) -> str:
-        """Name of the tensor A, shape (rank, inputs), or (experts, rank, inputs)."""
-        return self._part("lora_A")
-
-    @property
-    def up(self) -> str:
-        """Name of the tensor B, shape (outputs, rank), or (experts, outputs, rank)."""
-        return self._part("lora_B")
-
-    @property
-    def magnitude(self) -> str:
-        """Name of the lengths of the rows, shape (outputs,), with DoRA."""
-        return f"{self.name}.lora_magnitude_vector.{ADAPTER}.weight"
-
-    @property
-    def weight(self) -> str:
-        """Name of the weight that is updated, in the model without updates."""
-        return f"{self.name}.weight" if self.experts is None else self.name
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -169,7 +153,7 @@ class Layer:
             self.down: (*stack, self.rank, self.inputs),
             self.up: (*stack, self.outputs, self.rank),
         }
-        return {**shapes, self.magnitude: (self.outputs,)} if self.dora else shapes
+        return shapes | ({} if self.magnitude is None else {self.magnitude: (self.outputs,)})
 
     @property
     def in_file(self) -> Mapping[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import Context, Engine, ModelSource, PlanView, Problem, StageError
 from pipeline.utils import closest, parse_json, read_whole
+from stages.adapter.compat import CONFIG, WEIGHTS
 from stages.adapter.settings import AdaptedModel as AdaptedModel
 from stages.adapter.settings import LoraSettings
 from stages.adapter.settings import QuantType as QuantType
+from stages.model.compat import is_multimodal, type_code
+from stages.model.config_checks import config_of, has_experts, hf_model
 from stages.model.declared import matches
+from stages.model.weight_checks import new_rows, vocabulary_tables
 
 if TYPE_CHECKING:
     from stages.adapter.source import AdaptedSource
@@ -42,7 +47,15 @@ class Lora(LoraSettings):
         if self.dora and self.target_parameters:
             message = "DoRA has no updates of stacked weights of experts"
             yield Problem(key="target_parameters", message=message, hint="set dora: false")
-        yield from _skipped_experts(self, plan)
+        trained = not self.misses_experts or any("expert" in name for name in self.train_also)
+        if not trained and has_experts(config_of(self, plan) or {}):
+            key, why = "target_parameters", "`targets` are linear layers"
+            hint = "target_parameters: [experts.gate_up_proj, experts.down_proj] includes them"
+            if self.dora:
+                key, why = "dora", "DoRA has none for stacked weights"
+                hint = "train_also: ['*.experts.*'] trains them as a whole"
+            message = f"experts get no update: {why}"
+            yield Problem(key=key, message=message, hint=hint, warning=True)
         yield from _unmatched_targets(self, plan)
         if self.targets == () and not self.target_parameters:
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
@@ -60,8 +73,10 @@ class Lora(LoraSettings):
             yield why, "leave out quantize"
 
     def run(self, ctx: Context, model: ModelSource) -> AdaptedModel:
+        from stages.adapter.injection import log_summary
+
         source = self.declared(model, seed=ctx.seed)
-        source.log_summary(ctx.log)
+        log_summary(source, ctx.log)
         return source
 
     def declared(self, model: ModelSource, *, seed: int) -> AdaptedSource:
@@ -73,42 +88,26 @@ class Lora(LoraSettings):
         return AdaptedSource(self, base, seed=seed)
 
 
-def _skipped_experts(stage: Lora, plan: PlanView) -> Iterator[Problem]:
-    """A warning if the recipe's model has experts, by its config, that are not trained."""
-    from stages.model.config_checks import config_of, has_experts
-
-    if not stage.misses_experts or any("expert" in name for name in stage.train_also):
-        return
-    if has_experts(config_of(stage, plan) or {}):
-        key, why = "target_parameters", "`targets` are linear layers"
-        hint = "target_parameters: [experts.gate_up_proj, experts.down_proj] includes them"
-        if stage.dora:
-            key, why = "dora", "DoRA has none for stacked weights"
-            hint = "train_also: ['*.experts.*'] trains them as a whole"
-        message = f"experts get no update: {why}"
-        yield Problem(key=key, message=message, hint=hint, warning=True)
-
-
 def _unmatched_targets(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     """A mistake for each target with a name that the model's source does not have. A name that it
     has may still name no linear layer, which the run finds when it builds the model."""
-    from stages.model.compat import is_multimodal
-    from stages.model.config_checks import config_of, hf_model
-    from stages.model.source_text_compat import lacks_name, linear_names
-
     config, model = config_of(stage, plan), hf_model(stage, plan)
     foreign = model is not None and model.trust_remote_code
     if config is None or foreign or is_multimodal(config):
         return
     kind = str(config.get("model_type"))
+    code = type_code(kind)
+    if not code or "AutoModel" in code:  # models that are made by other files than the type's
+        return
     linear = () if isinstance(stage.targets, str) else stage.targets
     stacked = stage.target_parameters or ()
     named = [("targets", one) for one in linear] + [("target_parameters", one) for one in stacked]
     for key, target in named:
         parts = [part for part in target.split(".") if part.isidentifier()]
-        if any(lacks_name(kind, part) for part in parts):
+        if not all(re.search(rf"\b{part}\b", code) for part in parts):
             what = "linear layer" if key == "targets" else "weight"
-            names = linear_names(kind)
+            assigned = re.findall(r"self\.(\w+) = (?:nn\.Linear|Conv1D|\w+Linear)\(", code)
+            names = sorted(set(assigned) - {"lm_head"})
             near = closest(target.rpartition(".")[2], names)
             asked = f"did you mean `{near}`? " if near else ""
             yield Problem(
@@ -121,9 +120,6 @@ def _unmatched_targets(stage: Lora, plan: PlanView) -> Iterator[Problem]:
 def _frozen_random(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     """A mistake for weights that are drawn at random, that the data train on, and that stay frozen:
     rows of the vocabulary for new tokens, and `new_weights`."""
-    from stages.model.config_checks import hf_model
-    from stages.model.weight_checks import new_rows, vocabulary_tables
-
     model = hf_model(stage, plan)
     if model is None:
         return
@@ -155,8 +151,6 @@ def _is_named(name: str, patterns: Sequence[str]) -> bool:
 
 def differences(stage: LoraSettings, folder: Path) -> Iterator[tuple[str, str]]:
     """Yield why the stage cannot continue from a saved adapter: a message and a hint each."""
-    from stages.adapter.compat import CONFIG, WEIGHTS
-
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing:
         yield f"no {' and no '.join(missing)} in {folder}", ""

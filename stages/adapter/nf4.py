@@ -17,7 +17,7 @@ from pipeline.checkpoint import CHUNK
 from stages.adapter.compat import bitsandbytes
 from stages.adapter.settings import QuantType
 from stages.model.block_changes import linear_layers
-from stages.model.declared import DerivedSource, outline
+from stages.model.declared import DerivedSource, of_base, outline
 from stages.weights.views import ComputedReader
 
 BLOCK = 64
@@ -218,6 +218,7 @@ class PackedSource(RoundedSource):
     """`base` with these weights packed, each unpacked for its product."""
 
     reader = staticmethod(packed_reader)
+    skeleton = of_base("skeleton")
 
     @functools.cached_property
     def inference_view(self) -> ModelSource:
@@ -226,10 +227,6 @@ class PackedSource(RoundedSource):
     @property
     def export_view(self) -> ModelSource:
         return RoundedSource(self.base.export_view, self.kind)
-
-    @property
-    def skeleton(self) -> ModelSource:
-        return self.base.skeleton
 
     def build(self) -> nn.Module:
         model = self.base.build()

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline import StageError, TensorReader
 from stages.adapter.compat import PREFIX, WEIGHTS, Layer, import_peft, name_in_file, read_as_experts
-from stages.adapter.settings import LoraSettings
+from stages.adapter.settings import AdaptedModel, LoraSettings
 from stages.model.declared import listed, ties
 from stages.weights.converted import Change, ConvertedReader, renamed
 from stages.weights.files import SafetensorsReader
@@ -33,18 +33,10 @@ def peft_config(stage: LoraSettings, targets: Sequence[str] | None = None) -> An
     )
 
 
-def save_config(
-    stage: LoraSettings,
-    folder: Path,
-    model: nn.Module,
-    layers: Sequence[Layer],
-    *,
-    base: str | None,
-    revision: str | None,
-) -> None:
-    """Write adapter_config.json; `model` has its adapter, of `layers`, `base` is the folder or hub
-    id that it was loaded from. Raises StageError when parameters were trained that peft cannot keep
-    in an adapter."""
+def save_config(source: AdaptedModel, folder: Path) -> None:
+    """Write adapter_config.json of a model with its adapter. Raises StageError when parameters were
+    trained that peft cannot keep in an adapter."""
+    stage, model, layers = source.stage, source.outline, source.layers
     linear = {layer.name for layer in layers if layer.experts is None}
     # peft takes some names of linear layers for names of experts, which can only be parameters.
     experts = {end for end in {_end(name, 1) for name in linear} if read_as_experts(model, end)}
@@ -56,16 +48,25 @@ def save_config(
         )
     stacked = {layer.weight for layer in layers if layer.experts is not None or layer.name in moved}
     config = peft_config(stage, _short(linear - moved, (n for n, _ in model.named_modules()), 1))
-    config.base_model_name_or_path, config.revision = base, revision
+    config.base_model_name_or_path, config.revision = source.location, source.revision
     config.inference_mode = True
     config.fan_in_fan_out = any(one.transposed for one in layers if one.experts is None)
     if stacked:
         names = (name.replace(".base_layer.", ".") for name, _ in model.named_parameters())
         config.target_parameters = _short(stacked, names, 2)
         config.lora_dropout = 0.0  # peft refuses it there, and only training uses it
-    trained = {name for name, one in model.named_parameters() if one.requires_grad}
-    updates = {name for layer in layers for name in layer.shapes}
-    config.modules_to_save = _whole_modules(model, trained - updates) or None
+    whole = set(source.trained).difference(*(layer.shapes for layer in layers))
+    tied = ties(model)
+    owners = sorted({name.rpartition(".")[0] for name in whole})
+    for owner in owners:  # peft saves nothing smaller than modules
+        parameters = model.get_submodule(owner).named_parameters(recurse=False)
+        own = {f"{owner}.{leaf}" for leaf, _ in parameters}
+        if own - whole or own & {*tied, *tied.values()}:
+            raise StageError(
+                f"{owner}: an adapter cannot express training in part or of a shared weight",
+                hint=MERGED,
+            )
+    config.modules_to_save = owners or None
     config.save_pretrained(str(folder))
 
 
@@ -80,31 +81,24 @@ def _short(names: Collection[str], all_names: Iterable[str], parts: int) -> list
     return sorted(ends if meant == set(names) else names)
 
 
-def _whole_modules(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Modules all of whose parameters were trained as a whole; peft saves nothing smaller."""
-    tied = ties(model)
-    shared = {*tied, *tied.values()}
-    owners = sorted({name.rpartition(".")[0] for name in names})
-    for owner in owners:
-        parameters = model.get_submodule(owner).named_parameters(recurse=False)
-        own = {f"{owner}.{leaf}" for leaf, _ in parameters}
-        if own - set(names) or own & shared:
-            raise StageError(
-                f"{owner}: an adapter cannot express training in part or of a shared weight",
-                hint=MERGED,
-            )
-    return owners
+def _in_file(source: AdaptedModel) -> dict[str, tuple[str, Layer | None]]:
+    """Name of a trained tensor of the module -> its name in peft's file, and the stacked weight
+    that it is a factor of, if any."""
+    factors = {
+        name: (stored, None if layer.experts is None else layer)
+        for layer in source.layers
+        for name, stored in layer.in_file.items()
+    }
+    return {name: factors.get(name) or (name_in_file(name), None) for name in source.trained}
 
 
-def changes_to_file(trained: Sequence[str], layers: Sequence[Layer]) -> Iterator[Change]:
-    """Yield the changes that turn the module's `trained` tensors into the tensors of peft's file.
+def changes_to_file(source: AdaptedModel) -> Iterator[Change]:
+    """Yield the changes that turn the trained tensors into the tensors of peft's file.
 
     peft keeps the factors of all experts as matrices: A is (experts * rank, inputs), B is
     (outputs, rank * experts) with the number of the expert running fastest.
     """
-    stacked = _stacked(layers)
-    for name, stored in names_in_file(trained, layers).items():
-        layer = stacked.get(name)
+    for name, (stored, layer) in _in_file(source).items():
         if layer is None:
             yield renamed(name, stored)
         elif name == layer.down:
@@ -113,26 +107,17 @@ def changes_to_file(trained: Sequence[str], layers: Sequence[Layer]) -> Iterator
             yield _change(name, stored, lambda factors: factors.permute(1, 2, 0).flatten(1))
 
 
-def names_in_file(trained: Sequence[str], layers: Sequence[Layer]) -> dict[str, str]:
-    """Return the name of a trained tensor of the module -> its name in peft's file."""
-    of_layers = {name: stored for layer in layers for name, stored in layer.in_file.items()}
-    return {name: of_layers.get(name) or name_in_file(name) for name in trained}
-
-
-def saved_updates(
-    folder: Path, model: nn.Module, trained: Sequence[str], layers: Sequence[Layer]
-) -> TensorReader:
-    """Return the `trained` tensors of `model` from the adapter in `folder`, under the model's
-    names.
+def saved_updates(source: AdaptedModel, folder: Path) -> TensorReader:
+    """Return the trained tensors from the adapter in `folder`, under the model's names.
 
     The weight of a head, which peft saves next to its update, is not read. Raises StageError when
     the adapter is of another model or of other settings.
     """
     reader = SafetensorsReader([folder / WEIGHTS])
     stored = {name_in_file(name): name for name in reader.names()}
-    wanted = {in_file: name for name, in_file in names_in_file(trained, layers).items()}
+    wanted = {in_file: (name, layer) for name, (in_file, layer) in _in_file(source).items()}
     missing = wanted.keys() - stored.keys()
-    extra = stored.keys() - wanted.keys() - {PREFIX + layer.weight for layer in layers}
+    extra = stored.keys() - wanted.keys() - {PREFIX + layer.weight for layer in source.layers}
     refusal = f"the adapter in {folder} is not of this model and these settings"
     if missing or extra:
         parts = [f"missing {listed(missing)}"] * bool(missing)
@@ -142,17 +127,18 @@ def saved_updates(
             hint="targets, target_parameters, dora and train_also must be those that it was "
             "trained with",
         )
-    stacked = _stacked(layers)
-    shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+    shapes = {name: tuple(one.shape) for name, one in source.outline.named_parameters()}
     changes = []
-    for in_file, name in wanted.items():
-        layer = stacked.get(name)
+    for in_file, (name, layer) in wanted.items():
         needed, change = shapes[name], renamed(stored[in_file], name)
         if layer is not None:
-            together = layer.rank * (layer.experts or 1)
-            is_down = name == layer.down
-            needed = (together, layer.inputs) if is_down else (layer.outputs, together)
-            change = _change(stored[in_file], name, partial(_stack, layer, is_down))
+            count, rank = layer.experts, layer.rank
+            assert count is not None
+            rows = (count, rank, -1) if name == layer.down else (-1, rank, count)
+            order = (0, 1, 2) if name == layer.down else (2, 0, 1)
+            together = count * rank
+            needed = (together, layer.inputs) if name == layer.down else (layer.outputs, together)
+            change = _change(stored[in_file], name, partial(_factors, rows, order))
         found = reader.spec(stored[in_file]).shape
         if found != needed:
             raise StageError(f"{refusal}: {name} has shape {list(found)} instead of {list(needed)}")
@@ -160,18 +146,10 @@ def saved_updates(
     return ConvertedReader(reader, changes)
 
 
-def _stacked(layers: Sequence[Layer]) -> dict[str, Layer]:
-    """The stacked weight that each factor of experts belongs to."""
-    return {name: one for one in layers if one.experts is not None for name in one.shapes}
-
-
 def _change(old: str, new: str, move: Callable[[Tensor], Tensor]) -> Change:
     return Change(sources=(old,), convert=lambda tensors: {new: move(tensors[old])})
 
 
-def _stack(layer: Layer, is_down: bool, flat: Tensor) -> Tensor:
+def _factors(shape: Sequence[int], order: Sequence[int], flat: Tensor) -> Tensor:
     """The factors of each expert from peft's matrix."""
-    assert layer.experts is not None
-    if is_down:
-        return flat.reshape(layer.experts, layer.rank, -1)
-    return flat.reshape(-1, layer.rank, layer.experts).permute(2, 0, 1).contiguous()
+    return flat.reshape(*shape).permute(*order).contiguous()

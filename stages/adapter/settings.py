@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
@@ -13,31 +11,12 @@ from annotated_types import Ge, Gt, Lt
 from stages.model.declared import DerivedSource
 
 if TYPE_CHECKING:
-    from stages.weights.converted import Change
+    from torch import nn
+
+    from stages.adapter.compat import Layer
 
 QuantType = Literal["nf4", "fp4"]
 """The 16 values of 4 bits: quantiles of a normal distribution, or floating-point numbers."""
-
-
-class AdaptedModel(DerivedSource):
-    """A model whose own weights are frozen, with an adapter that is trained."""
-
-    quantize: QuantType | None
-    """The 4-bit type of the model's own linear layers; None if they are not quantized."""
-
-    @property
-    @abstractmethod
-    def trained(self) -> Sequence[str]:
-        """Names of the trained parameters, which are the adapter."""
-
-    @abstractmethod
-    def changes_to_file(self) -> Sequence[Change]:
-        """The changes that turn the trained tensors into the tensors of peft's file."""
-
-    @abstractmethod
-    def save_config(self, folder: Path) -> None:
-        """Write peft's configuration. Raises StageError for a training that an adapter cannot
-        express."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,3 +57,20 @@ class LoraSettings:
         if self.target_parameters is None:
             return self.dora or self.targets != "all-linear"
         return not self.target_parameters
+
+
+class AdaptedModel(DerivedSource):
+    """A model whose own weights are frozen, with an adapter that is trained."""
+
+    stage: LoraSettings
+    outline: nn.Module
+    """The module with updates, on the meta device."""
+    layers: Sequence[Layer]
+    """Layers and stacked weights of experts that have an update."""
+    trained: Sequence[str]
+    """Names of the trained parameters, which are the adapter."""
+
+    @property
+    def quantize(self) -> QuantType | None:
+        """The 4-bit type of the model's own linear layers; None if they are not quantized."""
+        return self.stage.quantize

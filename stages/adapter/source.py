@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -17,17 +16,15 @@ from torch import Tensor, nn
 
 from pipeline import ModelSource, StageError, TensorReader, TensorSpec, Weights
 from pipeline.checkpoint import CHUNK
-from pipeline.utils import plural
 from stages.adapter.compat import CONFIG, WEIGHTS, Layer
-from stages.adapter.experts import updated_modules
-from stages.adapter.injection import inject, layers, log_left_out
-from stages.adapter.peft_files import changes_to_file, save_config, saved_updates
+from stages.adapter.injection import inject, layers
+from stages.adapter.peft_files import saved_updates
 from stages.adapter.settings import AdaptedModel, LoraSettings
 from stages.model.declared import outline, ties
 from stages.model.reconcile import unit_seed
-from stages.weights.converted import Change, ConvertedReader, renamed
+from stages.weights.converted import ConvertedReader, renamed
 from stages.weights.files import sampled
-from stages.weights.views import ComputedReader, JoinedReader, named, pieces
+from stages.weights.views import ComputedReader, JoinedReader, ListedReader, pieces
 
 NUMBERED = frozenset("0123456789?[")
 """Characters of names and patterns that may mean one block and not another."""
@@ -38,9 +35,7 @@ class AdaptedSource(AdaptedModel):
 
     def __init__(self, stage: LoraSettings, base: ModelSource, *, seed: int) -> None:
         super().__init__(base)
-        self.stage = stage
-        self.quantize = stage.quantize
-        self._seed = seed
+        self.stage, self._seed = stage, seed
 
     def build(self) -> nn.Module:
         model = self.base.build()
@@ -48,8 +43,7 @@ class AdaptedSource(AdaptedModel):
         return model
 
     @functools.cached_property
-    def outline(self) -> nn.Module:
-        """The module with updates, on the meta device."""
+    def outline(self) -> nn.Module:  # type: ignore[override]
         return outline(self)
 
     def tie(self, model: nn.Module) -> None:
@@ -68,37 +62,18 @@ class AdaptedSource(AdaptedModel):
         return {*shared, *shared.values()}
 
     def external_parameter_modules(self, model: nn.Module) -> Sequence[nn.Module]:
-        within = [model.get_submodule(layer.name) for layer in layers(model) if layer.dora]
-        experts = updated_modules(model)
-        return [*within, *experts, *self.base.external_parameter_modules(model)]
+        own = (one for one in layers(model) if one.magnitude or one.experts is not None)
+        names = (one.name if one.experts is None else one.name.rpartition(".")[0] for one in own)
+        within = [model.get_submodule(name) for name in dict.fromkeys(names)]
+        return [*within, *self.base.external_parameter_modules(model)]
 
     @functools.cached_property
-    def layers(self) -> Sequence[Layer]:
-        """Layers and stacked weights of experts that have an update."""
+    def layers(self) -> Sequence[Layer]:  # type: ignore[override]
         return layers(self.outline)
 
     @functools.cached_property
-    def trained(self) -> Sequence[str]:
+    def trained(self) -> Sequence[str]:  # type: ignore[override]
         return [name for name, one in self.outline.named_parameters() if one.requires_grad]
-
-    def log_summary(self, log: logging.Logger) -> None:
-        """Log the number of trained parameters and what gets no update."""
-        parameters = dict(self.outline.named_parameters())
-        trained = sum(parameters[name].numel() for name in self.trained)
-        stacked = sum(layer.experts is not None for layer in self.layers)
-        also = f" and {plural(stacked, 'stack')} of experts" if stacked else ""
-        log.info(
-            "%s%s get updates; %s parameters are trained",
-            plural(len(self.layers) - stacked, "layer"), also, f"{trained:,}",
-        )  # fmt: skip
-        log_left_out(self.stage, self.outline, self.layers, log)
-
-    def save_config(self, folder: Path) -> None:
-        base, revision = self.location, self.revision
-        save_config(self.stage, folder, self.outline, self.layers, base=base, revision=revision)
-
-    def changes_to_file(self) -> Sequence[Change]:
-        return list(changes_to_file(self.trained, self.layers))
 
     @functools.cached_property
     def frozen_base(self) -> Collection[str]:
@@ -128,7 +103,7 @@ class AdaptedSource(AdaptedModel):
             updates: TensorReader = InitialValues(self.layers, open_base, seed=self._seed)
         else:
             folder = Path(self.stage.start_from).expanduser()
-            updates = saved_updates(folder, self.outline, self.trained, self.layers)
+            updates = saved_updates(self, folder)
         # Parameters that were trained as a whole come from the saved adapter, not from the model.
         return JoinedReader(updates, ConvertedReader(base, changes))
 
@@ -176,9 +151,7 @@ class MergedWeights(ComputedReader, Weights):
         plain = JoinedReader(ConvertedReader(trained, changes), base)
         merged = {name: plain.spec(name)._replace(dtype=torch.float32) for name in self._layers}
         super().__init__(plain, merged, self._merged)
-
-    def close(self) -> None:
-        self._base.close()
+        self.closes = [base]
 
     def _merged(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         """Elements of a weight W + s B A (Hu et al. 2021, section 4.1).
@@ -186,16 +159,18 @@ class MergedWeights(ComputedReader, Weights):
         Under DoRA each row of that is then given its own length (Liu et al. 2024, eq. 5). A
         transposed weight has the update transposed.
         """
-        layer = self._layers[name]
+        layer, read = self._layers[name], self._trained.read
+        if self._update is None or self._update[0] != name:
+            lengths = read(layer.magnitude).float() if layer.magnitude else None
+            self._update = name, read(layer.down).float(), read(layer.up).float(), lengths
+        _, down, up, magnitude = self._update
         rows, columns = self.spec(name).shape[-2:]
-        down, up, magnitude = self._update_of(layer)
         size = rows * columns
         for number in range(start // size, -(-stop // size)):  # of the expert
             first, last = max(start - number * size, 0), min(stop - number * size, size)
             a, b = (down, up) if layer.experts is None else (down[number], up[number])
-            for top, bottom in row_blocks(rows, columns, first, last):
-                above = number * rows
-                weight = read_rows(self._base, name, above + top, above + bottom, columns)
+            for top, weight in row_blocks(self._base, name, number * rows, rows, first, last):
+                bottom = top + len(weight)
                 if layer.transposed:
                     both = weight + layer.scaling * (a[:, top:bottom].T @ b.T)
                 else:
@@ -206,38 +181,28 @@ class MergedWeights(ComputedReader, Weights):
                 begin = top * columns
                 yield both.reshape(-1)[max(first - begin, 0) : last - begin]
 
-    def _update_of(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A, B and magnitudes of the layer that is being merged."""
-        if self._update is None or self._update[0] != layer.name:
-            read = self._trained.read
-            magnitude = read(layer.magnitude).float() if layer.dora else None
-            self._update = layer.name, read(layer.down).float(), read(layer.up).float(), magnitude
-        return self._update[1:]
 
-
-def row_blocks(rows: int, columns: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield first and last row + 1 of the blocks of a few MiB in fp32 that hold elements
-    [start, stop).
+def row_blocks(
+    reader: TensorReader, name: str, above: int, rows: int, start: int, stop: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the blocks of a few MiB in fp32 that hold elements [start, stop) of a matrix, which has
+    `rows` rows and lies after `above` others of a tensor: the first row, and the values, of shape
+    (rows of the block, columns).
 
     Blocks lie at the same rows whatever the range, so that a value does not depend on the range:
     how a product is summed depends on its number of rows.
     """
+    columns = reader.spec(name).shape[-1]
     height = max(CHUNK // (4 * max(columns, 1)), 1)
-    first = start // max(columns, 1) // height * height
-    for top in range(first, rows, height):
+    for top in range(start // max(columns, 1) // height * height, rows, height):
         if top * columns >= stop:
             return
-        yield top, min(top + height, rows)
+        flat = torch.empty(min(height, rows - top) * columns, dtype=torch.float32)
+        reader.read_into(name, (above + top) * columns, flat)
+        yield top, flat.view(-1, columns)
 
 
-def read_rows(reader: TensorReader, name: str, top: int, bottom: int, columns: int) -> Tensor:
-    """Return rows [top, bottom) in fp32, shape (bottom - top, columns)."""
-    rows = torch.empty((bottom - top) * columns, dtype=torch.float32)
-    reader.read_into(name, top * columns, rows)
-    return rows.view(bottom - top, columns)
-
-
-class InitialValues(TensorReader):
+class InitialValues(ListedReader):
     """A fresh adapter, which leaves the model as it is: A is uniform in [-b, b] with b = 1 /
     sqrt(inputs), a pure function of the seed and its name (peft's rule, which is torch's for linear
     layers: He et al. 2015, with a slope of sqrt(5)); B is zero; DoRA's magnitudes are the lengths
@@ -253,20 +218,18 @@ class InitialValues(TensorReader):
         self._base: TensorReader | None = None
         self._seed = seed
         self._layers = {name: layer for layer in layers for name in layer.shapes}
-
-    def names(self) -> Collection[str]:
-        return self._layers.keys()
-
-    def spec(self, name: str) -> TensorSpec:
-        return TensorSpec(named(self._layers, name).shapes[name], torch.float32)
+        self.specs = {
+            name: TensorSpec(layer.shapes[name], torch.float32)
+            for name, layer in self._layers.items()
+        }
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         layer, size = self._layers[name], self.spec(name).numel
         if name == layer.magnitude:
             self._base = self._base or self._open_base()
             width = layer.inputs
-            for top, bottom in row_blocks(layer.outputs, width, start * width, stop * width):
-                rows = read_rows(self._base, layer.weight, top, bottom, width)
+            weight, count, span = layer.weight, layer.outputs, (start * width, stop * width)
+            for top, rows in row_blocks(self._base, weight, 0, count, *span):
                 lengths = torch.linalg.vector_norm(rows, dim=1)
                 yield lengths[max(start - top, 0) : stop - top]
         elif name == layer.up:

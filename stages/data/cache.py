@@ -48,14 +48,6 @@ class Entry:
     key: str
     counts: Counts
 
-    @property
-    def contents(self) -> str:
-        """Hex digest of the entry's counts and checksums, which cover all its arrays."""
-        found = hashlib.sha256(json.dumps(self.counts, sort_keys=True).encode())
-        for path in sorted(self.folder.glob(f"*{SUMS}")):
-            found.update(path.name.encode() + path.read_bytes())
-        return found.hexdigest()
-
     def array(self, name: str, dtype: str) -> VerifiedArray:
         """Open one of the entry's arrays."""
         return VerifiedArray(self.folder / name, dtype)
@@ -78,20 +70,17 @@ def cache_errors(folder: Path) -> Iterator[None]:
 
 
 def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Build) -> Entry:
-    """Return the entry of a key, and build it if it is absent (collective).
-
-    Rank 0 computes the key and builds. Then one process of every node that does not see rank 0's
-    folder builds the node's own. Raises StageError if that node computes another key, or if the
-    entries of two nodes differ.
-    """
+    """Return the entry of a key, and build it if it is absent (collective). Rank 0 computes the key
+    and builds. Then one process of every node that does not see rank 0's folder builds the node's
+    own. Raises StageError if that node computes another key, or if the entries of two nodes
+    differ."""
 
     def build_same(partial: Path) -> Counts:
         found = make_key()
         if found != key:
             raise StageError(
                 f"the files of this machine ({socket.gethostname()}, rank {ctx.dist.rank}) differ "
-                f"from rank 0's: their digest is {in_short(found)}, that is "
-                f"{in_short(key)}",
+                f"from rank 0's: their digest is {in_short(found)}, that is {in_short(key)}",
                 hint="copy the same files to every machine, or share them",
             )
         return build(partial)
@@ -106,7 +95,12 @@ def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Buil
         prepare_locally(folder, key, build_same)
     ctx.dist.barrier()
     entry = prepare_locally(folder, key, build_same)
-    ctx.dist.require_same("tokenised data", {f"entry {in_short(key)}": entry.contents})
+    # The checksums cover all arrays.
+    contents = hashlib.sha256(json.dumps(entry.counts, sort_keys=True).encode())
+    for path in sorted(entry.folder.glob(f"*{SUMS}")):
+        contents.update(path.name.encode() + path.read_bytes())
+    same = {f"entry {in_short(key)}": contents.hexdigest()}
+    ctx.dist.require_same("tokenised data", same)
     return entry
 
 
@@ -119,7 +113,15 @@ def prepare_locally(folder: Path, key: str, build: Build) -> Entry:
             _sweep(folder)
             partial = Path(tempfile.mkdtemp(prefix=f"{key[:16]}-", suffix=".partial", dir=folder))
             try:
-                _write(partial, build)
+                counts = build(partial)
+                for path in list(partial.iterdir()):
+                    write_sums(path)
+                sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
+                meta: dict[str, Any] = {"format": FORMAT, "sizes": sizes, "counts": counts}
+                meta["digest"] = digest(meta)
+                (partial / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+                for path in partial.iterdir():
+                    utils.sync(path)
                 if final.exists() and _complete(final) is None:
                     shutil.rmtree(final)
                 try:
@@ -129,23 +131,10 @@ def prepare_locally(folder: Path, key: str, build: Build) -> Entry:
                         raise
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-    counts = _complete(final)
-    if counts is None:
+    found = _complete(final)
+    if found is None:
         raise StageError(f"the cache entry {final} is gone", hint="is the disk full?")
-    return Entry(folder=final, key=key, counts=counts)
-
-
-def _write(partial: Path, build: Build) -> None:
-    """Write an entry's arrays, their checksums and its meta file, and flush them to the disk."""
-    counts = build(partial)
-    for path in list(partial.iterdir()):
-        write_sums(path)
-    sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
-    meta: dict[str, Any] = {"format": FORMAT, "sizes": sizes, "counts": counts}
-    meta["digest"] = digest(meta)
-    (partial / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-    for path in partial.iterdir():
-        utils.sync(path)
+    return Entry(folder=final, key=key, counts=found)
 
 
 def _complete(final: Path) -> Counts | None:

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import Context, ModelSource, Samples, StageError
+from pipeline import Context, ModelSource, StageError
 from pipeline.utils import activity, counted
 from stages.data import encode, samples, tokenize
 from stages.data.cache import KEYS, Counts, Entry, cache_folder, prepare
 from stages.data.fields import ChatFields
 from stages.data.forms import rows_with_forms
 from stages.data.mistakes import Mistake, Mistakes, Note, write_notes
-from stages.data.prepare import BAD, CHANGED, Entries
 from stages.data.rows import JSON, JSON_LINES, Row
+from stages.data.samples import BAD, CHANGED, CountedSamples, Entries
 from stages.data.sources import OpenedSource
 from stages.digests import digest
 
@@ -90,19 +90,18 @@ class ChatEntries(Entries):
         dropped += [f"{k}_{value}" for k, value in treatments.items() if value != _TREATMENTS[k]]
         return _SEPARATOR.join([content, start, *dropped])
 
-    def _has_start(self, entry: Entry) -> bool:
-        """Whether any row of an entry begins with `start`."""
-        texts = {"text"} if self.fields.template else {"text", "prompt/completion", "alpaca"}
-        return bool(self.start) and any(entry.counts.get(FORM + form) for form in texts)
-
     def identity(self, entries: Sequence[Entry]) -> Mapping[str, str | int | float | None]:
         # What decides an entry's tokens is the same as in earlier versions wherever the tokens are:
         # without the digest of `start` if no row begins with it, and with the numbers of rows that
         # earlier versions refused, gave nulls to the template, or encoded otherwise.
         contents, kinds = list[str](), (BAD, NULLS, CHANGED, *DROPPED.values())
+        texts = {"text"} if self.fields.template else {"text", "prompt/completion", "alpaca"}
+        begun = False
         for entry in entries:
             content, start, *_ = entry.key.split(_SEPARATOR)
-            more = [start] if self._has_start(entry) else []
+            begins = bool(self.start) and any(entry.counts.get(FORM + form) for form in texts)
+            begun |= begins
+            more = [start] if begins else []
             more += [f"{name}:{entry.counts[name]}" for name in kinds if entry.counts[name]]
             contents.append(_SEPARATOR.join([content, *more]))
         return {
@@ -110,7 +109,7 @@ class ChatEntries(Entries):
             "contents": digest(contents),
             "packing": self.fields.packing,
             "tokenizer": self.tokenizer_identity,
-            **({"prepend_bos": True} if any(map(self._has_start, entries)) else {}),
+            **({"prepend_bos": True} if begun else {}),
             **({"rows_cut_to": SHORTER} if any(entry.counts[CUT] for entry in entries) else {}),
             **self.settings,
         }
@@ -136,26 +135,18 @@ class ChatEntries(Entries):
         names = self.fields.names(opened.source)
         mistakes = Mistakes(opened.parts, self.fields.bad_rows)
         encoder = encode.RowEncoder(
-            fields=self.fields,
-            names=names,
-            tokens=tokenize.TextTokenizer(self.tokenizer),
-            vocab_size=self.model.vocab_size,
-            start=self.start,
-            dtype=self.dtype,
-        )
+            fields=self.fields, names=names, tokens=tokenize.TextTokenizer(self.tokenizer),
+            vocab_size=self.model.vocab_size, start=self.start, dtype=self.dtype,
+        )  # fmt: skip
         rows = rows_with_forms(opened.parts, self.fields.form, names, mistakes)
         batches = iter(lambda: list(itertools.islice(rows, _BATCH)), [])
         results = tokenize.map_batches(encoder.batch, batches, self.fields.workers)
         counts, times, first = self._write(folder, results, mistakes)
         notes = mistakes.notes() + [
-            Note(
-                text=what.format(counted(times[what], "rows")),
-                part=mistakes.part(row.file),
-                row=row.number,
-                place=place,
-                hint=_KEPT if place else "",
+            Note(text, mistakes.part(row.file), row.number, place, _KEPT if place else "")
+            for text, row, place in (
+                (what.format(counted(times[what], "rows")), *seen) for what, seen in first.items()
             )
-            for what, (row, place) in first.items()
         ]
         if not counts["samples"]:
             reasons = "; ".join(note.text.removeprefix("dropped ") for note in notes)
@@ -174,12 +165,10 @@ class ChatEntries(Entries):
         mistakes: Mistakes,
     ) -> tuple[Counts, Counter[str], dict[str, tuple[Row, str]]]:
         """Write batches of rows with their samples as the files of MaskedSamples, and the index of
-        each row's first sample if a row has several. Raises the error of the mistakes.
-
-        Returns `rows`, `samples`, `tokens`, `targets`, `largest` (id), `long` (rows that were
-        truncated or dropped), `dropped`, BAD, NULLS, CHANGED, CUT, each of DROPPED, and the rows of
-        each form; the rows with each of `_changes`; and the first of these, with its place.
-        """
+        each row's first sample if a row has several. Raises the error of the mistakes. Returns
+        `rows`, `samples`, `tokens`, `targets`, `largest` (id), `long` (rows that were truncated or
+        dropped), `dropped`, BAD, NULLS, CHANGED, CUT, each of DROPPED, and the rows of each form;
+        the rows with each of `_changes`; and the first of these, with its place."""
         names = ["rows", "samples", "tokens", "targets", "largest", "long", "dropped"]
         counts = dict.fromkeys([*names, BAD, NULLS, CHANGED, CUT, *DROPPED.values()], 0)
         offsets, targets, starts = array("q", [0]), array("i"), array("q")
@@ -240,7 +229,7 @@ class ChatEntries(Entries):
             )
         return int(starts[1:][np.abs(starts[1:] - count).argmin()])
 
-    def samples(self, entry: Entry, first: int, count: int) -> Samples:
+    def samples(self, entry: Entry, first: int, count: int) -> CountedSamples:
         rows = samples.MaskedSamples(entry, self.dtype, first, count)
         if not self.fields.packing:
             return rows

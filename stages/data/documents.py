@@ -15,9 +15,8 @@ from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry
 from stages.data.fields import DocumentSettings
 from stages.data.mistakes import Enough, Mistakes, Note, write_notes
-from stages.data.prepare import BAD, CHANGED, Entries
-from stages.data.rows import TEXT, Report, raised, read_text, require_text
-from stages.data.samples import STARTS, TOKENS, TokenBlocks
+from stages.data.rows import TEXT, Row, raised, read_text, require_text
+from stages.data.samples import BAD, CHANGED, STARTS, TOKENS, Entries, TokenBlocks
 from stages.data.sources import OpenedSource, Part
 from stages.data.tokenizer_compat import cutter
 from stages.digests import digest
@@ -29,22 +28,14 @@ _LARGEST_CALL = 1_000_000
 
 
 class Document(NamedTuple):
-    """A text, the file that has it, and the number of its row, from 1; 0 for a whole file."""
+    """A text, or a piece of one: its file, the number of its row, from 1 (0 for a whole file), and
+    whether the text begins and ends with it."""
 
     text: str
     file: str | Path
     row: int
-
-
-class Piece(NamedTuple):
-    """A part of a document's text, whether the document begins and ends with it, and its file and
-    row."""
-
-    text: str
-    first: bool
-    last: bool
-    file: str | Path
-    row: int
+    first: bool = True
+    last: bool = True
 
 
 def read_documents(
@@ -55,20 +46,35 @@ def read_documents(
     blank: bool = False,
     mistakes: Mistakes | None = None,
 ) -> Iterator[Document]:
-    """Yield every document that is not blank, in the order of parts and rows.
-
-    `unit` is the extent of a document in a plain text file: "file" or "line". `mistakes` gets a
-    DataError for each row without text, for a file that cannot be read and, unless `blank`, for a
-    part without text; the first one is raised without `mistakes`.
-    """
+    """Yield every document that is not blank, in the order of parts and rows. `unit` is the extent
+    of a document in a plain text file: "file" or "line". `mistakes` gets a DataError for each row
+    without text, for a file that cannot be read and, unless `blank`, for a part without text; the
+    first one is raised without `mistakes`."""
     report, report_file = (mistakes.report, mistakes.add_file) if mistakes else (raised, raised)
     for part in parts:
+        plain = str(part.name).endswith(TEXT)
+        key = "text" if plain else text_key
         found, before = False, mistakes.count if mistakes else 0
         try:
-            for document in _documents(part, text_key, unit, report):
-                if document.text.strip():
+            if plain and unit == "file":
+                text = read_text(Path(part.name)).replace("\r\n", "\n")
+                rows = iter([Row(file=part.name, number=0, value={"text": text})])
+            else:
+                rows = part.rows(None if plain else [key], report)
+            for row in rows:
+                try:
+                    if key not in row.value:
+                        message = f"no key {key!r}; it has {sorted(row.value)}"
+                        raise row.error(message, hint="set `text_key`")
+                    # A whole file has been decoded as UTF-8.
+                    text = row.value[key]
+                    text = require_text(row, text, f"{key!r}") if row.number else text
+                except DataError as error:
+                    report(error)
+                    continue
+                if text.strip():
                     found = True
-                    yield document
+                    yield Document(text, row.file, row.number)
             if not (found or blank or (mistakes and mistakes.count > before)):
                 raise DataError("no text in this file", file=part.name)
         except Enough:
@@ -77,35 +83,18 @@ def read_documents(
             report_file(error)
 
 
-def _documents(part: Part, key: str, unit: str, report: Report) -> Iterator[Document]:
-    plain = str(part.name).endswith(TEXT)
-    if plain and unit == "file":
-        yield Document(read_text(Path(part.name)).replace("\r\n", "\n"), part.name, 0)
-        return
-    key = "text" if plain else key
-    for row in part.rows(None if plain else [key], report):
-        try:
-            if key not in row.value:
-                hint = "set `text_key`"
-                raise row.error(f"no key {key!r}; it has {sorted(row.value)}", hint=hint)
-            yield Document(require_text(row, row.value[key], f"{key!r}"), row.file, row.number)
-        except DataError as error:
-            report(error)
-
-
 def _batches(
     documents: Iterable[Document], cut: Callable[[str], list[str]]
-) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    size = 0
-    for text, file, row in documents:
+) -> Iterator[list[Document]]:
+    batch, size = list[Document](), 0
+    for text, file, row, *_ in documents:
         pieces = cut(text)
         for number, piece in enumerate(pieces, 1):
             size += len(piece)
             if batch and (len(batch) == _BATCH or size > _LARGEST_CALL):
                 yield batch
                 batch, size = [], len(piece)
-            batch.append(Piece(piece, number == 1, number == len(pieces), file, row))
+            batch.append(Document(piece, file, row, number == 1, number == len(pieces)))
     if batch:
         yield batch
 
@@ -132,14 +121,9 @@ class DocumentEntries(Entries):
             making.append(self.start)
         self.settings_digest = digest([identity, making])
         """Digest of everything that decides which tokens a document becomes."""
-        self.settings_identity: dict[str, str | int] = {
-            "tokenizer": identity,
-            "sequence_length": settings.sequence_length,
-            "append_eos": settings.append_eos,
-            "prepend_bos": bool(self.start),
-            "documents": settings.documents,
-            "documents_apart": settings.documents_apart,
-        }
+        names = ("sequence_length", "append_eos", "documents", "documents_apart")
+        same = {name: getattr(settings, name) for name in names}
+        self.settings_identity = {"tokenizer": identity, "prepend_bos": bool(self.start), **same}
         """The settings that decide the samples of a text, for the identity of the data."""
 
     def key(self, opened: OpenedSource) -> str:
@@ -190,42 +174,33 @@ class DocumentEntries(Entries):
         what to report. Raises the error of their mistakes."""
         mistakes = Mistakes(parts, self.settings.bad_rows)
         documents = read_documents(
-            parts,
-            text_key=self.settings.text_key,
-            unit=self.settings.documents,
-            blank=blank,
+            parts, text_key=self.settings.text_key, unit=self.settings.documents, blank=blank,
             mistakes=mistakes,
-        )
+        )  # fmt: skip
         counts, changed = self.write(folder, watch(documents))
         mistakes.check(counts["documents"] + mistakes.count)
         notes = mistakes.notes()
         if changed is not None:
             said = f"{counted(counts[CHANGED], 'documents')} {tokenize.FORMATTED}"
-            notes.append(Note(text=said, part=mistakes.part(changed.file), row=changed.row))
+            notes.append(Note(said, mistakes.part(changed.file), changed.row))
         return counts | ({BAD: mistakes.count} if mistakes.count else {}), notes
 
-    def write(self, folder: Path, documents: Iterable[Document]) -> tuple[Counts, Piece | None]:
+    def write(self, folder: Path, documents: Iterable[Document]) -> tuple[Counts, Document | None]:
         """Write the ids of all documents as one stream, and the place of the first token of each
         document that has one. Returns `documents`, `tokens`, `largest` (id), and as CHANGED the
         documents that had a begin or end token already, if any did; and a piece of the first of
-        those.
-
-        The memory needed is bounded by the longest documents.
-        """
-        counts = {"documents": 0, "tokens": 0, "largest": 0}
-        first: Piece | None = None
-        changed = False
+        those. The memory needed is bounded by the longest documents."""
+        counts, changed = {"documents": 0, "tokens": 0, "largest": 0}, False
+        first: Document | None = None
+        waiting = np.empty(0, np.int64)  # place of a document that has no token yet
         batches = _batches(documents, self._cut)
-        waiting = np.empty(0, np.int64)
-        """Place of a document that has no token yet."""
         with (
             (folder / TOKENS).open("wb") as tokens,
             (folder / STARTS).open("wb") as starts,
             activity(tokenize.TOKENISING, unit="documents") as doing,
         ):
-            for batch, (ids, begins, own) in tokenize.map_batches(
-                self._encode, batches, self.workers
-            ):
+            results = tokenize.map_batches(self._encode, batches, self.workers)
+            for batch, (ids, begins, own) in results:
                 ids.tofile(tokens)
                 places = np.unique(np.concatenate([waiting, begins + counts["tokens"]]))
                 counts["tokens"] += len(ids)
@@ -242,15 +217,15 @@ class DocumentEntries(Entries):
                 doing.advance(len(begins))
         return counts, first
 
-    def _encode(self, batch: list[Piece]) -> tuple[NDArray[Any], NDArray[np.int64], list[bool]]:
+    def _encode(self, batch: list[Document]) -> tuple[NDArray[Any], NDArray[np.int64], list[bool]]:
         """Return the ids of all pieces, one after another, and where in these documents begin;
         shapes (tokens,) and (documents that begin here,); and whether each piece has the begin or
         the end token of its document already."""
         ids, begins, own = list[int](), list[int](), list[bool]()
         found = tokenize.plain_ids(self.tokenizer, [piece.text for piece in batch])
-        for (text, first, last, *_), inside in zip(batch, found, strict=True):
-            begun = first and tokenize.begins_with(inside, self.start)
-            ended = last and bool(self.end) and tokenize.ends_with(text, self.tokenizer.eos_token)
+        for (text, _, _, first, last), inside in zip(batch, found, strict=True):
+            begun = first and bool(self.start) and inside[: len(self.start)] == self.start
+            ended = last and bool(self.end) and text.rstrip().endswith(self.tokenizer.eos_token)
             if first:
                 begins.append(len(ids))
                 ids += [] if begun else self.start

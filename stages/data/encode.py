@@ -22,7 +22,7 @@ from stages.data.rendering import Refused, Renderer, layouts, prints_python
 from stages.data.rows import Row, require_text
 from stages.data.tokenize import Span, TextTokenizer, TextTokens
 from stages.data.turns import THOUGHTS, Turns
-from stages.model.chat_template import MARKERS
+from stages.model.assets import MARKERS
 
 ENDED = "whose turns end with the token that begins the next message, since no other ends them"
 LAID_OUT = "whose messages were given to the chat template in another form that says the same"
@@ -51,13 +51,15 @@ class Encoded:
     """Things to report of the row. Each continues a sentence that begins with "rows"."""
 
 
+@dataclass(eq=False)
 class Dropped(Exception):
-    """Leaves a row out. `why` continues a sentence that begins with "rows"; the others as in
-    Encoded."""
+    """Leaves a row out."""
 
-    def __init__(self, why: str, long: bool = False, kept_more: bool = False) -> None:
-        super().__init__(why, long, kept_more)
-        self.why, self.long, self.kept_more = why, long, kept_more
+    why: str
+    """Continues a sentence that begins with "rows"."""
+    long: bool = False
+    kept_more: bool = False
+    """As in Encoded."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,10 @@ R = TypeVar("R")
 
 
 def _tried(function: Callable[..., R], *args: Any) -> R | Dropped | Mistake:
-    """Call a function, and return what it raises for a row."""
+    """Call a function, and return what it raises for a row, or what an earlier step raised for it,
+    the last argument."""
+    if isinstance(args[-1], Dropped | Mistake):
+        return args[-1]
     try:
         return function(*args)
     except Dropped as dropped:
@@ -83,7 +88,15 @@ def _tried(function: Callable[..., R], *args: Any) -> R | Dropped | Mistake:
 
 @dataclass(frozen=True, kw_only=True)
 class RowEncoder:
-    """Encodes rows by the fields of `data.chat`; a pure function of each row."""
+    """Encodes rows by the fields of `data.chat`; a pure function of each row.
+
+    The text of a conversation is rendered whole and tokenised whole. `Turns` finds the assistant's
+    turns in it, from the end of the generation prompt to the end of the turn. White space that the
+    template puts after the end-of-turn token is not trained on, since generation stops before it.
+    A turn that nothing ends is ended by the token that begins the next message, as GLM's. A
+    template with {% generation %} markers decides itself: the marked part of an assistant's
+    message, with a header if that is marked, is trained on.
+    """
 
     fields: ChatFields
     names: Names
@@ -95,16 +108,26 @@ class RowEncoder:
     dtype: str
     """Type of the ids, which holds all of them."""
 
+    @functools.cached_property
+    def _renderer(self) -> Renderer:
+        return Renderer(self.tokens.tokenizer, self.fields.today)
+
     def batch(self, rows: Sequence[Row]) -> list[list[Encoded | Dropped] | Mistake]:
         """Encode rows in order, with one call of the tokenizer, each as a sample or as several; a
         Mistake stands for each that cannot be used."""
-        examples = [self._examples(row) for row in rows]
+        examples = list[Sequence[Example | Dropped | Mistake]]()
+        for row in rows:
+            example = _tried(self._example, row)
+            if self.fields.turns == "each" and isinstance(example, Conversation):
+                turns = self._trained_turns(example)
+                examples.append([example.until(turn) for turn in turns] or [example])
+            else:
+                examples.append([example])
         flat = [*itertools.chain.from_iterable(examples)]
-        self._chats.ahead([each for each in flat if isinstance(each, Conversation)])
-        laid_out = [
-            each if isinstance(each, Dropped | Mistake) else _tried(self._laid_out, each)
-            for each in flat
-        ]
+        if self.tokens.tokenizer.chat_template:
+            chats = [each for each in flat if isinstance(each, Conversation)]
+            self._renderer.ahead(chats, self._located)
+        laid_out = [_tried(self._laid_out, each) for each in flat]
         texts = [each.text for each in laid_out if isinstance(each, _Text)]
         found = iter(self.tokens(texts))
         encoded = (
@@ -113,22 +136,12 @@ class RowEncoder:
         )
         results = list[list[Encoded | Dropped] | Mistake]()
         for row, own in zip(rows, examples, strict=True):
-            made = [next(encoded) for _ in own]
-            samples = [
-                _tried(self._cut, row, each) if isinstance(each, Encoded) else each for each in made
-            ]
+            made = itertools.islice(encoded, len(own))
+            samples = [_tried(self._cut, row, each) for each in made]
             mistakes = [each for each in samples if isinstance(each, Mistake)]
             kept = [each for each in samples if not isinstance(each, Mistake)]
             results.append(mistakes[0] if mistakes else kept)
         return results
-
-    def _examples(self, row: Row) -> Sequence[Example | Dropped | Mistake]:
-        """Return a row as one example, or as one for each turn."""
-        example = _tried(self._example, row)
-        if self.fields.turns == "together" or not isinstance(example, Conversation):
-            return [example]
-        turns = self._chats.trained_turns(example)
-        return [example.until(turn) for turn in turns] or [example]
 
     def _example(self, row: Row) -> Example:
         example = forms.read(
@@ -137,7 +150,7 @@ class RowEncoder:
         if isinstance(example, forms.Tokens):
             return example
         if isinstance(example, Conversation) and self.fields.empty != "train":
-            turns = self._chats.trained_turns(example)
+            turns = self._trained_turns(example)
             empty = [index for index in turns if says_nothing(example.messages[index])]
             if empty and self.fields.empty == "drop":
                 raise Dropped(EMPTY_ANSWER)
@@ -164,13 +177,9 @@ class RowEncoder:
             )
         return example
 
-    @functools.cached_property
-    def _chats(self) -> _ConversationEncoder:
-        return _ConversationEncoder(self.tokens, self.fields)
-
     def _laid_out(self, given: Example) -> _Text | Encoded:
         if isinstance(given, Conversation):
-            return self._chats.lay_out(given)
+            return self._conversation(given)
         if isinstance(given, Completion):
             encode = functools.partial(self._completed, given)
             return _Text(given.prompt + given.completion, encode)
@@ -184,8 +193,8 @@ class RowEncoder:
         tokenizer = self.tokens.tokenizer
         if tokenizer.eos_token_id is None:
             raise StageError("the tokenizer has no eos_token to end a completion with")
-        begun = tokenize.begins_with(text.ids, self.start)
-        ended = tokenize.ends_with(example.completion, tokenizer.eos_token)
+        begun = bool(self.start) and text.ids[: len(self.start)].tolist() == self.start
+        ended = example.completion.rstrip().endswith(tokenizer.eos_token)
         before = [] if begun else self.start
         after = [] if ended else [tokenizer.eos_token_id]
         return Encoded(
@@ -214,35 +223,10 @@ class RowEncoder:
         ids, trained = ids[:room].astype(self.dtype), trained[:room]
         return dataclasses.replace(encoded, ids=ids, trained=trained, long=True, kept_more=one_more)
 
-
-@dataclass(frozen=True)
-class _ConversationEncoder:
-    """Encodes conversations as tokens with their mask.
-
-    The text of a conversation is rendered whole and tokenised whole. `Turns` finds the assistant's
-    turns in it, from the end of the generation prompt to the end of the turn. White space that the
-    template puts after the end-of-turn token is not trained on, since generation stops before it.
-    A turn that nothing ends is ended by the token that begins the next message, as GLM's. A
-    template with {% generation %} markers decides itself: the marked part of an assistant's
-    message, with a header if that is marked, is trained on.
-    """
-
-    tokens: TextTokenizer
-    fields: ChatFields
-
-    @functools.cached_property
-    def _renderer(self) -> Renderer:
-        return Renderer(self.tokens.tokenizer, self.fields.today)
-
-    def ahead(self, chats: Sequence[Conversation]) -> None:
-        """Render what will be needed of the conversations, as far as it is not too much at once."""
-        if self.tokens.tokenizer.chat_template:
-            self._renderer.ahead(chats, self._located)
-
-    def lay_out(self, chat: Conversation) -> _Text:
+    def _conversation(self, chat: Conversation) -> _Text:
         """Return a conversation in the first form that the template renders without leaving out
         anything that is said. Raises DataError if there is none, but under `unrendered: allow`."""
-        template, trained = self._renderer.template(chat), self.trained_turns(chat)
+        template, trained = self._renderer.template(chat), self._trained_turns(chat)
         unshown = any(chat.extra.get(key) and key not in template for key in ("tools", "documents"))
         best: tuple[Turns, list[tuple[int, str]]] | None = None
         refused = list[Refused]()
@@ -266,35 +250,29 @@ class _ConversationEncoder:
         if best is None:
             raise self._renderer.explained(chat, *refused)
         turns, lost = best
-        if lost and self.fields.unrendered != "allow":
-            self._leave_out(chat, lost)
+        if lost and self.fields.unrendered == "drop":
+            raise Dropped(UNRENDERED)
+        if lost and self.fields.unrendered == "error":
+            index, said = lost[0]
+            where = f" of messages[{index}]" if index >= 0 else ""
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            hint = "name a template that lays it out in `model.chat_template`"
+            if said == THOUGHTS and (len(chat.messages) - 1, THOUGHTS) not in lost:
+                hint = "set `turns: each` or `loss: last`, which train a turn as it is at inference"
+            raise chat.row.error(
+                f"the chat template leaves out {said}{where}{more}",
+                hint=f"{hint}, or set `unrendered: allow` to train on what is left",
+            )
         facts = {LAID_OUT: turns.chat is not chat, UNSHOWN: unshown, UNRENDERED: bool(lost)}
         notes = tuple(note for note, is_so in facts.items() if is_so)
         return _Text(turns.text, functools.partial(self._encoded, turns, notes))
 
-    def _leave_out(self, chat: Conversation, lost: Sequence[tuple[int, str]]) -> None:
-        if self.fields.unrendered == "drop":
-            raise Dropped(UNRENDERED)
-        index, said = lost[0]
-        where = f" of messages[{index}]" if index >= 0 else ""
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        hint = "name a template that lays it out in `model.chat_template`"
-        if said == THOUGHTS and (len(chat.messages) - 1, THOUGHTS) not in lost:
-            hint = "set `turns: each` or `loss: last`, which train a turn as it is at inference"
-        raise chat.row.error(
-            f"the chat template leaves out {said}{where}{more}",
-            hint=f"{hint}, or set `unrendered: allow` to train on what is left",
-        )
-
-    def trained_turns(self, chat: Conversation) -> list[int]:
+    def _trained_turns(self, chat: Conversation) -> list[int]:
         """Return the indices of the messages that are trained on."""
         first = 0 if self.fields.loss in ("assistant", "all") else chat.first
         turns = [index for index in chat.assistant_turns() if index >= first]
         turns = turns[-1:] if self.fields.loss == "last" else turns
         return [index for index in turns if index not in chat.silent]
-
-    def _has_markers(self, chat: Conversation) -> bool:
-        return bool(MARKERS.search(self._renderer.template(chat)))
 
     def _located(self, chat: Conversation) -> list[tuple[int, bool]]:
         """Return the messages whose characters are looked for, and whether to look after their
@@ -302,37 +280,43 @@ class _ConversationEncoder:
         assistant = chat.assistant_turns()
         if self.fields.loss == "all":
             return [(index, 0 < index in assistant) for index in sorted(chat.silent)]
-        prompt = not self._has_markers(chat)
-        return [(index, prompt) for index in self.trained_turns(chat)]
+        prompt = not MARKERS.search(self._renderer.template(chat))
+        return [(index, prompt) for index in self._trained_turns(chat)]
 
     def _encoded(self, turns: Turns, notes: tuple[str, ...], tokens: TextTokens) -> Encoded:
         """Return the tokens of a text with their mask, and ids that are trained on after it. Raises
         DataError if its turns cannot be located."""
-        chat, end = turns.chat, list[int]()
+        chat, tokenizer, end = turns.chat, self.tokens.tokenizer, list[int]()
         located = self._located(chat)
         indices = [index for index, _ in located]
+        if self.fields.loss != "all" and any(says_nothing(chat.messages[n]) for n in indices):
+            notes += (EMPTY,)
         if self.fields.loss == "all":
             silent = [turns.span(index, prompt=prompt) for index, prompt in located]
             trained = ~tokens.inside(silent)
+        elif MARKERS.search(self._renderer.template(chat)):
+            trained = self._marked(turns, tokens, indices)
         else:
-            if any(says_nothing(chat.messages[index]) for index in indices):
-                notes += (EMPTY,)
-            if self._has_markers(chat):
-                trained = self._marked(turns, tokens, indices)
-            else:
-                spans = list[Span]()
-                special = tokens.bounds[self.tokens.are_special(tokens.ids)]
-                for index, prompt in located:
-                    start, stop = turns.span(index, prompt=prompt)
-                    within = special[(special[:, 0] < stop) & (special[:, 1] > start)]
-                    after = int(within[-1, 1]) if len(within) else stop
-                    # White space after the last special token is not trained on.
-                    span = (start, stop if turns.text[after:stop].strip() else after)
-                    if not (special[:, 1] == span[1]).any():
-                        span, end, note = self._ended(turns, span)
-                        notes += (note,)
-                    spans.append(span)
-                trained = tokens.inside(spans)
+            spans = list[Span]()
+            special = tokens.bounds[np.isin(tokens.ids, self.tokens.special_ids)]
+            for index, prompt in located:
+                start, stop = turns.span(index, prompt=prompt)
+                within = special[(special[:, 0] < stop) & (special[:, 1] > start)]
+                after = int(within[-1, 1]) if len(within) else stop
+                # White space after the last special token is not trained on.
+                stop = stop if turns.text[after:stop].strip() else after
+                if not (special[:, 1] == stop).any():
+                    # The model says the token that begins the next message to end its turn, where
+                    # nothing else does.
+                    begins = self.tokens.spelled.match(turns.text[stop:] or turns.after())
+                    known = begins if begins and begins.group() != tokenizer.bos_token else None
+                    notes += (ENDED if known else ENDLESS,)
+                    if known and stop < len(turns.text):
+                        stop += known.end()
+                    elif known:
+                        end = [tokenizer.convert_tokens_to_ids(known.group())]
+                spans.append((start, stop))
+            trained = tokens.inside(spans)
         if not chat.assistant_turns() and not trained.any():
             raise Dropped("without a message of the assistant")
         return Encoded(
@@ -341,17 +325,6 @@ class _ConversationEncoder:
             nulls=chat.row.nulls,
             notes=notes,
         )
-
-    def _ended(self, turns: Turns, span: Span) -> tuple[Span, list[int], str]:
-        """Return a span with the token that begins the next message, which the model says to end
-        its turn where nothing else does; after the last message, that token's id; and a note."""
-        start, end = span
-        found = self.tokens.spelled.match(turns.text[end:] or turns.after())
-        if found is None or found.group() == self.tokens.tokenizer.bos_token:
-            return span, [], ENDLESS
-        if end < len(turns.text):
-            return (start, end + found.end()), [], ENDED
-        return span, [self.tokens.tokenizer.convert_tokens_to_ids(found.group())], ENDED
 
     def _marked(self, located: Turns, tokens: TextTokens, turns: list[int]) -> NDArray[np.bool_]:
         """Return the template's own mask, limited to `turns` unless they are all the assistant's.

@@ -129,10 +129,7 @@ class ChatFields(Selection):
     """Fields of `data.chat`."""
 
     sources: tuple[ChatSource, ...] = ()
-    """Instead of `files`: several sources, mixed by weight. An epoch holds every sample of every
-    source at least once, and repeats samples until the shares match the weights."""
     heldout_sources: tuple[ChatSource, ...] = ()
-    """Instead of `heldout_files`: several sources to evaluate on, one after the other."""
     form: (
         Literal["messages", "sharegpt", "prompt/completion", "alpaca", "text", "input_ids"] | None
     ) = None
@@ -199,30 +196,25 @@ class ChatFields(Selection):
 
 def problems(fields: Selection) -> Iterator[Problem]:
     """Yield mistakes in the fields of a Selection that show without reading a file."""
-    if fields.sources:
-        yield from _source_problems("sources", fields.sources)
-        if fields.files:
-            yield _excludes("files", "sources")
-    else:
+    if not fields.sources:
         yield from file_problems("files", fields.files)
+    elif fields.files:
+        yield _excludes("files", "sources")
     if fields.heldout_files:
         yield from file_problems("heldout_files", fields.heldout_files)
-    yield from _source_problems("heldout_sources", fields.heldout_sources)
+    for key in ("sources", "heldout_sources"):
+        for index, source in enumerate(getattr(fields, key)):
+            for problem in _mistakes(source):
+                yield replace(problem, key=f"{key}.{index}.{problem.key}")
     held = [key for key in ("files", "sources", "fraction") if getattr(fields, f"heldout_{key}")]
     for key in held[1:]:
         yield _excludes(f"heldout_{key}", f"heldout_{held[0]}")
-    yield from _duplicates(fields)
+    yield from _repeated(fields)
     yield from path_problems("cache", fields.cache)
 
 
 def _excludes(key: str, other: str) -> Problem:
     return Problem(message=f"excludes `{other}`", key=key, hint="leave out one of them")
-
-
-def _source_problems(key: str, sources: tuple[Source, ...]) -> Iterator[Problem]:
-    for index, source in enumerate(sources):
-        for problem in _mistakes(source):
-            yield replace(problem, key=f"{key}.{index}.{problem.key}")
 
 
 def _mistakes(source: Source) -> Iterator[Problem]:
@@ -242,26 +234,18 @@ def _mistakes(source: Source) -> Iterator[Problem]:
         yield Problem(message=message, key="revision")
 
 
-def _duplicates(fields: Selection) -> Iterator[Problem]:
+def _repeated(fields: Selection) -> Iterator[Problem]:
     """Yield files and splits that are trained on twice, or are both trained on and held out."""
-    seen: dict[object, int] = {}
-    for index, source in enumerate(fields.trained_on()):
-        for content, name in _contents(source):
-            if content in seen:
-                message = f"{name} is in sources[{seen[content]}] already"
+    trained, seen = fields.trained_on(), dict[object, int]()
+    for index, source in enumerate((*trained, *fields.held_out())):
+        split = (source.dataset, source.config, source.split)
+        files = [(path.resolve(), str(path)) for path in find_files(source.files)]
+        for content, name in [(split, str(source))] if source.dataset else files:
+            first = seen.setdefault(content, index)
+            if first < index < len(trained):
+                message = f"{name} is in sources[{first}] already"
                 yield Problem(message=message, key=f"sources.{index}")
-            seen.setdefault(content, index)
-    for index, source in enumerate(fields.held_out()):
-        for content, name in _contents(source):
-            if content in seen:
-                key = "heldout_files" if fields.heldout_files else f"heldout_sources.{index}"
+            elif first < len(trained) <= index:
+                key = f"heldout_sources.{index - len(trained)}"
+                key = "heldout_files" if fields.heldout_files else key
                 yield Problem(message=f"{name} is also trained on", key=key)
-
-
-def _contents(source: Source) -> Iterator[tuple[object, str]]:
-    """Yield the identity and the name of each file of a source, or of its split."""
-    if source.dataset is not None:
-        yield (source.dataset, source.config, source.split), str(source)
-        return
-    for path in find_files(source.files):
-        yield path.resolve(), str(path)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from pipeline import NO_TARGET, DataError, StageError
 from stages.data import messages
@@ -67,12 +66,10 @@ Example = Conversation | Completion | Tokens
 def rows_with_forms(
     parts: Iterable[Part], given: str | None, names: Names, mistakes: Mistakes
 ) -> Iterator[Row]:
-    """Yield every row with its form: the `given` one, or else the one that its keys fit.
-
-    `mistakes` gets a DataError for each row that cannot be read, fits no form or several, lacks the
-    keys of the given one, or is of another form than the first of its file; and for a file that
-    cannot be read to its end, or has no row.
-    """
+    """Yield every row with its form: the `given` one, or else the one that its keys fit. `mistakes`
+    gets a DataError for each row that cannot be read, fits no form or several, lacks the keys of
+    the given one, or is of another form than the first of its file; and for a file that cannot be
+    read to its end, or has no row."""
     for part in parts:
         first, before = "", mistakes.count
         try:
@@ -146,10 +143,8 @@ def _meant(there: Sequence[str], names: Names) -> str:
 
 def read(row: Row, *, template: bool, names: Names, vocab_size: int) -> Example:
     """Read a row, whose form is known, as an example. Raises DataError for a mistake in the row.
-
     `template`: whether a pair of texts becomes a user's and an assistant's turn of the chat
-    template. `vocab_size`: bound of token ids.
-    """
+    template. `vocab_size`: bound of token ids."""
     row = names.row(row)
     match row.form:
         case "messages":
@@ -189,7 +184,8 @@ def _prompt_completion(row: Row, names: Names, *, template: bool) -> Conversatio
     require_text(row, completion, "`completion`")
     if not template:
         return Completion(row=row, prompt=prompt, completion=completion)
-    return conversation(row, [_turn("user", prompt), _turn("assistant", completion)], first=1)
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    return conversation(row, turns, first=1)
 
 
 def _alpaca(row: Row, *, template: bool) -> Conversation | Completion:
@@ -205,22 +201,18 @@ def _alpaca(row: Row, *, template: bool) -> Conversation | Completion:
         if not isinstance(pair, list) or len(pair) != 2:
             raise row.error(f"`history[{index}]` is not a pair of texts")
         before += [
-            _turn(role, require_text(row, text, f"`history[{index}]`"))
+            {"role": role, "content": require_text(row, text, f"`history[{index}]`")}
             for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
     if template:
         question = f"{instruction}\n{context}" if context else instruction
-        turns = [*before, _turn("user", question), _turn("assistant", output)]
-        return conversation(row, turns, first=len(turns) - 1)
+        before += [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+        return conversation(row, before, first=len(before) - 1)
     if before:
         raise row.error("`system` and `history` need a chat template", hint="set `template: true`")
     prompt = _WITH_INPUT if context else _WITHOUT_INPUT
     prompt = prompt.format(instruction=instruction, input=context)
     return Completion(row=row, prompt=prompt, completion=output)
-
-
-def _turn(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
 
 
 def _tokens(row: Row, vocab_size: int) -> Tokens:

@@ -188,10 +188,11 @@ def conversation(row: Row, messages: Messages, *, first: int = 0) -> Conversatio
     The keys that decide whether a message is trained on are removed from the messages."""
     extra: dict[str, Any] = {}
     for key in ("tools", "documents"):
-        found = _none_or_list(row, row.value.get(key), key)
+        found = listed(row, row.value.get(key), key)
         if found is not None:
             extra[key] = require(row, found, list, f"`{key}`")
-    more = _parsed(row, row.value.get("chat_template_kwargs") or {}, "chat_template_kwargs") or {}
+    more = row.value.get("chat_template_kwargs") or {}
+    more = parsed_json(row, more, "chat_template_kwargs") or {}
     require(row, more, dict, "`chat_template_kwargs`")
     for key in sorted(RESERVED.intersection(more)):
         message = f"`chat_template_kwargs` has {key!r}, which is not a variable of the template"
@@ -219,12 +220,13 @@ def checked(row: Row, messages: Any, key: str, names: Names) -> list[dict[str, A
 
 def listed(row: Row, value: Any, where: str) -> Any:
     """Return a list of objects that is written in another way as a list: as JSON text, or as an
-    object of lists, one for each key, as `datasets` writes sequences of objects. Other values are
-    returned as they are. Raises DataError for text that is not JSON, and lists of other lengths."""
+    object of lists, one for each key, as `datasets` writes sequences of objects; None for an empty
+    text, which says so in tables. Other values are returned as they are. Raises DataError for text
+    that is not JSON, and lists of other lengths."""
     if isinstance(value, str):
         if value.strip() not in ("", "null") and value.lstrip()[0] not in "[{":
             raise row.error(f"`{where}` is text, not a list")
-        value = parsed_json(row, value, where)
+        value = parsed_json(row, value, where) if value.strip() else None
     if not isinstance(value, dict) or not value:
         return value
     if not all(isinstance(each, list) for each in value.values()):
@@ -247,7 +249,7 @@ def _message(row: Row, message: Any, where: str, names: Names) -> dict[str, Any]
         raise row.error(f"`{where}.weight` is {weight!r}, neither 0 nor 1")
     given["train"] = bool(train and weight == 1)
     if "tool_calls" in given:
-        given["tool_calls"] = _none_or_list(row, given["tool_calls"], f"{where}.tool_calls")
+        given["tool_calls"] = listed(row, given["tool_calls"], f"{where}.tool_calls")
     if given.get("tool_calls"):
         if role != "assistant":
             raise row.error(f"`{where}` calls a tool, but its role is {role!r}, not 'assistant'")
@@ -282,7 +284,7 @@ def _from_sharegpt(row: Row, entry: Any, where: str, names: Names) -> Any:
     kept = {key: entry[key] for key in ("train", "weight") if entry.get(key) is not None}
     if name != _CALL:
         return {"role": _SHAREGPT_ROLES.get(name, name), "content": text, **kept}
-    found = _parsed(row, text, f"{where}.value")
+    found = parsed_json(row, text, f"{where}.value")
     calls = found if isinstance(found, list) else [found]
     functions = [{"type": "function", "function": call} for call in calls]
     return {"role": "assistant", "tool_calls": functions, **kept}
@@ -321,15 +323,5 @@ def _call(row: Row, call: Any, where: str) -> dict[str, Any]:
     require_text(row, call.get("name"), f"`{where}.name`")
     given = call.get("arguments", {})
     # APIs write an empty text where a function takes none.
-    arguments = {} if given == "" else _parsed(row, given, f"{where}.arguments")
+    arguments = {} if given == "" else parsed_json(row, given, f"{where}.arguments")
     return {**call, "arguments": require(row, arguments, dict, f"`{where}.arguments`")}
-
-
-def _parsed(row: Row, value: Any, where: str) -> Any:
-    """Return a value, parsed if it is JSON text, as in tables."""
-    return parsed_json(row, value, where) if isinstance(value, str) else value
-
-
-def _none_or_list(row: Row, value: Any, where: str) -> Any:
-    """Return a list as `listed` does; None for an empty text, which says so in tables."""
-    return None if isinstance(value, str) and not value.strip() else listed(row, value, where)

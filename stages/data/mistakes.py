@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 
 from pipeline import BadRows, DataError
 from pipeline.utils import counted
-from stages.data.cache import Entry
 from stages.data.sources import Part
 
-_NOTES = "notes.json"
+NOTES = "notes.json"
+"""File of an entry with its notes, if there are any."""
 SHOWN = 20
 """Rows that an error shows."""
 MOST = 1000
@@ -29,18 +29,16 @@ _VARIES = re.compile(
 """Parts that differ between mistakes of one kind: quoted values, indices and numbers."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Note:
-    """A change to some rows of a source."""
+    """A change to some rows of a source. `part` is the index of the source's part with the first of
+    these rows (the same content may have another name in a later run), `row` its number in that
+    part, from 1, or 0 for the whole, `place` the place in that row, if one matters."""
 
     text: str
     part: int
-    """Index of the source's part that has the first of these rows: the same content may have
-    another name in a later run."""
     row: int
-    """Its number in that part, from 1; 0 for the whole."""
     place: str = ""
-    """The place in that row, if one matters."""
     hint: str = ""
 
     def told(self, names: Sequence[object]) -> str:
@@ -55,14 +53,7 @@ def write_notes(folder: Path, notes: Sequence[Note]) -> None:
     """Write the notes on a source, if there are any, among the files of its entry."""
     if notes:
         text = json.dumps([asdict(note) for note in notes])
-        (folder / _NOTES).write_text(text, encoding="utf-8")
-
-
-def read_notes(entry: Entry) -> list[Note]:
-    """Return the notes in an entry; none where there is nothing to report."""
-    if not (entry.folder / _NOTES).exists():
-        return []
-    return [Note(**each) for each in json.loads(entry.array(_NOTES, "u1")[:].tobytes())]
+        (folder / NOTES).write_text(text, encoding="utf-8")
 
 
 class Mistake(NamedTuple):
@@ -158,13 +149,10 @@ class Mistakes:
 
     def notes(self) -> list[Note]:
         """Return what was dropped, as notes on the source."""
+        what = "that cannot be trained on"
         return [
-            Note(
-                text=f"dropped {counted(count, 'rows')} that cannot be trained on: {words}",
-                part=self.part(first.file),
-                row=first.row or 0,
-            )
-            for words, count, first in self.kinds()
+            Note(f"dropped {counted(n, 'rows')} {what}: {words}", *self._place(first))
+            for words, n, first in self.kinds()
         ]
 
     def kinds(self) -> Iterator[tuple[str, int, DataError]]:

@@ -12,6 +12,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline import DataError, StageError
@@ -29,11 +30,9 @@ _WORDS = 300
 
 @functools.lru_cache(maxsize=8)
 def with_date(template: str, date: str) -> str:
-    """Return a chat template whose `strftime_now` formats midnight of `date` (YYYY-MM-DD).
-
-    It is replaced by a macro, since templates cannot be given functions, and a macro takes
-    precedence over transformers' own function.
-    """
+    """Return a chat template whose `strftime_now` formats midnight of `date` (YYYY-MM-DD). It is
+    replaced by a macro, since templates cannot be given functions, and a macro takes precedence
+    over transformers' own function."""
     if "strftime_now" not in template:
         return template
     midnight = datetime.datetime.fromisoformat(date)
@@ -47,12 +46,9 @@ def with_date(template: str, date: str) -> str:
 
 
 def layouts(messages: Messages) -> Iterator[Messages]:
-    """Yield the messages as they are, and in each other form that says the same.
-
-    Templates take the arguments of calls as objects or as JSON text, a call without a content or
-    with null or an empty text for it, thoughts under one of several keys, and contents as text or
-    as lists of parts.
-    """
+    """Yield the messages as they are, and in each other form that says the same. Templates take the
+    arguments of calls as objects or as JSON text, a call without a content or with null or an empty
+    text for it, thoughts under one of several keys, and contents as text or as lists of parts."""
     yield messages
     calls = [any(message.get(key) for key in CALLS) for message in messages]
     silent = [has and not each.get("content") for has, each in zip(calls, messages, strict=True)]
@@ -102,12 +98,12 @@ def prints_python(messages: Messages, text: str) -> bool:
     return any(repr(each) in text for each in given if isinstance(each, dict) and each)
 
 
+@dataclass(eq=False)
 class Refused(Exception):
     """A template does not lay out some messages; its cause is the template's own error."""
 
-    def __init__(self, messages: Messages, prompt: bool) -> None:
-        super().__init__()
-        self.messages, self.prompt = messages, prompt
+    messages: Messages
+    prompt: bool
 
 
 class Renderer:
@@ -216,10 +212,8 @@ class Renderer:
             found = (what for what, instead in changes if renders([*before, *instead]))
             what, where = next(found, None), f"messages[{last}]"
             if what is None:
-                role = messages[last]["role"]
-                return chat.row.error(
-                    f"the chat template refuses {where}, whose role is {role!r}: {words}"
-                )
+                role = f"whose role is {messages[last]['role']!r}"
+                return chat.row.error(f"the chat template refuses {where}, {role}: {words}")
             said = f"{where} {what}"
         return chat.row.error(f"{said}, which the chat template does not lay out: {words}")
 

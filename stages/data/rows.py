@@ -53,10 +53,8 @@ def raised(error: DataError) -> None:
 
 def rows(path: Path, columns: list[str] | None = None, report: Report = raised) -> Iterator[Row]:
     """Yield the rows of a file of any known kind as dicts; a line of a .txt file as {"text": line}.
-
     `columns` limits what is read of a Parquet file. `report` gets a DataError for each row that is
-    not an object, or holds a key twice. Raises DataError for a file that cannot be read.
-    """
+    not an object, or holds a key twice. Raises DataError for a file that cannot be read."""
     if path.name.endswith(PARQUET):
         yield from _parquet_rows(path, columns)
     elif path.name.endswith(TEXT):
@@ -176,10 +174,11 @@ _MARKING = json.JSONDecoder(object_pairs_hook=_marked)
 """Decodes texts that `_PLAIN` refuses, to say where a key is twice."""
 
 
-def parsed_json(row: Row, text: str, what: str = "") -> Any:
-    """Return the value of a JSON text in a row; `what` names the text unless it is the whole row.
-    Raises the row's error if it is not JSON, or has an object with a key twice."""
-    value, repeats = _decoded(row, text, what)
+def parsed_json(row: Row, value: Any, what: str = "") -> Any:
+    """Return the value of a JSON text in a row, or another value as it is; `what` names it unless
+    it is the whole row. Raises the row's error if the text is not JSON, or has an object with a key
+    twice."""
+    value, repeats = _decoded(row, value, what) if isinstance(value, str) else (value, False)
     return _require_once(row, value, what) if repeats else value
 
 

@@ -1,54 +1,69 @@
-"""Samples in cache entries, rows with a mask and blocks of a token stream; and views of them:
-several rows packed in one sample, sources mixed by weight."""
+"""Sources tokenised into cache entries, which are opened as samples: rows with a mask, or blocks of
+a token stream; and views of them: several rows packed in one sample, sources mixed by weight."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from abc import abstractmethod
+import json
+import time
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import NO_TARGET, Sample, Samples
-from stages.data.cache import Counts, Entry, VerifiedArray
+from pipeline import (
+    NO_TARGET,
+    BadRows,
+    Context,
+    Data,
+    DataError,
+    ModelSource,
+    Sample,
+    Samples,
+    StageError,
+)
+from stages.data import tokenize
+from stages.data.cache import Counts, Entry, VerifiedArray, cache_folder, prepare, prepare_locally
+from stages.data.fields import Selection
+from stages.data.mistakes import NOTES, Note, together
+from stages.data.sources import OpenedSource, Source
 
+BAD, CHANGED = "bad rows", "encoded otherwise"
+"""Counts of an entry: rows with a mistake, which were dropped; rows or documents that earlier
+versions encoded otherwise."""
 TOKENS, STARTS, TRAINED = "tokens.bin", "starts.bin", "trained.bin"
 OFFSETS, TARGETS, ROWS = "offsets.bin", "targets.bin", "rows.bin"
 Indices = NDArray[np.int64]
-
-
-def require_within(indices: Indices, count: int) -> Indices:
-    """Return the indices. Raises IndexError unless all of them are in [0, count)."""
-    if len(indices) and not 0 <= indices.min() <= indices.max() < count:
-        raise IndexError(f"samples {indices.min()} to {indices.max()} of {count}")
-    return indices
 
 
 class CountedSamples(Samples):
     """Samples whose targets and documents are known without reading them."""
 
     @abstractmethod
-    def _counts(self, indices: Indices) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the targets and the documents of samples; shapes (indices,)."""
+    def counted(self, indices: Indices) -> Indices:
+        """Return how many targets and documents some samples have in all; shape (2,)."""
 
     def targets(self, index: int) -> int:
         return self.total_targets(np.array([index]))
 
     def total_targets(self, indices: Indices) -> int:
-        return int(self._counts(require_within(indices, len(self)))[0].sum())
+        return int(self.counted(indices)[0])
 
     def total_rows(self, indices: Indices) -> int:
-        return int(self._counts(indices)[1].sum())
+        return int(self.counted(indices)[1])
 
-    def checked(self, index: int) -> int:
-        """Return the index. Raises IndexError if it is not in the set."""
-        require_within(np.array([index]), len(self))
-        return index
+    def within(self, indices: Any) -> Any:
+        """Return an index, or some. Raises IndexError unless the set has them all."""
+        each = np.atleast_1d(indices)
+        if len(each) and not 0 <= each.min() <= each.max() < len(self):
+            raise IndexError(f"samples {each.min()} to {each.max()} of {len(self)}")
+        return indices
 
 
 class MaskedSamples(CountedSamples):
@@ -63,11 +78,11 @@ class MaskedSamples(CountedSamples):
     def __len__(self) -> int:
         return len(self._targets)
 
-    def _counts(self, indices: Indices) -> tuple[NDArray[Any], NDArray[Any]]:
-        return self._targets[indices], np.ones(len(indices), np.int64)
+    def counted(self, indices: Indices) -> Indices:
+        return np.array([self._targets[self.within(indices)].sum(), len(indices)])
 
     def __getitem__(self, index: int) -> Sample:
-        start, stop = self._offsets[self.checked(index) : index + 2].tolist()
+        start, stop = self._offsets[self.within(index) : index + 2].tolist()
         ids = np.asarray(self._tokens[start:stop], dtype=np.int64)
         labels = np.where(self._trained[start + 1 : stop] != 0, ids[1:], NO_TARGET)
         return Sample(input_ids=ids[:-1], labels=labels)
@@ -96,11 +111,12 @@ class PackedSamples(CountedSamples):
     def __len__(self) -> int:
         return len(self._targets)
 
-    def _counts(self, indices: Indices) -> tuple[NDArray[Any], NDArray[Any]]:
-        return self._targets[indices], self._offsets[indices + 1] - self._offsets[indices]
+    def counted(self, indices: Indices) -> Indices:
+        rows = self._offsets[self.within(indices) + 1] - self._offsets[indices]
+        return np.array([self._targets[indices].sum(), rows.sum()])
 
     def __getitem__(self, index: int) -> Sample:
-        start, stop = self._offsets[self.checked(index) : index + 2].tolist()
+        start, stop = self._offsets[self.within(index) : index + 2].tolist()
         rows = [self._rows[row] for row in self._members[start:stop].tolist()]
         return Sample(
             input_ids=np.concatenate([row.input_ids for row in rows]),
@@ -112,11 +128,9 @@ class PackedSamples(CountedSamples):
 def best_fit_decreasing(lengths: Indices, capacity: int) -> list[array[int]]:
     """Pack items into bins: the longest item first, each into the fullest bin with enough room
     (Johnson 1974, Fast algorithms for bin packing; at most 11/9 of the fewest bins, and one more).
-
     `lengths`: int64, shape (items,), none above `capacity`. Returns each bin's items in ascending
     order, the bins by their first item. Takes O(n log n) comparisons: bins are found by bisection
-    among the distinct amounts of room.
-    """
+    among the distinct amounts of room."""
     bins: list[array[int]] = []
     rooms: list[int] = []  # distinct, ascending
     with_room: dict[int, list[int]] = {}
@@ -165,18 +179,19 @@ class TokenBlocks(CountedSamples):
 
     def _bounds(self, indices: Any) -> tuple[Any, Any]:
         """Return the start and end in the stream of one window, or of an array of them."""
-        starts = (self._first + indices) * self._length
+        starts = (self._first + self.within(indices)) * self._length
         return starts, np.minimum(starts + self._length + 1, len(self._tokens))
 
-    def _counts(self, indices: Indices) -> tuple[NDArray[Any], NDArray[Any]]:
+    def counted(self, indices: Indices) -> Indices:
         begin, end = self._bounds(indices)
-        if self._starts is None:
-            return end - begin - 1, np.ones(len(indices), np.int64)
-        first, last, after = np.searchsorted(self._starts, [begin + 1, end - 1, end])
-        return end - begin - 1 - (after - first), 1 + last - first
+        counts = np.array([(end - begin - 1).sum(), len(indices)])
+        if self._starts is not None:
+            first, last, after = np.searchsorted(self._starts, [begin + 1, end - 1, end])
+            counts += np.array([(first - after).sum(), (last - first).sum()])
+        return counts
 
     def __getitem__(self, index: int) -> Sample:
-        start, stop = map(int, self._bounds(self.checked(index)))
+        start, stop = map(int, self._bounds(index))
         window = np.asarray(self._tokens[start:stop], dtype=np.int64)
         inputs, labels = window[:-1], window[1:]
         if self._starts is None:
@@ -197,55 +212,39 @@ def block_count(tokens: int, length: int) -> int:
     return max(0, -(-(tokens - 1) // length))
 
 
-class JoinedSamples(Samples):
-    """Samples of several sets; each counts its own."""
-
-    @abstractmethod
-    def _divided(self, indices: Indices) -> Iterator[tuple[Samples, Indices]]:
-        """Yield each set with its own indices of these samples."""
-
-    def targets(self, index: int) -> int:
-        return self.total_targets(np.array([index]))
-
-    def total_targets(self, indices: Indices) -> int:
-        return sum(part.total_targets(own) for part, own in self._divided(indices))
-
-    def total_rows(self, indices: Indices) -> int:
-        return sum(part.total_rows(own) for part, own in self._divided(indices))
-
-
-class Mixture(JoinedSamples):
+class Mixture(CountedSamples):
     """Concatenated sets, each repeated to a given number of samples.
 
     If a set of n samples has c >= n places, place k holds sample floor(k n / c): every sample
     occurs floor(c / n) or ceil(c / n) times, and the extra occurrences are spread evenly.
     """
 
-    def __init__(self, parts: Sequence[Samples], counts: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[CountedSamples], counts: Sequence[int]) -> None:
         self._parts, self._starts = parts, [0, *itertools.accumulate(counts)]
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> Sample:
-        require_within(np.array([index]), len(self))
-        part = bisect.bisect_right(self._starts, index) - 1
+        part = bisect.bisect_right(self._starts, self.within(index)) - 1
         start, stop = self._starts[part : part + 2]
         return self._parts[part][(index - start) * len(self._parts[part]) // (stop - start)]
 
-    def _divided(self, indices: Indices) -> Iterator[tuple[Samples, Indices]]:
-        indices = require_within(indices, len(self))
+    def counted(self, indices: Indices) -> Indices:
+        self.within(indices)
+        counts = np.zeros(2, np.int64)
         for part, start, stop in zip(self._parts, self._starts, self._starts[1:], strict=False):
             places = indices[(start <= indices) & (indices < stop)] - start
-            yield part, places * len(part) // (stop - start)
+            counts += part.counted(places * len(part) // (stop - start))
+        return counts
 
 
-def mixed(parts: Sequence[Samples], weights: Sequence[float] | None = None) -> Samples:
-    """Return the sets mixed by weight; without weights, one after the other.
-
-    An epoch holds the fewest samples that are every one of every set, in proportion to the weights
-    but for rounding.
-    """
+def mixed(
+    parts: Sequence[CountedSamples], weights: Sequence[float] | None = None
+) -> CountedSamples:
+    """Return the sets mixed by weight; without weights, one after the other. An epoch holds the
+    fewest samples that are every one of every set, in proportion to the weights but for
+    rounding."""
     if len(parts) == 1:
         return parts[0]
     counts = [len(part) for part in parts]
@@ -254,3 +253,101 @@ def mixed(parts: Sequence[Samples], weights: Sequence[float] | None = None) -> S
         scale = max(size / weight for size, weight in pairs)
         counts = [max(size, round(scale * weight)) for size, weight in pairs]
     return Mixture(parts, counts)
+
+
+class Entries(ABC):
+    """Tokenises sources into cache entries, and opens them as samples."""
+
+    def __init__(self, ctx: Context, model: ModelSource) -> None:
+        self.ctx, self.model, self.tokenizer = ctx, model, model.tokenizer()
+
+    @abstractmethod
+    def key(self, opened: OpenedSource) -> str:
+        """Return the cache key of a source."""
+
+    @abstractmethod
+    def build(self, opened: OpenedSource, folder: Path) -> Counts:
+        """Tokenise a source into a folder. Raises the error of its mistakes."""
+
+    @abstractmethod
+    def told(self, counts: Counts) -> Iterator[str]:
+        """Yield what a source holds, in words. Notes say why rows were dropped or changed."""
+
+    @abstractmethod
+    def identity(self, entries: Sequence[Entry]) -> Mapping[str, str | int | float | None]:
+        """Return everything that decides the samples of entries, but weights and held-out parts."""
+
+    @abstractmethod
+    def size(self, entry: Entry) -> int:
+        """Return the number of an entry's samples, unpacked."""
+
+    @abstractmethod
+    def samples(self, entry: Entry, first: int, count: int) -> CountedSamples:
+        """Open some samples of an entry (collective)."""
+
+    def cut(self, entry: Entry, count: int) -> int:
+        """Return the number of first samples, near `count`, that may be parted from the rest."""
+        return count
+
+    def open(self, sources: Sequence[Source], cache: str | None) -> list[Entry]:
+        """Return the cache entries of sources, tokenised if they are absent (collective). Raises
+        the DataError or BadRows of all sources together."""
+        opened = list(map(OpenedSource, sources))
+        folder, errors, log = cache_folder(cache), list[DataError | BadRows](), self.ctx.log
+        if len(sources) > 1:  # all, whatever is wrong with others
+            with self.ctx.dist.rank0_first() as main:
+                for each in opened if main else ():
+                    try:
+                        prepare_locally(folder, self.key(each), partial(self.build, each))
+                    except (DataError, BadRows) as error:
+                        errors.append(error)
+                if errors:
+                    raise together(errors)
+        entries = list[Entry]()
+        for each in opened:
+            started = time.monotonic()
+            key, build = partial(self.key, each), partial(self.build, each)
+            entries.append(entry := prepare(self.ctx, folder, key, build))
+            tokenize.check_ids(self.model, entry.counts["largest"])
+            seconds = time.monotonic() - started
+            log.info("%s: %s, %.1f s", each.source, ", ".join(self.told(entry.counts)), seconds)
+            log.debug(
+                "%s: largest id %d, in %s", each.source, entry.counts["largest"], entry.folder
+            )
+            if self.ctx.dist.is_main and (entry.folder / NOTES).exists():
+                names = [part.name for part in each.parts]
+                for note in json.loads(entry.array(NOTES, "u1")[:].tobytes()):
+                    log.warning("%s", Note(**note).told(names))
+        return entries
+
+    def data(self, fields: Selection, *, packed: bool) -> Data:
+        """Return the samples of a stage's sources (collective)."""
+        sources, fraction = fields.trained_on(), fields.heldout_fraction
+        entries = self.open((*sources, *fields.held_out()), fields.cache)
+        train, held = list[CountedSamples](), list[CountedSamples]()
+        for entry in entries[: len(sources)]:
+            size = self.size(entry)
+            last = max(1, round(size * fraction)) if fraction > 0 else 0
+            if last >= size:
+                raise StageError(
+                    f"holding out {fraction:g} of {size} samples leaves none to train on",
+                    hint="use more data, shorter samples or `heldout_files`",
+                )
+            cut = self.cut(entry, size - last)
+            train.append(self.samples(entry, 0, cut))
+            if fraction:
+                held.append(self.samples(entry, cut, size - cut))
+        for entry in entries[len(sources) :]:
+            held.append(self.samples(entry, 0, self.size(entry)))
+        weights = [source.weight for source in sources]
+        return Data(
+            train=mixed(train, weights),
+            heldout=mixed(held) if held else None,
+            pad_id=tokenize.pad_id(self.tokenizer),
+            packed=packed,
+            identity={
+                "weights": json.dumps(weights),
+                "heldout_fraction": fraction,
+                **self.identity(entries),
+            },
+        )

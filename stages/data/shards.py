@@ -15,30 +15,19 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import (
-    ENDLESS,
-    Context,
-    Data,
-    ModelSource,
-    Sample,
-    SampleOrder,
-    Samples,
-    StageError,
-    in_words,
-)
+from pipeline import ENDLESS, Context, Data, ModelSource, Sample, SampleOrder, StageError, in_words
 from pipeline.utils import append_line, counted, open_address, read_lines, wait_for_lock
 from stages.data import sources, tokenize
 from stages.data.cache import Counts, cache_errors, cache_folder, prepare_locally
-from stages.data.documents import Document, DocumentEntries
+from stages.data.documents import DocumentEntries
 from stages.data.fields import StreamFields
-from stages.data.samples import Indices, JoinedSamples, TokenBlocks, block_count
+from stages.data.samples import CountedSamples, Indices, TokenBlocks, block_count
 from stages.data.sources import Part, Patterns, Source
 from stages.digests import content_digest, digest
 
@@ -52,8 +41,7 @@ _DIGEST = "sha256"
 """File of an entry with the digest of the shard's file."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
+class Shard(NamedTuple):
     """One file of a corpus: its address (a local path, or one that fsspec knows), its size in bytes
     and its version as its file system reports it (a time, an ETag)."""
 
@@ -71,18 +59,22 @@ def _access_errors(message: str) -> Iterator[None]:
         raise StageError(f"{message}: {' '.join(in_words(error).split())}") from error
 
 
-def _file_system(address: str) -> tuple[Any, str]:
-    """Return the file system of an address, and its place there."""
-    with _access_errors(f"{address} cannot be opened"):
-        system, place = open_address(address)
-    return system, place
-
-
 def list_shards(patterns: Patterns) -> list[Shard]:
     """Return the shards in order. Raises StageError if there are none, or of unknown kind."""
     found: dict[str, Shard] = {}
     for pattern in sources.each_pattern(patterns):
-        matches = list(_matches(pattern))
+        matches = list[Shard]()
+        if "://" not in pattern:
+            for path in sources.find_files(pattern):
+                stat = path.stat()
+                matches.append(Shard(str(path), stat.st_size, str(stat.st_mtime_ns)))
+        else:
+            with _access_errors(f"{pattern} cannot be opened"):
+                system, place = open_address(pattern)
+            with _access_errors(f"cannot list {pattern}"):
+                for each in sorted(system.glob(place)):
+                    address, stamp = system.unstrip_protocol(each), str(system.checksum(each))
+                    matches.append(Shard(address, int(system.size(each)), stamp))
         if not matches:
             raise StageError(f"no such file: {pattern}")
         found.update((shard.address, shard) for shard in matches)
@@ -90,19 +82,6 @@ def list_shards(patterns: Patterns) -> list[Shard]:
         for problem in sources.kind_problems("shards", address):
             raise StageError(problem.message, hint=problem.hint)
     return list(found.values())
-
-
-def _matches(pattern: str) -> Iterator[Shard]:
-    if "://" not in pattern:
-        for path in sources.find_files(pattern):
-            stat = path.stat()
-            yield Shard(address=str(path), size=stat.st_size, stamp=str(stat.st_mtime_ns))
-        return
-    system, place = _file_system(pattern)
-    with _access_errors(f"cannot list {pattern}"):
-        for each in sorted(system.glob(place)):
-            address, stamp = system.unstrip_protocol(each), str(system.checksum(each))
-            yield Shard(address=address, size=int(system.size(each)), stamp=stamp)
 
 
 def edges(shards: Iterable[Shard]) -> str:
@@ -126,7 +105,8 @@ def fetched(shard: Shard, scratch: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="shard-", dir=scratch) as folder:
         path = Path(folder) / PurePosixPath(shard.address).name
-        system, place = _file_system(shard.address)
+        with _access_errors(f"{shard.address} cannot be opened"):
+            system, place = open_address(shard.address)
         with _access_errors(f"cannot read {shard.address}"):
             system.get_file(place, str(path))
         try:
@@ -222,16 +202,11 @@ class ShardStore:
 
     def prepare(self, numbers: Sequence[int]) -> None:
         """Tokenise shards in a thread; processes of a node begin at others, to share the work."""
-
-        def tokenise(number: int) -> None:
-            with contextlib.suppress(StageError):  # it is raised where the shard is needed
-                self.blocks(number)
-
         dist = self.documents.ctx.dist
         first = len(numbers) * dist.local_rank // dist.local_world_size
         for number in (*numbers[first:], *numbers[:first]):
             with contextlib.suppress(RuntimeError):  # closed meanwhile
-                self._ahead.submit(tokenise, number)
+                self._ahead.submit(self.blocks, number)  # which raises where the shard is needed
 
     def close(self) -> None:
         """End the thread; remove the tokens."""
@@ -242,18 +217,17 @@ class ShardStore:
 
     def _build(self, shard: Shard, folder: Path) -> Counts:
         """Tokenise one shard; it may have no text."""
-
-        def until_closed(documents: Iterator[Document]) -> Iterator[Document]:
-            for document in documents:
-                if self._closed:
-                    raise StageError("the run ends")
-                yield document
-
         log = self.documents.ctx.log
         with fetched(shard, self.folder) as path:
             (folder / _DIGEST).write_text(content_digest(path), "ascii")
-            parts = [Part(path)]
-            counts, notes = self.documents.tokenise(parts, folder, blank=True, watch=until_closed)
+            counts, notes = self.documents.tokenise(
+                [Part(path)],
+                folder,
+                blank=True,
+                watch=lambda documents: itertools.takewhile(lambda _: not self._closed, documents),
+            )
+        if self._closed:
+            raise StageError("the run ends")
         for note in notes:
             log.warning("stream: %s", note.told([shard.address]))
         if not counts["documents"]:
@@ -314,7 +288,17 @@ class StreamOrder:
                     raise StageError("no shard has two tokens of text")
             number = bisect_right(self._starts, start) - 1
             taken = min(count, self._starts[number + 1] - start)
-            pieces.append(self._blocks(number, start - self._starts[number], taken))
+            _require(number + 1, WINDOW_BITS, "windows")
+            members = np.array(self.members(number), dtype=np.int64)
+            sizes = map(self._count, members.tolist())
+            firsts = np.array([0, *itertools.accumulate(sizes)], dtype=np.int64)
+            size = int(firsts[-1])
+            _require(int(np.diff(firsts).max()), BLOCK_BITS, "blocks in a shard")
+            order = SampleOrder(self._seed, size, shuffle=self._shuffle)
+            places = order.indices(number * size + start - self._starts[number], taken)
+            which = np.searchsorted(firsts, places, side="right") - 1
+            shards = (number << SHARD_BITS) | members[which]
+            pieces.append((shards << BLOCK_BITS) | (places - firsts[which]))
             start, count = start + taken, count - taken
         return np.concatenate(pieces)
 
@@ -326,26 +310,13 @@ class StreamOrder:
         members: list[int] = self._shards.indices(epoch * count + first, size).tolist()
         return members
 
-    def _blocks(self, number: int, offset: int, count: int) -> NDArray[np.int64]:
-        _require(number + 1, WINDOW_BITS, "windows")
-        members = np.array(self.members(number), dtype=np.int64)
-        sizes = map(self._count, members.tolist())
-        starts = np.array([0, *itertools.accumulate(sizes)], dtype=np.int64)
-        size = int(starts[-1])
-        _require(int(np.diff(starts).max()), BLOCK_BITS, "blocks in a shard")
-        order = SampleOrder(self._seed, size, shuffle=self._shuffle)
-        places = order.indices(number * size + offset, count)
-        which = np.searchsorted(starts, places, side="right") - 1
-        shards = (number << SHARD_BITS) | members[which]
-        return (shards << BLOCK_BITS) | (places - starts[which])
-
 
 def _require(count: int, bits: int, what: str) -> None:
     if count > 1 << bits:
         raise StageError(f"{count} {what} are more than the {1 << bits} that a stream can have")
 
 
-class StreamSamples(JoinedSamples):
+class StreamSamples(CountedSamples):
     """Blocks of all shards, by what an index encodes. Reading a block of a window prepares the
     `ahead` windows after it."""
 
@@ -373,11 +344,13 @@ class StreamSamples(JoinedSamples):
         self._prepared = max(self._prepared, after)
         return self._store.blocks(shard)
 
-    def _divided(self, indices: Indices) -> Iterator[tuple[Samples, Indices]]:
-        # one by the index of the first block of its shard and window
+    def counted(self, indices: Indices) -> Indices:
+        # By the index of the first block of each shard and window.
         firsts, which = np.unique(indices >> BLOCK_BITS << BLOCK_BITS, return_inverse=True)
+        counts = np.zeros(2, np.int64)
         for number, first in enumerate(firsts.tolist()):
-            yield self._blocks(first), indices[which == number] - first
+            counts += self._blocks(first).counted(indices[which == number] - first)
+        return counts
 
     def order(self, seed: int, *, shuffle: bool) -> StreamOrder:
         self._prepared = 0
@@ -396,8 +369,8 @@ def stream_data(fields: StreamFields, ctx: Context, model: ModelSource) -> Data:
     # one worker, this thread: processes must not be forked in the middle of training
     documents = DocumentEntries(fields, 1, ctx, model)
     main = ctx.dist.is_main
-    text = json.dumps([asdict(shard) for shard in list_shards(fields.shards)]) if main else None
-    listed = [Shard(**each) for each in json.loads(ctx.dist.broadcast_str(text))]
+    text = json.dumps(list_shards(fields.shards)) if main else None
+    listed = [Shard(*each) for each in json.loads(ctx.dist.broadcast_str(text))]
     ctx.dist.require_same("shards", {"their sizes, beginnings and ends": edges(listed)})
     place = digest([str(ctx.run_dir.resolve()), ctx.slot])
     folder = cache_folder(fields.cache) / f"stream-{place[:16]}"

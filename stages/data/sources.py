@@ -24,6 +24,8 @@ from stages.fields import instead_of_variable
 Patterns = str | tuple[str, ...]
 MOST_FILES = 100_000
 """Most files of a pattern."""
+_EVERYTHING = re.compile(r"/\*\*(/|\Z)")
+"""Beginning of a pattern that searches all folders of the machine."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -68,16 +70,11 @@ def _matches(pattern: str) -> list[Path]:
     expanded = os.path.expanduser(pattern)  # noqa: PTH111 (a pattern is not a path)
     if Path(expanded).is_file():
         return [Path(expanded)]
-    if _is_everything(expanded):
+    if _EVERYTHING.match(expanded):
         return []
     found = glob.iglob(expanded, recursive=True)  # noqa: PTH207 (absolute patterns)
     names = (name for name in found if Path(name).is_file())
     return [Path(name) for name in sorted(itertools.islice(names, MOST_FILES + 1))]
-
-
-def _is_everything(pattern: str) -> bool:
-    """Whether a pattern searches all folders of the machine."""
-    return pattern.startswith("/") and "**" in pattern.split("/")[:2]
 
 
 def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
@@ -87,7 +84,7 @@ def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
     seen: set[Path] = set()
     for pattern in each_pattern(patterns):
         matches = _matches(pattern)
-        if _is_everything(pattern):
+        if _EVERYTHING.match(pattern):
             hint = "name the folder that holds the files, as in /data/**/*.jsonl"
             yield Problem(message=f"{pattern} looks through the whole machine", key=key, hint=hint)
         elif len(matches) > MOST_FILES:
@@ -154,10 +151,35 @@ class Part:
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A source with its files found, or its split downloaded."""
+    """A source whose files are found, or split downloaded, when its parts are asked for."""
 
     source: Source
-    parts: tuple[Part, ...]
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Its files, or the split. Raises StageError if there are none."""
+        source = self.source
+        if source.dataset is None:
+            for problem in file_problems("files", source.files):
+                raise StageError(problem.message, hint=problem.hint)
+            return tuple(map(Part, find_files(source.files)))
+        with optional(
+            f"{source}: a hub data set needs the datasets library",
+            hint="pip install 'pipetrain[data]'",
+        ):
+            import datasets
+        hub = HubName(
+            kind="dataset", repo=source.dataset, revision=source.revision, named_by="", key=""
+        )
+        commit = commit_of(hub)
+        try:
+            table = datasets.load_dataset(
+                source.dataset, source.config, split=source.split, revision=commit
+            )
+        except Exception as error:  # from the network, the hub's parsing, or an unknown split
+            words = " ".join(str(error).split()) or type(error).__name__
+            raise StageError(f"cannot get {source} from the hub: {words}") from error
+        return (Part(f"{source}@{commit}", table),)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -169,25 +191,3 @@ class OpenedSource:
         for path, content in zip(paths, file_digests(paths), strict=True):
             total.update(f"{''.join(path.suffixes[-2:])}:{content}\n".encode())
         return total.hexdigest()
-
-
-def open_source(source: Source) -> OpenedSource:
-    """Find the files of a source, or download its split. Raises StageError."""
-    if source.dataset is None:
-        for problem in file_problems("files", source.files):
-            raise StageError(problem.message, hint=problem.hint)
-        return OpenedSource(source, tuple(map(Part, find_files(source.files))))
-    needed = f"{source}: a hub data set needs the datasets library"
-    with optional(needed, hint="pip install 'pipetrain[data]'"):
-        import datasets
-    commit = commit_of(
-        HubName(kind="dataset", repo=source.dataset, revision=source.revision, named_by="", key="")
-    )
-    try:
-        table = datasets.load_dataset(
-            source.dataset, source.config, split=source.split, revision=commit
-        )
-    except Exception as error:  # from the network, the hub's parsing, or an unknown split
-        words = " ".join(str(error).split()) or type(error).__name__
-        raise StageError(f"cannot get {source} from the hub: {words}") from error
-    return OpenedSource(source, (Part(f"{source}@{commit}", table),))

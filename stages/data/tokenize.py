@@ -12,7 +12,7 @@ import os
 import re
 import unicodedata
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -87,16 +87,6 @@ def start_ids(tokenizer: Any, prepend_bos: bool | None) -> list[int]:
     raise StageError(message, hint="set `prepend_bos`")
 
 
-def begins_with(ids: Sequence[int] | NDArray[np.int64], start: Sequence[int]) -> bool:
-    """Whether a text's ids, shape (length,), begin with those that would be put before them."""
-    return bool(start) and list(ids[: len(start)]) == list(start)
-
-
-def ends_with(text: str, token: str | None) -> bool:
-    """Whether a text ends with the token that would be put after it, but for white space."""
-    return bool(token) and text.rstrip().endswith(str(token))
-
-
 def check_ids(model: ModelSource, largest: int) -> None:
     """Raise StageError if the data holds an id beyond the model's embedding."""
     if largest >= model.vocab_size:
@@ -139,11 +129,17 @@ class TextTokens:
         return inside
 
 
-@dataclass(frozen=True)
 class TextTokenizer:
     """A fast tokenizer that reports the characters of each token."""
 
-    tokenizer: Any
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self._sizes = tokenizer, token_sizes(tokenizer)
+        known = tokenizer.added_tokens_decoder
+        special = {index: str(token) for index, token in known.items() if token.special}
+        self.special_ids = list(special)
+        texts = sorted(special.values(), key=len, reverse=True)
+        self.spelled = re.compile("|".join(map(re.escape, texts)) or "(?!)")  # never matches
+        """Matches the text of any special token."""
 
     def __call__(self, texts: list[str]) -> list[TextTokens]:
         """Tokenise texts that contain their special tokens already."""
@@ -192,26 +188,6 @@ class TextTokenizer:
             bounds = np.stack([np.minimum(starts, reached), ends], axis=1)
             yield TextTokens(np.array(ids, dtype=np.int64), bounds)
 
-    @functools.cached_property
-    def _sizes(self) -> tuple[NDArray[np.int64], str] | None:
-        return token_sizes(self.tokenizer)
-
-    @functools.cached_property
-    def special(self) -> Mapping[int, str]:
-        """Text of each special token by id."""
-        known = self.tokenizer.added_tokens_decoder
-        return {index: str(token) for index, token in known.items() if token.special}
-
-    def are_special(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which of some ids are special tokens; shape (length,)."""
-        return np.isin(ids, [*self.special])
-
-    @functools.cached_property
-    def spelled(self) -> re.Pattern[str]:
-        """Matches the text of any special token."""
-        texts = sorted(self.special.values(), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts)) or "(?!)")  # which never matches
-
     def spelled_in(self, value: Any) -> str | None:
         """Return the first special token that a text within `value` spells out, if any does."""
         left = [value]
@@ -235,32 +211,24 @@ _thread: ThreadPoolExecutor
 def map_batches(
     function: Callable[[T], R], batches: Iterable[T], workers: int | None
 ) -> Iterator[tuple[T, R]]:
-    """Yield each batch with its result, in order.
-
-    `workers` processes (None: one a core) are forked when there is a second batch; `function` need
-    not be picklable, its arguments and results must be. Raises the error of `function` for the
-    first batch that it fails on, and StageError when a process is killed.
-    """
-    rest = iter(batches)
-    for first in rest:  # here, because most mistakes show at once, and little data needs no help
-        yield first, function(first)
-        break
-    count = workers or cores_each(1)
-    if count == 1:
-        yield from ((batch, function(batch)) for batch in rest)
+    """Yield each batch with its result, in order. `workers` processes (None: one a core) are forked
+    when there is a second batch; `function` need not be picklable, its arguments and results must
+    be. Raises the error of `function` for the first batch that it fails on, and StageError when a
+    process is killed."""
+    rest, count = iter(batches), workers or cores_each(1)
+    # The first here, because most mistakes show at once, and little data needs no help.
+    for batch in itertools.islice(rest, 1 if count > 1 else None):
+        yield batch, function(batch)
+    second = list(itertools.islice(rest, 1))
+    if not second:
         return
-    for second in rest:
-        yield from _forked(function, itertools.chain([second], rest), count)
-
-
-def _forked(function: Callable[[T], R], batches: Iterator[T], count: int) -> Iterator[tuple[T, R]]:
     # Forked, so that a tokenizer's own code needs no import there. The children compute
     # on the CPU and touch neither threads nor devices of this process.
     fork = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(count, fork, _begin, (function, os.getpid()))
     under_way: deque[tuple[T, Future[R]]] = deque()
     try:
-        for batch in batches:
+        for batch in itertools.chain(second, rest):
             under_way.append((batch, pool.submit(_call, batch)))
             if len(under_way) >= count * _AHEAD:
                 first, future = under_way.popleft()

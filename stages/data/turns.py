@@ -56,8 +56,7 @@ class _Marked:
 
     def __init__(self, messages: Messages, which: Collection[int], keys: bool) -> None:
         self._keys, self.which = keys, which
-        self.text = ""
-        """The rendering, which is set later."""
+        self.text = ""  # set later
         own = set(_MARK.findall(json.dumps(messages, ensure_ascii=False, default=str)))
         self._free = (each for each in map(chr, range(_FIRST, _LAST)) if each not in own)
         self.marks: list[Mark] = []
@@ -172,8 +171,17 @@ class Turns:
     def span(self, index: int, *, prompt: bool) -> Span:
         """Return the characters of one message, from the end of its generation prompt if `prompt`;
         else the first message begins with the text. Raises DataError if they cannot be found."""
+        found: Span | None
         try:
-            found = self._by_prefix(index, prompt) or self._by_marks(index, prompt)
+            start, end = "", self.text
+            if index:
+                start = self.rendered.text(self.chat, index, prompt=prompt)
+            if index + 1 < len(self.chat.messages):
+                end = self.rendered.text(self.chat, index + 1)
+            if self.text.startswith(end) and end.startswith(start):
+                found = len(start), len(end)
+            else:
+                found = self._by_marks(index, prompt)
         except Refused as refused:
             found = self._by_marks(index, prompt)
             if found is None:
@@ -246,16 +254,6 @@ class Turns:
             "template lays it out differently from its generation prompt",
             hint="set `train: false` in that message, or `loss: last`",
         )
-
-    def _by_prefix(self, index: int, prompt: bool) -> Span | None:
-        start, end = "", self.text
-        if index:
-            start = self.rendered.text(self.chat, index, prompt=prompt)
-        if index + 1 < len(self.chat.messages):
-            end = self.rendered.text(self.chat, index + 1)
-        if self.text.startswith(end) and end.startswith(start):
-            return len(start), len(end)
-        return None
 
     def _by_marks(self, index: int, prompt: bool) -> Span | None:
         whole = self._whole

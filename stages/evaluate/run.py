@@ -17,7 +17,7 @@ from pipeline.utils import optional
 from stages.batches.layout import collate
 from stages.data import tokenize
 from stages.data.documents import read_documents
-from stages.data.sources import Source, open_source
+from stages.data.sources import OpenedSource, Source
 from stages.export.proof import loading
 from stages.model import compat
 from stages.model.declared import outline
@@ -60,10 +60,10 @@ def measure_files(
     window = window or min(positions or usual, usual)
     tokenizer, totals, nats = source.tokenizer(), Counter[str](), 0.0
     start = [tokenize.required_id(tokenizer, "bos_token", "prepend_bos")] if prepend_bos else []
-    opened = open_source(Source(files=files))
+    parts = OpenedSource(Source(files=files)).parts
 
     def samples() -> Iterator[Sample]:
-        for document in read_documents(opened.parts, text_key=text_key, unit=unit):
+        for document in read_documents(parts, text_key=text_key, unit=unit):
             (ids,) = tokenize.plain_ids(tokenizer, [document.text])
             tokenize.check_ids(source, max(ids, default=0))
             totals["documents"] += 1

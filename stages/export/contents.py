@@ -30,6 +30,7 @@ from pipeline import (
 from pipeline.checkpoint import CODES
 from stages.adapter.compat import WEIGHTS
 from stages.adapter.lora import AdaptedModel
+from stages.adapter.peft_files import changes_to_file, save_config
 from stages.export import proof
 from stages.export.target import Proof, WeightFile, target_of
 from stages.export.weight_files import planned, shards
@@ -40,7 +41,7 @@ from stages.model.config_checks import has_template
 from stages.model.declared import outline
 from stages.model.files import has_tokenizer, read_json
 from stages.weights.converted import ConvertedReader
-from stages.weights.views import CastReader, JoinedReader
+from stages.weights.views import JoinedReader, cast_reader
 
 MERGED_TOLERANCE = 1e-4
 """Largest relative difference of fp32 logits that may come from adding before multiplying."""
@@ -225,7 +226,7 @@ class AdapterContents:
         missing = [name for name in self.source.trained if name not in held]
         if missing:
             raise StageError(f"the checkpoint has no {missing[0]}: it is of another adapter")
-        files = self._cast(ConvertedReader(self.trained, self.source.changes_to_file()))
+        files = self._cast(ConvertedReader(self.trained, changes_to_file(self.source)))
         parts = {WEIGHTS: planned({name: files.spec(name) for name in files.names()})}
         return ExportPlan(
             outline=outline(self.source.export_view),
@@ -238,7 +239,7 @@ class AdapterContents:
 
     def save_others(self, folder: Path, *, dtype: str) -> None:
         """Write peft's configuration, and the tokenizer if the model has one."""
-        self.source.save_config(folder)
+        save_config(self.source, folder)
         with contextlib.suppress(StageError):
             save_tokenizer(self.source.tokenizer(), folder)
 
@@ -254,7 +255,7 @@ class AdapterContents:
     def _cast(self, reader: TensorReader) -> TensorReader:
         """Tensors in the dtype of the file."""
         dtype = torch_dtype(self.dtype)
-        return CastReader(reader, lambda _: dtype)
+        return cast_reader(reader, lambda _: dtype)
 
 
 Contents = ModelContents | AdapterContents

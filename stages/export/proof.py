@@ -82,9 +82,10 @@ def loaded(
     auto = getattr(transformers, compat.auto_class(config))
     with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {}
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         if device is not None and device.type != "cpu":
             options = {"device_map": {"": device}}
-        elif not _fits(folder):
+        elif not has_room(size, free_memory()):
             scratch = tempfile.TemporaryDirectory(prefix=".offload-", dir=folder.parent)
             options = {"device_map": {"": "disk"}, "offload_folder": stack.enter_context(scratch)}
         with loading("transformers cannot load the export"):
@@ -96,12 +97,6 @@ def loaded(
             misshapen = [str(key[0]) for key in info["mismatched_keys"]]
             refuse_differences(str(folder), model, info["missing_keys"], unexpected, misshapen)
         yield model
-
-
-def _fits(folder: Path) -> bool:
-    """Whether host memory has room for all weights of the folder at once."""
-    sizes = (file.stat().st_size for file in folder.glob("*.safetensors"))
-    return has_room(sum(sizes), free_memory())
 
 
 def has_room(size: int, free: int) -> bool:

@@ -51,7 +51,15 @@ def export(
     """Write and prove (collective); every rank returns the same record. Raises StageError."""
     if ctx.dist.is_main and trained is not None:
         require_same_base(ctx, contents.source, trained)
-    plan = contents.plan(_digest_of_others(ctx, contents))
+    others = None
+    if ctx.dist.is_main:
+        # The files next to the weights, and what is proven.
+        with tempfile.TemporaryDirectory() as scratch:
+            contents.save_others(Path(scratch), dtype="fp32")
+            sums = Manifest(plan="").sums_of_others(Path(scratch))
+        own = [contents.source.contents] if needs_source(contents.source) else []
+        others = json.dumps([contents.writer, contents.prompt, sums, *own], sort_keys=True)
+    plan = contents.plan(ctx.dist.broadcast_str(others))
     try:
         found = _from_main(ctx, lambda: target.finished(folder, plan.digest))
         if found is None or _unwritten(ctx, folder, plan, found):
@@ -61,18 +69,6 @@ def export(
     except OSError as error:
         raise StageError(f"cannot write the export in {folder}: {in_words(error)}") from error
     return ExportedModel(folder=folder, files=found.files, total_bytes=plan.total)
-
-
-def _digest_of_others(ctx: Context, contents: Contents) -> str:
-    """A description of the files next to the weights and of what is proven (collective)."""
-    text = None
-    if ctx.dist.is_main:
-        with tempfile.TemporaryDirectory() as scratch:
-            contents.save_others(Path(scratch), dtype="fp32")
-            sums = Manifest(plan="").sums_of_others(Path(scratch))
-        own = [contents.source.contents] if needs_source(contents.source) else []
-        text = json.dumps([contents.writer, contents.prompt, sums, *own], sort_keys=True)
-    return ctx.dist.broadcast_str(text)
 
 
 def _from_main(ctx: Context, make: Callable[[], Manifest | None]) -> Manifest | None:

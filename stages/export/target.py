@@ -159,10 +159,9 @@ def foreign(folder: Path) -> str | None:
         return None  # it is kept aside
     if written is None:
         return f"{folder} holds other files than an export by pipe"
-    added = names_in(folder) - set(written.files) if written.proof is not None else ()
-    return (
-        f"{folder} holds files that were added after its export: {_names(added)}" if added else None
-    )
+    added = sorted(names_in(folder) - set(written.files)) if written.proof is not None else []
+    names = ", ".join(added[:10])
+    return f"{folder} holds files that were added after its export: {names}" if added else None
 
 
 def changed(folder: Path) -> str | None:
@@ -175,7 +174,8 @@ def changed(folder: Path) -> str | None:
         found = written.sums_of_others(folder).items() - written.others.items()
     except (ExportError, OSError) as error:
         return in_words(error)
-    return f"changed after it was written: {_names(dict(found))}" if found else None
+    names = ", ".join(sorted(dict(found))[:10])
+    return f"changed after it was written: {names}" if found else None
 
 
 def damaged(folder: Path, written: Manifest) -> str | None:
@@ -205,10 +205,6 @@ def finished(folder: Path, plan: str) -> Manifest | None:
     return None
 
 
-def _names(files: Collection[str]) -> str:
-    return ", ".join(sorted(files)[:10])
-
-
 def target_of(name: str | None, ctx: Context) -> Path:
     """The folder of the export; links are followed, so that it is replaced where it really is."""
     folder = Path(name).expanduser() if name else ctx.run_dir / "export"
@@ -220,16 +216,11 @@ def partial_of(folder: Path) -> Path:
     return folder.with_name(folder.name + PARTIAL)
 
 
-def _previous_of(folder: Path) -> Path:
-    """The hidden place of the earlier export during a swap."""
-    return folder.with_name(f".{folder.name}.previous")
-
-
 def claim(folder: Path, plan: str, held: contextlib.ExitStack, log: logging.Logger) -> Manifest:
     """Make the partial folder of `folder`, which no other process can claim until `held` ends;
     returns the manifest of what it holds of the export `plan`. Raises StageError if another process
     has claimed it, and if a folder must not be replaced."""
-    partial, previous = partial_of(folder), _previous_of(folder)
+    partial, previous = partial_of(folder), folder.with_name(f".{folder.name}.previous")
     if not folder.exists() and previous.exists():
         # A crash fell between the two renames of an earlier swap.
         previous.replace(folder)
@@ -269,7 +260,7 @@ def clear(partial: Path, keep: Collection[str] = ()) -> None:
 
 def put_in_place(folder: Path, finished: Manifest) -> None:
     """Flush the partial folder to disk, manifest last, and swap it for an earlier export."""
-    partial, previous = partial_of(folder), _previous_of(folder)
+    partial, previous = partial_of(folder), folder.with_name(f".{folder.name}.previous")
     sync_tree(partial)
     finished.save(partial)
     sync(partial / EXPORT_MANIFEST)

@@ -20,7 +20,6 @@ from pipeline import (
     ModelSource,
     PipeError,
     StageError,
-    TensorReader,
     TextModel,
     UsageError,
     Weights,
@@ -37,7 +36,7 @@ from stages.export import target
 from stages.export.proof import has_room, loaded, loading
 from stages.model import compat
 from stages.model.as_exported import AS_SOURCE, module_tensors
-from stages.model.chat_template import aligned, wanted_ids
+from stages.model.assets import aligned, wanted_ids
 from stages.model.config_checks import table_of_positions
 from stages.model.files import read_json, safetensors_files
 from stages.precision.policy import emulates_narrow
@@ -70,6 +69,8 @@ class LoadedModel(TextModel):
         self.device, self.dtype = str(device), dtype_name(sizes.most_common(1)[0][0])
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self._most = table_of_positions(model.config.get_text_config().to_dict())
+        ends = model.generation_config.eos_token_id
+        self._ends: set[int | None] = set(ends if isinstance(ends, list) else [ends])
         self._size = sum(one.numel() * one.element_size() for one in model.parameters())
 
     def answer(
@@ -119,11 +120,6 @@ class LoadedModel(TextModel):
         new = output[0, len(prompt) :].tolist()
         text = self._tokenizer.decode(new, skip_special_tokens=True)
         return Written(text=text, tokens=len(new), ended=bool(self._ends & set(new[-1:])))
-
-    @property
-    def _ends(self) -> set[int | None]:
-        ends = self._model.generation_config.eos_token_id
-        return set(ends if isinstance(ends, list) else [ends])
 
     def has_room(self) -> bool:
         free = free_memory()
@@ -229,50 +225,44 @@ def _looked_over(folder: Path, ctx: Context, *, has_weights: bool) -> Sequence[s
 def open_source(
     ctx: Context, source: ModelSource, dtype: str, trained: Weights | None = None
 ) -> LoadedModel:
-    """The source's model in `dtype` of an export: with `trained` weights, adapters merged, or as it
-    was before training."""
-    view = source.export_view
-    tensors = view.weights() if trained is None else source.merge_trained(trained)
-    try:
-        return _filled(view, tensors, dtype, ctx.dist.device)
-    finally:
-        if tensors is not trained:
-            tensors.close()
-
-
-def _filled(
-    view: ModelSource, tensors: TensorReader, dtype: str, device: torch.device
-) -> LoadedModel:
-    """The module of `view` with `tensors`, read one after another. Raises UsageError where memory
-    has no room for them, and StageError if they are not the module's."""
+    """The source's model in `dtype` of an export, its weights read one after another: `trained`
+    ones, adapters merged, or those before training. Raises UsageError where memory has no room for
+    them, and StageError if they are not the module's."""
     from transformers import GenerationConfig
 
-    tokenizer = view.tokenizer()
-    render = _renderer(tokenizer)
     model: Any
-    model, own = module_tensors(view, tensors, dtype)
-    # It generates as the folder of its export would: ends of turns, cache, attention.
-    with tempfile.TemporaryDirectory() as folder, compat.quiet():
-        view.save_assets(Path(folder), dtype="fp32")
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-        use_cache = read_json(Path(folder) / "config.json").get("use_cache", True)
-    model.config.use_cache = model.config.get_text_config().use_cache = use_cache
-    compat.attend_fast(model)
-    size = sum(own.spec(name).nbytes for name in own.names())
-    free = free_memory()
-    if size > free:
-        raise UsageError(
-            f"the model takes {human(size)}, and {human(free)} of host memory are free",
-            hint="export it: transformers reads the weights of a folder from disk while it runs",
-        )
-    with activity(f"reading {Path(view.name).name}", size, BYTES) as reading:
-        for name in own.names():
-            tensor = own.read(name)
-            module, _, leaf = name.rpartition(".")  # the whole model would be walked for each
-            model.get_submodule(module).load_state_dict({leaf: tensor}, strict=False, assign=True)
-            reading.advance(tensor.numel() * tensor.element_size())
+    view = source.export_view
+    tensors = view.weights() if trained is None else source.merge_trained(trained)
+    with contextlib.ExitStack() as stack:
+        if tensors is not trained:
+            stack.callback(tensors.close)
+        tokenizer = view.tokenizer()
+        render = _renderer(tokenizer)
+        model, own = module_tensors(view, tensors, dtype)
+        # It generates as the folder of its export would: ends of turns, cache, attention.
+        with tempfile.TemporaryDirectory() as folder, compat.quiet():
+            view.save_assets(Path(folder), dtype="fp32")
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+            use_cache = read_json(Path(folder) / "config.json").get("use_cache", True)
+        model.config.use_cache = model.config.get_text_config().use_cache = use_cache
+        with contextlib.suppress(ValueError, ImportError):  # as transformers loads a model
+            model.set_attn_implementation("sdpa")
+        size, free = sum(own.spec(name).nbytes for name in own.names()), free_memory()
+        if size > free:
+            raise UsageError(
+                f"the model takes {human(size)}, and {human(free)} of host memory are free",
+                hint="export it: transformers reads the weights of a folder from disk while it "
+                "runs",
+            )
+        with activity(f"reading {Path(view.name).name}", size, BYTES) as reading:
+            for name in own.names():
+                tensor = own.read(name)
+                module, _, leaf = name.rpartition(".")  # the whole model would be walked for each
+                part = model.get_submodule(module)
+                part.load_state_dict({leaf: tensor}, strict=False, assign=True)
+                reading.advance(tensor.numel() * tensor.element_size())
     view.tie(model)
-    return LoadedModel(model, tokenizer, render, device, contextlib.ExitStack())
+    return LoadedModel(model, tokenizer, render, ctx.dist.device, contextlib.ExitStack())
 
 
 @contextlib.contextmanager

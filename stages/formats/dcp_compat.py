@@ -1,5 +1,5 @@
-"""Files of torch.distributed.checkpoint: `.metadata` read without running it, chunks mapped or
-written.
+"""States in the terms and the files of torch.distributed.checkpoint: state dicts of a model and an
+optimizer, `.metadata` that is read without running it, chunks that are mapped or written.
 
 Each chunk is a whole archive of `torch.save`, somewhere in a `.distcp` file. Its tensor's memory
 lies in it uncompressed, so it can be mapped.
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import math
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import IO, Any, NamedTuple, cast
 
@@ -30,22 +32,16 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from pipeline import CheckpointError
-from pipeline.checkpoint import StateSource
+from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup, Progress
+from pipeline.checkpoint import Reading, StateSource, appearing
 from pipeline.utils import open_regular, require_trust
-from stages.formats.stored import (
-    Box,
-    Shape,
-    Stored,
-    append,
-    assembled,
-    explained,
-    require_checksums,
-)
+from stages.formats import stored
+from stages.formats.stored import MOMENTS, Box, Shape, Stored, explained
 
 _FILE = re.compile(r"(?!\.)[\w.-]+", re.ASCII)
 _DATA = "__0_0.distcp"
 """torch's name of the first file of rank 0."""
+MODEL, OPTIMIZER, STEP = "model", "optimizer", "step"
 
 
 class Chunk(NamedTuple):
@@ -60,6 +56,174 @@ Keys = tuple[str, ...]
 """Keys of nested dicts and lists that lead to an item."""
 MAPPED = 1024
 """Chunks that stay mapped, as each is read in many parts."""
+
+
+class Optimizer(NamedTuple):
+    """Entries of an optimizer's state dict by parameter, the settings by parameter or by group."""
+
+    moments: dict[str, dict[str, Stored | Chunk]]
+    counts: dict[str, Stored | Chunk]
+    settings: dict[str, dict[str, Stored | Chunk]]
+
+
+def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSource:
+    """The state in the folders `parts` of `folder`. Raises CheckpointError."""
+    items: dict[Keys, Stored | Chunk] = {}
+    for part in parts:
+        items |= read_items(part)
+    # Tensors under `model`, or next to the optimizer if there are none.
+    tensors = {keys: item for keys, item in items.items() if isinstance(item, Stored)}
+    named = {keys[1:]: one for keys, one in tensors.items() if keys[0] == MODEL and len(keys) > 1}
+    named = named or {keys: one for keys, one in tensors.items() if len(keys) == 1}
+    found = {f"{WEIGHT}/{'.'.join(keys)}": one for keys, one in named.items()}
+    weights, optimizer = [".".join(keys) for keys in named], _optimizer(items)
+    if not weights:
+        raise CheckpointError(f"{folder}: holds no weights")
+    moments = {} if reading.weights_only else _moments(folder, optimizer, weights)
+    aliases = dict(_aliases(found, [name for name in optimizer.moments if name in weights]))
+    for alias in aliases:
+        del found[f"{WEIGHT}/{alias}"]
+    updates = {
+        name: int(load_value(optimizer.counts[name], f"{name}.{STEP}"))
+        for name in optimizer.moments
+        if name in optimizer.counts or not reading.weights_only
+    }
+    step = max(updates.values(), default=0)
+    # Ranks are in the names of their files.
+    files = (file.name for part in parts for file in part.iterdir())
+    writers = (re.fullmatch(r"__(\d+)_\d+\.distcp", name) for name in files)
+    return stored.MappedSource(
+        where=str(folder),
+        step=step,
+        world_size=max((int(match[1]) for match in writers if match), default=0) + 1,
+        writer={"format": "dcp"},
+        progress=vars(Progress(step=step, samples=reading.samples)),
+        state=EngineState(
+            aliases=aliases,
+            frozen=[n for n in weights if n not in optimizer.moments and n not in aliases],
+            groups=[] if reading.weights_only else list(_groups(optimizer)),
+            updates=updates,
+            loss_scale=None,
+        ),
+        stored=found | moments,
+    )
+
+
+def _optimizer(items: Mapping[Keys, Stored | Chunk]) -> Optimizer:
+    """Items whose keys, however nested, are `optimizer.state.NAME.KIND`, and
+    `optimizer.param_groups.NAME.SETTING` or `optimizer.param_groups.NUMBER.SETTING`."""
+    found = Optimizer(defaultdict(dict), {}, defaultdict(dict))
+    for keys, item in items.items():
+        match = re.fullmatch(r"optimizer\.(state|param_groups)\.(.*)\.(\w+)", ".".join(keys), re.S)
+        if keys[0] != OPTIMIZER or match is None:
+            continue
+        section, name, kind = match.groups()
+        if section == "param_groups":
+            found.settings[name][kind] = item
+        elif kind == STEP:
+            found.counts[name] = item
+        else:
+            found.moments[name][kind] = item
+    return found
+
+
+def _moments(folder: Path, optimizer: Optimizer, weights: Collection[str]) -> dict[str, Stored]:
+    """The moments by key. Raises CheckpointError unless they are Adam's, of weights."""
+    if not optimizer.moments:
+        raise CheckpointError(
+            f"{folder}: holds no optimizer state", hint="--weights-only takes only the weights"
+        )
+    found = {}
+    for name, kinds in optimizer.moments.items():
+        stored.require_moments(kinds, str(folder), name)
+        if name not in weights:
+            raise CheckpointError(f"{folder}: holds optimizer state of {name}, but no weight")
+        for kind, item in kinds.items():
+            if isinstance(item, Chunk):
+                raise CheckpointError(f"{item.file}: the state of {name} is not a tensor")
+            found[f"{kind}/{name}"] = item
+    return found
+
+
+def _aliases(found: Mapping[str, Stored], trained: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Untrained matrices that equal a trained one: other names of a tied weight."""
+
+    def equal(one: Stored, other: Stored) -> bool:
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        numel = math.prod(one.shape)
+        both = zip(one.read(0, numel), other.read(0, numel), strict=True)
+        return all(a == b for (_, a), (_, b) in both)
+
+    for key, tensor in found.items():
+        name = key.removeprefix(f"{WEIGHT}/")
+        if name not in trained and len(tensor.shape) > 1:
+            same = (one for one in trained if equal(tensor, found[f"{WEIGHT}/{one}"]))
+            yield from ((name, other) for other in itertools.islice(same, 1))
+
+
+def _groups(optimizer: Optimizer) -> Iterator[ParameterGroup]:
+    """The numbered groups, or else parameters of equal hyperparameters as a group."""
+    numbers = sorted(filter(str.isdecimal, optimizer.settings), key=int)
+    for number in numbers:
+        values = _values(optimizer, number, "params")
+        yield stored.group(values, values["params"])
+    found: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for name in () if numbers else optimizer.moments:
+        own = _values(optimizer, name)
+        found.setdefault(str(stored.settings(own)), (own, []))[1].append(name)
+    yield from (stored.group(own, names) for own, names in found.values())
+
+
+def _values(optimizer: Optimizer, name: str, *more: str) -> dict[str, Any]:
+    wanted = (*stored.SETTINGS, "initial_lr", *more)
+    items = optimizer.settings.get(name, {})
+    return {key: load_value(items[key], f"{name}.{key}") for key in wanted if key in items}
+
+
+def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
+    """Write `folder`; returns notes for its users. Raises CheckpointError unless it is of AdamW."""
+    state = source.state
+    if state.kinds():
+        stored.require_adam(source, "only weights and Adam's moments can be written")
+    own = {name: entry.key for name, entry in stored.weights_of(source).items()}
+    tied = {alias: own[name] for alias, name in state.aliases.items()}
+    moments = {
+        f"state.{name}.{kind}": f"{kind}/{name}" for name in state.updates for kind in MOMENTS
+    }
+    keys = {MODEL: own | tied, **({OPTIMIZER: moments} if state.kinds() else {})}
+    values = {OPTIMIZER: dict(_optimizer_values(source))} if state.kinds() else {}
+    with appearing(folder) as partial:
+        write_state_dict(source, keys, values, partial)
+    notes = [
+        "load it with torch.distributed.checkpoint.load into what get_model_state_dict and "
+        "get_optimizer_state_dict(options=StateDictOptions(flatten_optimizer_state_dict=True)) "
+        "return, as {'model': ..., 'optimizer': ...}"
+    ]
+    if state.averages:
+        kinds = ", ".join(state.averages)
+        notes.append(f"left out, as the format lacks it: {kinds} of the weights")
+    return notes
+
+
+def _optimizer_values(source: StateSource) -> Iterator[tuple[str, Any]]:
+    """Entries other than the moments, named as `get_optimizer_state_dict` flattens them. Raises
+    CheckpointError for other settings than AdamW's."""
+    for name, count in source.state.updates.items():
+        yield f"state.{name}.{STEP}", torch.tensor(float(count))
+    for group in source.state.groups:
+        own = group.settings
+        if set(own) != set(stored.SETTINGS):
+            raise CheckpointError(
+                f"{source.where}: the optimizer has the settings {', '.join(sorted(own))}; only "
+                f"AdamW's {', '.join(stored.SETTINGS)} can be converted"
+            )
+        # Loading needs every setting of torch's AdamW.
+        known = {**own, "betas": tuple(own["betas"])}
+        (whole,) = torch.optim.AdamW([torch.zeros(1)], **known).param_groups
+        for key, value in {**whole, "initial_lr": own["lr"]}.items():
+            if key != "params":
+                yield from ((f"param_groups.{name}.{key}", value) for name in group.parameters)
 
 
 def read_items(folder: Path) -> dict[Keys, Stored | Chunk]:
@@ -171,17 +335,14 @@ class _Window(io.RawIOBase):
         return len(part)
 
 
-def _mapped(chunk: Chunk) -> np.memmap[Any, Any]:
-    return np.memmap(chunk.file, np.uint8, "c", chunk.offset, (chunk.length,))
-
-
 def load_value(item: Stored | Chunk, name: str) -> Any:
     """A value, or a tensor of one element as a number. Raises CheckpointError."""
     if isinstance(item, Stored):
         ((_, data),) = item.read(0, math.prod(item.shape))
         return torch.frombuffer(data, dtype=item.dtype).item()
     try:
-        return torch.load(io.BytesIO(_mapped(item).data), map_location="cpu", weights_only=True)
+        content = np.memmap(item.file, np.uint8, "c", item.offset, (item.length,)).data
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
         raise explained(error, f"{item.file} ({name})") from error
 
@@ -190,11 +351,11 @@ def map_chunk(chunk: Chunk, box: Box, itemsize: int, name: str) -> Tensor:
     """A chunk's tensor as bytes, of shape (*sizes of the box, itemsize), mapped after its checksum
     was verified. Raises CheckpointError."""
     try:
-        memory = _mapped(chunk)
+        memory = np.memmap(chunk.file, np.uint8, "c", chunk.offset, (chunk.length,))
         window = cast(IO[bytes], _Window(memory.data))
         found = torch.load(window, map_location="meta", weights_only=True)
         with zipfile.ZipFile(window) as archive:
-            require_checksums(archive)
+            stored.require_checksums(archive)
             (member,) = (info for info in archive.infolist() if "/data/" in info.filename)
             with archive.open(member):
                 offset = window.tell()  # opening reads the member's own header
@@ -223,26 +384,22 @@ def write_state_dict(
     written = Metadata({}, planner_data={}, storage_data={})
     with (folder / _DATA).open("wb") as stream:
         for section, named in keys.items():
-            for name, key in named.items():
-                _write((section, name), assembled(source, key), stream, written)
-            for name, value in values.get(section, {}).items():
-                _write((section, name), value, stream, written)
+            tensors = ((name, stored.assembled(source, key)) for name, key in named.items())
+            for entry, value in itertools.chain(tensors, values.get(section, {}).items()):
+                name, begin = f"{section}.{entry}", stream.tell()
+                stored.append(value, stream)
+                index = metadata.MetadataIndex(name)
+                described: Any = metadata.BytesStorageMetadata()
+                if isinstance(value, Tensor):
+                    zeros = torch.Size([0] * value.dim())
+                    index = metadata.MetadataIndex(name, zeros)
+                    chunk = metadata.ChunkStorageMetadata(zeros, value.size())
+                    properties = metadata.TensorProperties.create_from_tensor(value)
+                    described = metadata.TensorStorageMetadata(properties, value.size(), [chunk])
+                if name in written.state_dict_metadata:
+                    raise CheckpointError(f"{name}: there are two entries of this name")
+                written.planner_data[name] = (section, entry)
+                written.state_dict_metadata[name] = described
+                written.storage_data[index] = _StorageInfo(_DATA, begin, stream.tell() - begin)
     with (folder / ".metadata").open("wb") as stream:
         pickle.dump(written, stream)
-
-
-def _write(keys: Keys, value: Any, stream: IO[bytes], written: Metadata) -> None:
-    name, begin = ".".join(keys), stream.tell()
-    append(value, stream)
-    index, described = metadata.MetadataIndex(name), cast(Any, metadata.BytesStorageMetadata())
-    if isinstance(value, Tensor):
-        zeros = torch.Size([0] * value.dim())
-        index = metadata.MetadataIndex(name, zeros)
-        chunk = metadata.ChunkStorageMetadata(zeros, value.size())
-        properties = metadata.TensorProperties.create_from_tensor(value)
-        described = metadata.TensorStorageMetadata(properties, value.size(), [chunk])
-    if name in written.state_dict_metadata:
-        raise CheckpointError(f"{name}: there are two entries of this name")
-    written.planner_data[name] = keys
-    written.state_dict_metadata[name] = described
-    written.storage_data[index] = _StorageInfo(_DATA, begin, stream.tell() - begin)

@@ -272,7 +272,8 @@ def _of_pipetrain(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Stored
     file, progress, found = folder / stored.PROGRESS, None, dict[str, Stored]()
     if file.is_file():
         with stored.understood(file, "pipe"):
-            progress = vars(Progress.from_record(stored.read_json(file)["progress"]))
+            record = stored.read_json(file)["progress"]
+            progress = vars(Progress.from_record(record, str(file)))
     for file in folder.glob("random-*.json"):
         rank = int(file.stem.removeprefix("random-"))
         for name, text in stored.read_json(file).items():

@@ -69,17 +69,17 @@ class Dcp(StateFormat):
         return (folder / ".metadata").is_file() or (folder / MODEL / ".metadata").is_file()
 
     def open(self, folder: Path, reading: Reading) -> StateSource:
-        from stages.formats import dcp_state, stored
+        from stages.formats import dcp_compat, stored
 
         parts = [folder / MODEL, folder / OPTIMIZER] if (folder / MODEL).is_dir() else [folder]
         with stored.understood(folder, "torch.distributed.checkpoint"):
-            return dcp_state.open_dcp(folder, [part for part in parts if part.is_dir()], reading)
+            return dcp_compat.open_dcp(folder, [part for part in parts if part.is_dir()], reading)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from stages.formats import dcp_state, stored
+        from stages.formats import dcp_compat, stored
 
         with stored.understood(source.where, "pipe"):
-            return dcp_state.write_dcp(source, folder)
+            return dcp_compat.write_dcp(source, folder)
 
 
 POINTERS = ("latest", "latest_universal")
@@ -104,7 +104,14 @@ class DeepSpeed(StateFormat):
     def open(self, folder: Path, reading: Reading) -> StateSource:
         from stages.formats import deepspeed_native, deepspeed_universal, stored
 
-        state = _state_folder(folder)
+        pointer = next((folder / name for name in POINTERS if (folder / name).is_file()), None)
+        state = folder
+        if pointer is not None:
+            tag = read_whole(pointer, most=1000).decode("utf-8", "replace").strip()
+            named = re.fullmatch(r"(?!\.)[\w.-]{1,200}", tag, re.ASCII)
+            if not named or not (folder / tag).is_dir():
+                raise CheckpointError(f"{pointer}: names no folder next to it: {tag[:100]!r}")
+            state = folder / tag
         with stored.understood(state, "DeepSpeed"):
             if (state / "zero").is_dir():
                 return deepspeed_universal.open_universal(state, reading)
@@ -115,15 +122,3 @@ class DeepSpeed(StateFormat):
 
         with stored.understood(source.where, "pipe"):
             return deepspeed_universal.write_universal(source, folder)
-
-
-def _state_folder(folder: Path) -> Path:
-    """The sub-folder that a pointer names, or the folder itself if there is no pointer."""
-    for pointer in (folder / name for name in POINTERS):
-        if pointer.is_file():
-            tag = read_whole(pointer, most=1000).decode("utf-8", "replace").strip()
-            named = re.fullmatch(r"(?!\.)[\w.-]{1,200}", tag, re.ASCII)
-            if not named or not (folder / tag).is_dir():
-                raise CheckpointError(f"{pointer}: names no folder next to it: {tag[:100]!r}")
-            return folder / tag
-    return folder

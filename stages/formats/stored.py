@@ -142,26 +142,26 @@ class Stored:
         rows, end = max(CHUNK // (row * itemsize), 1), -(-stop // row)
         for first in range(start // row, end, rows):
             last = min(first + rows, end)
+            # Loading verifies the size of each chunk before memory is allocated for the band.
+            parts = [
+                (box, above, below, self.load(number)[above - origin : below - origin])
+                for number, box in enumerate(self.boxes)
+                if (above := max(first, origin := box.offsets[0]))
+                < (below := min(last, origin + box.sizes[0]))
+            ]
+            # Rows of the grid without gaps, copied only if several chunks have them.
+            if len(parts) == 1:
+                band = parts[0][-1].contiguous()
+            else:
+                shape = (last - first, *self.grid[1:], itemsize)
+                band = torch.empty(shape, dtype=torch.uint8)
+                for box, above, below, memory in parts:
+                    others = zip(box.offsets[1:], box.sizes[1:], strict=True)
+                    places = (slice(at, at + size) for at, size in others)
+                    band[(slice(above - first, below - first), *places)] = memory
             low, high = max(start, first * row), min(stop, last * row)
-            band = as_bytes(self._band(first, last).view(-1))
-            yield low, band[(low - first * row) * itemsize : (high - first * row) * itemsize]
-
-    def _band(self, first: int, last: int) -> Tensor:
-        """Rows [first, last) of the grid without gaps, copied only if several chunks have them."""
-        # Loading verifies the size of each chunk before memory is allocated for the band.
-        parts = [
-            (box, low, high, self.load(number)[low - box.offsets[0] : high - box.offsets[0]])
-            for number, box in enumerate(self.boxes)
-            if (low := max(first, box.offsets[0]))
-            < (high := min(last, box.offsets[0] + box.sizes[0]))
-        ]
-        if len(parts) == 1:
-            return parts[0][-1].contiguous()
-        band = torch.empty((last - first, *self.grid[1:], self.dtype.itemsize), dtype=torch.uint8)
-        for box, low, high, memory in parts:
-            others = zip(box.offsets[1:], box.sizes[1:], strict=True)
-            band[(slice(low - first, high - first), *(slice(o, o + s) for o, s in others))] = memory
-        return band
+            content = as_bytes(band.view(-1))
+            yield low, content[(low - first * row) * itemsize : (high - first * row) * itemsize]
 
 
 def flattened(tensor: Tensor) -> Tensor:

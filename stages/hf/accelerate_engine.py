@@ -23,9 +23,8 @@ from pipeline import (
 from stages.hf import accelerate_compat as compat
 from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
 from stages.wrap.optimizer_state import make_optimizers
-from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_compat import require_reduced, reshard, sharding_facts
-from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.torch_engine import ModulePasses, TorchEngine
 
 
 def build(

@@ -55,8 +55,8 @@ from stages.train.settings import TrainerFields, several_rules
 from stages.train.step import advance
 from stages.wrap.build import build_module
 from stages.wrap.optimizer_state import make_optimizers
-from stages.wrap.passes import evaluating
 from stages.wrap.shards import stored_tensors
+from stages.wrap.torch_engine import evaluating
 
 
 def train(
@@ -71,7 +71,7 @@ def train(
     name = ctx.dist.broadcast_str("".join(path.name for path in found))
     newest, progress = folder / name if name else None, Progress()
     if newest is not None:
-        progress = Progress.from_record(read_json(newest / PROGRESS))
+        progress = Progress.from_record(read_json(newest / PROGRESS), str(newest))
     require_same_lineage(identity, ctx.accept, progress)
     # The Trainer's states lack weights that are not trained, and their names.
     frozen = hashlib.sha256("\n".join(sorted(model.frozen_base)).encode()).hexdigest()

@@ -9,11 +9,10 @@ from typing import Any
 from pipeline.importing import ConfigFile
 from stages.importing import rules
 from stages.importing.draft import Draft, Rows
-from stages.importing.hugging_face import deepspeed, set_words, unread
-from stages.importing.recipe import AUTO, CONTEXT, RING, TENSOR, part_of_epoch
-from stages.importing.rules import Rule, RuleResult, Table, outcome, why
+from stages.importing.hugging_face import RecipeTranslator, engines, unread
+from stages.importing.recipe import part_of_epoch
+from stages.importing.rules import Rule, RuleResult, Table, outcome, value_of, why
 from stages.importing.sources import HELD, RUNNING, TRAIN
-from stages.importing.translator import RecipeTranslator
 
 OWN = "axolotl's default"
 LISTS = {"datasets": TRAIN, "pretraining_dataset": TRAIN, "test_datasets": HELD}
@@ -21,23 +20,14 @@ LISTS = {"datasets": TRAIN, "pretraining_dataset": TRAIN, "test_datasets": HELD}
 
 
 def plugins(value: object) -> RuleResult:
-    unknown = [name for name in rules.names(value) if name not in TABLES["axolotl-plugins"]]
-    return outcome(why("unknown_plugins", ", ".join(unknown)) if unknown else why("harmless"))
-
-
-def mappings(value: Any) -> RuleResult:
-    """Read the names of roles and contents in messages."""
-    if value == {"role": "from", "content": "value"}:
-        return RuleResult(fact=".form", content="sharegpt")
-    usual = value in (None, {}, {"role": "role", "content": "content"})
-    return outcome(why("usual_mappings" if usual else "other_mappings"))
+    unknown = ", ".join(n for n in rules.names(value) if n not in TABLES["axolotl-plugins"])
+    return outcome(why("unknown_plugins", unknown) if unknown else why("harmless"))
 
 
 def roles(value: Any) -> RuleResult:
     """Read the names that messages have for each role."""
-    given = value.items() if isinstance(value, Mapping) else ()
-    roles = TABLES["axolotl-roles"]
-    known = all(roles.get(name) == to for to, names in given for name in rules.names(names))
+    given, ours = value.items() if isinstance(value, Mapping) else (), TABLES["axolotl-roles"]
+    known = all(ours.get(name) == to for to, names in given for name in rules.names(names))
     return outcome(why("known_roles" if known else "other_roles"))
 
 
@@ -50,7 +40,7 @@ def trained(value: Any) -> str:
 
 
 TABLES = rules.load(
-    "axolotl", plugins, mappings, roles, trained,
+    "axolotl", plugins, roles, trained,
     on=lambda _: True,
     negated=lambda value: not rules.truth(value),
     each_epoch=lambda value: part_of_epoch(Fraction(1, rules.positive(value))),
@@ -60,8 +50,7 @@ TABLES = rules.load(
 class Axolotl(RecipeTranslator):
     """A recipe of axolotl, with the DeepSpeed JSON that it names."""
 
-    name = "axolotl"
-    tool = "axolotl"
+    name = tool = "axolotl"
     signs = "a recipe of axolotl has `base_model`"
 
     def read(self, draft: Draft, file: ConfigFile) -> None:
@@ -80,17 +69,52 @@ class Axolotl(RecipeTranslator):
             return TABLES["axolotl-rows"]
 
         own = {key: Rows(kind, rows) for key, kind in LISTS.items()}
-        every = {**self.table, **_in_company(content), **deepspeed(draft, file), **own}
+        every = {**self.table, **_in_company(content), **engines(draft, file), **own}
         draft.read(file.path.name, content, every)
         draft.set_defaults("axolotl", self.table, OWN)
-        _set_defaults(draft, content)
+        # Texts see each other at most in `pretraining_dataset`.
+        packed, streamed = (
+            bool(draft.value("data.packing", False)),
+            content.get("pretraining_dataset"),
+        )
+        if streamed:
+            draft.rename("apart", "data.documents_apart", content=packed and draft.value("apart"))
+        cold = not (draft.given("warmup_steps") or draft.given("warmup_ratio"))
+        for fact, value, reason, holds in (
+            ("adapter", False, OWN, True),
+            ("warmup_ratio", 0.03, "axolotl's default, which is 100 steps at most", cold),
+            ("precision.compute", "bf16", OWN, not rules.is_off(content.get("bf16", "auto"))),
+            ("data.documents_apart", packed or not streamed, OWN, True),
+            *((f"{name}_strategy", "steps", f"{name}_steps is set", draft.given(f"{name}_steps"))
+              for name in ("eval", "save")),
+            *((fact, value_of(value), f"{key} is set", content.get(key))
+              for key, given in TABLES["axolotl-set"].items() for fact, value in [given.split()]),
+        ):  # fmt: skip
+            draft.default(fact, value, reason, when=holds)
+        evaluates = draft.value("eval_strategy") == "steps" or draft.given("eval_part")
+        first = "axolotl evaluates before the first step too"
+        draft.default("train.eval_first", True, first, when=evaluates)
+        # A model that is trained as a whole is held in bf16, unless DeepSpeed or FSDP1 make masters
+        # in fp32 of it.
+        given = content.get("fsdp_config")
+        block = given if isinstance(given, Mapping) else {}
+        version = (
+            content.get("fsdp_version") or block.get("fsdp_version") or block.get("version") or 1
+        )
+        upcast = content.get("deepspeed") or (
+            (block or content.get("fsdp")) and str(version) != "2"
+        )
+        whole = not draft.value("adapter", False) and draft.value("precision.compute") == "bf16"
+        held = "axolotl holds the weights in bf16; fp32 keeps small updates"
+        draft.default("precision.master", "bf16", held, when=whole and not upcast)
         sharded, engine = draft.value("strategy") == "wrap.fsdp", bool(content.get("deepspeed"))
-        draft.rename("axolotl.tensor", AUTO if engine else TENSOR)
-        draft.rename("axolotl.context", CONTEXT if sharded and not engine else RING)
+        draft.rename("axolotl.tensor", "deepspeed.tensor" if engine else "parallel.tensor")
+        context = "context" if sharded and not engine else "ring"
+        draft.rename("axolotl.context", f"parallel.{context}")
 
     def finish(self, draft: Draft) -> None:
-        often = ("save_steps", "save_strategy", "save_part")
-        if not any(map(draft.of, often)) and draft.slots["train"].get("epochs") != 1:
+        saves = [*map(draft.of, ("save_steps", "save_strategy", "save_part"))]
+        if not any(saves) and draft.slots["train"].get("epochs") != 1:
             draft.put("checkpoint.every", "1 epoch", note=OWN)
 
 
@@ -117,43 +141,6 @@ def _in_company(content: Mapping[str, Any]) -> Table:
     elif get("adapter") == "qlora" and not get("load_in_4bit"):
         found["adapter"] = TABLES["words"]["incomplete_qlora"]
     return found
-
-
-def _set_defaults(draft: Draft, content: Mapping[str, Any]) -> None:
-    # Texts see each other at most in `pretraining_dataset`.
-    packed, streamed = bool(draft.value("data.packing", False)), content.get("pretraining_dataset")
-    if streamed:
-        apart = packed and draft.value("apart")
-        draft.rename("apart", "data.documents_apart", content=apart)
-    set_words(draft, content.get("fsdp"))
-    # A model that is trained as a whole is held in bf16, unless DeepSpeed or FSDP1 make masters in
-    # fp32 of it.
-    given = content.get("fsdp_config")
-    block = given if isinstance(given, Mapping) else {}
-    version = content.get("fsdp_version") or block.get("fsdp_version") or block.get("version") or 1
-    sharded = bool(block or content.get("fsdp"))
-    upcast = content.get("deepspeed") or (sharded and str(version) != "2")
-    cold = not (draft.given("warmup_steps") or draft.given("warmup_ratio"))
-    for fact, value, reason, holds in (
-        ("adapter", False, OWN, True),
-        ("warmup_ratio", 0.03, "axolotl's default, which is 100 steps at most", cold),
-        ("precision.compute", "bf16", OWN, not rules.is_off(content.get("bf16", "auto"))),
-        ("data.documents_apart", packed or not streamed, OWN, True),
-        ("eval_strategy", "steps", "eval_steps is set", draft.given("eval_steps")),
-        ("save_strategy", "steps", "save_steps is set", draft.given("save_steps")),
-        *((fact, value, f"{key} is set", content.get(key)) for key, fact, value in (
-            ("fsdp_config", "strategy", "wrap.fsdp"), ("wandb_project", "wandb.use", True),
-            ("mlflow_experiment_name", "mlflow.use", True),
-            ("trackio_project_name", "trackio.use", True),
-        )),
-    ):  # fmt: skip
-        draft.default(fact, value, reason, when=holds)
-    evaluates = draft.value("eval_strategy") == "steps" or draft.given("eval_part")
-    first = "axolotl evaluates before the first step too"
-    draft.default("train.eval_first", True, first, when=evaluates)
-    whole = not draft.value("adapter", False) and draft.value("precision.compute") == "bf16"
-    held = "axolotl holds the weights in bf16; fp32 keeps small updates"
-    draft.default("precision.master", "bf16", held, when=whole and not upcast)
 
 
 def _is_chat(block: Any) -> bool:

@@ -8,15 +8,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pipeline.importing import ConfigFile, KeyOutcome, KeyPath, Request, Translation
+from pipeline.importing import ConfigFile, KeyPath, Request, Translation
 from stages.importing.rules import TABLES, Rule, RuleResult, is_off, outcome, parts, value_of, why
 
 METHOD = re.compile(
     r"lora|adapter|peft|tuner|finetun|freeze|quanti|dpo|rlhf|reward|prefer|ref_model|teacher"
     r"|distill|parallel|megatron|(^|_)(tp|pp|cp|sp|ep)_size"
 )
-"""Names of keys that change the training method. A key of such a name without a rule blocks the
-recipe, since another training would start without it."""
+"""Names of keys that change the training method; one without a rule blocks the recipe."""
 SECRET = re.compile(r"(hub|auth|access|api)_(token|key)$|password|secret")
 """Names of keys whose values are shown nowhere."""
 
@@ -65,25 +64,40 @@ class Draft:
                     self._sets += 1
                     facts = f"{rule.kind}{self._sets}."
                     if isinstance(block, Mapping) and block:
-                        rows = rule.table(block, facts, each)
-                        self.read(file, block, rows, f"{each}.", facts)
+                        self.read(file, block, rule.table(block, facts, each), f"{each}.", facts)
                         continue
                     wrong = outcome(why("off" if is_off(block) else "no_block"))
                     wrong.blocks = rule.blocking and not is_off(block)
                     self.enter(file, each, block, wrong)
-                continue
-            if isinstance(rule, Mapping) and isinstance(value, Mapping) and value:
+            elif isinstance(rule, Mapping) and isinstance(value, Mapping) and value:
                 self.read(file, value, rule, f"{name}.", one)
-                continue
-            if self.resolved and isinstance(value, str) and "${" in value:
-                result = outcome(why("outside"))
-            elif rule is None:
-                result = _without_rule(key, value, table)
             else:
-                off = "off" if is_off(value) or value == "auto" else "no_block"
-                result = rule(value) if callable(rule) else outcome(why(off))
-            result.fact = re.sub(r"^\.", one, result.fact)
-            self.enter(file, name, value, result)
+                result = self._result(key, value, rule, table)
+                result.fact = re.sub(r"^\.", one, result.fact)
+                self.enter(file, name, value, result)
+
+    def _result(self, key: str, value: Any, rule: Any, known: Mapping[str, Any]) -> RuleResult:
+        """Return what a rule says of a value, or what is said of a key without one."""
+        found: RuleResult
+        if self.resolved and isinstance(value, str) and "${" in value:
+            return outcome(why("outside"))
+        if rule is not None:
+            off = is_off(value) or value == "auto"
+            found = rule(value) if callable(rule) else outcome(why("off" if off else "no_block"))
+            return found
+        if is_off(value) or value == f"<{key.upper()}>":  # transformers writes this for a secret
+            return outcome(why("off"))
+        if SECRET.search(key):
+            return outcome(why("secret", key.upper() if key.endswith("api_key") else "HF_TOKEN"))
+        for beginning, general in TABLES["beginnings"].items():
+            if key.removeprefix("fsdp_").startswith(beginning):
+                found = general(value)
+                return found
+        similar = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+        hint = f"did you mean `{similar[0]}`?" if similar else ""
+        if METHOD.search(key):
+            return outcome(why("unknown_method", hint).rstrip())
+        return RuleResult(outcome="not translated", hint=hint)
 
     def enter(self, file: str, key: str, value: Any, entry: RuleResult) -> None:
         """Add a key. A fact that another key states with another value is a contradiction."""
@@ -147,17 +161,6 @@ class Draft:
                 entry.outcome, entry.why, entry.hint = said.outcome, said.why, said.hint
                 entry.blocks, entry.to = said.blocks, {}
 
-    def outcomes(self) -> list[KeyOutcome]:
-        """Return the final outcome of every key, in the order in which they were read."""
-        for entry in self.entries:
-            if entry.outcome == "translated" and not entry.to:
-                said = outcome(why("no_auto" if entry.auto else "idle"))
-                entry.why, entry.outcome = said.why, said.outcome
-            elif entry.auto and entry.to:
-                stated = [f"{e.key} in {e.file}" for e in self.of(entry.fact) if not e.auto]
-                entry.why = f"auto: as {[*stated, 'transformers fills it in'][0]}"
-        return [*self.entries]
-
     def slot(self, name: str, use: str, *facts: str) -> None:
         """Add a slot, which follows from `facts`."""
         self.slots[name] = {}
@@ -185,8 +188,7 @@ class Draft:
             self.put(key or fact, self.value(fact), fact)
 
     def lacks(self, key: str, name: str = "") -> None:
-        """Mark a field that the user has to fill in, if no fact states it. Its description has the
-        name of the key, or another one."""
+        """Mark a field that the user has to fill in, if no fact states it."""
         if not self.known(key):
             slot, _, field = key.partition(".")
             self.missing[key] = what = TABLES["missing"][name or key]
@@ -195,26 +197,16 @@ class Draft:
             self.notes[path] = f"{before}fill in `{field}`: {what}"
 
     def translation(self) -> Translation:
-        """Return the recipe with the outcomes, and no recipe if one of them blocks it."""
-        outcomes, notes = self.outcomes(), self.notes
-        if any(outcome.blocks for outcome in outcomes):
-            return Translation(recipe=None, notes=notes, missing={}, outcomes=outcomes)
-        recipe = {**self.header, "stages": self.slots}
-        return Translation(recipe=recipe, notes=notes, missing=self.missing, outcomes=outcomes)
-
-
-def _without_rule(key: str, value: Any, known: Mapping[str, Any]) -> RuleResult:
-    """Return the outcome of a key that the table does not have."""
-    if is_off(value) or value == f"<{key.upper()}>":  # transformers writes this for a secret
-        return outcome(why("off"))
-    if SECRET.search(key):
-        return outcome(why("secret", key.upper() if key.endswith("api_key") else "HF_TOKEN"))
-    for beginning, rule in TABLES["beginnings"].items():
-        if key.removeprefix("fsdp_").startswith(beginning):
-            found: RuleResult = rule(value)
-            return found
-    similar = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-    hint = f"did you mean `{similar[0]}`?" if similar else ""
-    if METHOD.search(key):
-        return outcome(why("unknown_method", hint).rstrip())
-    return RuleResult(outcome="not translated", hint=hint)
+        """Return the recipe, None if a key blocks it, and the outcome of every key in order."""
+        for entry in self.entries:
+            if entry.outcome == "translated" and not entry.to:
+                said = outcome(why("no_auto" if entry.auto else "idle"))
+                entry.why, entry.outcome = said.why, said.outcome
+            elif entry.auto and entry.to:
+                stated = [f"{e.key} in {e.file}" for e in self.of(entry.fact) if not e.auto]
+                entry.why = f"auto: as {[*stated, 'transformers fills it in'][0]}"
+        blocked = any(entry.blocks for entry in self.entries)
+        return Translation(
+            recipe=None if blocked else {**self.header, "stages": self.slots}, notes=self.notes,
+            missing={} if blocked else self.missing, outcomes=[*self.entries],
+        )  # fmt: skip

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from pipeline.importing import ConfigFile
 from pipeline.utils import did_you_mean
 from stages.importing import rules
 from stages.importing.draft import Draft
-from stages.importing.hugging_face import purpose, trainer, unread
-from stages.importing.rules import Rule, RuleResult, outcome, why
+from stages.importing.hugging_face import RecipeTranslator, purpose, trainer, unread
+from stages.importing.rules import Rule, Table, outcome, why
 from stages.importing.sources import HELD, RUNNING, TRAIN
-from stages.importing.translator import RecipeTranslator
 
 OWN = "LLaMA-Factory's default"
 ADDRESSES = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}
@@ -22,8 +20,6 @@ ADDRESSES = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url"
 NAMES = {"dataset": TRAIN, "eval_dataset": HELD}
 """Keys with names of data sets -> beginning of their facts."""
 PROBS = "interleave_probs"
-Entries: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]
-"""Name of a data set -> file that has its entry, and the entry."""
 
 
 def adapter_folder(value: Any) -> str:
@@ -51,13 +47,14 @@ class LlamaFactory(RecipeTranslator):
 
     def read(self, draft: Draft, file: ConfigFile) -> None:
         content, running = {**file.content}, file.content.get("stage") == "pt"
-        folder = content.get("dataset_dir", "data")
-        files = [(each.path.name, each.content) for each in draft.files if _is_info(each.content)]
-        inline = [(file.path.name, folder)] if isinstance(folder, Mapping) else []
-        entries: Entries = {
-            name: (info, entry) for info, content in (*inline, *files)
-            for name, entry in content.items() if isinstance(entry, Mapping)
+        folder: Any = content.get("dataset_dir", "data")
+        infos = [(each.path.name, each.content) for each in draft.files if _is_info(each.content)]
+        infos = [(file.path.name, folder), *infos] if isinstance(folder, Mapping) else infos
+        entries: dict[str, tuple[str, Mapping[str, Any]]] = {  # the file, and what it says
+            name: (info, entry) for info, inner in infos
+            for name, entry in inner.items() if isinstance(entry, Mapping)
         }  # fmt: skip
+        online, place = folder == "ONLINE", folder if isinstance(folder, str) else "data"
         table = self.table | unread(
             ("template", running and content.get("template"), "stage: pt takes the text as it is")
         )
@@ -66,32 +63,42 @@ class LlamaFactory(RecipeTranslator):
         named: dict[str, str] = {}
         for key, kind in NAMES.items():
             if content.get(key):
-                table[key] = _naming(draft, file, entries, folder)
-                with contextlib.suppress(rules.WrongValueError):
-                    each = enumerate(rules.names(content[key]))
-                    named |= {f"{kind}{number}.": name for number, name in each}
+                try:
+                    names = rules.names(content[key])
+                    named |= {f"{kind}{number}.": name for number, name in enumerate(names)}
+                    known = dict.fromkeys(names) if online else entries
+                    text = _named(draft, names, known, f"{file.path} {place}/dataset_info.json")
+                except rules.WrongValueError as error:
+                    text = str(error)
+                table[key] = Rule(text)
         if weighed := str(content.get("mix_strategy")) == "interleave_over":
-            table |= _weights(content)
+            value: Any = content.get(PROBS)
+            shares = value.split(",") if isinstance(value, str) else value
+            if isinstance(shares, list) and shares:  # a key for each share
+                del content[PROBS]
+                each = [f"{PROBS}[{number}]" for number in range(len(shares))]
+                content |= dict(zip(each, shares, strict=True))
+                table |= {key: Rule(f"{TRAIN}{n}.weight number") for n, key in enumerate(each)}
+            elif value:
+                table[PROBS] = Rule(why("no_shares", value))
         draft.read(file.path.name, content, table)
         for one, name in named.items():
-            shared, online = weighed and one.startswith(TRAIN), folder == "ONLINE"
+            shared = weighed and one.startswith(TRAIN)
             draft.default(f"{one}weight", 1.0, "interleave_over takes turns", when=shared)
             draft.default(f"{one}path", name, f"dataset in {file.path.name}", when=online)
             if online or name in entries:
-                where = folder if isinstance(folder, str) else "data"
                 info, entry = ("", {}) if online else entries[name]
-                rows = _rows(draft, entry, one, where, running=running)
-                draft.read(info, entry, rows, f"{name}.", one)
+                draft.read(info, entry, _rows(draft, entry, one, place, running), f"{name}.", one)
         for name, (info, entry) in entries.items():
             if name not in named.values():
                 draft.enter(info, name, entry, outcome(why("other_sets")))
         again = rules.is_off(content.get("disable_gradient_checkpointing"))
         draft.default("model.activation_checkpointing", {}, OWN, when=again)
         draft.set_defaults("llama_factory", self.table, OWN)
-        _set_defaults(draft, running=running)
+        _set_defaults(draft, running)
 
 
-def _set_defaults(draft: Draft, *, running: bool) -> None:
+def _set_defaults(draft: Draft, running: bool) -> None:
     alpha = float(2 * draft.value("adapter.rank"))
     draft.default("adapter.alpha", alpha, "twice lora_rank, LLaMA-Factory's default")
     pure = draft.given("precision.master")
@@ -117,38 +124,17 @@ def _is_info(content: Mapping[str, Any]) -> bool:
     return bool(entries) and all(entries)
 
 
-def _naming(draft: Draft, file: ConfigFile, entries: Entries, folder: Any) -> Rule:
-    """Return the rule of a key that names data sets."""
-
-    def named(value: Any) -> RuleResult:
-        missing = [name for name in rules.names(value) if name not in entries]
-        if draft.request.data:
-            return outcome(why("replaced", "--data"))
-        if folder == "ONLINE" or not missing:
-            return outcome(why("said_by_sets"))
-        if entries:
-            hint = did_you_mean(missing[0], [*entries])
-            return outcome(why("unknown_set", missing[0], hint).rstrip())
-        where = f"{folder if isinstance(folder, str) else 'data'}/dataset_info.json"
-        return outcome(why("no_info", file.path, where))
-
-    return Rule("@named", {"named": named})
+def _named(draft: Draft, names: list[str], known: Mapping[str, Any], both: str) -> str:
+    """Return the outcome of a key that names data sets."""
+    missing = [name for name in names if name not in known]
+    if draft.request.data:
+        return why("replaced", "--data")
+    if missing and known:
+        return why("unknown_set", missing[0], did_you_mean(missing[0], [*known])).rstrip()
+    return why("no_info", both) if missing else why("said_by_sets")
 
 
-def _weights(content: dict[str, Any]) -> dict[str, Rule]:
-    """Return the rules for the share of each data set, and add a key for each to the content."""
-    value = content.get(PROBS)
-    shares = value.split(",") if isinstance(value, str) else value
-    if not isinstance(shares, list) or not shares:
-        return {PROBS: Rule(why("no_shares", value))} if value else {}
-    del content[PROBS]
-    content |= {f"{PROBS}[{number}]": share for number, share in enumerate(shares)}
-    return {f"{PROBS}[{n}]": Rule(f"{TRAIN}{n}.weight number") for n in range(len(shares))}
-
-
-def _rows(
-    draft: Draft, entry: Mapping[str, Any], one: str, folder: str, *, running: bool
-) -> Mapping[str, Any]:
+def _rows(draft: Draft, entry: Mapping[str, Any], one: str, folder: str, running: bool) -> Table:
     """Return the rules of an entry, and set its defaults. `running` text is trained on as it is."""
     draft.default(f"{one}style", RUNNING, "stage: pt", when=running)
     draft.default(f"{one}text_key", "instruction", OWN, when=running)
@@ -156,11 +142,10 @@ def _rows(
     draft.default(f"{one}form", "sharegpt", OWN, when=not running)
     tags = entry.get("tags")
     openai = isinstance(tags, Mapping) and tags.get("role_tag") == "role"
-    parts = {"openai": openai, "sharegpt": not openai, "mirrored": "hf_hub_url" in entry,
-             "running": running}  # fmt: skip
+    parts = ["openai" if openai else "sharegpt", *["mirrored"] * ("hf_hub_url" in entry),
+             *["running"] * running]  # fmt: skip
     in_folder = {"in_folder": lambda name: str(Path(folder, name).absolute())}
     found = {**TABLES["entry"], "file_name": Rule(".path in_folder", in_folder)}
-    for part in (part for part, holds in parts.items() if holds):
-        for key, row in TABLES[part].items():
-            found[key] = {**found.get(key, {}), **row} if isinstance(row, Mapping) else row
+    for key, row in (pair for part in parts for pair in TABLES[part].items()):
+        found[key] = {**found.get(key, {}), **row} if isinstance(row, Mapping) else row
     return found

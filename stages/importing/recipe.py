@@ -18,16 +18,10 @@ LONGEST = 10_000
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 """Trackers of a recipe, `track.NAME`, as `report_to` calls them. The facts of each are called
 NAME.FIELD, and NAME.use switches it on."""
-ASKED = "report_to"
-"""Fact: the trackers that are asked for by their names."""
-REPLICATE, SHARD = "parallel.replicate", "parallel.shard"
-TENSOR, CONTEXT, SEQUENCE = "parallel.tensor", "parallel.context", "parallel.sequence"
-AUTO = "deepspeed.tensor"
-"""DeepSpeed's AutoTP."""
-RING = "parallel.ring"
-"""Ranks that share a sample under every strategy, where a tool divides samples by itself."""
-SHARING = (TENSOR, CONTEXT, SEQUENCE, AUTO, RING)
-"""Axes whose ranks get the same samples."""
+FSDP_AXES = ("parallel.replicate", "parallel.shard", "parallel.tensor", "parallel.context")
+SHARING = (*FSDP_AXES[2:], "parallel.sequence", "deepspeed.tensor", "parallel.ring")
+"""Axes whose ranks get the same samples. deepspeed.tensor is DeepSpeed's AutoTP, parallel.ring any
+strategy where a tool divides samples by itself."""
 
 
 def compose(draft: Draft, name: str, put_data: Callable[[Draft], None]) -> Draft:
@@ -40,7 +34,21 @@ def compose(draft: Draft, name: str, put_data: Callable[[Draft], None]) -> Draft
     _put_wrap(draft)
     draft.slot("checkpoint", "checkpoint.sharded")
     _put_period(draft, "save", "checkpoint.every")
-    _put_trackers(draft)
+    # a slot for each tracker: `track`, or `track_wandb` and the like if there are several
+    asked = {*draft.value("report_to", [])}
+    if draft.value("wandb.mode") == "disabled":  # nothing is kept then
+        draft.drop(why("no_wandb"), *draft.facts("wandb."))
+        asked.discard("wandb")
+    used = [name for name in TRACKERS if name in asked or draft.value(f"{name}.use")]
+    for name in used:
+        slot, use = "track" if len(used) == 1 else f"track_{name}", f"{name}.use"
+        draft.slot(slot, f"track.{name}", use, *["report_to"] * (name in asked))
+        for fact in draft.facts(f"{name}."):
+            if fact != use:
+                draft.copy(fact, f"{slot}.{fact.removeprefix(f'{name}.')}")
+        runs = draft.of("name")  # as the file has it; a recipe's name has fewer characters
+        if runs and name != "tensorboard" and not draft.known(f"{name}.name"):
+            draft.put(f"{slot}.name", str(runs[0].value), "name")
     _put_train(draft)
     draft.slot("consolidate", "consolidate.stream")
     draft.slot("export", "export.safetensors")
@@ -78,8 +86,7 @@ def _put_model(draft: Draft) -> None:
             kind = draft.value("quantization", "nf4")
             draft.put("adapter.quantize", kind, "quantize", "quantization")
     else:
-        unsaid = not draft.known("adapter")
-        draft.drop(why("unsaid_adapter"), *draft.facts("adapter."), when=unsaid)
+        draft.drop(why("unsaid_adapter"), *draft.facts("adapter."), when=not draft.known("adapter"))
         draft.drop(why("trained_in_4_bits"), "quantize")
     draft.slot("precision", "precision.policy")
     draft.default("precision.compute", "fp32", "no mixed precision is asked for")
@@ -131,37 +138,35 @@ def _put_wrap(draft: Draft) -> None:
     policy, classes = draft.value("policy"), draft.value("classes")
     if use == "wrap.zero":
         draft.default(stage, 2, "accelerate's default")
-        draft.drop(why("idle"), *_unused_by_zero(draft, draft.value(stage)))
+        # without effect at this stage: `pipe check` would refuse them
+        names = ["allgather_bucket_size", "round_robin_gradients"]
+        if draft.value(stage) < 3:
+            names = [*TABLES["stage3"], "offload_param.", "plus_plus."]
+        names += ["overlap_comm"] * (draft.value(stage) == 1)
+        draft.drop(why("idle"), *(fact for name in names for fact in draft.facts(f"zero.{name}")))
+        for block in ("zero.offload_optimizer", "zero.offload_param"):
+            device = draft.value(f"{block}.device", "none")
+            idle = {"none": draft.facts(f"{block}."), "cpu": [f"{block}.path"]}.get(device, [])
+            draft.drop(why("idle"), *idle)
     elif use == "wrap.fsdp":
         if policy == "block" or (classes and policy is None):
             draft.put("wrap.units", classes or "block", "classes", "policy")
         _put_fsdp_axes(draft)
     plain_zero = use == "wrap.ddp" and draft.given(stage)
     for taken, reason, *axes in (
-        (use == "wrap.fsdp", "only_fsdp", REPLICATE, SHARD, TENSOR, CONTEXT),
-        (use == "wrap.zero" or plain_zero, "only_deepspeed", SEQUENCE),
-        (use == "wrap.zero", "whole_layers", AUTO),
+        (use == "wrap.fsdp", "only_fsdp", *FSDP_AXES),
+        (use == "wrap.zero" or plain_zero, "only_deepspeed", "parallel.sequence"),
+        (use == "wrap.zero", "whole_layers", "deepspeed.tensor"),
     ):
         draft.drop(why(reason), *(one for one in axes if _ranks(draft, one) > 1), when=not taken)
-    _put_axes(draft, (RING, "context"), (SEQUENCE, "context"), (AUTO, "tensor"))
-    axes = [REPLICATE, *SHARING]
+    for axis, field in (("ring", "context"), ("sequence", "context")):
+        _put_axis(draft, f"parallel.{axis}", field)
+    _put_axis(draft, "deepspeed.tensor", "tensor")
+    axes = ["parallel.replicate", *SHARING]
     procs, ranks = draft.request.procs or draft.value("procs"), _ranks(draft, *axes)
     if procs is not None and procs % ranks:
         used = (axis for axis in axes if _ranks(draft, axis) > 1)
         draft.drop(why("indivisible_processes", ranks, procs), *used)
-
-
-def _unused_by_zero(draft: Draft, stage: int) -> list[str]:
-    """Return the facts that have no effect at a stage of ZeRO, which `pipe check` would refuse."""
-    names = ["allgather_bucket_size", "round_robin_gradients"]
-    if stage < 3:
-        names = [*TABLES["stage3"], "offload_param.", "plus_plus."]
-    beginnings = tuple(f"zero.{name}" for name in (*names, *["overlap_comm"] * (stage == 1)))
-    unused = [fact for fact in draft.facts("zero.") if fact.startswith(beginnings)]
-    for block in ("zero.offload_optimizer", "zero.offload_param"):
-        device = draft.value(f"{block}.device", "none")
-        unused += {"none": draft.facts(f"{block}."), "cpu": [f"{block}.path"]}.get(device, [])
-    return unused
 
 
 def _ranks(draft: Draft, *axes: str) -> int:
@@ -169,45 +174,26 @@ def _ranks(draft: Draft, *axes: str) -> int:
     return math.prod(int(draft.value(axis, 1)) for axis in axes)
 
 
-def _put_axes(draft: Draft, *fields: tuple[str, str]) -> None:
-    for axis, field in fields:
-        if (size := _ranks(draft, axis)) > 1:
-            draft.put(f"wrap.{field}_parallel.size", size, axis)
+def _put_axis(draft: Draft, axis: str, field: str) -> None:
+    if (size := _ranks(draft, axis)) > 1:
+        draft.put(f"wrap.{field}_parallel.size", size, axis)
 
 
 def _put_fsdp_axes(draft: Draft) -> None:
-    axes, procs = (REPLICATE, SHARD, TENSOR, CONTEXT), draft.value("procs")
-    replicate, shard, _, context = (_ranks(draft, axis) for axis in axes)
-    total = _ranks(draft, *axes)
+    procs, total = draft.value("procs"), _ranks(draft, *FSDP_AXES)
+    replicate, shard, _, context = (_ranks(draft, axis) for axis in FSDP_AXES)
     if draft.request.procs is None and procs is not None and total not in (1, procs):
-        draft.drop(why("unequal_sizes", total, procs), *filter(draft.given, axes))
+        draft.drop(why("unequal_sizes", total, procs), *filter(draft.given, FSDP_AXES))
     elif replicate > 1 and shard == 1 and total > replicate:
-        draft.drop(why("only_sharded"), TENSOR, CONTEXT)
+        draft.drop(why("only_sharded"), *FSDP_AXES[2:])
     else:
-        _put_axes(draft, (TENSOR, "tensor"), (CONTEXT, "context"))
+        _put_axis(draft, "parallel.tensor", "tensor")
+        _put_axis(draft, "parallel.context", "context")
         if replicate > 1:
             draft.drop(why("idle"), "fsdp.sharding")
-            draft.put("wrap.sharding", "hybrid_shard", REPLICATE)
-            if draft.known(SHARD):  # ranks that share a sample share its shards too
-                draft.put("wrap.shard_size", shard * context, SHARD)
-
-
-def _put_trackers(draft: Draft) -> None:
-    """Add a slot for each tracker: `track`, or `track_wandb` and the like if there are several."""
-    asked = {*draft.value(ASKED, [])}
-    if draft.value("wandb.mode") == "disabled":  # nothing is kept then
-        draft.drop(why("no_wandb"), *draft.facts("wandb."))
-        asked.discard("wandb")
-    used = [name for name in TRACKERS if name in asked or draft.value(f"{name}.use")]
-    for name in used:
-        slot, use = "track" if len(used) == 1 else f"track_{name}", f"{name}.use"
-        draft.slot(slot, f"track.{name}", use, *([ASKED] if name in asked else []))
-        for fact in draft.facts(f"{name}."):
-            if fact != use:
-                draft.copy(fact, f"{slot}.{fact.removeprefix(f'{name}.')}")
-        runs = draft.of("name")  # as the file has it; a recipe's name has fewer characters
-        if runs and name != "tensorboard" and not draft.known(f"{name}.name"):
-            draft.put(f"{slot}.name", str(runs[0].value), "name")
+            draft.put("wrap.sharding", "hybrid_shard", "parallel.replicate")
+            if draft.known("parallel.shard"):  # ranks that share a sample share its shards too
+                draft.put("wrap.shard_size", shard * context, "parallel.shard")
 
 
 def part_of_epoch(part: Fraction) -> str:
@@ -219,8 +205,7 @@ def part_of_epoch(part: Fraction) -> str:
 
 
 def _put_period(draft: Draft, event: str, key: str) -> bool:
-    """Set `key` to the period of an event, `save` or `eval`, if the facts say that there is one.
-    Returns whether they do."""
+    """Set `key` to the period of an event, `save` or `eval`; return whether there is one."""
     strategy, steps, part = (f"{event}_{name}" for name in ("strategy", "steps", "part"))
     asked = "part" if draft.given(part) else draft.value(strategy)
     if asked == "part":
@@ -255,22 +240,14 @@ def _put_train(draft: Draft) -> None:
         draft.drop(why("replaced", "--procs"), "procs")
         draft.put("launch.procs", procs)
     else:
-        one = draft.value("distributed") == "one"
-        draft.default("procs", 1, "distributed_type is NO", when=one)
+        draft.default(
+            "procs", 1, "distributed_type is NO", when=draft.value("distributed") == "one"
+        )
         draft.copy("procs", "launch.procs")
-        procs = draft.value("procs")
-    _put_batch(draft, procs)
-    evaluates = _put_period(draft, "eval", "train.eval_every") or draft.known("train.eval_every")
-    if evaluates and not (draft.facts("data.heldout") or draft.slots["data"].keys() & {*HELDOUT}):
-        draft.lacks("data.heldout_fraction")
-    compared = draft.facts("train.early_stopping") + draft.facts("checkpoint.keep_best")
-    draft.drop(why("no_evaluation"), *compared, when=not evaluates)
-
-
-def _put_batch(draft: Draft, procs: int | None) -> None:
+    procs = procs or draft.value("procs")
     facts = ("global_batch", "train.micro_batch_size", "accumulation", "procs")
     total, micro, accumulation = map(draft.value, facts[:3])
-    ranks, sharing = _ranks(draft, AUTO), _ranks(draft, *SHARING)
+    ranks, sharing = _ranks(draft, "deepspeed.tensor"), _ranks(draft, *SHARING)
     if total is not None and total % ranks:
         draft.drop(why("indivisible_batch", ranks), "global_batch")
         total = None
@@ -285,3 +262,8 @@ def _put_batch(draft: Draft, procs: int | None) -> None:
     else:
         draft.lacks("train.global_batch_size")
         draft.copy("accumulation", "train.accumulation")
+    evaluates = _put_period(draft, "eval", "train.eval_every") or draft.known("train.eval_every")
+    if evaluates and not (draft.facts("data.heldout") or draft.slots["data"].keys() & {*HELDOUT}):
+        draft.lacks("data.heldout_fraction")
+    compared = draft.facts("train.early_stopping") + draft.facts("checkpoint.keep_best")
+    draft.drop(why("no_evaluation"), *compared, when=not evaluates)

@@ -7,6 +7,7 @@ what the recipe says. `tables/words.txt` describes what the lines of a table say
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -34,8 +35,6 @@ class RuleResult(KeyOutcome):
 
 
 Table: TypeAlias = Mapping[str, Union[Callable[[Any], RuleResult], "Table"]]
-Block: TypeAlias = Mapping[str, Any]
-
 TABLES: dict[str, dict[str, Any]] = {}
 """Name -> table, of all files that were loaded."""
 SHARED = ("words", "script", "fsdp")
@@ -50,14 +49,6 @@ class WrongValueError(Exception):
     """A value that its key cannot have, or that no recipe expresses: the text of an outcome."""
 
 
-def lines(file: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name and the lines of each table of a file."""
-    text = Path(__file__).with_name("tables").joinpath(f"{file}.txt").read_text("utf-8")
-    for part in re.sub(r"\n +", " ", text).split("\n== ")[1:]:
-        name, *found = part.split("\n")
-        yield name, [line for line in found if line and line[0] != "#"]
-
-
 def rows(line: str) -> dict[str, str]:
     """Return key -> what a line says of it."""
     parts = (row.partition(": ") for row in line.split(" | "))
@@ -68,11 +59,13 @@ def load(file: str, *functions: Callable[..., Any], **values: Any) -> Mapping[st
     """Read the tables of a file, and return all tables. Their rows name these functions and values,
     what earlier files define, and shared rows."""
     NAMES.update({each.__name__: each for each in functions}, **values)
-    for name, found in lines(file):
+    text = Path(__file__).with_name("tables").joinpath(f"{file}.txt").read_text("utf-8")
+    for part in re.sub(r"\n +", " ", text).split("\n== ")[1:]:
+        name, *lines = part.split("\n")
         table = TABLES[name.removesuffix(" =")] = {}
         names = ChainMap(NAMES, table, *(TABLES.get(one, {}) for one in SHARED))
         blocks = [""]
-        for line in found:
+        for line in (line for line in lines if line and line[0] != "#"):
             if name.endswith(" ="):
                 table.update(rows(line))
             elif line[0] == "[":
@@ -110,8 +103,7 @@ def why(name: str, *values: object) -> str:
 
 
 def outcome(text: str, **more: Any) -> RuleResult:
-    """Return the outcome that a text says: `ignored WHY`, `untranslated WHY` or `refused WHY`, with
-    a hint as in a rule."""
+    """Return the outcome that a text says, such as `ignored WHY`, with a hint as in a rule."""
     what, mark, hint = parts(text)
     word, _, reason = what.partition(" ")
     found, blocks = OUTCOMES.get(word, "refused"), mark == "!!"
@@ -156,7 +148,7 @@ class Rule:
         sign, _, then = rest.partition(" ")
         if fact == "always":
             usual = value is None or value == "auto" or _among(value, rest)
-            first = _values(rest)[0]
+            first = value_of(rest.partition(",")[0])
             return outcome(why("usual") if usual else f"refused is always {first} in a recipe{end}")
         if sign == ":=":
             return RuleResult(fact=fact, content=value_of(then))
@@ -204,14 +196,11 @@ def value_of(text: str) -> Any:
         return text
 
 
-def _values(text: str) -> list[Any]:
-    return [value_of(each.strip()) for each in text.split(",")]
-
-
 def _among(value: Any, text: str) -> bool:
     """Return whether value equals one of some; 0 differs from false, and case does not count."""
     found = value.lower() if isinstance(value, str) else value
-    return any(isinstance(found, bool) == isinstance(v, bool) and found == v for v in _values(text))
+    values = [value_of(each.strip()) for each in text.split(",")]
+    return any(isinstance(found, bool) == isinstance(v, bool) and found == v for v in values)
 
 
 def is_off(value: Any) -> bool:
@@ -223,24 +212,21 @@ def is_off(value: Any) -> bool:
 
 def number(value: Any) -> float:
     """Return a finite number, also one written as text."""
-    try:
+    found = math.nan
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
         found = math.nan if isinstance(value, bool) else float(value)
-    except (ValueError, TypeError, OverflowError):
-        found = math.nan
     if not math.isfinite(found):
         raise WrongValueError(f"refused must be a finite number, not {value!r}")
     return found
 
 
 def whole(value: Any, least: float = -math.inf) -> int:
-    """Return a whole number of at most 2^53, also one written as 2e8."""
+    """Return a whole number of at most 2^53, after which not all are floats; 2e8 is one too."""
     found = number(value)
-    if found != int(found):
-        raise WrongValueError(f"refused must be a whole number, not {value!r}")
-    if abs(found) > 1 << 53:  # the next ones are no floats
-        raise WrongValueError(f"refused must be at most 2^53, not {value!r}")
-    if found < least:
-        raise WrongValueError(f"refused must be at least {least}, not {value!r}")
+    big = abs(found) > 1 << 53
+    wrong = "a whole number" if found != int(found) else "at most 2^53" if big else ""
+    if wrong or found < least:
+        raise WrongValueError(f"refused must be {wrong or f'at least {least}'}, not {value!r}")
     return int(found)
 
 

@@ -9,6 +9,7 @@ pairs of texts take the chat template) and `text_key` of running text.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import itertools
 import re
@@ -46,29 +47,27 @@ def _local_files(name: str) -> list[str]:
 
 
 def _put_files(draft: Draft, files: list[str], *facts: str) -> bool:
-    """Add the slot `data` for local files, if there are any: data.chat if the first row has its
-    fields, and not only text."""
+    """Add the slot `data` for local files, if any: data.chat if the first row has its fields."""
     from stages.data.forms import KEYS
     from stages.data.rows import TEXT, rows
 
-    if not files:
-        return False
-    fields: set[str] = set()
-    try:
-        found = sorted(glob.glob(files[0], recursive=True))  # noqa: PTH207 (absolute patterns)
-        if found and not files[0].endswith(TEXT):
-            fields = {key for row in itertools.islice(rows(Path(found[0])), 1) for key in row.value}
-    except (DataError, StageError, OSError):
-        pass  # `pipe check` and the run report what is wrong with the file
-    chat = any(name != "text" and fields >= set(needed) for name, needed in KEYS.items())
-    draft.slot("data", "data.chat" if chat else "data.text")
-    draft.put("data.files", files, *facts)
-    return True
+    chat = False
+    # `pipe check` and the run report what is wrong with the file
+    with contextlib.suppress(DataError, StageError, OSError):
+        names = [one for one in files[:1] if not one.endswith(TEXT)]
+        found = sorted(path for name in names for path in glob.glob(name, recursive=True))  # noqa: PTH207
+        for row in itertools.islice(rows(Path(found[0])), 1) if found else ():
+            chat = any(one != "text" and row.value.keys() >= {*keys} for one, keys in KEYS.items())
+    if files:
+        draft.slot("data", "data.chat" if chat else "data.text")
+        draft.put("data.files", files, *facts)
+    return bool(files)
 
 
 def script_data(draft: Draft) -> None:
-    """Fill the slot `data` of a script."""
-    name = draft.value("dataset")
+    """Fill the slot `data` of a script, with `loss` of data.chat where it follows from TRL 1.16's
+    completion_only_loss and assistant_only_loss only: of a conversation, the assistant's words."""
+    name, (completion, assistant) = draft.value("dataset"), map(draft.value, LOSS)
     if _put_files(draft, [path(each) for each in draft.request.data]):
         draft.drop(why("replaced", "--data"), "data", "dataset")
     elif draft.given("data"):
@@ -84,33 +83,24 @@ def script_data(draft: Draft) -> None:
         # A script of transformers for plain text has blocks, a script of TRL has rows.
         blocks = any(entry.key == "block_size" for entry in draft.of("data.sequence_length"))
         draft.slot("data", "data.text" if blocks else "data.chat")
-        config = draft.value("dataset.config")
-        source = {"dataset": name} | ({"config": config} if draft.known("dataset.config") else {})
-        for key, fact, otherwise in (
-            ("sources", "dataset.split", "train"), ("heldout_sources", "dataset.heldout", None),
-        ):  # fmt: skip
-            if (split := draft.value(fact, otherwise)) is not None:
-                facts, one = ("dataset", "dataset.config", fact), {**source, "split": split}
-                draft.put(f"data.{key}", [one], *facts, note=NO_COMMIT)
-    _put_loss(draft)
-    files = draft.given("data.heldout_files")
-    draft.drop(why("there_are_files"), "data.heldout_fraction", when=files)
-
-
-def _put_loss(draft: Draft) -> None:
-    """Set `loss` of data.chat where it follows from TRL 1.16's completion_only_loss and
-    assistant_only_loss only. In a conversation, `completion` is the assistant's words."""
-    completion, assistant = map(draft.value, LOSS)
+        config = {"config": draft.value("dataset.config")} if draft.known("dataset.config") else {}
+        split, held = draft.value("dataset.split", "train"), draft.value("dataset.heldout")
+        for key, fact, part in (("sources", "split", split), ("heldout_sources", "heldout", held)):
+            if part is not None:
+                facts = ("dataset", "dataset.config", f"dataset.{fact}")
+                source = {"dataset": name, **config, "split": part}
+                draft.put(f"data.{key}", [source], *facts, note=NO_COMMIT)
     if draft.slots["data"]["use"] == "data.text":
         draft.drop(why("full_samples"), "data.packing")
         draft.drop(why("no_masks"), *filter(draft.value, LOSS))
-    elif assistant:
-        draft.put("data.loss", "assistant" if completion is False else "completion", *LOSS)
-    elif completion is False:
-        draft.put("data.loss", "all", *LOSS)
+    elif assistant or completion is False:
+        alone = "assistant" if assistant else "all"
+        draft.put("data.loss", alone if completion is False else "completion", *LOSS)
     else:
         draft.lacks("data.loss")
         draft.drop(why("trl_loss"), *LOSS)
+    files = draft.given("data.heldout_files")
+    draft.drop(why("there_are_files"), "data.heldout_fraction", when=files)
 
 
 def several(draft: Draft) -> None:
@@ -118,55 +108,47 @@ def several(draft: Draft) -> None:
     if _put_files(draft, [path(each) for each in draft.request.data]):
         draft.drop(why("replaced", "--data"), *draft.facts(TRAIN), *draft.facts(HELD))
     else:
-        _put_sets(draft)
+        sets = _sets(draft, TRAIN)
+        sets += [one for one in _sets(draft, HELD) if draft.known(f"{one}style")]
+        styles = {one: draft.value(f"{one}style") for one in sets}
+        facts, keys = [f"{one}style" for one in sets], [f"{one}text_key" for one in sets]
+        running = {style == RUNNING for style in styles.values()}
+        draft.drop(why("mixed_rows"), *facts, when=len(running) == 2)
+        draft.slot("data", "data.text" if True in running else "data.chat", *facts)
+        if False in running:
+            forms = {
+                one: draft.value(f"{one}form") if style in (None, "", RUNNING) else style
+                for one, style in styles.items()
+            }
+            if len({*forms.values()}) == 1 and None not in forms.values():
+                own = [f"{one}{'style' if style else 'form'}" for one, style in styles.items()]
+                draft.put("data.form", next(iter(forms.values())), *own)
+            pairs = [one for one, form in forms.items() if form in ("alpaca", "prompt/completion")]
+            plain = [f"{one}style" for one in pairs
+                     if styles[one] and not draft.value(f"{one}template", True)]  # fmt: skip
+            if len(plain) == len(pairs) > 0:
+                draft.put("data.template", False, *plain)
+            else:
+                draft.drop(why("mixed_templates"), *plain)
+        elif running:
+            names = {draft.value(fact, "text") for fact in keys}
+            draft.drop(why("mixed_keys"), *keys, when=len(names) > 1)
+            if len(names) == 1:
+                draft.put("data.text_key", names.pop(), *keys)
+        if not _put_places(draft, TRAIN, "files", "sources"):
+            draft.lacks("data.files")
+        there = _put_places(draft, HELD, *HELDOUT)
+        draft.drop(why("there_is_data"), "data.heldout_fraction", when=there)
     text = draft.slots["data"]["use"] == "data.text"
     draft.drop(why("full_samples"), "data.packing", when=text)
     draft.drop(why("every_token"), "data.loss", "data.too_long", when=text)
     draft.drop(why("idle"), "data.documents_apart", when=not text)
 
 
-def _put_sets(draft: Draft) -> None:
-    sets = _sets(draft, TRAIN)
-    sets += [one for one in _sets(draft, HELD) if draft.known(f"{one}style")]
-    styles = {one: draft.value(f"{one}style") for one in sets}
-    facts, keys = [f"{one}style" for one in sets], [f"{one}text_key" for one in sets]
-    running = {style == RUNNING for style in styles.values()}
-    draft.drop(why("mixed_rows"), *facts, when=len(running) == 2)
-    draft.slot("data", "data.text" if True in running else "data.chat", *facts)
-    if False in running:
-        _put_forms(draft, styles)
-    elif running:
-        names = {draft.value(fact, "text") for fact in keys}
-        draft.drop(why("mixed_keys"), *keys, when=len(names) > 1)
-        if len(names) == 1:
-            draft.put("data.text_key", names.pop(), *keys)
-    if not _put_places(draft, TRAIN, "files", "sources"):
-        draft.lacks("data.files")
-    there = _put_places(draft, HELD, *HELDOUT)
-    draft.drop(why("there_is_data"), "data.heldout_fraction", when=there)
-
-
 def _sets(draft: Draft, kind: str) -> list[str]:
     """Return the beginnings of the facts of each data set, in their order."""
     numbers = {int(fact.split(".")[1]) for fact in draft.facts(kind)}
     return [f"{kind}{number}." for number in sorted(numbers)]
-
-
-def _put_forms(draft: Draft, styles: dict[str, str | None]) -> None:
-    forms = {
-        one: draft.value(f"{one}form") if style in (None, "", RUNNING) else style
-        for one, style in styles.items()
-    }
-    if len({*forms.values()}) == 1 and None not in forms.values():
-        facts = [f"{one}{'style' if style else 'form'}" for one, style in styles.items()]
-        draft.put("data.form", next(iter(forms.values())), *facts)
-    pairs = [one for one, form in forms.items() if form in ("alpaca", "prompt/completion")]
-    plain = [f"{one}style" for one in pairs
-             if styles[one] and not draft.value(f"{one}template", True)]  # fmt: skip
-    if len(plain) == len(pairs) > 0:
-        draft.put("data.template", False, *plain)
-    else:
-        draft.drop(why("mixed_templates"), *plain)
 
 
 def _put_places(draft: Draft, kind: str, files: str, sources: str) -> bool:
@@ -188,17 +170,15 @@ def _put_places(draft: Draft, kind: str, files: str, sources: str) -> bool:
 def _place(draft: Draft, one: str) -> dict[str, Any] | None:
     """Return the fields of a source; None if a recipe does not read it."""
     name, files = draft.value(f"{one}path", ""), draft.value(f"{one}files")
-    if not name and not files:
-        return None
     if {Path(each).suffix for each in files or [name]} & {".csv", ".arrow", ".tsv"}:
         draft.drop(why("unread_format"), f"{one}path", f"{one}files")
         return None
     if "://" in name:
         draft.drop(why("address"), f"{one}path")
+    if "://" in name or not (name or files):
         return None
-    fields = {
-        each: draft.value(f"{one}{each}") for each in PLACE[2:] if draft.known(f"{one}{each}")
-    }
+    known = [each for each in PLACE[2:] if draft.known(f"{one}{each}")]
+    fields = {each: draft.value(f"{one}{each}") for each in known}
     listed = bool(files) and (name in LOADERS or is_local(name) or not name)
     if listed or is_local(name) or name.endswith(READ):
         part = draft.value(f"{one}split", "train") != "train"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,30 +11,20 @@ from typing import Any
 from pipeline.importing import ConfigFile
 from stages.importing import rules
 from stages.importing.draft import Draft, Rows
-from stages.importing.rules import Block, Rule, RuleResult, Table, outcome, why
+from stages.importing.hugging_face import COMPONENT, RecipeTranslator
+from stages.importing.rules import RuleResult, Table, outcome, why
 from stages.importing.sources import HELD, RUNNING, TRAIN
-from stages.importing.translator import COMPONENT, RecipeTranslator
 
 SETS = {"dataset": TRAIN, "dataset_val": HELD}
 """Keys with data sets -> beginning of their facts."""
 OWN = "torchtune's default"
 SINGLE = "single_device"
 """Part of the name of files for one device. The recipes for several have the same keys."""
-ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
-"""Layer in torchtune -> in the layout of Hugging Face."""
-DEPTH = 10
-"""Most references that follow one another."""
-
-
-def compiled(value: Any) -> RuleResult:
-    on = value.get("model", True) if isinstance(value, Mapping) else value
-    return Rule("model.compile = {}")(on)
 
 
 def builder(value: Any) -> RuleResult:
     """Read the function that builds the model."""
-    other = "classifier" in str(value) or "reward" in str(value)
-    if other or not _family({COMPONENT: value}):
+    if re.search("classifier|reward", str(value)) or not _family({COMPONENT: value}):
         return outcome(why("unknown_model", ", ".join(sorted(TABLES["torchtune-families"]))))
     if str(value).rpartition(".")[2].startswith(("lora_", "qlora_")):
         return RuleResult(fact="adapter", content=True)
@@ -41,25 +33,23 @@ def builder(value: Any) -> RuleResult:
 
 def attention(value: Any) -> list[str]:
     """Return layers of attention, in the layout of Hugging Face."""
-    names = rules.names(value)
-    if unknown := [name for name in names if name not in ATTENTION]:
+    layers = TABLES["torchtune-attention"]
+    if unknown := [name for name in rules.names(value) if name not in layers]:
         raise rules.WrongValueError(f"refused {unknown[0]!r} is not a layer of attention !!")
-    return [ATTENTION[name] for name in names]
+    return [layers[name] for name in rules.names(value)]
 
 
 def _columns(**names: str) -> Callable[[Any], RuleResult]:
     """Return the rule of a mapping of columns, which is to end in these."""
-
-    def columns(value: Any) -> RuleResult:
-        known = {**names, **(value if isinstance(value, Mapping) else {})} == names
-        other = "other_columns", ", ".join(names.values())
-        return outcome(why("known_columns") if known else why(*other))
-
-    return columns
+    others = ", ".join(names.values())
+    return lambda value: outcome(
+        why("known_columns") if {**names, **(value if isinstance(value, Mapping) else {})} == names
+        else why("other_columns", others)
+    )  # fmt: skip
 
 
 TABLES = rules.load(
-    "torchtune", compiled, builder, attention,
+    "torchtune", builder, attention,
     all_or_assistant=lambda value: "all" if rules.truth(value) else "assistant",
     pairs=_columns(input="prompt", output="completion"),
     alpaca_columns=_columns(instruction="instruction", input="input", output="output"),
@@ -69,25 +59,21 @@ TABLES = rules.load(
 class Torchtune(RecipeTranslator):
     """A recipe of torchtune for full_finetune or lora_finetune."""
 
-    name = "torchtune"
-    tool = "torchtune"
+    name = tool = "torchtune"
     companions = ()
     signs = "a recipe of torchtune has blocks with `_component_`"
 
     def read(self, draft: Draft, file: ConfigFile) -> None:
         name, procs, draft.resolved = file.path.name, draft.request.procs, True
-        content: dict[str, Any] = _resolved(file.content, file.content)
+        content = _resolved(file.content)
         tokenizer: Any = content.get("tokenizer")
         plain = _family(tokenizer) == "plain" and not tokenizer.get("prompt_template")
 
-        def rows(block: Block, one: str, key: str) -> Table:
-            return _rows(draft, block, one, f"{key}.{COMPONENT} in {name}", plain=plain)
-
+        rows = functools.partial(_rows, draft, name, plain)
         logger = _component(content.get("metric_logger")).rpartition(".")[2].lower()
-        fused = _family(content.get("model")) == "fused"
         table: dict[str, Any] = self.table | {
             "metric_logger": TABLES.get(f"torchtune-{logger}", self.table["metric_logger"]),
-            "model": TABLES["fused-model" if fused else "model"],
+            "model": TABLES["fused-model" if _family(content.get("model")) == "fused" else "model"],
             **{key: Rows(kind, rows, blocking=True) for key, kind in SETS.items()},
         }
         # The tokenizer lays out conversations, and pairs if it puts anything around messages.
@@ -120,8 +106,8 @@ class Torchtune(RecipeTranslator):
         single = SINGLE in name if procs is None else procs == 1
         use = "wrap.ddp" if single else "wrap.fsdp"
         draft.default("strategy", use, f"for {'one device' if single else 'several devices'}")
-        named = single and procs is None
-        draft.default("procs", 1, f"{SINGLE} in the name of the file", when=named)
+        named = f"{SINGLE} in the name of the file"
+        draft.default("procs", 1, named, when=single and procs is None)
 
     def finish(self, draft: Draft) -> None:
         if draft.given("export.adapter") and "adapter" in draft.slots:
@@ -145,12 +131,14 @@ def _family(block: Any) -> str:
 def _builder(block: Any) -> list[str]:
     """Return what is known of the builder of a data set: kind, form, loss, data set of the hub."""
     name = _component(block).removeprefix("torchtune.datasets.")
-    found: str = TABLES["torchtune-builders"].get(name, "")
-    return found.split()
+    return str(TABLES["torchtune-builders"].get(name, "")).split()
 
 
-def _rows(draft: Draft, block: Block, one: str, here: str, *, plain: bool) -> Table:
+def _rows(
+    draft: Draft, file: str, plain: bool, block: Mapping[str, Any], one: str, key: str
+) -> Table:
     """Return the rules of a data set whose facts begin with `one`, and set its defaults."""
+    here = f"{key}.{COMPONENT} in {file}"
     if not (found := _builder(block)):
         return TABLES["unknown-rows"]
     kind, form, loss, *source = found
@@ -171,19 +159,18 @@ def _rows(draft: Draft, block: Block, one: str, here: str, *, plain: bool) -> Ta
     return {**TABLES["rows"], **TABLES[kind]}
 
 
-def _resolved(value: Any, content: Mapping[str, Any]) -> Any:
-    """Return a value with those that OmegaConf's references (`${output_dir}/logs`) name in the
-    content; a draft refuses the others."""
-    if isinstance(value, Mapping):
-        return {key: _resolved(one, content) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_resolved(one, content) for one in value]
-    for _ in range(DEPTH if isinstance(value, str) else 0):
-        value = re.sub(r"\$\{([\w.]+)\}", lambda match: _named(match, content), value)
-    return value
+def _resolved(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content with OmegaConf's references to it (`${output_dir}/logs`) resolved."""
 
+    def named(reference: re.Match[str]) -> str:
+        found: Any = content
+        for part in reference[1].split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        unknown = found is None or isinstance(found, Mapping | list)
+        return reference[0] if unknown else json.dumps(str(found), ensure_ascii=False)[1:-1]
 
-def _named(reference: re.Match[str], content: Any) -> str:
-    for part in reference[1].split("."):
-        content = content.get(part) if isinstance(content, Mapping) else None
-    return reference[0] if content is None or isinstance(content, Mapping | list) else str(content)
+    text = json.dumps(content, ensure_ascii=False)
+    for _ in range(10):  # as many may follow one another
+        text = re.sub(r"\$\{([\w.]+)\}", named, text)
+    found: dict[str, Any] = json.loads(text)
+    return found

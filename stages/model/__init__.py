@@ -11,6 +11,6 @@ if TYPE_CHECKING:
     from stages.model.declared import DerivedSource as DerivedSource
     from stages.model.declared import outline as outline
     from stages.model.hf import HfModel as HfModel
-    from stages.model.trained import TrainedModel as TrainedModel
+    from stages.model.hf import TrainedModel as TrainedModel
 else:
     __getattr__, __dir__ = lazily(__name__, __file__)

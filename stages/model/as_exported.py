@@ -14,25 +14,25 @@ from pipeline import (
     Context,
     ExportError,
     ModelSource,
-    StageError,
     TensorReader,
     TrainedRun,
     Weights,
     torch_dtype,
 )
 from pipeline.checkpoint import Reading, open_state
-from stages.consolidate.weights import open_weights, state_files
+from stages.consolidate.stream import open_weights, state_files
 from stages.digests import file_digests
 from stages.model.declared import (
     DerivedSource,
     completed,
     misfit,
+    of_base,
     outline,
     refuse_differences,
     ties,
 )
 from stages.weights.converted import ConvertedReader, renamed
-from stages.weights.views import CastReader, JoinedReader
+from stages.weights.views import cast_reader
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,11 +66,11 @@ def module_tensors(
     chosen = ConvertedReader(weights, changes)
     if dtype != AS_SOURCE:
         one = torch_dtype(dtype)
-        return model, CastReader(chosen, lambda name: one)
+        return model, cast_reader(chosen, lambda name: one)
     with contextlib.closing(source.weights()) as reader:
         own: dict[str, torch.dtype] = {name: reader.spec(name).dtype for name in reader.names()}
     own |= {kept: own[alias] for alias, kept in tied.items() if kept not in own}
-    return model, CastReader(chosen, own.__getitem__)
+    return model, cast_reader(chosen, own.__getitem__)
 
 
 def require_same_base(
@@ -100,44 +100,17 @@ def needs_source(model: ModelSource) -> bool:
     return passed is not None or bool(model.frozen_base)
 
 
-def open_trained_source(
-    ctx: Context, trained: TrainedRun, model: ModelSource, dtype: str, average: str | None
-) -> TrainedSource:
-    """Return the model of a finished training of `model`. Raises StageError for another model, and
-    for other weights than an adapter was trained on."""
-    then = trained.progress.lineage.get("model")
-    if then not in (None, model.fingerprint) and "model" not in ctx.accept:
-        raise StageError(
-            f"{model.name} is not the model that was trained: it was {then[:12]}, is "
-            f"{model.fingerprint[:12]}",
-            hint="the slot takes the latest model before it: put it after the training that it is "
-            "to continue, and another model after it",
-        )
-    require_same_base(ctx, model, trained)
-    source = TrainedSource(
-        model, trained.checkpoint, dtype=dtype, average=average, verify=ctx.dist.is_main
-    )
-    source.name = f"{model.name} trained to step {trained.progress.step}"
-    ctx.log.info("the model of step %d, from %s", trained.progress.step, trained.checkpoint)
-    return source
-
-
 class TrainedSource(DerivedSource):
-    """The model that a training made of `origin`, without its adapters, opened when it is read."""
+    """The model that a training made of `model`, without its adapters, opened when it is read."""
 
     def __init__(
-        self,
-        origin: ModelSource,
-        checkpoint: str,
-        *,
-        dtype: str,
-        average: str | None,
-        verify: bool,
+        self, model: ModelSource, trained: TrainedRun, ctx: Context, dtype: str, average: str | None
     ) -> None:
-        super().__init__(origin.training_view)
-        self._origin, self._checkpoint = origin, checkpoint
+        super().__init__(model.training_view)
+        self.name = f"{model.name} trained to step {trained.progress.step}"
+        self._origin, self._checkpoint = model, trained.checkpoint
         self._dtype, self._average = dtype, average
-        self._verify = verify
+        self._verify = ctx.dist.is_main
         """Whether to compare the checksums of whole files, which happens once."""
 
     def weights(self) -> TensorReader:
@@ -152,14 +125,15 @@ class TrainedSource(DerivedSource):
             names |= {alias: kept for alias, kept in ties(model).items() if kept in names}
             self._verify = False
             found = ConvertedReader(tensors, [renamed(kept, name) for name, kept in names.items()])
-            return _Closing(found, held.pop_all())
+            found.closes = [tensors, held.pop_all()]
+            return found
 
     def merge_trained(self, trained: Weights) -> Weights:
         merged: Weights = super().merge_trained(completed(self, trained))
         return merged
 
     @functools.cached_property
-    def _identity(self) -> str:
+    def sampled_contents(self) -> str | None:
         """Digest of the weights that are read, the same wherever the checkpoint lies."""
         opened = open_weights(self._checkpoint, verify=False, average=self._average)
         with contextlib.closing(opened):
@@ -167,12 +141,8 @@ class TrainedSource(DerivedSource):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        facts = f"{self._origin.fingerprint} trained {self._identity} {self._dtype}"
+        facts = f"{self._origin.fingerprint} trained {self.sampled_contents} {self._dtype}"
         return hashlib.sha256(facts.encode()).hexdigest()
-
-    @property
-    def sampled_contents(self) -> str | None:
-        return self._identity
 
     @functools.cached_property
     def contents(self) -> str | None:
@@ -188,25 +158,10 @@ class TrainedSource(DerivedSource):
     revision = None
     export_view = ModelSource.export_view
     training_view = ModelSource.training_view
+    skeleton = of_base("skeleton")
 
     @property
     def inference_view(self) -> ModelSource:
         same = copy.copy(self)
         same.base = self.base.inference_view
         return same
-
-    @property
-    def skeleton(self) -> ModelSource:
-        return self.base.skeleton
-
-
-class _Closing(JoinedReader):
-    """Tensors of `base`; `close` also closes what they come from."""
-
-    def __init__(self, base: TensorReader, held: contextlib.ExitStack) -> None:
-        super().__init__(base)
-        self._held = held
-
-    def close(self) -> None:
-        super().close()
-        self._held.close()

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 from pipeline import StageError
 from pipeline.utils import optional
-from stages.model.settings import ActivationCheckpointing, Compile, Fp8, HfSettings
+from stages.model.settings import ActivationCheckpointing, Fp8, HfSettings
 from stages.objectives.compat import CompiledBlocks
 
 CHANGES = ("activation_checkpointing", "compile", "fp8", "kernels")
@@ -38,7 +38,7 @@ INSIDE = "_hooks_inside_of_forward"
 Forward = Callable[..., Any]
 
 
-def change_blocks(stage: HfSettings, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def change_blocks(stage: HfSettings, model: Any, blocks: Sequence[nn.Module]) -> None:
     """Apply the slot's changes to a model and its blocks. Raises StageError for changes of blocks
     in a model whose blocks are not known."""
     if not blocks and (stage.activation_checkpointing is not None or stage.compile is not None):
@@ -48,13 +48,30 @@ def change_blocks(stage: HfSettings, model: nn.Module, blocks: Sequence[nn.Modul
             hint="leave out activation_checkpointing and compile",
         )
     if stage.kernels is not None:
-        use_liger(model)
+        needed = "kernels: liger needs liger-kernel, and that needs Triton"
+        with optional(needed, hint="pip install liger-kernel"):
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+            from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+        kind = model.config.model_type
+        if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+            raise StageError(f"Liger has no kernels for {kind}", hint="leave out kernels")
+        # Its own losses would replace the loss that is normalised over the whole step.
+        _apply_liger_kernel_to_instance(
+            model=model, cross_entropy=False, fused_linear_cross_entropy=False
+        )
     if stage.fp8 is not None:
-        use_fp8(model, stage.fp8)
+        _use_fp8(model, stage.fp8)
     if stage.activation_checkpointing is not None:
         checkpoint_blocks(blocks, stage.activation_checkpointing)
     if stage.compile is not None:
-        compile_blocks(blocks, stage.compile)
+        # Blocks of a kind share their graphs: one of the first shape of samples, one of all others.
+        settings = stage.compile
+        shared = CompiledBlocks(finds_lengths=settings.dynamic is None)
+        mode = None if settings.mode == "default" else settings.mode
+        for block in blocks:
+            block.forward = shared.forward(
+                block.forward, backend=settings.backend, mode=mode, dynamic=settings.dynamic
+            )
 
 
 def linear_layers(model: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -81,25 +98,26 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], settings: ActivationCheckpoin
         block.forward = _recomputed(with_hooks(block, block.forward), settings)
 
 
-def compile_blocks(blocks: Sequence[nn.Module], settings: Compile) -> None:
-    """Compile the blocks' forward methods; blocks of a kind share their graphs: one of the first
-    shape of samples, and one of all others."""
-    shared = CompiledBlocks(finds_lengths=settings.dynamic is None)
-    for block in blocks:
-        block.forward = shared.forward(
-            block.forward,
-            backend=settings.backend,
-            mode=None if settings.mode == "default" else settings.mode,
-            dynamic=settings.dynamic,
-        )
-
-
 def _recomputed(forward: Forward, settings: ActivationCheckpointing) -> Forward:
+    aten, kept = torch.ops.aten, set[Any]()
     contexts: dict[str, Any] = {}
+
+    def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
     if settings.keep != "nothing":
-        contexts["context_fn"] = functools.partial(
-            create_selective_checkpoint_contexts, _policy(settings.keep)
-        )
+        kept = {
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default,
+            aten._scaled_dot_product_attention_math.default,
+            torch.ops.higher_order.flex_attention,
+        }
+        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    if settings.keep == "matmuls":
+        products = "mm addmm bmm baddbmm _grouped_mm _scaled_mm"
+        kept |= {getattr(aten, name).default for name in products.split()}
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -118,26 +136,6 @@ def _recomputed(forward: Forward, settings: ActivationCheckpointing) -> Forward:
             )
 
     return recomputed
-
-
-def _policy(keep: str) -> Callable[..., CheckpointPolicy]:
-    aten = torch.ops.aten
-    kept = {
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_attention_math.default,
-        torch.ops.higher_order.flex_attention,
-    }
-    if keep == "matmuls":
-        products = "mm addmm bmm baddbmm _grouped_mm _scaled_mm"
-        kept |= {getattr(aten, name).default for name in products.split()}
-
-    def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
 
 
 def around_forward(module: nn.Module, before: Forward, after: Forward) -> None:
@@ -181,7 +179,7 @@ def with_hooks(module: nn.Module, forward: Forward) -> Forward:
     return between
 
 
-def use_fp8(model: Any, settings: Fp8) -> None:
+def _use_fp8(model: Any, settings: Fp8) -> None:
     """Have linear layers of suited sizes but the head multiply in 8 bits. Raises StageError."""
     with optional("fp8 needs torchao", hint="pip install 'pipetrain[torchao]'"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -202,21 +200,6 @@ def use_fp8(model: Any, settings: Fp8) -> None:
     )
 
 
-def use_liger(model: Any) -> None:
-    """Replace parts of the model by Liger's kernels. Raises StageError where it has none."""
-    needed = "kernels: liger needs liger-kernel, and that needs Triton"
-    with optional(needed, hint="pip install liger-kernel"):
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    kind = model.config.model_type
-    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise StageError(f"Liger has no kernels for {kind}", hint="leave out kernels")
-    # Its own losses would replace the loss that is normalised over the whole step.
-    _apply_liger_kernel_to_instance(
-        model=model, cross_entropy=False, fused_linear_cross_entropy=False
-    )
-
-
 # Models of more than text: only the language model, the embedding and the head are built into
 # memory, within the architecture's own class, whose names, config and files stay. What is left out
 # has no memory, no gradients and no optimizer state; an export takes it from the source's files.
@@ -228,12 +211,10 @@ WITHOUT_TEXT = ("MllamaCrossAttentionDecoderLayer",)
 class LeftOut(nn.Module):
     """In the place of a part that text does not use."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
+    place: str
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise StageError(f"text passes through {self._name}, which is not part of a language model")
+        raise StageError(f"text passes through {self.place}, which is not part of a language model")
 
 
 def leave_out_towers(model: Any) -> None:
@@ -250,18 +231,17 @@ def leave_out_towers(model: Any) -> None:
     parts = (decoder, model.get_input_embeddings(), model.get_output_embeddings())
     kept = {id(one) for part in parts if part is not None for one in part.parameters()}
     skipped = (one for one in model.modules() if type(one).__name__ in WITHOUT_TEXT)
-    _leave_out(model, "", kept - {id(one) for layer in skipped for one in layer.parameters()})
-
-
-def _leave_out(module: nn.Module, name: str, kept: set[int]) -> None:
-    prefix = f"{name}." if name else ""
-    for leaf, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) not in kept:
-            module._parameters[leaf] = None
-    for leaf, child in list(module.named_children()):
-        inner = [id(parameter) for parameter in child.parameters()]
-        if kept.isdisjoint(inner):
-            if inner:
-                module.add_module(leaf, LeftOut(prefix + leaf))
-        elif not kept.issuperset(inner):
-            _leave_out(child, prefix + leaf, kept)
+    kept -= {id(one) for layer in skipped for one in layer.parameters()}
+    modules = [("", model)]
+    for prefix, module in modules:  # which grows
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in kept:
+                module._parameters[leaf] = None
+        for leaf, child in list(module.named_children()):
+            inner = [id(parameter) for parameter in child.parameters()]
+            if inner and kept.isdisjoint(inner):
+                left_out = LeftOut()
+                left_out.place = prefix + leaf
+                module.add_module(leaf, left_out)
+            elif not kept.issuperset(inner):
+                modules.append((f"{prefix}{leaf}.", child))

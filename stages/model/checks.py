@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from pipeline.utils import (
     shown_path,
 )
 from stages.fields import instead_of_variable
-from stages.model.chat_template import read_template
-from stages.model.compat import causal_types, is_multimodal
+from stages.model.assets import read_template
+from stages.model.compat import attentions, causal_types, is_multimodal, suited_attention
 from stages.model.config_checks import (
     NOT_BY_TEXT,
     other_angles,
@@ -30,20 +30,18 @@ from stages.model.config_checks import (
 from stages.model.files import (
     HUB_ID,
     REVISION,
-    adapter_beside,
+    beside,
     has_tokenizer,
     is_gguf,
     is_local,
     is_plain,
     kernels_named,
     local,
-    other_weights,
     read_json,
     safetensors_files,
 )
 from stages.model.read import config_at_hand
 from stages.model.settings import HfSettings
-from stages.model.source_text_compat import attentions, suited_attention
 
 Found = Iterator[tuple[str, str, str]]
 """Key, message and hint of problems."""
@@ -51,12 +49,12 @@ Found = Iterator[tuple[str, str, str]]
 
 def problems(stage: HfSettings) -> Iterator[Problem]:
     """Yield every mistake in the fields about files, config and tokenizer."""
-    for key, message, hint in (*_exclusive(stage), *_code(stage), *_model(stage), *_words(stage)):
+    for key, message, hint in (*_exclusive(stage), *_model(stage), *_words(stage)):
         yield Problem(key=key, message=message, hint=hint)
 
 
 def _exclusive(stage: HfSettings) -> Found:
-    """Fields that need or exclude each other."""
+    """Fields that need or exclude each other, or that run code that is not trusted."""
     if stage.path is None and stage.config is None:
         hint = "set `path` to a folder, a GGUF file or a hub id, or `config` to an architecture"
         yield "path", "the model is not given", hint
@@ -72,6 +70,8 @@ def _exclusive(stage: HfSettings) -> Found:
             yield key, f"`{key}` needs weights that are loaded", ""
     if stage.vocab_size is not None and stage.config is not None:
         yield "vocab_size", "`config` sets it already", ""
+    for key, origin in foreign_code(stage):
+        yield from _untrusted(key, require_code_trust, origin)
 
 
 def foreign_code(stage: HfSettings) -> Iterator[tuple[str, str]]:
@@ -80,11 +80,6 @@ def foreign_code(stage: HfSettings) -> Iterator[tuple[str, str]]:
         yield "trust_remote_code", f"{stage.path or 'the model'} itself"
     if "/" in stage.attention:
         yield "attention", f"the hub's kernel {stage.attention}"
-
-
-def _code(stage: HfSettings) -> Found:
-    for key, origin in foreign_code(stage):
-        yield from _untrusted(key, require_code_trust, origin)
 
 
 def _untrusted(key: str, require: Callable[..., object], what: str | Path) -> Found:
@@ -112,19 +107,20 @@ def _model(stage: HfSettings) -> Found:
     elif path is not None and is_local(path):
         if stage.revision is not None:
             yield "revision", "`revision` is only for a hub id, and `path` is local", ""
-        yield from _local(stage, path, local(path))
+        place = local(path)
+        if is_gguf(path) and name is not None:
+            yield "gguf_file", "`path` is already a GGUF file", ""
+        if not is_gguf(path):
+            yield from _folder(stage, place)
+        elif not place.is_file():
+            yield "path", f"no such file: {place}", near_path(place)
     elif path is not None and not HUB_ID.fullmatch(path):
         repo, mark, revision = path.partition("@")
         split = f"write `path: {repo}` and `revision: {revision}`"
         hint = split if mark and HUB_ID.fullmatch(repo) else _as_local(path)
         yield "path", f"{path!r} is neither a hub id (owner/name) nor a local path", hint
-    elif path is not None:
-        yield from _revision("revision", stage.revision)
-
-
-def _revision(key: str, revision: str | None) -> Found:
-    if revision is not None and not REVISION.fullmatch(revision):
-        yield key, f"{revision!r} is not a commit, branch or tag", ""
+    elif path is not None and not REVISION.fullmatch(stage.revision or "main"):
+        yield "revision", f"{stage.revision!r} is not a commit, branch or tag", ""
 
 
 def _as_local(path: str) -> str:
@@ -133,14 +129,9 @@ def _as_local(path: str) -> str:
     return instead_of_variable(path) or marked or "a local path starts with /, ./, ../ or ~"
 
 
-def _local(stage: HfSettings, path: str, place: Path) -> Found:
+def _folder(stage: HfSettings, place: Path) -> Found:
     name = stage.gguf_file
-    if is_gguf(path):
-        if name is not None:
-            yield "gguf_file", "`path` is already a GGUF file", ""
-        if not place.is_file():
-            yield "path", f"no such file: {place}", near_path(place)
-    elif place.is_file():
+    if place.is_file():
         weights = place.suffix in (".json", ".safetensors", ".bin")
         hint = f"name its folder: {shown_path(place.parent)}" if weights else ""
         yield "path", f"{place} is a file, and no GGUF file", hint
@@ -155,19 +146,16 @@ def _local(stage: HfSettings, path: str, place: Path) -> Found:
         if pickles and not safetensors_files(place):  # its weights can only be read from them
             yield from _untrusted("path", require_trust, pickles[0])
     else:
-        yield "path", f"no config.json in {place}", _instead_of(place)
-
-
-def _instead_of(folder: Path) -> str:
-    """The hint for a folder that is not a model."""
-    gguf, inner = sorted(folder.glob("*.gguf")), sorted(folder.glob("*/config.json"))
-    run = "it is a run; " if (folder / "recipe.yaml").is_file() else ""
-    if gguf:
-        return f"set `gguf_file: {gguf[0].name}`"
-    if inner:
-        return f"{run}{'its model is' if run else 'there is'} {shown_path(inner[0].parent)}"
-    export = f"`pipe export {shown_path(folder)} --out FOLDER` writes its model"
-    return f"{run}{export}" if run else "expected Hugging Face layout"
+        gguf, inner = sorted(place.glob("*.gguf")), sorted(place.glob("*/config.json"))
+        run = "it is a run; " if (place / "recipe.yaml").is_file() else ""
+        hint = "expected Hugging Face layout"
+        if gguf:
+            hint = f"set `gguf_file: {gguf[0].name}`"
+        elif inner:
+            hint = f"{run}{'its model is' if run else 'there is'} {shown_path(inner[0].parent)}"
+        elif run:
+            hint = f"{run}`pipe export {shown_path(place)} --out FOLDER` writes its model"
+        yield "path", f"no config.json in {place}", hint
 
 
 def _config_file(stage: HfSettings, file: Path, key: str) -> Found:
@@ -228,10 +216,10 @@ def _words(stage: HfSettings) -> Found:
             message = "needs `tokenizer`; the tokenizer in `path` has its `revision`"
             yield "tokenizer_revision", message, ""
     elif not is_local(path):
-        if HUB_ID.fullmatch(path):
-            yield from _revision("tokenizer_revision", revision)
-        else:
+        if not HUB_ID.fullmatch(path):
             yield "tokenizer", f"{path!r} is neither a hub id nor a local path", _as_local(path)
+        elif not REVISION.fullmatch(revision or "main"):
+            yield "tokenizer_revision", f"{revision!r} is not a commit, branch or tag", ""
     elif revision is not None:
         yield "tokenizer_revision", "is only for a hub id, and `tokenizer` is local", ""
     elif is_gguf(path) and not local(path).is_file():
@@ -254,7 +242,7 @@ def beside_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
     if stage.init == "random" or stage.gguf_file is not None:
         return
     folder = local(stage.path)
-    adapter, others = adapter_beside(folder), other_weights(folder)
+    adapter, others = beside(folder)
     readers = plan.readers(stage) if adapter else ()
     named = (one.start_from for one in readers if isinstance(one, traits.StartsFrom))
     started = (local(name).resolve() for name in named if name)
@@ -280,14 +268,14 @@ def multimodal_notes(stage: HfSettings) -> Iterator[Problem]:
 
 def speed_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
     """Yield every mistake in the fields about attention, memory and speed."""
-    for key, message, hint in (*_attention(stage, plan), *_blocks(stage, plan)):
+    for key, message, hint in _speed(stage, plan):
         yield Problem(key=key, message=message, hint=hint)
 
 
-def _attention(stage: HfSettings, plan: PlanView) -> Found:
+def _speed(stage: HfSettings, plan: PlanView) -> Found:
     name = stage.attention
     if name.startswith("flash_attention_") or "/" in name:
-        package = "kernels" if "/" in name or not _installed("flash_attn") else "flash_attn"
+        package = "kernels" if "/" in name or not find_spec("flash_attn") else "flash_attn"
         yield from _needs(plan, "attention", name, package, package)
         if "/" in name:
             yield from _unpinned("attention", name)
@@ -303,20 +291,6 @@ def _attention(stage: HfSettings, plan: PlanView) -> Found:
             yield "attention", f"transformers has no sdpa for a {kind}", f"set attention: {best}"
     if stage.kernels is not None:
         yield from _needs(plan, "kernels", "Liger", "liger_kernel", "liger-kernel")
-
-
-def _needs(plan: PlanView, key: str, what: str, module: str, package: str) -> Found:
-    if plan.device == "cpu":
-        yield key, f"{what} needs a GPU", ""
-    elif not plan.forecast and not _installed(module):  # a plan is for other machines
-        yield key, f"{what} needs {package}", f"pip install {package}"
-
-
-def _installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-def _blocks(stage: HfSettings, plan: PlanView) -> Found:
     recomputed = stage.activation_checkpointing
     if recomputed and recomputed.keep == "attention" and stage.attention == "eager":
         message = "eager attention is not one operation whose result can be kept"
@@ -324,8 +298,15 @@ def _blocks(stage: HfSettings, plan: PlanView) -> Found:
     if recomputed and recomputed.offload and stage.compile is not None:
         message = "torch compiles no block whose activations are offloaded"
         yield "compile", message, "leave out compile, or activation_checkpointing.offload"
-    if stage.fp8 and not _installed("torchao"):
+    if stage.fp8 and not find_spec("torchao"):
         yield "fp8", "needs torchao", "pip install 'pipetrain[torchao]'"
     if stage.fp8 and plan.device == "cpu" and not stage.fp8.emulate:
         message = "needs a GPU with 8-bit products (compute capability 8.9 or above)"
         yield "fp8", message, "set fp8.emulate: true to try it, slowly"
+
+
+def _needs(plan: PlanView, key: str, what: str, module: str, package: str) -> Found:
+    if plan.device == "cpu":
+        yield key, f"{what} needs a GPU", ""
+    elif not plan.forecast and not find_spec(module):  # a plan is for other machines
+        yield key, f"{what} needs {package}", f"pip install {package}"

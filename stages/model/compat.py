@@ -1,4 +1,5 @@
-"""Names of transformers that are not its documented API."""
+"""Names of transformers that are not its documented API, and facts in its source, whose text is
+searched and not imported."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import copy
 import functools
 import importlib.util
 import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -61,13 +63,13 @@ def changes_on_load(model: nn.Module, names: Iterable[str]) -> list[Change]:
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     state, prefix = model.state_dict(), getattr(model, "base_model_prefix", "")
 
-    def target_of(name: str) -> tuple[str, str | None]:
+    targets = {}
+    for name in names:
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
-        return target, pattern
-
-    return _changes(model, names, converters, target_of, lambda name: name)
+        targets[name] = target, pattern
+    return _changes(model, targets, converters, str)
 
 
 def changes_on_save(model: nn.Module, names: Iterable[str]) -> list[Change]:
@@ -87,23 +89,22 @@ def changes_on_save(model: nn.Module, names: Iterable[str]) -> list[Change]:
             name, _ = renaming.rename_source_key(name)
         return name
 
-    def target_of(name: str) -> tuple[str, str | None]:
-        """The name that the first matching converter returns, and the pattern that matched."""
+    targets = {}
+    for name in names:  # the name that the first matching converter returns, and its pattern
         found = (converter.rename_source_key(name) for converter in converters)
-        return next((each for each in found if each[1] is not None), (rename(name), None))
-
-    return _changes(model, names, converters, target_of, rename)
+        targets[name] = next((one for one in found if one[1] is not None), (rename(name), None))
+    return _changes(model, targets, converters, rename)
 
 
 def _changes(
     model: nn.Module,
-    names: Iterable[str],
+    targets: Mapping[str, tuple[str, str | None]],
     converters: Sequence[Any],
-    target_of: Callable[[str], tuple[str, str | None]],
     rename: Callable[[str], str],
 ) -> list[Change]:
-    """Changes of names, and a change for the tensors that a converter takes together, which have
-    the same target. `rename` is applied to the names of its results."""
+    """Changes of names to their `targets`, with the converter's pattern that matched, and a change
+    for the tensors that a converter takes together, which have the same target. `rename` is applied
+    to the names of its results."""
     from transformers.core_model_loading import dot_natural_key
 
     from stages.weights.converted import Change, renamed
@@ -111,8 +112,8 @@ def _changes(
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     changes: list[Change] = []
     groups: dict[str, list[tuple[str, str]]] = {}
-    for name in sorted(names, key=dot_natural_key):  # experts are stacked in their order
-        target, pattern = target_of(name)
+    for name in sorted(targets, key=dot_natural_key):  # experts are stacked in their order
+        target, pattern = targets[name]
         if pattern is None:
             changes.append(renamed(name, target))
         else:
@@ -132,40 +133,6 @@ def _changes(
     ]
 
 
-def gguf_names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
-    """The converter of a GGUF file's arrays, and a map of the file's names to the module's."""
-    import gguf
-    from transformers import modeling_gguf_pytorch_utils as mapping
-
-    kind = mapping.TENSOR_PROCESSORS.get(architecture, mapping.TensorProcessor)
-    processor = kind(config=model.config.to_dict())
-    # transformers asks for the same names once for every module, and making them takes 0.1 s
-    with replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
-        return processor, mapping.get_gguf_hf_weights_map(model, processor)
-
-
-def initialise(owner: Any, module: nn.Module) -> None:
-    """Run the architecture's own initialisation over a module, children first."""
-    for child in module.children():
-        initialise(owner, child)
-    owner._init_weights(module)
-
-
-def tables(model: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """The input embedding and the head, which have one row for each token."""
-    return model.get_input_embeddings(), model.get_output_embeddings()
-
-
-def vocabulary(model: Any) -> list[str]:
-    """Names of the tensors that have one row for each token."""
-    return [
-        f"{name}.{leaf}"
-        for name, module in model.named_modules()
-        if any(module is table for table in tables(model))
-        for leaf, _ in module.named_parameters(recurse=False)
-    ]
-
-
 def compute_plainly(model: Any) -> None:
     """Compute attention and experts by plain torch operations, which accept all sizes."""
     model.set_attn_implementation("eager")
@@ -173,26 +140,9 @@ def compute_plainly(model: Any) -> None:
         model.set_experts_implementation("eager")
 
 
-def attend_fast(model: Any) -> None:
-    """Choose the attention that transformers loads a model with, where the architecture has it."""
-    with contextlib.suppress(ValueError, ImportError):
-        model.set_attn_implementation("sdpa")
-
-
 def block_classes(model: nn.Module) -> Collection[str]:
     """Class names of the modules that the architecture does not want split over devices."""
     return set(getattr(model, "_no_split_modules", None) or ())
-
-
-def nearest_model(model: nn.Module, name: str) -> nn.Module:
-    """The innermost transformers model that the submodule `name` lies in."""
-    from transformers import PreTrainedModel
-
-    while name:
-        name = name.rpartition(".")[0]
-        if isinstance(model.get_submodule(name), PreTrainedModel):
-            break
-    return model.get_submodule(name)
 
 
 def is_remote_code(model: nn.Module) -> bool:
@@ -200,27 +150,23 @@ def is_remote_code(model: nn.Module) -> bool:
     return type(model).__module__.startswith("transformers_modules.")
 
 
-def causal_types() -> Mapping[str, str]:
-    """Return `model_type` of each causal language model of transformers -> its class."""
-    return _table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-
-
-def image_text_types() -> Mapping[str, str]:
-    """Return `model_type` of each model that writes text about images -> its class."""
-    return _table("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
-
-
 @functools.cache
 def _table(name: str) -> Mapping[str, str]:
     """A table of transformers, which is parsed, as importing it would import torch for seconds."""
     try:
-        rest = source_text("auto/modeling_auto.py").split(f"{name} = OrderedDict(")[1]
+        rest = _source_text("auto/modeling_auto.py").split(f"{name} = OrderedDict(")[1]
         return dict(ast.literal_eval(rest.split("\n)\n")[0].strip()))
     except (IndexError, ValueError, SyntaxError):
         return {}
 
 
-def source_text(name: str) -> str:
+causal_types = functools.partial(_table, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+"""Returns `model_type` of each causal language model of transformers -> its class."""
+image_text_types = functools.partial(_table, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+"""Returns `model_type` of each model that writes text about images -> its class."""
+
+
+def _source_text(name: str) -> str:
     """Return a file's text among transformers' models, not imported; empty if there is none."""
     found = importlib.util.find_spec("transformers")
     if found is None or not found.submodule_search_locations:
@@ -282,3 +228,63 @@ def planned_attention() -> str:
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, lambda *_, **__: None)
     return name
+
+
+_BODY = re.MULTILINE | re.DOTALL
+
+
+@functools.cache
+def type_code(kind: str, what: str = "modeling") -> str:
+    """Return the source of a type's models or configs; empty if it is not found."""
+    whole = kind.replace("-", "_")
+    names = (whole, whole.removesuffix("_text"))
+    return next(filter(None, (_source_text(f"{name}/{what}_{name}.py") for name in names)), "")
+
+
+@functools.cache
+def _default(kind: str, name: str) -> str:
+    """The default of a field in the source of a type's config; empty if it is not found."""
+    classes = re.findall(r"^class \w+\(.*?(?=^class |\Z)", type_code(kind, "configuration"), _BODY)
+    own = next((one for one in classes if f'model_type = "{kind}"' in one), "")
+    stated = re.search(rf"^    {name}: .*?= (\w+)$", own, re.MULTILINE)
+    return "" if stated is None else stated[1]
+
+
+def ties_by_default(kind: str) -> bool | None:
+    """Whether head and embedding share their weight by default; None if it is not said."""
+    return {"True": True, "False": False}.get(_default(kind, "tie_word_embeddings"))
+
+
+def size_by_default(kind: str, name: str) -> int | None:
+    """Return a size where a config does not state it; None if the type's source states none."""
+    stated = _default(kind, name)
+    return int(stated) if re.fullmatch(r"\d[\d_]*", stated) else None
+
+
+@functools.cache
+def tied_names(kind: str) -> tuple[str, str] | None:
+    """Return the names of the head's weight and of the embedding's, which causal language models of
+    a type share if their config says so; None if the source of the type does not say."""
+    made = re.search(
+        rf"^class {causal_types().get(kind)}\(.*?(?=^class |\Z)", type_code(kind), _BODY
+    )
+    keys = made and re.search(r'_tied_weights_keys = {"(\S+\.weight)": "(\S+\.weight)"}', made[0])
+    return (keys[1], keys[2]) if keys else None
+
+
+@functools.cache
+def attentions(kind: str) -> tuple[str, ...]:
+    """Return the attention implementations that a type has, the fastest first, if it says."""
+    name = kind.replace("-", "_")
+    code = _source_text(f"{name}/modeling_{name}.py")  # models of text and more have others
+    if "(PreTrainedModel)" not in code:
+        return ()  # its base class, which says it, is in another file
+    known = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
+    return (*(one for one, flag in known.items() if f"{flag} = True" in code), "eager")
+
+
+def suited_attention(kind: str, device: str) -> str:
+    """Return the fastest attention implementation that a type has and that needs no further
+    package; `device`: cuda or cpu, where flex_attention computes no gradients."""
+    known = [one for one in attentions(kind) if one != "flex_attention" or device != "cpu"]
+    return known[0] if known else "sdpa"

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import Data, ModelSource, PlanView, Problem, StageError, TrainedRun, traits
+from stages.model.compat import size_by_default, type_code
 from stages.model.files import has_tokenizer, is_gguf, is_local, local, read_json
 from stages.model.read import config_at_hand, gguf_header
 from stages.model.settings import HfSettings
-from stages.model.source_text_compat import needs_even_heads, size_by_default
 
 Config = Mapping[str, Any]
 
@@ -57,7 +57,20 @@ def tokenizer_problems(
         return  # the model slot reports a missing path
     if model.tokenizer is None and model.config is None and config_at_hand(model) is None:
         return  # as it does a folder without a model
-    has, has_its_template = (False, False) if given is None else _found(model, local(given))
+    has, has_its_template = given is not None, False
+    if given is not None:
+        place = local(given)
+        if model.tokenizer is None and model.gguf_file is not None:
+            place = place / model.gguf_file
+        if not is_gguf(place.name):
+            has, has_its_template = has_tokenizer(place), has_template(place)
+        else:
+            try:
+                metadata = gguf_header(place).metadata
+                has = "tokenizer.ggml.model" in metadata
+                has_its_template = "tokenizer.chat_template" in metadata
+            except StageError:
+                return  # the run reports a damaged file
     if not has:
         yield Problem(
             message="needs a tokenizer, and the model comes without one",
@@ -69,19 +82,6 @@ def tokenizer_problems(
             hint="use an instruction-tuned model, name a template in `chat_template` in the "
             f"model's slot, or {no_template}",
         )
-
-
-def _found(model: HfSettings, place: Path) -> tuple[bool, bool]:
-    """Whether there is a tokenizer, and whether it has a chat template."""
-    if model.tokenizer is None and model.gguf_file is not None:
-        place = place / model.gguf_file
-    if not is_gguf(place.name):
-        return has_tokenizer(place), has_template(place)
-    try:
-        metadata = gguf_header(place).metadata
-    except StageError:
-        return True, True  # the run reports a damaged file
-    return "tokenizer.ggml.model" in metadata, "tokenizer.chat_template" in metadata
 
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -264,6 +264,7 @@ def uneven_heads(config: Config) -> str:
     """Return a sentence about heads that do not divide the hidden size, if they have to."""
     kind, names = str(config.get("model_type")), ("hidden_size", "num_attention_heads")
     size, heads = (config.get(name) or size_by_default(kind, name) for name in names)
-    if not (size and heads and size % heads and needs_even_heads(kind)):
+    refusal = "not a multiple of the number of attention"
+    if not (size and heads and size % heads and refusal in type_code(kind, "configuration")):
         return ""
     return f"hidden_size is {size}, which num_attention_heads ({heads}) does not divide"

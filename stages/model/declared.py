@@ -151,7 +151,8 @@ def completed(source: ModelSource, trained: Weights) -> Weights:
     return CompletedWeights(trained, source.weights(), lacking) if lacking else trained
 
 
-def _of_base(name: str) -> Any:
+def of_base(name: str) -> Any:
+    """Return a property with the value of the same one of `base`."""
     return property(lambda source: getattr(source.base, name))
 
 
@@ -162,31 +163,31 @@ class DerivedSource(ModelSource):
         self.base = base
         self.name = base.name
 
-    build = _of_base("build")
-    weights = _of_base("weights")
-    tie = _of_base("tie")
-    blocks = _of_base("blocks")
-    tower_blocks = _of_base("tower_blocks")
-    ends = _of_base("ends")
-    external_parameter_modules = _of_base("external_parameter_modules")
-    compiled_modules = _of_base("compiled_modules")
-    compiled_by = _of_base("compiled_by")
-    tokenizer = _of_base("tokenizer")
-    processor = _of_base("processor")
-    scorer = _of_base("scorer")
-    vocab_size = _of_base("vocab_size")
-    most_positions = _of_base("most_positions")
-    fingerprint = _of_base("fingerprint")
-    sampled_contents = _of_base("sampled_contents")
-    contents = _of_base("contents")
-    location = _of_base("location")
-    revision = _of_base("revision")
-    frozen_base = _of_base("frozen_base")
-    export_view = _of_base("export_view")
-    training_view = _of_base("training_view")
-    merge_trained = _of_base("merge_trained")
-    passed_through = _of_base("passed_through")
-    save_assets = _of_base("save_assets")
+    build = of_base("build")
+    weights = of_base("weights")
+    tie = of_base("tie")
+    blocks = of_base("blocks")
+    tower_blocks = of_base("tower_blocks")
+    ends = of_base("ends")
+    external_parameter_modules = of_base("external_parameter_modules")
+    compiled_modules = of_base("compiled_modules")
+    compiled_by = of_base("compiled_by")
+    tokenizer = of_base("tokenizer")
+    processor = of_base("processor")
+    scorer = of_base("scorer")
+    vocab_size = of_base("vocab_size")
+    most_positions = of_base("most_positions")
+    fingerprint = of_base("fingerprint")
+    sampled_contents = of_base("sampled_contents")
+    contents = of_base("contents")
+    location = of_base("location")
+    revision = of_base("revision")
+    frozen_base = of_base("frozen_base")
+    export_view = of_base("export_view")
+    training_view = of_base("training_view")
+    merge_trained = of_base("merge_trained")
+    passed_through = of_base("passed_through")
+    save_assets = of_base("save_assets")
 
     @property
     @abstractmethod
@@ -204,6 +205,4 @@ class FrozenSource(DerivedSource):
     def frozen_base(self) -> Collection[str]:
         return [name for name, _ in outline(self.base).named_parameters()]
 
-    @property
-    def inference_view(self) -> ModelSource:
-        return self.base.inference_view
+    inference_view = of_base("inference_view")

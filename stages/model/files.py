@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline import StageError, in_words, system_errors_as
-from pipeline.utils import HubName, commit_of, open_regular, parse_json, read_whole
+from pipeline.utils import HubName, commit_of, parse_json, read_whole
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 REVISION = re.compile(r"[A-Za-z0-9_][\w./-]*")
@@ -27,8 +25,6 @@ TOKENIZER_FILES = (
 ASSETS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 MOST = 1 << 28
 """Most bytes of a JSON file of a model. An index of weights is the largest."""
-EDGE = 1 << 20
-UNSTABLE = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "_model_name_or_path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +59,6 @@ def is_plain(name: str) -> bool:
     return bool(parts) and not Path(name).is_absolute() and ".." not in parts
 
 
-def commit_at(repo: str, revision: str | None) -> str:
-    """Return the commit of a hub model. Raises StageError."""
-    name = HubName(kind="model", repo=repo, revision=revision, named_by="path", key="revision")
-    return commit_of(name)
-
-
 def find_files(
     path: str, revision: str | None = None, gguf: str | None = None, *, weights: bool = False
 ) -> Files:
@@ -76,9 +66,9 @@ def find_files(
     `weights` where they are asked for. Raises StageError if there is none."""
     if not is_local(path):
         wanted = [gguf] if gguf else ["*.safetensors"] if weights else []
-        folder = _snapshot(path, revision, [*ASSETS, *wanted])
+        folder = download(path, revision, [*ASSETS, *wanted])
         if weights and not gguf and not any(folder.glob("*.safetensors")):
-            folder = _snapshot(path, revision, [*ASSETS, "pytorch_model*.bin"])
+            folder = download(path, revision, [*ASSETS, "pytorch_model*.bin"])
         return Files(folder=folder, gguf=gguf)
     place = local(path)
     if is_gguf(path):
@@ -90,14 +80,25 @@ def find_files(
     return Files(folder=place.absolute(), gguf=gguf)
 
 
-def _snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
+def download(repo: str, revision: str | None, patterns: list[str] | None = None) -> Path:
+    """Return the folder in the hub's cache with a model's files that match the patterns, or its
+    config.json if there are none. Raises StageError."""
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    commit = commit_at(repo, revision)
+    commit = commit_of(
+        HubName(kind="model", repo=repo, revision=revision, named_by="path", key="revision")
+    )
     try:
+        if patterns is None:
+            return Path(hf_hub_download(repo, "config.json", revision=commit))
         return Path(snapshot_download(repo, revision=commit, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        if patterns is None:
+            raise StageError(
+                f"cannot get the config of {repo} at {commit}: {error}",
+                hint="give `path` a folder that holds its config.json",
+            ) from error
         raise StageError(
             f"cannot get {repo} at {commit} from the hub: {error}",
             hint="download it where there is a network and give `path` the folder",
@@ -141,19 +142,15 @@ def _indexed(folder: Path, index: str, single: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-def adapter_beside(folder: Path) -> str | None:
-    """Return a sentence on an adapter next to the weights of a folder; None without one."""
-    file = folder / ADAPTER
-    return f"{file}: the adapter next to the weights is not applied" if file.is_file() else None
-
-
-def other_weights(folder: Path) -> str | None:
-    """Return a sentence on a folder that has the same weights in two forms, or None."""
-    forms = (SAFE, TORCH)
+def beside(folder: Path) -> tuple[str, str]:
+    """Return a sentence on an adapter next to the weights of a folder, and one on the same weights
+    in two forms; each empty without them."""
+    file, forms = folder / ADAPTER, (SAFE, TORCH)
+    adapter = f"{file}: the adapter next to the weights is not applied" if file.is_file() else ""
     there = [name for form in forms for name in reversed(form) if (folder / name).is_file()]
     if not any(set(form) <= set(there) for form in forms):
-        return None
-    return f"{folder} has {', '.join(there[:-1])} and {there[-1]}: {there[0]} is read"
+        return adapter, ""
+    return adapter, f"{folder} has {', '.join(there[:-1])} and {there[-1]}: {there[0]} is read"
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -197,25 +194,3 @@ def kernels_named(config: Mapping[str, Any]) -> Iterator[str]:
             yield from (each for each in inner.values() if isinstance(each, str) and "/" in each)
         elif isinstance(value, Mapping):
             yield from kernels_named(value)
-
-
-def source_fingerprint(
-    config: Any, files: Iterable[Path], *, seed: int | None, new: Sequence[str] = ()
-) -> str:
-    """Return sha256 over the config, the weight files, and the seed and names of the weights drawn.
-
-    Each file counts by its name, size, first and last MiB, which is cheap for any model; the header
-    of a safetensors file begins with the first MiB.
-    """
-    stable = {key: value for key, value in config.to_dict().items() if key not in UNSTABLE}
-    digest = hashlib.sha256(json.dumps(stable, sort_keys=True, default=str).encode())
-    if seed is not None:
-        digest.update(f"random {seed}".encode())
-        digest.update("\0".join(new).encode())
-    for file in files:
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
-        with open_regular(file) as stream:
-            digest.update(stream.read(EDGE))
-            stream.seek(max(0, file.stat().st_size - EDGE))
-            digest.update(stream.read(EDGE))
-    return digest.hexdigest()

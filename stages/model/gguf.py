@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,43 +14,47 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pipeline import StageError, TensorReader, TensorSpec
+from pipeline import StageError, TensorSpec
 from pipeline.checkpoint import CHUNK
 from pipeline.utils import optional
 from stages.model import compat
-from stages.model.read import GgufTensor, gguf_header, unreadable
+from stages.model.read import gguf_header, unreadable
 from stages.weights.converted import Change, ConvertedReader, renamed
-from stages.weights.views import named
+from stages.weights.views import ListedReader, named
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 FLOATS = ("F16", "F32", "F64", "BF16")
 """Names of types that are not quantized."""
-
-
-def gguf_package() -> AbstractContextManager[None]:
-    """Raise StageError where the body imports the package and it is not installed."""
-    hint = "pip install 'pipetrain[gguf]'"
-    return optional("reading a GGUF file needs the package `gguf`", hint=hint)
+NEEDED, HINT = "reading a GGUF file needs the package `gguf`", "pip install 'pipetrain[gguf]'"
 
 
 def quantization(file: Path) -> str:
     """Return the name of the type that most of a file's weights are quantized to, such as Q4_1;
     empty where most are floating-point numbers. Raises what `GgufTensors` does."""
     sizes = Counter[str]()
-    for _, kind, shape in GgufTensors(file).stored.values():
-        sizes[kind.name] += math.prod(shape)
+    tensors = GgufTensors(file)
+    for name, (_, kind) in tensors.stored.items():
+        sizes[kind.name] += tensors.spec(name).numel
     most = max(sizes, key=lambda name: sizes[name], default="")
     return "" if most in FLOATS else most
 
 
-def open_gguf(file: Path, model: nn.Module) -> ConvertedReader:
+def open_gguf(file: Path, model: Any) -> ConvertedReader:
     """Return the file's tensors in fp32 under the names of `model`, unknown ones under their own.
     Raises StageError for an architecture that it does not know."""
     tensors = GgufTensors(file)
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as mapping
+
     try:
-        processor, names = compat.gguf_names(tensors.architecture, model)
+        kind = mapping.TENSOR_PROCESSORS.get(tensors.architecture, mapping.TensorProcessor)
+        processor = kind(config=model.config.to_dict())
+        # transformers asks for the same names once for every module, and making them takes 0.1 s
+        once = functools.cache(gguf.get_tensor_name_map)
+        with compat.replaced(gguf, "get_tensor_name_map", once):
+            names = mapping.get_gguf_hf_weights_map(model, processor)
     except (ValueError, KeyError, NotImplementedError, IndexError) as error:
         raise StageError(f"{file} cannot be read: {error}") from error
     groups, unknown = dict[str, list[str]](), list[Change]()
@@ -59,38 +64,43 @@ def open_gguf(file: Path, model: nn.Module) -> ConvertedReader:
             unknown.append(renamed(name, name))
         else:
             groups.setdefault(target, []).append(name)
-    changes = [*unknown, *(_change(sources, processor, names) for sources in groups.values())]
+    convert = functools.partial(_converted, processor, names)
+    changes = [*unknown, *(Change(sources=one, convert=convert) for one in groups.values())]
     return ConvertedReader(tensors, changes)
 
 
-class GgufTensors(TensorReader):
+class GgufTensors(ListedReader):
     """A file's tensors under their own names, in fp32. Raises StageError where the package is not
     installed, and for a file that is not GGUF or is cut short."""
 
     def __init__(self, file: Path) -> None:
-        with gguf_package():
-            import gguf  # noqa: F401
+        with optional(NEEDED, hint=HINT):
+            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         header = gguf_header(file)
         self.architecture = str(header.metadata.get("general.architecture", ""))
-        content = np.memmap(file, mode="r")
-        self.stored: dict[str, tuple[Any, Any, tuple[int, ...]]] = {}
-        """Name -> rows as they are stored, their type, and the shape."""
+        content = np.memmap(file, mode="r")[header.size :]
+        self.specs = {}
+        self.stored: dict[str, tuple[Any, Any]] = {}
+        """Name -> rows as they are stored, and their type."""
         for name, tensor in header.tensors.items():
             try:
-                self.stored[name] = _stored(content[header.size :], tensor)
+                kind, width = GGMLQuantizationType(tensor.kind), tensor.shape[0]
+                block, size = GGML_QUANT_SIZES[kind]
+                if width % block:
+                    raise ValueError(f"rows of {width} are not whole blocks of {kind.name}")
+                rows, row = math.prod(tensor.shape[1:]), width // block * size
+                if tensor.offset + rows * row > len(content):
+                    raise ValueError("the file ends before it does")
             except ValueError as error:
                 raise unreadable(file, ValueError(f"{name}: {error}")) from error
-
-    def names(self) -> Collection[str]:
-        return self.stored.keys()
-
-    def spec(self, name: str) -> TensorSpec:
-        return TensorSpec(named(self.stored, name)[2], torch.float32)
+            found = content[tensor.offset : tensor.offset + rows * row].reshape(rows, row)
+            self.stored[name] = found, kind
+            self.specs[name] = TensorSpec(tensor.shape[::-1], torch.float32)
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         from gguf import dequantize
 
-        data, kind, (*_, width) = named(self.stored, name)
+        (data, kind), width = named(self.stored, name), self.specs[name].shape[-1]
         step = max(CHUNK // (4 * width), 1)
         while start < stop:
             row = start // width
@@ -107,49 +117,34 @@ class GgufTensors(TensorReader):
 
     def close(self) -> None:
         self.stored.clear()
+        self.specs.clear()
 
 
-def _stored(content: Any, tensor: GgufTensor) -> tuple[Any, Any, tuple[int, ...]]:
-    """Rows of a tensor, its type and its shape. Raises ValueError for damage."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    kind, width = GGMLQuantizationType(tensor.kind), tensor.shape[0]
-    block, size = GGML_QUANT_SIZES[kind]
-    if width % block:
-        raise ValueError(f"rows of {width} are not whole blocks of {kind.name}")
-    rows, row = math.prod(tensor.shape[1:]), width // block * size
-    if tensor.offset + rows * row > len(content):
-        raise ValueError("the file ends before it does")
-    found = content[tensor.offset : tensor.offset + rows * row].reshape(rows, row)
-    return found, kind, tensor.shape[::-1]
-
-
-def _change(sources: Sequence[str], processor: Any, names: Mapping[str, str]) -> Change:
-    def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
-        made: dict[str, Tensor] = {}
-        outline = any(tensor.is_meta for tensor in tensors.values())
-        for name in sources:
-            tensor = tensors[name]
-            # Without values, an array without memory stands for it.
-            empty = np.broadcast_to(np.zeros((), np.float32), tuple(tensor.shape))
-            result = processor.process(
-                weights=empty if outline else tensor.numpy(),
-                name=name,
-                tensor_key_mapping=names,
-                parsed_parameters=parsed,
-            )
-            if result.name is None:
-                continue
-            made[names[result.name]] = (
-                torch.empty(result.weights.shape, dtype=tensor.dtype, device="meta")
-                if outline
-                else torch.from_numpy(np.require(result.weights, requirements=["C", "W"]))
-            )
-        rest = parsed["tensors"].items()
-        return made | {name: one.to("meta") if outline else one for name, one in rest}
-
-    return Change(sources=sources, convert=convert)
+def _converted(
+    processor: Any, names: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Results of transformers' `processor` of arrays, by their `names` in the module."""
+    parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
+    made: dict[str, Tensor] = {}
+    outline = any(tensor.is_meta for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        # Without values, an array without memory stands for it.
+        empty = np.broadcast_to(np.zeros((), np.float32), tuple(tensor.shape))
+        result = processor.process(
+            weights=empty if outline else tensor.numpy(),
+            name=name,
+            tensor_key_mapping=names,
+            parsed_parameters=parsed,
+        )
+        if result.name is None:
+            continue
+        made[names[result.name]] = (
+            torch.empty(result.weights.shape, dtype=tensor.dtype, device="meta")
+            if outline
+            else torch.from_numpy(np.require(result.weights, requirements=["C", "W"]))
+        )
+    rest = parsed["tensors"].items()
+    return made | {name: one.to("meta") if outline else one for name, one in rest}
 
 
 def quick_gguf(file: str | None) -> AbstractContextManager[None]:
@@ -157,7 +152,7 @@ def quick_gguf(file: str | None) -> AbstractContextManager[None]:
     makes two views of a memory map for each token of the vocabulary, which takes seconds."""
     if file is None:
         return contextlib.nullcontext()
-    with gguf_package():
+    with optional(NEEDED, hint=HINT):
         import gguf
 
     class QuickReader(gguf.GGUFReader):  # type: ignore[misc]

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 from pipeline import StageError
 from pipeline.utils import open_regular
-from stages.model.files import commit_at, is_gguf, is_local, local, read_json
+from stages.model.files import download, is_gguf, is_local, local, read_json
 from stages.model.settings import HfSettings
-
-T = TypeVar("T")
 
 TUNED = ("-Instruct", "-instruct", "-chat-hf", "-Base", "-base", "-Chat", "-it", "-pt")
 """Endings of hub ids that name a kind of tuning."""
@@ -47,7 +46,15 @@ def known_config(repo: str) -> dict[str, Any] | None:
 def read_config(stage: HfSettings) -> dict[str, Any]:
     """Return the config, with the slot's own vocabulary size; a hub model's config.json is
     downloaded, if it is not in the hub's cache. Raises StageError if it cannot be read."""
-    config = _read(stage)
+    given, path = stage.config, stage.path
+    if given is not None:
+        config = dict(given) if isinstance(given, Mapping) else read_json(local(given))
+    elif path is not None and not is_local(path):
+        config = known_config(path) or read_json(download(path, stage.revision))
+    else:
+        assert path is not None
+        file = local(path) if is_gguf(path) else local(path) / (stage.gguf_file or "config.json")
+        config = _of_gguf(file) if is_gguf(path) or stage.gguf_file else read_json(file)
     if stage.vocab_size is not None:
         config["vocab_size"] = stage.vocab_size
     return config
@@ -63,35 +70,6 @@ def config_at_hand(stage: HfSettings) -> dict[str, Any] | None:
         return read_config(stage)
     except StageError:
         return None
-
-
-def _read(stage: HfSettings) -> dict[str, Any]:
-    if isinstance(stage.config, Mapping):
-        return dict(stage.config)
-    if stage.config is not None:
-        return read_json(local(stage.config))
-    assert stage.path is not None
-    if not is_local(stage.path):
-        return known_config(stage.path) or read_json(_from_hub(stage.path, stage.revision))
-    if is_gguf(stage.path):
-        return _of_gguf(local(stage.path))
-    if stage.gguf_file is not None:
-        return _of_gguf(local(stage.path) / stage.gguf_file)
-    return read_json(local(stage.path) / "config.json")
-
-
-def _from_hub(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    commit = commit_at(repo, revision)
-    try:
-        return Path(hf_hub_download(repo, "config.json", revision=commit))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise StageError(
-            f"cannot get the config of {repo} at {commit}: {error}",
-            hint="give `path` a folder that holds its config.json",
-        ) from error
 
 
 def _of_gguf(file: Path) -> dict[str, Any]:
@@ -164,14 +142,28 @@ def unreadable(file: Path, error: Exception) -> StageError:
 @functools.lru_cache(maxsize=8)
 def _header(file: Path, _inode: int, size: int, _changed: int) -> GgufHeader:
     with open_regular(file) as stream:
-        header = _Reader(stream, size)
+        too_long = size > LONGEST_HEADER
+        why = "its header is too long" if too_long else "the file ends in its header"
+        header = _Reader(stream, min(size, LONGEST_HEADER), why)
         if header.take(len(MAGIC)) != MAGIC:
             raise ValueError("it is not a GGUF file")
         version, tensors, pairs = header.numbers("IQQ")
         if version not in VERSIONS:
             raise ValueError(f"GGUF version {version} is not known")
-        metadata = _unique(header.pair() for _ in range(pairs))
-        placed = _unique(header.tensor() for _ in range(tensors))
+        metadata: dict[str, Any] = {}
+        placed: dict[str, GgufTensor] = {}
+        for number in range(pairs + tensors):
+            name = header.text()
+            if name in (metadata if number < pairs else placed):
+                raise ValueError(f"it says {name!r} twice")
+            if number < pairs:
+                metadata[name] = header.value()
+                continue
+            (dimensions,) = header.numbers("I")
+            if not 0 < dimensions <= MOST_DIMENSIONS:
+                raise ValueError(f"{name} has {dimensions} dimensions")
+            *shape, kind, offset = header.numbers(f"{dimensions}QIQ")
+            placed[name] = GgufTensor(tuple(shape), kind, offset)
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"its weights are aligned to {alignment} bytes")
@@ -179,33 +171,23 @@ def _header(file: Path, _inode: int, size: int, _changed: int) -> GgufHeader:
         return GgufHeader(metadata, placed, end + -end % alignment)
 
 
-def _unique(pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
-    found: dict[str, T] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"it says {name!r} twice")
-        found[name] = value
-    return found
-
-
+@dataclass
 class _Reader:
     """Reads one value after another. Raises ValueError where the header claims more than the file,
     or any header, can hold, before anything is allocated or walked through."""
 
-    def __init__(self, stream: BinaryIO, size: int) -> None:
-        self._stream = stream
-        self._left = min(size, LONGEST_HEADER)
-        too_long = size > LONGEST_HEADER
-        self._why = "its header is too long" if too_long else "the file ends in its header"
+    stream: BinaryIO
+    left: int
+    why: str
 
     def take(self, count: int, *, skip: bool = False) -> bytes:
         """Return the next bytes, or `skip` them."""
-        if count > self._left:
-            raise ValueError(self._why)
-        self._left -= count
+        if count > self.left:
+            raise ValueError(self.why)
+        self.left -= count
         if skip:
-            self._stream.seek(count, 1)
-        return b"" if skip else self._stream.read(count)
+            self.stream.seek(count, 1)
+        return b"" if skip else self.stream.read(count)
 
     def numbers(self, form: str) -> tuple[Any, ...]:
         """Return little-endian numbers of a `struct` format."""
@@ -214,31 +196,20 @@ class _Reader:
     def text(self) -> str:
         return self.take(self.numbers("Q")[0]).decode("utf-8", "replace")
 
-    def pair(self) -> tuple[str, Any]:
-        """Return the name and the value of a piece of metadata."""
-        name, (kind,) = self.text(), self.numbers("I")
+    def value(self) -> Any:
+        """Return the value of a piece of metadata, None for an array."""
+        (kind,) = self.numbers("I")
         if kind == STRING:
-            return name, self.text()
+            return self.text()
+        inner, count = self.numbers("IQ") if kind == ARRAY else (kind, 1)
+        if inner == ARRAY:
+            raise ValueError("it holds arrays of arrays, which nothing in a model needs")
+        if inner not in SCALARS and inner != STRING:
+            raise ValueError(f"there is no type {inner} in GGUF")
         if kind != ARRAY:
-            return name, self.numbers(_scalar(kind))[0]
-        inner, count = self.numbers("IQ")
+            return self.numbers(SCALARS[kind])[0]
         if inner != STRING:
-            self.take(count * struct.calcsize(f"<{_scalar(inner)}"), skip=True)
+            self.take(count * struct.calcsize(f"<{SCALARS[inner]}"), skip=True)
         for _ in range(count if inner == STRING else 0):
             self.take(self.numbers("Q")[0], skip=True)
-        return name, None
-
-    def tensor(self) -> tuple[str, GgufTensor]:
-        name, (dimensions,) = self.text(), self.numbers("I")
-        if not 0 < dimensions <= MOST_DIMENSIONS:
-            raise ValueError(f"{name} has {dimensions} dimensions")
-        *shape, kind, offset = self.numbers(f"{dimensions}QIQ")
-        return name, GgufTensor(tuple(shape), kind, offset)
-
-
-def _scalar(kind: int) -> str:
-    if kind == ARRAY:
-        raise ValueError("it holds arrays of arrays, which nothing in a model needs")
-    if kind not in SCALARS:
-        raise ValueError(f"there is no type {kind} in GGUF")
-    return SCALARS[kind]
+        return None

@@ -21,7 +21,6 @@ import torch
 
 from pipeline import StageError, TensorReader, TensorSpec
 from pipeline.utils import human
-from stages.model import compat
 from stages.model.declared import listed, matches, misfit, refuse_differences, refuse_idle
 from stages.model.settings import Fate
 from stages.weights.views import ExtendedReader, MemoryReader, Origin, named, pieces
@@ -50,13 +49,6 @@ class Unread:
     dropped: list[str] = field(default_factory=list)
     undeclared: list[str] = field(default_factory=list)
     """Neither passed nor dropped by the recipe."""
-
-    def log(self, log: Logger, where: str, held: TensorReader) -> None:
-        """Say what is not read, with number and bytes."""
-        passed = "frozen, not in memory, and passed through to the export"
-        for names, fate in ((self.passed, passed), (self.dropped, "dropped")):
-            if names:
-                log.warning("not read from %s, %s: %s", where, fate, sized(names, held))
 
 
 def sized(names: Collection[str], held: TensorReader) -> str:
@@ -117,8 +109,9 @@ def fit(
     allowed: Allowed,
     fresh: Callable[[], TensorReader],
     log: Logger,
-) -> TensorReader:
-    """Return a reader of `held` with exactly the names and shapes of `model`.
+) -> tuple[TensorReader, Unread]:
+    """Return a reader of `held` with exactly the names and shapes of `model`, and what it does not
+    read.
 
     `fresh` initialises the tensors that the recipe wants new, and those that the architecture
     tolerates to be missing, which are logged. `held` may have a tied tensor under any of its names.
@@ -156,39 +149,32 @@ def fit(
         log.info("not in %s, so initialised: %s", where, listed(missing))
     origins |= {name: Origin(name, 0, wanted[name]) for name in missing}
     for alias, kept in tied.items():
-        _refuse_untied(where, held, alias, kept, origins)
+        if not _agree(held, origins[alias], origins[kept]):
+            raise StageError(
+                f"the model shares one tensor between {alias} and {kept}, but {where} or "
+                "new_weights sets them to different values",
+                hint="name both in new_weights, or set tie_word_embeddings to false in its "
+                "config.json",
+            )
     needs_fresh = any(origin.kept < origin.spec.numel for origin in origins.values())
-    return ExtendedReader(held, fresh() if needs_fresh else None, origins)
+    return ExtendedReader(held, fresh() if needs_fresh else None, origins), unread
 
 
-def _refuse_untied(
-    where: str, held: TensorReader, alias: str, kept: str, origins: Mapping[str, Origin]
-) -> None:
-    """Raise StageError for tied tensors that are set to different values."""
-    one, other = origins[alias], origins[kept]
-    if one.kept and other.kept:
-        same = one.source == other.source or _agree(held, one.source, other.source)
-    else:
-        same = one.kept == other.kept  # both are new
-    if not same:
-        raise StageError(
-            f"the model shares one tensor between {alias} and {kept}, but {where} or "
-            "new_weights sets them to different values",
-            hint="name both in new_weights, or set tie_word_embeddings to false in its config.json",
-        )
-
-
-def _agree(held: TensorReader, one: str, other: str) -> bool:
-    """Whether two tensors agree in three samples. Every process compares, so samples have to do: a
-    head that was trained apart from the embedding differs everywhere."""
-    first, second = held.spec(one), held.spec(other)
+def _agree(held: TensorReader, one: Origin, other: Origin) -> bool:
+    """Whether two tensors are both new, or agree in three samples. Every process compares, so
+    samples have to do: a head that was trained apart from the embedding differs everywhere."""
+    if not (one.kept and other.kept):
+        return one.kept == other.kept
+    if one.source == other.source:
+        return True
+    first, second = held.spec(one.source), held.spec(other.source)
     length = min(SAMPLE, first.numel)
     samples = [torch.empty(length, dtype=torch.float32) for _ in range(2)]
     if first.shape != second.shape:
         return False
     for start in (0, (first.numel - length) // 2, first.numel - length):
-        held.read_into(one, start, samples[0])
-        held.read_into(other, start, samples[1])
+        held.read_into(one.source, start, samples[0])
+        held.read_into(other.source, start, samples[1])
         if not torch.equal(*samples):
             return False
     return True
@@ -229,7 +215,9 @@ class RandomReader(MemoryReader):
         self._drawn = {}
 
     def _initialised(self, unit: str) -> dict[str, Tensor]:
-        original = self._model.get_submodule(unit)
+        from transformers import PreTrainedModel
+
+        original: Any = self._model.get_submodule(unit)
         whole = original in self._blocks
         module = copy.deepcopy(original)
         for child in module.modules() if whole else [module]:
@@ -237,11 +225,16 @@ class RandomReader(MemoryReader):
                 # NaN, so that a parameter that is not initialised shows.
                 values = torch.full(one.shape, math.nan, dtype=torch.float32)
                 setattr(child, name, torch.nn.Parameter(values))
-        owner: Any = compat.nearest_model(self._model, unit)
+        outer, owner = unit, original  # the innermost transformers model that the unit lies in
+        while outer:
+            outer = outer.rpartition(".")[0]
+            owner = self._model.get_submodule(outer)
+            if isinstance(owner, PreTrainedModel):
+                break
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(unit_seed(self._seed, unit))
             if whole:
-                compat.initialise(owner, module)
+                module.apply(owner._init_weights)
             else:
                 owner._init_weights(module)
         prefix = f"{unit}." if unit else ""

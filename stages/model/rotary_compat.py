@@ -8,9 +8,8 @@ the only one, at inference say: its own function computes them, for one length a
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline import MicroBatch, StageError
@@ -29,7 +28,7 @@ def choose_by_document(model: nn.Module) -> None:
         kind = getattr(module, "rope_type", None)
         kinds = kind.values() if isinstance(kind, Mapping) else [kind]
         if set(kinds) & set(LENGTHWISE):
-            module.forward = DocumentAngles(module)
+            module.forward = DocumentAngles(module, module.forward)
     config: Any = model.config
     unsuited = other_angles(config.to_dict(), of_transformers=not is_remote_code(model))
     if unsuited is not None:
@@ -80,88 +79,68 @@ def document_lengths(positions: Tensor) -> Tensor:
     return lengths.gather(-1, number).view(positions.shape)
 
 
+@dataclass(eq=False)
 class DocumentAngles:
     """Forward method of a rotary module: transformers', for documents of one length after another.
     After each, the module is as it was."""
 
-    lengths: Callable[[Tensor], Tensor] = staticmethod(document_lengths)
+    module: Any
+    original: Callable[..., Any]
+    """The module's own forward method."""
+    lengths: Callable[[Tensor], Tensor] = document_lengths
     """Returns the length of each token's document for the positions that the module is called with.
     Whoever calls it with a part of them replaces this."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module: Any = module
-        self._forward = module.forward
 
     def __call__(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **rest: Any
     ) -> Any:
+        import torch
+
         if layer_type is not None:
             rest["layer_type"] = layer_type
-        module, lengths = self._module, self.lengths(position_ids)
+        module, lengths = self.module, self.lengths(position_ids)
         kind, stated = module.rope_type, module.config.rope_parameters
         if layer_type is not None:
             kind, stated = kind[layer_type], stated[layer_type]
         if kind not in LENGTHWISE:
-            return self._forward(x, position_ids, **rest)
+            return self.original(x, position_ids, **rest)
         long = kind == "longrope"
         # The most tokens of a text that the first table is for, and lengths that have another.
         limit = int(
             stated["original_max_position_embeddings"] if long else module.original_max_seq_len
         )
+        beyond = [limit + 1]
+        if not long and has_values(lengths):
+            beyond = torch.unique(lengths[lengths > limit]).tolist()
+        elif not long:  # without values all tokens are one document
+            beyond = [lengths.shape[-1]] if lengths.shape[-1] > limit else []
         result = self._of_length(limit, x, position_ids.clamp(max=limit - 1), rest)
-        for length in [limit + 1] if long else _beyond(lengths, limit):
+        for length in beyond:
             own = position_ids if long else position_ids.clamp(max=length - 1)
-            result = _where(lengths >= length, self._of_length(length, x, own, rest), result)
-        return result
+            chosen = lengths >= length
+            for place, other in enumerate(self._of_length(length, x, own, rest)):
+                # Text has the same positions on every axis.
+                which = chosen if chosen.ndim < other.ndim else chosen[0]
+                result[place] = torch.where(which[..., None], other, result[place])
+        return tuple(result) if len(result) > 1 else result[0]
 
-    def _of_length(self, length: int, x: Tensor, positions: Tensor, rest: dict[str, Any]) -> Any:
-        """The angles at `positions` of a document of `length` tokens, or of more if positions
-        continue: its last position is put after them, as transformers looks for the largest, and
-        its angles are dropped."""
+    def _of_length(
+        self, length: int, x: Tensor, positions: Tensor, rest: dict[str, Any]
+    ) -> list[Tensor]:
+        """Cosines and sines, or angles, at `positions` of a document of `length` tokens, or of more
+        if positions continue: its last position is put after them, as transformers looks for the
+        largest, and its angles are dropped. Attributes and buffers of the module stay."""
         import torch
 
         last = torch.full_like(positions[..., :1], length - 1)
-        with _unchanged(self._module):
-            found = self._forward(x, torch.cat([positions, last], dim=-1), **rest)
-        if isinstance(found, tuple):  # cosines and sines
-            return tuple(one[..., :-1, :] for one in found)
-        return found[..., :-1, :]
-
-
-def _beyond(lengths: Tensor, limit: int) -> list[int]:
-    """Distinct lengths beyond `limit`, ascending; without values all tokens are one document."""
-    if not has_values(lengths):
-        return [lengths.shape[-1]] if lengths.shape[-1] > limit else []
-    import torch
-
-    found: list[int] = torch.unique(lengths[lengths > limit]).tolist()
-    return found
-
-
-@contextlib.contextmanager
-def _unchanged(module: Any) -> Iterator[None]:
-    """Put back what the body changes of a module's attributes and buffers."""
-    attributes, buffers = dict(vars(module)), dict(module._buffers)
-    for name, buffer in buffers.items():
-        module._buffers[name] = None if buffer is None else buffer.clone()
-    try:
-        yield
-    finally:
-        made = module._buffers
-        vars(module).clear()
-        vars(module).update(attributes)
-        made.clear()
-        made.update(buffers)
-
-
-def _where(chosen: Tensor, some: Any, others: Any) -> Any:
-    """Angles of `some` where `chosen`, of the shape of positions, says so."""
-    import torch
-
-    def merged(one: Tensor, other: Tensor) -> Tensor:
-        which = chosen if chosen.ndim < one.ndim else chosen[0]  # text has the same on every axis
-        return torch.where(which[..., None], one, other)
-
-    if isinstance(some, tuple):
-        return tuple(merged(one, other) for one, other in zip(some, others, strict=True))
-    return merged(some, others)
+        attributes, made = dict(vars(self.module)), self.module._buffers
+        buffers = dict(made)
+        made |= {name: None if one is None else one.clone() for name, one in buffers.items()}
+        try:
+            found = self.original(x, torch.cat([positions, last], dim=-1), **rest)
+        finally:
+            vars(self.module).clear()
+            vars(self.module).update(attributes)
+            made.clear()
+            made.update(buffers)
+        return [one[..., :-1, :] for one in (found if isinstance(found, tuple) else (found,))]

@@ -7,7 +7,8 @@ import copy
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,36 +16,35 @@ import torch
 from torch import nn
 
 from pipeline import DtypeName, ModelSource, Scorer, StageError, TensorReader, Weights, torch_dtype
-from pipeline.utils import COMMIT
+from pipeline.utils import COMMIT, open_regular
 from stages.digests import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks, leave_out_towers
-from stages.model.chat_template import align
 from stages.model.config_checks import table_of_positions
 from stages.model.declared import completed, matches, outline, refuse_idle, ties, without_memory
 from stages.model.files import (
     ADAPTER,
     Files,
-    adapter_beside,
+    beside,
     find_files,
     has_tokenizer,
     is_local,
-    other_weights,
     safetensors_files,
-    source_fingerprint,
     weight_files,
 )
 from stages.model.gguf import open_gguf
-from stages.model.reconcile import Allowed, RandomReader, Unread, fit, sort_out
+from stages.model.reconcile import Allowed, RandomReader, fit, sized, sort_out
 from stages.model.rotary_compat import choose_by_document
 from stages.model.settings import HfSettings
 from stages.weights.converted import ConvertedReader, renamed
 from stages.weights.files import SafetensorsReader, TorchFilesReader, sampled
 
 if TYPE_CHECKING:
-    from logging import Logger
-
     from pipeline import Context
+
+EDGE = 1 << 20
+"""Bytes at each end of a file that count for a fingerprint."""
+UNSTABLE = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "_model_name_or_path")
 
 
 def open_source(stage: HfSettings, ctx: Context) -> HfSource:
@@ -64,37 +64,20 @@ def open_source(stage: HfSettings, ctx: Context) -> HfSource:
         if stage.tokenizer is not None:
             words = find_files(stage.tokenizer, stage.tokenizer_revision)
     if files is not None and not is_local(stage.path or ""):  # others are looked at in `check`
-        _look_beside(stage, files, ctx.log)
-    if stage.config is not None:
-        config = assets.config_of_recipe(stage.config)
-    else:
-        assert files is not None
-        config = assets.config_of_files(files, trust_remote_code=stage.trust_remote_code)
+        weights = stage.init != "random" and stage.gguf_file is None
+        adapter, others = beside(files.folder) if weights else ("", "")
+        if adapter:
+            raise StageError(
+                f"{stage.path}: {adapter}",
+                hint="download it and name the folder in `path` and in an adapter slot "
+                f"(`start_from`), or only in `path` and without {ADAPTER}",
+            )
+        if others:
+            ctx.log.warning("%s: %s", stage.path, others)
+    config = assets.open_config(stage, files)
     if stage.vocab_size is not None:
         config.get_text_config().vocab_size = stage.vocab_size
-    return HfSource(stage, config, files, words, seed=ctx.seed, log=ctx.log)
-
-
-def _look_beside(stage: HfSettings, files: Files, log: Logger) -> None:
-    """Raise StageError for an adapter next to a hub model's weights, which transformers would
-    apply, and warn of weights that are not read."""
-    if stage.init == "random" or stage.gguf_file is not None:
-        return
-    adapter, others = adapter_beside(files.folder), other_weights(files.folder)
-    if adapter:
-        raise StageError(
-            f"{stage.path}: {adapter}",
-            hint="download it and name the folder in `path` and in an adapter slot "
-            f"(`start_from`), or only in `path` and without {ADAPTER}",
-        )
-    if others:
-        log.warning("%s: %s", stage.path, others)
-
-
-def _open_files(files: Sequence[Path]) -> TensorReader:
-    """Tensors under their names in the files."""
-    safe = bool(safetensors_files(files[0].parent))
-    return SafetensorsReader(files) if safe else TorchFilesReader(files)
+    return HfSource(stage, config, files, words, ctx)
 
 
 class HfSource(ModelSource):
@@ -102,33 +85,25 @@ class HfSource(ModelSource):
     weights, and new rows of a resized vocabulary, are drawn from the seed."""
 
     def __init__(
-        self,
-        stage: HfSettings,
-        config: Any,
-        files: Files | None,
-        tokenizer_files: Files | None,
-        *,
-        seed: int,
-        log: Logger,
+        self, stage: HfSettings, config: Any, files: Files | None, words: Files | None, ctx: Context
     ) -> None:
         self.name = stage.path or "random initialisation"
         self.config = config
-        self._stage, self._seed, self._log = stage, seed, log
-        self._files, self._tokenizer_files = files, tokenizer_files
+        self._stage, self._seed, self._log = stage, ctx.seed, ctx.log
+        self._files, self._tokenizer_files = files, words
         self._random = stage.config is not None or stage.init == "random"
         self._resized = stage.vocab_size is not None
-        self._draws = self._random or self._resized or bool(stage.new_weights)
+        values = config.to_dict()
+        foreign = stage.trust_remote_code and "auto_map" in values
+        self._multimodal = not foreign and compat.is_multimodal(values)
+        """Whether it is a model of more than text, whose other parts are left out."""
+        self._has_tokenizer = words is not None and bool(words.gguf or has_tokenizer(words.folder))
+        self._tokenizer: Any = None
+        self._processor: Any = None
         self._said: set[str] = set()
         """Messages that this source, or a view of it, has logged."""
 
     # The module.
-
-    @property
-    def _multimodal(self) -> bool:
-        """Whether it is a model of more than text, whose other parts are left out."""
-        config = self.config.to_dict()
-        foreign = self._stage.trust_remote_code and "auto_map" in config
-        return not foreign and compat.is_multimodal(config)
 
     def build(self) -> nn.Module:
         model = self._built()
@@ -176,6 +151,7 @@ class HfSource(ModelSource):
             return self
         same = copy.copy(self)
         same._stage = unchanged
+        same.__dict__.pop("frozen_base", None)
         return same
 
     @functools.cached_property
@@ -183,21 +159,18 @@ class HfSource(ModelSource):
         """The module with parameters on the meta device (no memory), real buffers, weights tied."""
         return outline(self.inference_view)
 
-    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        return self._repeated(model, of_text=True)
-
-    def tower_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        return self._repeated(model, of_text=False)
-
-    def _repeated(self, model: Any, *, of_text: bool) -> Sequence[nn.Module]:
+    def blocks(self, model: Any, *, of_text: bool = True) -> Sequence[nn.Module]:
         classes = compat.block_classes(model)
         text = set((model.get_decoder() if self._multimodal else model).modules())
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         blocks = [one for each in lists for one in each if type(one).__name__ in classes]
         return [block for block in blocks if (block in text) == of_text]
 
-    def ends(self, model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-        embedding, head = compat.tables(model)
+    def tower_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self.blocks(model, of_text=False)
+
+    def ends(self, model: Any) -> tuple[nn.Module | None, nn.Module | None]:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if head is None or head is embedding:
             return None, None  # the table that is looked up makes the logits, too
         looks_up = getattr(type(embedding), "forward", None) is nn.Embedding.forward
@@ -223,13 +196,11 @@ class HfSource(ModelSource):
     def most_positions(self) -> int | None:
         return table_of_positions(self.config.get_text_config().to_dict())
 
-    @property
-    def frozen_base(self) -> Collection[str]:
-        return self._frozen if self._stage.frozen else ()
-
     @functools.cached_property
-    def _frozen(self) -> Collection[str]:
+    def frozen_base(self) -> Collection[str]:
         """Every name of the tensors that patterns match."""
+        if not self._stage.frozen:
+            return ()
         named = dict(self._outline.named_parameters(remove_duplicate=False))
         found = {id(one) for name, one in named.items() if matches(name, self._stage.frozen)}
         return frozenset(name for name, one in named.items() if id(one) in found)
@@ -239,7 +210,7 @@ class HfSource(ModelSource):
         patterns = self._stage.frozen
         named = dict(self._outline.named_parameters(remove_duplicate=False)) if patterns else {}
         refuse_idle("frozen", patterns, named, "parameter of the model")
-        if named and len(self._frozen) == len(named):
+        if named and len(self.frozen_base) == len(named):
             raise StageError(
                 f"frozen: {', '.join(patterns)} matches all parameters, and none is left to train",
                 hint="leave it out; an adapter freezes the model without it",
@@ -256,16 +227,17 @@ class HfSource(ModelSource):
     @functools.cached_property
     def _allowed(self) -> Allowed:
         parts = self._whole.state_dict().keys() - self._outline.state_dict().keys()
+        tables = self._outline.get_input_embeddings(), self._outline.get_output_embeddings()
+        rows = [
+            f"{name}.{leaf}"
+            for name, module in self._outline.named_modules()
+            if self._resized and any(module is table for table in tables)
+            for leaf, _ in module.named_parameters(recurse=False)
+        ]
+        stage = self._stage
         return Allowed(
-            new=self._stage.new_weights,
-            unused=self._stage.unused_weights,
-            vocabulary=compat.vocabulary(self._outline) if self._resized else (),
-            towers=parts,
+            new=stage.new_weights, unused=stage.unused_weights, vocabulary=rows, towers=parts
         )
-
-    @functools.cached_property
-    def _ties(self) -> Mapping[str, str]:
-        return ties(self._outline)
 
     @functools.cached_property
     def _weight_files(self) -> Sequence[Path]:
@@ -280,13 +252,16 @@ class HfSource(ModelSource):
             return self._initialised()
         held = self._stored()
         try:
-            fitted = fit(
-                str(self._files), held, self._outline, self._ties, self._allowed,
+            fitted, unread = fit(
+                str(self._files), held, self._outline, ties(self._outline), self._allowed,
                 self._initialised, self._log,
             )  # fmt: skip
-            if "unread" not in self._said:
-                self._said.add("unread")
-                self._unread(held).log(self._log, str(self._files), held)
+            passed = "frozen, not in memory, and passed through to the export"
+            for names, fate in ((unread.passed, passed), (unread.dropped, "dropped")):
+                if names and fate not in self._said:
+                    self._said.add(fate)
+                    what = sized(names, held)
+                    self._log.warning("not read from %s, %s: %s", self._files, fate, what)
             return fitted
         except BaseException:
             held.close()
@@ -294,36 +269,38 @@ class HfSource(ModelSource):
 
     def _initialised(self) -> TensorReader:
         model = self._outline
-        return RandomReader(model, self.blocks(model), self._ties, seed=self._seed)
+        return RandomReader(model, self.blocks(model), ties(self._outline), seed=self._seed)
 
     def _stored(self) -> ConvertedReader:
         """Tensors of the files, under the names of the module as far as they are known."""
-        files = self._weight_files
-        if files[0].suffix.lower() == ".gguf":
-            return open_gguf(files[0], self._outline)
-        base = _open_files(files)
+        file = self._weight_files[0]
+        if file.suffix.lower() == ".gguf":
+            return open_gguf(file, self._outline)
+        base = self._opened()
         return ConvertedReader(base, compat.changes_on_load(self._whole, base.names()))
 
-    def _unread(self, held: TensorReader) -> Unread:
-        """The tensors of the files that the module does not read."""
-        wanted = self._outline.state_dict().keys()
-        return sort_out(held.names(), wanted, self._allowed.towers, self._stage.unused_weights)
+    def _opened(self) -> TensorReader:
+        """Tensors under their names in the files."""
+        files = self._weight_files
+        safe = bool(safetensors_files(files[0].parent))
+        return SafetensorsReader(files) if safe else TorchFilesReader(files)
 
     def passed_through(self) -> TensorReader | None:
         if self._random:
             return None
         with contextlib.closing(self._stored()) as held:
-            passed = self._unread(held).passed
-            names = {source for name in passed for source in held.sources(name)}
+            wanted, allowed = self._outline.state_dict().keys(), self._allowed
+            unread = sort_out(held.names(), wanted, allowed.towers, allowed.unused)
+            names = {source for name in unread.passed for source in held.sources(name)}
         if not names:
             return None
-        files = self._weight_files
-        if files[0].suffix.lower() == ".gguf":
+        file = self._weight_files[0]
+        if file.suffix.lower() == ".gguf":
             raise StageError(
-                f"tensors of {files[0]} cannot be passed through to an export, which has others",
+                f"tensors of {file} cannot be passed through to an export, which has others",
                 hint="set `drop` in unused_weights",
             )
-        return ConvertedReader(_open_files(files), [renamed(one, one) for one in sorted(names)])
+        return ConvertedReader(self._opened(), [renamed(one, one) for one in sorted(names)])
 
     def merge_trained(self, trained: Weights) -> Weights:
         return completed(self, trained)
@@ -332,9 +309,24 @@ class HfSource(ModelSource):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        seed = self._seed if self._draws else None
-        new = self._stage.new_weights
-        return source_fingerprint(self.config, self._weight_files, seed=seed, new=new)
+        """Sha256 over the config, the weight files, and the seed and names of the weights drawn.
+
+        Each file counts by its name, size, first and last MiB, which is cheap for any model; the
+        header of a safetensors file begins with the first MiB.
+        """
+        stable = {k: value for k, value in self.config.to_dict().items() if k not in UNSTABLE}
+        digest = hashlib.sha256(json.dumps(stable, sort_keys=True, default=str).encode())
+        if self._random or self._resized or self._stage.new_weights:
+            digest.update(f"random {self._seed}".encode())
+            digest.update("\0".join(self._stage.new_weights).encode())
+        for file in self._weight_files:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}".encode())
+            with open_regular(file) as stream:
+                digest.update(stream.read(EDGE))
+                stream.seek(max(0, size - EDGE))
+                digest.update(stream.read(EDGE))
+        return digest.hexdigest()
 
     @functools.cached_property
     def sampled_contents(self) -> str | None:
@@ -348,7 +340,8 @@ class HfSource(ModelSource):
 
     @property
     def location(self) -> str | None:
-        if self._draws or self._files is None or self._files.gguf:
+        drawn = self._random or self._resized or self._stage.new_weights
+        if drawn or self._files is None or self._files.gguf:
             return None
         return self.name if not is_local(self.name) else str(self._files)
 
@@ -361,47 +354,36 @@ class HfSource(ModelSource):
 
     # Files next to the weights.
 
-    @property
-    def _has_tokenizer(self) -> bool:
-        files = self._tokenizer_files
-        return files is not None and (files.gguf is not None or has_tokenizer(files.folder))
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
+    def tokenizer(self) -> Any:
         files = self._tokenizer_files
         if files is None or not self._has_tokenizer:
             raise StageError(
                 f"{self.name} comes without a tokenizer",
                 hint="set `tokenizer` in the model's slot to a folder that has one",
             )
-        return assets.open_tokenizer(files, self._stage, self._log)
-
-    def tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            self._tokenizer = assets.open_tokenizer(files, self._stage, self._log)
         return self._tokenizer
 
-    @functools.cached_property
-    def _processor(self) -> Any | None:
-        files = self._files
-        return files and assets.open_processor(files, self._stage, self.tokenizer)
-
     def processor(self) -> Any | None:
+        if self._processor is None and self._files is not None:
+            self._processor = assets.open_processor(self._files, self._stage, self.tokenizer)
         return self._processor
 
     def save_assets(self, folder: Path, *, dtype: str) -> None:
         model = self._outline
         torch_name = str(torch_dtype(cast("DtypeName", dtype))).removeprefix("torch.")
         origin = self._files.folder if self._files else None
-        name, changes = type(model).__name__, ""
+        changes = ""
         with compat.quiet():
-            assets.save_configs(self.config, origin, folder, architecture=name, dtype=torch_name)
+            processor = self._multimodal
+            assets.save_files(self.config, model, origin, folder, torch_name, processor=processor)
             if self._has_tokenizer:
                 assets.save_tokenizer(self.tokenizer(), folder)
-                changes = "; ".join(align(folder, self.tokenizer(), self.vocab_size))
+                changes = "; ".join(assets.align(folder, self.tokenizer(), self.vocab_size))
         if changes and changes not in self._said:
             self._said.add(changes)  # an export saves twice
             self._log.warning(
                 "the exported model begins, ends and pads as tokenizer and chat template do: %s",
                 changes,
             )
-        code = compat.is_remote_code(model)
-        assets.copy_files(origin, folder, processor=self._multimodal, code=code)

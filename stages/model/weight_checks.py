@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 from pipeline import Problem, StageError
 from pipeline.checkpoint import Placed, table
-from stages.model.compat import is_multimodal
+from stages.model.compat import is_multimodal, tied_names, ties_by_default
 from stages.model.declared import matches
 from stages.model.files import is_gguf, is_local, largest_id, local, safetensors_files
 from stages.model.read import config_at_hand
 from stages.model.settings import HfSettings
-from stages.model.source_text_compat import tied_names, ties_by_default
 
 SAMPLE = 1 << 20
 """Bytes of a sample of a matrix."""
@@ -49,7 +48,10 @@ def head_problems(stage: HfSettings) -> Iterator[Problem]:
     if any(matches(name, (*stage.new_weights, *stage.unused_weights)) for name in names):
         return
     stored = _stored(stage)
-    head, embedding = (_found(stored, name) for name in names)
+    # The one tensor with the last parts of a name, which a model around this one may prefix.
+    ends = ["." + ".".join(name.split(".")[-2:]) for name in names]
+    found = ([one for name, one in stored.items() if f".{name}".endswith(end)] for end in ends)
+    head, embedding = (ones[0] if len(ones) == 1 else None for ones in found)
     if embedding is None:
         return
     if tied and head and not _equal(head, embedding):
@@ -92,13 +94,6 @@ def _stored(stage: HfSettings) -> Mapping[str, Stored]:
     except (OSError, ValueError, StageError):
         return {}
     return found
-
-
-def _found(stored: Mapping[str, Stored], wanted: str) -> Stored | None:
-    """The one tensor with the last parts of a name, which a model around this one may prefix."""
-    end = ".".join(wanted.split(".")[-2:])
-    found = [one for name, one in stored.items() if f".{name}".endswith(f".{end}")]
-    return found[0] if len(found) == 1 else None
 
 
 def _equal(one: Stored, other: Stored) -> bool:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Gt
 
 from pipeline import Context, OptimizerPlan, PlanView, Precision, Problem, traits
-from stages.optimizer.settings import Fraction, OptimizerSettings
+from stages.optimizer import Fraction, OptimizerSettings
 
 Kernel = Literal["fused", "single"]
 Moments = Literal["master", "fp32", "bf16", "8bit"]
@@ -79,10 +79,9 @@ class AdamW(OptimizerSettings):
         if self.algorithm == "adamw":
             plain = functools.partial(torch.optim.AdamW, fused=fused, foreach=False)
             return self.plan(plain, **rule)
-        from stages.optimizer.quantized_moments import moment_codec
-        from stages.optimizer.update_rules import LowBitAdamW
+        from stages.optimizer.rules_compat import LowBitAdamW, MomentCodec
 
-        codec = moment_codec(self.moments)
+        codec = MomentCodec(self.moments)
         seed = ctx.seed if rounds else None
         low_bit = functools.partial(LowBitAdamW, codec=codec, rounding_seed=seed, compiled=fused)
         return self.plan(low_bit, packing=codec, shards=rounds, **rule)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from pipeline import (
-    CheckpointError,
     Checkpoints,
     Context,
     Data,
@@ -142,8 +141,5 @@ class FinishedTraining:
             address = str(Path(address).expanduser().absolute())
         reading = Reading(weights_only=True, verify=False)
         with contextlib.closing(open_state(address, reading)) as state:
-            try:
-                progress = Progress.from_record(state.progress)
-            except TypeError as error:
-                raise CheckpointError(f"{address}: written by another version: {error}") from error
+            progress = Progress.from_record(state.progress, address)
         return TrainedRun(checkpoint=address, progress=progress)

@@ -332,15 +332,13 @@ class Training:
 
 @contextlib.contextmanager
 def collected_at_steps() -> Iterator[None]:
-    """Collect no cycles in the body but by `collect_after`, and none that were there before."""
+    """Collect no cycles in the body but by `collect_after`."""
     was_on = gc.isenabled()
     gc.collect()
-    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
         if was_on:
             gc.enable()
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,42 +67,34 @@ class ConvertedReader(JoinedReader):
 
     def __init__(self, base: TensorReader, changes: Iterable[Change]) -> None:
         super().__init__(base)
-        self._base = base
+        self._base, self._specs = base, {}
         self._change: dict[str, Change] = {}
         self._results: dict[Change, dict[str, TensorSpec]] = {}
         for change in changes:
-            self._results[change] = self._outcome(change)
-            for name in self._results[change]:
+            self._results[change] = {}
+            held = {name: base.spec(name) for name in change.sources}
+            empty = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in held.items()}
+            try:
+                made = change.convert(empty)
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                raise StageError(f"{change} cannot be converted: {error}") from error
+            for name, tensor in made.items():
                 if name in self._change:
                     raise StageError(f"both {self._change[name]} and {change} become {name}")
                 self._change[name] = change
+                self._results[change][name] = TensorSpec(tuple(tensor.shape), tensor.dtype)
+            self._specs |= self._results[change]
         self._runs: dict[Change, Runs | None] = {}
         self._whole: tuple[Change, Mapping[str, Tensor]] | None = None
-
-    def _outcome(self, change: Change) -> dict[str, TensorSpec]:
-        """Specs of the results, found without reading."""
-        specs = {name: self._base.spec(name) for name in change.sources}
-        empty = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in specs.items()}
-        try:
-            made = change.convert(empty)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            raise StageError(f"{change} cannot be converted: {error}") from error
-        return {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in made.items()}
-
-    def names(self) -> Collection[str]:
-        return self._change.keys()
-
-    def spec(self, name: str) -> TensorSpec:
-        return self._results[named(self._change, name)][name]
 
     def sources(self, name: str) -> Sequence[str]:
         """Return the names in the base of the tensors that a result is made of."""
         return named(self._change, name).sources
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        runs = self._runs_of(name)
-        if runs is not None:
-            for source, at, length in _between(runs, start, stop):
+        moved = self._moved(name, start, stop)
+        if moved is not None:
+            for source, at, length in moved:
                 yield from self._base.chunks(source, at, at + length)
             return
         change = self._change[name]
@@ -113,12 +105,10 @@ class ConvertedReader(JoinedReader):
         yield from pieces(self._whole[1][name], start, stop)
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        runs = self._runs_of(name)
-        if runs is None:
+        moved, done = self._moved(name, start, start + out.numel()), 0
+        if moved is None:
             TensorReader.read_into(self, name, start, out)
-            return
-        done = 0
-        for source, at, length in _between(runs, start, start + out.numel()):
+        for source, at, length in moved or ():
             self._base.read_into(source, at, out[done : done + length])
             done += length
 
@@ -126,26 +116,25 @@ class ConvertedReader(JoinedReader):
         self._whole = None
         super().close()
 
-    def _runs_of(self, name: str) -> list[Run] | None:
-        """Runs of a result; None where whole tensors must be converted, or should be."""
+    def _moved(self, name: str, start: int, stop: int) -> list[tuple[str, int, int]] | None:
+        """(source, its first element, number of elements) that make up [start, stop) of a result;
+        None where whole tensors must be converted, or should be."""
         change = named(self._change, name)
         if change not in self._runs:
             sources = {source: self._base.spec(source) for source in change.sources}
             self._runs[change] = trace(change, sources, self._results[change], WORTHWHILE)
-        found = self._runs[change]
-        return None if found is None else found[name]
-
-
-def _between(runs: list[Run], start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-    """(source, its first element, number of elements) that make up [start, stop) of a result."""
-    place = max(bisect.bisect_right(runs, start, key=lambda run: run.start) - 1, 0)
-    while start < stop:
-        run = runs[place]
-        skip = start - run.start
-        length = min(run.length - skip, stop - start)
-        yield run.source, run.at + skip, length
-        start += length
-        place += 1
+        traced = self._runs[change]
+        if traced is None:
+            return None
+        runs, found = traced[name], []
+        place = max(bisect.bisect_right(runs, start, key=lambda run: run.start) - 1, 0)
+        while start < stop:
+            run = runs[place]
+            skip = start - run.start
+            length = min(run.length - skip, stop - start)
+            found.append((run.source, run.at + skip, length))
+            start, place = start + length, place + 1
+        return found
 
 
 def trace(change: Change, sources: Specs, results: Specs, least: int = 0) -> Runs | None:
@@ -174,13 +163,22 @@ def trace(change: Change, sources: Specs, results: Specs, least: int = 0) -> Run
         again = change.convert({name: random[numbers] for name, numbers in second.items()})
     except Exception:  # converters differ in how they refuse tensors of another width
         return None
-    runs = {}
+    names, runs = list(sources), dict[str, list[Run]]()
     for name, spec in results.items():
         rows = _rows((found.get(name), again.get(name)), random, spec)
-        made = None if rows is None else _runs(rows.numpy(), sources, edges, spec, least)
-        if made is None:
+        if rows is None:
             return None
-        runs[name] = made
+        owner = np.searchsorted(edges[:-1], rows, side="right") - 1
+        breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(owner) != 0)) + 1
+        if len(breaks) and spec.nbytes / (len(breaks) + 1) < least:
+            return None
+        runs[name] = []
+        for start, stop in itertools.pairwise([0, *breaks.tolist(), len(rows)]):
+            source, width = names[owner[start]], spec.shape[-1]
+            if (sources[source].shape[-1], sources[source].dtype) != (width, spec.dtype):
+                return None
+            at = int(rows[start]) - edges[owner[start]]
+            runs[name].append(Run(start * width, source, at * width, (stop - start) * width))
     return runs
 
 
@@ -189,7 +187,7 @@ def _numbers(rows: Tensor, width: int) -> Tensor:
     return rows[:, None] * width + torch.arange(width)
 
 
-def _rows(made: tuple[Tensor | None, ...], random: Tensor, spec: TensorSpec) -> Tensor | None:
+def _rows(made: tuple[Tensor | None, ...], random: Tensor, spec: TensorSpec) -> Any:
     """The source row of each row of a result, which was `made` of numbers and of random stand-ins;
     None if its rows are not rows of the sources."""
     flat = []
@@ -206,29 +204,4 @@ def _rows(made: tuple[Tensor | None, ...], random: Tensor, spec: TensorSpec) -> 
     numbers = _numbers(rows, wide)
     if numbers.min() < 0 or numbers.max() >= len(random):
         return None
-    return rows if torch.equal(again, random[numbers]) else None
-
-
-def _runs(
-    rows: np.ndarray[tuple[int], np.dtype[np.int64]],
-    sources: Specs,
-    firsts: Sequence[int],
-    result: TensorSpec,
-    least: int,
-) -> list[Run] | None:
-    names = list(sources)
-    owner = np.searchsorted(firsts[:-1], rows, side="right") - 1
-    breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(owner) != 0)) + 1
-    edges = [0, *breaks.tolist(), len(rows)]
-    width = result.shape[-1]
-    if len(breaks) and result.nbytes / (len(edges) - 1) < least:
-        return None
-    runs = []
-    for start, stop in itertools.pairwise(edges):
-        place = int(owner[start])
-        source = sources[names[place]]
-        if source.shape[-1] != width or source.dtype != result.dtype:
-            return None
-        at = int(rows[start]) - firsts[place]
-        runs.append(Run(start * width, names[place], at * width, (stop - start) * width))
-    return runs
+    return rows.numpy() if torch.equal(again, random[numbers]) else None

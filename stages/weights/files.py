@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import StageError, TensorReader, TensorSpec, system_errors_as
-from pipeline.checkpoint import CHUNK, DTYPES, Placed, as_bytes, table
+from pipeline import StageError, TensorSpec, system_errors_as
+from pipeline.checkpoint import CHUNK, DTYPES, as_bytes, table
 from pipeline.utils import open_regular, read_at
 from stages.formats.stored import flattened, load
-from stages.weights.views import MemoryReader, named
+from stages.weights.views import ListedReader, MemoryReader, named
 
 LONGEST_HEADER = 100_000_000
 """Bytes of a header at most, a limit of the safetensors format itself."""
@@ -28,7 +28,7 @@ class _Place(NamedTuple):
     spec: TensorSpec
 
 
-class SafetensorsReader(TensorReader):
+class SafetensorsReader(ListedReader):
     """Tensors of all files; any range of one is read straight into its destination. Raises
     StageError for a damaged file, and for a name in two files."""
 
@@ -41,14 +41,9 @@ class SafetensorsReader(TensorReader):
                 if name in self._places:
                     raise StageError(f"{name} is in {self._places[name].file} and in {file}")
                 self._places[name] = place
+        self.specs = {name: place.spec for name, place in self._places.items()}
         self._open: dict[Path, int] = {}
         self._buffer: Tensor | None = None
-
-    def names(self) -> Collection[str]:
-        return self._places.keys()
-
-    def spec(self, name: str) -> TensorSpec:
-        return named(self._places, name).spec
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         place = named(self._places, name)
@@ -103,25 +98,21 @@ def _places(file: Path) -> dict[str, _Place]:
             size = os.fstat(stream.fileno()).st_size
         if len(head) != 8 + length:
             raise ValueError("its header is incomplete")
-        return {
-            name: _Place(file, len(head) + entry.begin, _spec(name, entry, size - len(head)))
-            for name, entry in table(head).items()
-        }
+        found, available = {}, size - len(head)
+        for name, entry in table(head).items():
+            if not isinstance(entry.dtype, str) or entry.dtype not in DTYPES:
+                raise ValueError(f"{name} has the dtype {entry.dtype}, which is not known here")
+            if not all(isinstance(rows, int) and rows >= 0 for rows in entry.shape):
+                raise ValueError(f"{name} has the shape {list(entry.shape)}")
+            spec = TensorSpec(tuple(entry.shape), DTYPES[entry.dtype])
+            if entry.begin < 0 or entry.end - entry.begin != spec.nbytes:
+                raise ValueError(f"{name} lies at bytes {entry.begin} to {entry.end}")
+            if entry.end > available:
+                raise ValueError(f"the file ends before {name} does: it is incomplete")
+            found[name] = _Place(file, len(head) + entry.begin, spec)
+        return found
     except (ValueError, OSError) as error:
         raise StageError(f"{file} cannot be read as safetensors: {error}") from error
-
-
-def _spec(name: str, entry: Placed, available: int) -> TensorSpec:
-    if not isinstance(entry.dtype, str) or entry.dtype not in DTYPES:
-        raise ValueError(f"{name} has the dtype {entry.dtype}, which is not known here")
-    if not all(isinstance(rows, int) and rows >= 0 for rows in entry.shape):
-        raise ValueError(f"{name} has the shape {list(entry.shape)}")
-    spec = TensorSpec(tuple(entry.shape), DTYPES[entry.dtype])
-    if entry.begin < 0 or entry.end - entry.begin != spec.nbytes:
-        raise ValueError(f"{name} lies at bytes {entry.begin} to {entry.end}")
-    if entry.end > available:
-        raise ValueError(f"the file ends before {name} does: it is incomplete")
-    return spec
 
 
 class TorchFilesReader(MemoryReader):
@@ -134,7 +125,21 @@ class TorchFilesReader(MemoryReader):
     def __init__(self, files: Iterable[Path]) -> None:
         tensors: dict[str, Tensor] = {}
         for file in files:
-            for name, tensor in _content(file):
+            content = load(file, verify=False)
+            if not isinstance(content, dict):
+                raise StageError(f"{file}: holds no state dict")
+            for name, tensor in content.items():
+                if name == "_metadata":
+                    continue
+                if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                    raise StageError(f"{file}: {name!r} is not a tensor")
+                if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+                    why = "sparse, quantized or without values, which cannot be trained"
+                    raise StageError(f"{file}: {name}: {why}")
+                try:
+                    flattened(tensor)
+                except ValueError as error:
+                    raise StageError(f"{file}: {name}: {error}") from error
                 if name in tensors:
                     raise StageError(f"{file}: holds {name}, which another file holds too")
                 tensors[name] = tensor
@@ -144,25 +149,6 @@ class TorchFilesReader(MemoryReader):
         for piece in super().chunks(name, start, stop):
             self.bytes_read += piece.nbytes
             yield piece
-
-
-def _content(file: Path) -> Iterator[tuple[str, Tensor]]:
-    content = load(file, verify=False)
-    if not isinstance(content, dict):
-        raise StageError(f"{file}: holds no state dict")
-    for name, tensor in content.items():
-        if isinstance(name, str) and isinstance(tensor, torch.Tensor):
-            if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
-                raise StageError(
-                    f"{file}: {name}: sparse, quantized or without values, which cannot be trained"
-                )
-            try:
-                flattened(tensor)
-            except ValueError as error:
-                raise StageError(f"{file}: {name}: {error}") from error
-            yield name, tensor
-        elif name != "_metadata":
-            raise StageError(f"{file}: {name!r} is not a tensor")
 
 
 PIECE = 4096

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -30,46 +31,54 @@ def pieces(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
         yield flat[first : min(first + step, stop)]
 
 
-class MemoryReader(TensorReader):
+class ListedReader(TensorReader):
+    """Tensors whose specs are known from the start."""
+
+    specs: dict[str, TensorSpec]
+
+    def names(self) -> Collection[str]:
+        return self.specs.keys()
+
+    def spec(self, name: str) -> TensorSpec:
+        return named(self.specs, name)
+
+
+class MemoryReader(ListedReader):
     """Tensors of a state dict."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
-
-    def names(self) -> Collection[str]:
-        return self._tensors.keys()
-
-    def spec(self, name: str) -> TensorSpec:
-        tensor = named(self._tensors, name)
-        return TensorSpec(tuple(tensor.shape), tensor.dtype)
+        self.specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         yield from pieces(named(self._tensors, name).detach(), start, stop)
 
     def close(self) -> None:
         self._tensors.clear()
+        self.specs.clear()
 
 
 class JoinedReader(TensorReader):
     """Tensors of all `readers`, which it closes; for a name in several, the first reader's."""
 
+    closes: Sequence[TensorReader | ExitStack]
+    """What `close` closes, in order."""
+
     def __init__(self, *readers: TensorReader) -> None:
-        self._readers = readers
+        self.closes = self._readers = readers
+        self.as_stored = all(reader.as_stored for reader in readers)
         self._owner = {name: reader for reader in reversed(readers) for name in reader.names()}
+        self._specs = {name: reader.spec(name) for name, reader in self._owner.items()}
 
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
         return sum(reader.bytes_read for reader in self._readers)
 
-    @property
-    def as_stored(self) -> bool:  # type: ignore[override]
-        return all(reader.as_stored for reader in self._readers)
-
     def names(self) -> Collection[str]:
-        return self._owner.keys()
+        return self._specs.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        return named(self._owner, name).spec(name)
+        return named(self._specs, name)
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         return named(self._owner, name).chunks(name, start, stop)
@@ -78,8 +87,8 @@ class JoinedReader(TensorReader):
         named(self._owner, name).read_into(name, start, out)
 
     def close(self) -> None:
-        for reader in self._readers:
-            reader.close()
+        for each in self.closes:
+            each.close()
 
 
 class CompletedWeights(JoinedReader, Weights):
@@ -87,51 +96,14 @@ class CompletedWeights(JoinedReader, Weights):
 
     def __init__(self, trained: Weights, source: TensorReader, names: Collection[str]) -> None:
         super().__init__(trained, source)
-        self.identity = trained.identity
+        self.identity, self.closes = trained.identity, [source]
         kept = {*trained.names(), *names}
-        self._owner = {name: one for name, one in self._owner.items() if name in kept}
-
-    def close(self) -> None:
-        self._readers[1].close()
-
-
-class CastReader(JoinedReader):
-    """Floating tensors of `base`, which it leaves open, in the dtype that `dtype` returns for their
-    name, others unchanged. Raises StageError for finite values that become infinite."""
-
-    def __init__(self, base: TensorReader, dtype: Callable[[str], torch.dtype]) -> None:
-        super().__init__(base)
-        self._dtype = dtype
-
-    def spec(self, name: str) -> TensorSpec:
-        spec = super().spec(name)
-        return spec._replace(dtype=self._dtype(name)) if spec.dtype.is_floating_point else spec
-
-    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        dtype = self.spec(name).dtype
-        for chunk in super().chunks(name, start, stop):
-            if chunk.dtype != dtype and (most := torch.finfo(dtype).max) < 1e38:
-                values = chunk.float().abs()
-                if ((values > most) & values.isfinite()).any():
-                    raise StageError(
-                        f"{name} has values beyond {str(dtype).removeprefix('torch.')}",
-                        hint="export in bf16 or fp32",
-                    )
-            yield chunk.to(dtype)
-
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
-        casts = super().spec(name).dtype != self.spec(name).dtype
-        (TensorReader if casts else JoinedReader).read_into(self, name, start, out)
-
-    def close(self) -> None:
-        pass
+        self._specs = {name: spec for name, spec in self._specs.items() if name in kept}
 
 
 class ComputedReader(JoinedReader):
     """Tensors of `base`, which it closes, except those that `computed` says the specs of: `compute`
     yields their elements [start, stop). `names` are in the place of the base's."""
-
-    as_stored = False  # computing takes longer than sending the result
 
     def __init__(
         self,
@@ -141,20 +113,43 @@ class ComputedReader(JoinedReader):
         names: Collection[str] | None = None,
     ) -> None:
         super().__init__(base)
+        self.as_stored = False  # computing takes longer than sending the result
         self._computed, self._compute = computed, compute
-        self._owner = dict.fromkeys(base.names() if names is None else names, base)
-
-    def spec(self, name: str) -> TensorSpec:
-        return self._computed.get(name) or super().spec(name)
+        order = base.names() if names is None else names
+        self._specs = {name: computed.get(name) or self._specs[name] for name in order}
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        if name in self._computed:
-            return self._compute(name, start, stop)
-        return super().chunks(name, start, stop)
+        return (self._compute if name in self._computed else super().chunks)(name, start, stop)
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         kind = TensorReader if name in self._computed else JoinedReader
         kind.read_into(self, name, start, out)
+
+
+def cast_reader(base: TensorReader, dtype: Callable[[str], torch.dtype]) -> ComputedReader:
+    """Return the floating tensors of `base`, which stays open, in the dtype that `dtype` returns
+    for their name, others unchanged. Reading raises StageError for finite values that become
+    infinite."""
+    specs = {name: base.spec(name) for name in base.names()}
+    floats = (name for name, spec in specs.items() if spec.dtype.is_floating_point)
+    wanted = {name: specs[name]._replace(dtype=dtype(name)) for name in floats}
+    changed = {name: spec for name, spec in wanted.items() if spec != specs[name]}
+
+    def compute(name: str, start: int, stop: int) -> Iterator[Tensor]:
+        dtype = changed[name].dtype
+        for chunk in base.chunks(name, start, stop):
+            if (most := torch.finfo(dtype).max) < 1e38:
+                values = chunk.float().abs()
+                if ((values > most) & values.isfinite()).any():
+                    raise StageError(
+                        f"{name} has values beyond {str(dtype).removeprefix('torch.')}",
+                        hint="export in bf16 or fp32",
+                    )
+            yield chunk.to(dtype)
+
+    reader = ComputedReader(base, changed, compute)
+    reader.closes = ()
+    return reader
 
 
 class Origin(NamedTuple):
@@ -175,12 +170,8 @@ class ExtendedReader(JoinedReader):
     ) -> None:
         super().__init__(base)
         self._base, self._fresh, self._origins = base, fresh, origins
-
-    def names(self) -> Collection[str]:
-        return self._origins.keys()
-
-    def spec(self, name: str) -> TensorSpec:
-        return named(self._origins, name).spec
+        self._specs = {name: origin.spec for name, origin in origins.items()}
+        self.closes = [base] if fresh is None else [base, fresh]
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         origin = named(self._origins, name)
@@ -198,8 +189,3 @@ class ExtendedReader(JoinedReader):
         if kept:
             self._base.read_into(origin.source, start, out[:kept])
         TensorReader.read_into(self, name, start + kept, out[kept:])
-
-    def close(self) -> None:
-        super().close()
-        if self._fresh is not None:
-            self._fresh.close()

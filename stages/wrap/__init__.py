@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from stages.wrap.build import declared_facts as declared_facts
     from stages.wrap.build import verify_engine as verify_engine
     from stages.wrap.optimizer_state import make_optimizers as make_optimizers
-    from stages.wrap.passes import ModulePasses as ModulePasses
     from stages.wrap.torch_compat import prime_buckets as prime_buckets
+    from stages.wrap.torch_engine import ModulePasses as ModulePasses
     from stages.wrap.torch_engine import TorchEngine as TorchEngine
 else:
     __getattr__, __dir__ = lazily(__name__, __file__)

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge
 
@@ -154,8 +154,7 @@ def axis_sizes(stage: Any) -> dict[str, int]:
     return {axis: block.size for axis, block in blocks.items() if block is not None}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coordinates:
+class Coordinates(NamedTuple):
     """Coordinates of a rank on the axes."""
 
     pipeline: int
@@ -163,7 +162,8 @@ class Coordinates:
     context: int
     tensor: int
     stream: int
-    """Number of the rank's stream of random numbers."""
+    """Number of the rank's stream of random numbers. Ranks of a tensor-parallel group share one,
+    since what they all compute must be the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,6 @@ class Axes:
 
     @property
     def ranks(self) -> int:
-        """Number of all ranks."""
         return self.pipeline * self.data * self.context * self.tensor
 
     @property
@@ -185,12 +184,6 @@ class Axes:
         """Sizes of the axes on which ranks run one model together."""
         found = {"pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
         return {axis: size for axis, size in found.items() if size > 1}
-
-    @property
-    def streams(self) -> int:
-        """Number of streams of random numbers. Ranks of a tensor-parallel group share one, since
-        what they all compute must be the same."""
-        return self.ranks // self.tensor
 
     @classmethod
     def of(cls, stage: Any, procs: int) -> Axes | None:
@@ -201,17 +194,11 @@ class Axes:
         return None if rest else cls(data=data, **sizes)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Coordinates of a rank on the axes."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
-        return Coordinates(
-            pipeline=pipeline,
-            data=DataAxis(index=data, count=self.data),
-            context=context,
-            tensor=tensor,
-            stream=rank // self.tensor,
-        )
+        of_data = DataAxis(index=data, count=self.data)
+        return Coordinates(pipeline, of_data, context, tensor, rank // self.tensor)
 
 
 def required(stage: Any, procs: int) -> Axes:
@@ -241,34 +228,28 @@ def least_microbatches(schedule: str, ranks: int, count: int) -> int:
     return count
 
 
-def _mesh(device: str, **sizes: int) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def parameter_mesh(axes: Axes, device: str, shards: int) -> DeviceMesh:
+def parameter_mesh(axes: Axes, device: str, shards: int, experts: int = 1) -> DeviceMesh:
     """The mesh over which parameters are cut: `pipeline`, `replicate`, `shard`, `tensor`
     (collective). Each tensor-parallel part is cut again into `shards`, over the data and context
-    axes together."""
-    copies, pipeline = axes.data * axes.context // shards, axes.pipeline
-    return _mesh(device, pipeline=pipeline, replicate=copies, shard=shards, tensor=axes.tensor)
+    axes together. With `experts`, the mesh over which experts are cut: after `shard` it has an axis
+    `expert` of so many ranks, which are neighbours among the `shards`."""
+    from torch.distributed.device_mesh import init_device_mesh
 
-
-def expert_mesh(axes: Axes, device: str, shards: int, experts: int) -> DeviceMesh:
-    """The mesh over which experts are cut (collective): as `parameter_mesh`, but for an axis
-    `expert` of `experts` ranks, which are neighbours among the `shards`."""
     sizes = {"pipeline": axes.pipeline, "replicate": axes.data * axes.context // shards}
-    return _mesh(device, **sizes, shard=shards // experts, expert=experts, tensor=axes.tensor)
+    sizes |= {"shard": shards // experts} | ({"expert": experts} if experts > 1 else {})
+    sizes |= {"tensor": axes.tensor}
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def context_group(axes: Axes, device: str) -> ProcessGroup:
     """The ranks that share this rank's samples (collective)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     from pipeline.utils import with_values
 
-    outer = axes.pipeline * axes.data
+    sizes = axes.pipeline * axes.data, axes.context, axes.tensor
     with with_values():
-        mesh = _mesh(device, outer=outer, context=axes.context, tensor=axes.tensor)
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=("outer", "context", "tensor"))
         return mesh["context"].get_group()
 
 
@@ -291,12 +272,11 @@ def layer_ranges(layers: int, stages: int, head: int = 0, layer: int = 1) -> lis
     if stages > layers:
         raise StageError(f"pipeline_parallel: {layers} blocks do not make {stages} stages")
     sizes, last = [1] * stages, stages - 1
-
-    def work(stage: int) -> tuple[int, bool, bool]:
-        return sizes[stage] * layer + head * (stage == last), stage == 0, stage == last
-
     for _ in range(layers - stages):
-        sizes[min(range(stages), key=work)] += 1
+        work = [
+            (size * layer + head * (n == last), n == 0, n == last) for n, size in enumerate(sizes)
+        ]
+        sizes[work.index(min(work))] += 1
     starts = itertools.accumulate(sizes, initial=0)
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 

@@ -4,7 +4,7 @@ config, where it can be read without a network."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,32 +29,16 @@ from stages.wrap.axes import (
 from stages.wrap.types_compat import NO_BLOCKS, NO_PLAN, REFUSED, SINKS, WITHOUT_GRADIENT
 
 HEADS = ("num_attention_heads", "n_head", "n_heads")
+Row = tuple[str, str, str]
+"""Key, message and hint of a problem."""
 
 
 def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
-    """Axes that do not divide the processes, or that nothing else allows."""
-    if (pipeline := getattr(stage, "pipeline_parallel", None)) is not None:
-        yield from _pipeline_problems(pipeline, stage, plan)
-    divides_layers = getattr(stage, "tensor_parallel", None) is not None
-    for model in declarations(stage, plan) if divides_layers else ():
-        if isinstance(model, traits.NeedsWholeWeights):
-            for message, hint in model.needs_whole_weights():
-                yield Problem(message=message, key="tensor_parallel", hint=hint)
-    sizes, left = axis_sizes(stage), plan.procs
-    if sizes.get("context", 1) > 1:
-        why = "of all tokens of a micro-batch, and a rank has a slice of them"
-        yield from _router_problems("context_parallel", why, stage, plan)
-    if getattr(stage, "expert_parallel", None) is not None:
-        # Found without importing it.
-        spec = importlib.util.find_spec("transformers")
-        folders = [] if spec is None else spec.submodule_search_locations or []
-        if not any(Path(one, "distributed", "expert_parallel.py").exists() for one in folders):
-            message = "needs a newer transformers, whose models divide their experts among ranks"
-            yield Problem(
-                message=message, key="expert_parallel", hint="pip install -U transformers"
-            )
-    yield from config_problems(stage, plan)
-    for axis, size in sizes.items():
+    """Axes that do not divide the processes or the model, or that nothing else allows."""
+    rows = [*_recipe_rows(stage, plan), *_config_rows(stage, plan)]
+    yield from (Problem(key=key, message=text, hint=hint) for key, text, hint in rows)
+    left = plan.procs
+    for axis, size in axis_sizes(stage).items():
         if left % size:
             whole = "processes" if left == plan.procs else f"of {plan.procs} processes"
             message = f"{left} {whole} do not divide into groups of {size}"
@@ -63,25 +47,41 @@ def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
         left //= size
 
 
-def _router_problems(key: str, why: str, stage: Any, plan: PlanView) -> Iterator[Problem]:
-    """A router loss, which the axis of field `key` does not support because of `why`."""
-    for train in plan.readers(stage):
+def _recipe_rows(stage: Any, plan: PlanView) -> Iterator[Row]:
+    """What the axes do not allow in other slots, or need to be installed."""
+    routed = dict[str, str]()
+    if (pipeline := getattr(stage, "pipeline_parallel", None)) is not None:
+        yield from _schedule_rows(pipeline, stage, plan)
+        routed["pipeline_parallel"] = "a mean over all layers, and a stage has some of them"
+    if axis_sizes(stage).get("context", 1) > 1:
+        why = "of all tokens of a micro-batch, and a rank has a slice of them"
+        routed["context_parallel"] = why
+    for train in plan.readers(stage) if routed else ():
         if isinstance(train, traits.AddsRouterLoss) and train.router_loss is not None:
-            yield Problem(
-                message=f"the train slot's router_loss is {why}",
-                key=key,
-                hint="leave out router_loss there",
-            )
+            for key, why in routed.items():
+                yield key, f"the train slot's router_loss is {why}", "leave out router_loss there"
+    divides_layers = getattr(stage, "tensor_parallel", None) is not None
+    for model in declarations(stage, plan) if divides_layers else ():
+        if isinstance(model, traits.NeedsWholeWeights):
+            for message, hint in model.needs_whole_weights():
+                yield "tensor_parallel", message, hint
+    if getattr(stage, "expert_parallel", None) is not None:
+        # Found without importing it.
+        spec = importlib.util.find_spec("transformers")
+        folders = [] if spec is None else spec.submodule_search_locations or []
+        if not any(Path(one, "distributed", "expert_parallel.py").exists() for one in folders):
+            message = "needs a newer transformers, whose models divide their experts among ranks"
+            yield "expert_parallel", message, "pip install -U transformers"
 
 
-def _pipeline_problems(block: PipelineParallel, stage: Any, plan: PlanView) -> Iterator[Problem]:
+def _schedule_rows(block: PipelineParallel, stage: Any, plan: PlanView) -> Iterator[Row]:
     """Fields of a schedule that it does not have, and what it does not allow elsewhere."""
     schedule, key = block.schedule, "pipeline_parallel.stages_per_rank"
     if block.stages_per_rank is not None and schedule not in SEVERAL_STAGES:
         hint = f"leave it out, or choose {', '.join(SEVERAL_STAGES)}"
-        yield Problem(message=f"{schedule} has one stage a rank", key=key, hint=hint)
+        yield key, f"{schedule} has one stage a rank", hint
     elif schedule in FOLDED and block.per_rank != 2:
-        yield Problem(message="ZBVZeroBubble has two stages a rank", key=key)
+        yield key, "ZBVZeroBubble has two stages a rank", ""
     found = []
     for model in declarations(stage, plan) if schedule in SPLIT_BACKWARD else ():
         if isinstance(model, traits.ChangesBlocks) and model.recomputes_operations:
@@ -94,15 +94,11 @@ def _pipeline_problems(block: PipelineParallel, stage: Any, plan: PlanView) -> I
             found.append(("a loss in chunks does", "leave out loss_chunk_size in the train slot"))
     why = f"{schedule} runs backward in two halves, for inputs and for weights, which"
     for what, hint in found:
-        hint = f"{hint}, or choose another schedule"
-        yield Problem(
-            message=f"{why} {what} not allow", key="pipeline_parallel.schedule", hint=hint
-        )
-    why = "a mean over all layers, and a stage has some of them"
-    yield from _router_problems("pipeline_parallel", why, stage, plan)
+        message, hint = f"{why} {what} not allow", f"{hint}, or choose another schedule"
+        yield "pipeline_parallel.schedule", message, hint
 
 
-def config_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
+def _config_rows(stage: Any, plan: PlanView) -> Iterator[Row]:
     """Axes that do not divide the model of the recipe."""
     config, model = config_of(stage, plan), hf_model(stage, plan)
     if config is None:
@@ -110,31 +106,29 @@ def config_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     part = config.get("text_config")
     text = part if isinstance(part, Mapping) else config
     if not (model and model.trust_remote_code and "auto_map" in config):
-        yield from _type_problems(stage, _types(config), model.attention if model else "")
-
-    def stated(names: Sequence[str]) -> int:
-        """The first of the named sizes that the config states; 0 if it states none."""
-        return next((text[name] for name in names if type(text.get(name)) is int), 0)
-
+        yield from _type_rows(stage, _types(config), model.attention if model else "")
+    # The first of the names that the config states; 0 if it states none.
+    heads, blocks, experts = (
+        next((text[name] for name in names if type(text.get(name)) is int), 0)
+        for names in (HEADS, BLOCKS, EXPERTS)
+    )
     # Each rank of a tensor-parallel group has a share of the heads, and context-parallel ranks
     # share those of one such rank.
-    sizes, heads, among = axis_sizes(stage), stated(HEADS), 1
+    sizes, among = axis_sizes(stage), 1
     for axis in ("tensor", "context"):
         among *= sizes.get(axis, 1)
         if axis in sizes and heads % among:
             message = f"the model has {heads} attention heads, which do not divide among {among} "
-            yield Problem(message=f"{message}ranks", key=f"{FIELDS[axis]}.size")
+            yield f"{FIELDS[axis]}.size", f"{message}ranks", ""
             break
     if (pipeline := getattr(stage, "pipeline_parallel", None)) is not None:
-        yield from _block_problems(pipeline, stated(BLOCKS), config)
-    field, experts = getattr(stage, "expert_parallel", None), stated(EXPERTS)
+        yield from _block_rows(pipeline, blocks, config)
+    field = getattr(stage, "expert_parallel", None)
     if field is not None and field.size > 1 and not has_experts(config):
-        yield Problem(
-            message="the model has no experts", key="expert_parallel", hint="leave it out"
-        )
+        yield "expert_parallel", "the model has no experts", "leave it out"
     elif field is not None and experts % field.size:
         message = f"the model's {experts} experts do not divide among {field.size} ranks"
-        yield Problem(message=message, key="expert_parallel.size")
+        yield "expert_parallel.size", message, ""
 
 
 def _types(config: Mapping[str, Any]) -> set[str]:
@@ -144,47 +138,39 @@ def _types(config: Mapping[str, Any]) -> set[str]:
     return {kind, *text}
 
 
-def _type_problems(stage: Any, kinds: set[str], attention: str) -> Iterator[Problem]:
+def _type_rows(stage: Any, kinds: set[str], attention: str) -> Iterator[Row]:
     """Axes that do not divide models of these types, whatever their sizes."""
     fields = {name: getattr(stage, name, None) for name in REFUSED}
     asked = {name: one for name, one in fields.items() if one is not None and one.size > 1}
     for field in asked:
         for kind in kinds & REFUSED[field].keys():
-            yield Problem(
-                message=f"a {kind} {REFUSED[field][kind]}", key=field, hint="leave it out"
-            )
+            yield field, f"a {kind} {REFUSED[field][kind]}", "leave it out"
     eager = "context_parallel" in asked and attention == "eager"
     for kind in kinds & SINKS if eager else ():
         message = f"a {kind} has attention sinks, which its eager attention does not divide"
         hint = "set another attention in the model slot, or leave it out"
-        yield Problem(message=message, key="context_parallel", hint=hint)
+        yield "context_parallel", message, hint
     unplanned = "tensor_parallel" in asked and not asked["tensor_parallel"].plan
     for kind in kinds & NO_PLAN if unplanned else ():
         message = f"transformers has no plan that divides the layers of a {kind}"
-        yield Problem(
-            message=message, key="tensor_parallel", hint="name its layers in tensor_parallel.plan"
-        )
+        yield "tensor_parallel", message, "name its layers in tensor_parallel.plan"
     for kind in kinds & NO_BLOCKS if getattr(stage, "units", None) == "block" else ():
         message = f"transformers does not say which modules of a {kind} are its blocks"
-        yield Problem(message=message, key="units", hint="name their classes")
+        yield "units", message, "name their classes"
 
 
-def _block_problems(
-    field: PipelineParallel, blocks: int, config: Mapping[str, Any]
-) -> Iterator[Problem]:
+def _block_rows(field: PipelineParallel, blocks: int, config: Mapping[str, Any]) -> Iterator[Row]:
     """Blocks and ends of a model that do not make the stages of a pipeline."""
     if is_multimodal(config):
         message = "the language model of a model of more than text is not divided into stages"
-        yield Problem(message=message, key="pipeline_parallel", hint="leave it out")
+        yield "pipeline_parallel", message, "leave it out"
     if 0 < blocks < (stages := field.size * field.per_rank):
         message = f"the model's {blocks} blocks do not make {stages} pipeline stages"
-        yield Problem(message=message, key="pipeline_parallel.size")
+        yield "pipeline_parallel.size", message, ""
     if config.get("tie_word_embeddings") is True and field.schedule in FOLDED:
         message = f"{field.schedule} puts the first and the last pipeline stage on one rank, and "
         message += "the model's head shares the embedding's weight"
-        yield Problem(
-            message=message, key="pipeline_parallel.schedule", hint="choose another schedule"
-        )
+        yield "pipeline_parallel.schedule", message, "choose another schedule"
 
 
 def gradient_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:

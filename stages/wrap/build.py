@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,8 +55,7 @@ def build_module(
     the ranks that hold the same shards and share the reading; without, each rank reads its own.
     Parameters live on `home`, buffers on the run's device, which is the default of `home`. With
     `casts`, modules compute in the compute dtype; a strategy that casts by itself needs none.
-    Raises StageError for weights that do not fit the model.
-    """
+    Raises StageError for weights that do not fit the model."""
     shards = [shard or (lambda module: None)]
     (module,) = build_modules(ctx, model, precision, shards, replicas=replicas, home=home)
     if casts:
@@ -102,18 +103,27 @@ def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
 
 
 def materialize(module: nn.Module, device: torch.device, *, buffer_device: torch.device) -> None:
-    """Give every meta parameter uninitialised storage on `device`; move buffers. Tied parameters
-    stay one object, which `nn.Module.to_empty` does not promise."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    """Give every meta parameter uninitialised storage on `device`; move buffers."""
+    replace_parameters(
+        module, lambda _, one: torch.empty_like(one, device=device) if one.is_meta else one
+    )
     for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if parameter not in made:
-                    empty = torch.empty_like(parameter, device=device)
-                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                owner._parameters[name] = made[parameter]
         for name, buffer in owner._buffers.items():
             owner._buffers[name] = None if buffer is None else buffer.to(buffer_device)
+
+
+def replace_parameters(module: nn.Module, changed: Callable[[str, nn.Parameter], Tensor]) -> None:
+    """Replace each parameter by what `changed` makes of its name and itself: one of other values,
+    or a parameter. Tied ones stay one object."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if parameter not in made:
+            value = changed(name, parameter)
+            if not isinstance(value, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            made[parameter] = value
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._parameters[leaf] = made[parameter]
 
 
 def cast_buffers(module: nn.Module, precision: Precision) -> None:
@@ -135,8 +145,7 @@ def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
     Every module sees its own parameters cast, as sharding strategies cast when they gather. Unlike
     under autocast, no operator keeps another dtype, so a policy means the same with and without
     sharding. Activation checkpointing repeats the cast with a module's forward. A module also sees
-    its children's parameters cast, as some read them, but not its grandchildren's.
-    """
+    its children's parameters cast, as some read them, but not its grandchildren's."""
 
     def visible(module: nn.Module) -> Iterator[nn.Module]:
         """The module and its children, and children of a container, which nothing calls."""
@@ -151,22 +160,21 @@ def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
                 around_forward(module, cast, cast.undo)
 
 
+@dataclass(eq=False)
 class ParameterCast:
-    """Forward pre-hook that casts the parameters of `owners` for the time of a forward.
+    """Forward pre-hook that casts the parameters of `owners` for the time of a forward. Cast
+    tensors take the places of the parameters, where a module finds them. One that a caller's hook
+    has put there is used, and left in place."""
 
-    Cast tensors take the places of the parameters, where a module finds them. One that a caller's
-    hook has put there is used, and left in place.
-    """
-
-    def __init__(self, dtype: torch.dtype, owners: Sequence[nn.Module]) -> None:
-        self.dtype, self._owners = dtype, owners
-        self._replaced: list[list[tuple[nn.Module, str, nn.Parameter]]] = []
+    dtype: torch.dtype
+    owners: Sequence[nn.Module]
+    _replaced: list[list[tuple[nn.Module, str, nn.Parameter]]] = field(default_factory=list)
 
     def differing(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
         """Floating parameters of another dtype, each with its owner and its name there."""
         return [
             (owner, name, one)
-            for owner in self._owners
+            for owner in self.owners
             for name, one in owner._parameters.items()
             if one is not None and one.is_floating_point() and one.dtype != self.dtype
         ]
@@ -235,17 +243,12 @@ def named_parameters(
         yield NamedParameter(name, own, tuple(parameter.shape), number, kind)
 
 
-def trained(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that the optimizer updates."""
-    return (parameter for parameter in module.parameters() if parameter.requires_grad)
-
-
 def parameter_count(
-    module: nn.Module, elements: Callable[[nn.Parameter], int] = nn.Parameter.numel
+    module: nn.Module, shape: Callable[[nn.Parameter], Sequence[int]] = lambda one: one.shape
 ) -> int:
     """Number of the model's weights, tied ones once, however they are packed or sharded."""
     known = logical_numel(module)
-    return sum(known.get(name) or elements(one) for name, one in module.named_parameters())
+    return sum(known.get(name) or math.prod(shape(one)) for name, one in module.named_parameters())
 
 
 def dtype_names(tensors: Iterable[Tensor]) -> list[str]:

@@ -27,9 +27,8 @@ from pipeline import (
 )
 from stages.wrap.axes import Axes
 from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
-from stages.wrap.context.attention import divide_sequence
+from stages.wrap.context_compat import divide_sequence
 from stages.wrap.optimizer_state import make_optimizers
-from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_compat import (
     hook_states,
     no_buffer_sync,
@@ -37,7 +36,7 @@ from stages.wrap.torch_compat import (
     require_reduced,
     sums_in_buckets,
 )
-from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.torch_engine import ModulePasses, TorchEngine
 
 
 def build(
@@ -46,42 +45,34 @@ def build(
 ) -> TorchEngine:  # fmt: skip
     """Replicate the model by `settings` of torch's wrapper; the same values are sent to every rank
     as weights are loaded."""
-    everyone, model = torch.distributed.group.WORLD, source_of(model, plan)
+    device, model = ctx.dist.device, source_of(model, plan)
+    everyone = torch.distributed.group.WORLD
     module = build_module(ctx, model, precision, replicas=everyone, casts=True)
-    group = divide_sequence(module, axes, ctx.dist.device.type)
-    # torch's wrapper takes no model without gradients.
-    live = _replicate(module, ctx, precision, settings) if plan.parts else module
+    group = divide_sequence(module, axes, device.type)
+    live = module
+    if plan.parts:  # torch's wrapper takes no model without gradients
+        live = replica = DistributedDataParallel(
+            module,
+            device_ids=[device] if device.type == "cuda" else None,
+            init_sync=False,  # every rank was loaded with the same values
+            **settings,
+            **no_buffer_sync(),
+        )
+        if precision.reduce != precision.master:
+            reduction = ReduceIn(torch_dtype(precision.reduce), replica.process_group)
+            replica.register_comm_hook(reduction, reduce_in)
+        if not replica.static_graph:  # its buckets are laid out in the first real backward
+            prime_buckets(replica)
     passes = ModulePasses(module, model.scorer(live, group=group), ctx.dist, axes)
     rest = passes, make_optimizers(plan, module), precision, plan
-    engine = TorchEngine(*rest)
-    if isinstance(live, DistributedDataParallel):
-        engine = DdpEngine(live, *rest)
+    engine = DdpEngine(replica, *rest) if plan.parts else TorchEngine(*rest)
     expected = {
         **declared_facts(ctx, precision),
         "engine": "DistributedDataParallel" if plan.parts else "none",
-        "device": ctx.dist.device.type,
+        "device": device.type,
     }
     verify_engine(ctx, engine, expected)
     return engine
-
-
-def _replicate(
-    module: nn.Module, ctx: Context, precision: Precision, settings: Mapping[str, Any]
-) -> DistributedDataParallel:
-    device = ctx.dist.device
-    replicated = DistributedDataParallel(
-        module,
-        device_ids=[device] if device.type == "cuda" else None,
-        init_sync=False,  # every rank was loaded with the same values
-        **settings,
-        **no_buffer_sync(),
-    )
-    if precision.reduce != precision.master:
-        reduction = ReduceIn(torch_dtype(precision.reduce), replicated.process_group)
-        replicated.register_comm_hook(reduction, reduce_in)
-    if not replicated.static_graph:  # its buckets are laid out in the first real backward
-        prime_buckets(replicated)
-    return replicated
 
 
 class DdpEngine(TorchEngine):
@@ -153,8 +144,5 @@ def reduce_in(state: ReduceIn, bucket: GradBucket) -> Future[Tensor]:
     narrow = gradient.to(state.dtype).div_(state.group.size())
     work = torch.distributed.all_reduce(narrow, group=state.group, async_op=True)
     assert work is not None
-
-    def widen(future: Future[list[Tensor]]) -> Tensor:
-        return gradient.copy_(future.value()[0])
-
-    return cast(Future[Tensor], work.get_future().then(widen))
+    widened = work.get_future().then(lambda future: gradient.copy_(future.value()[0]))
+    return cast(Future[Tensor], widened)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pipeline import StageError
+from stages.wrap.build import replace_parameters
+from stages.wrap.tensor_divide import local_value, use_local_values
 from stages.wrap.types_compat import refuse_type
 
 DISPATCHED = "ep_dispatch_experts"
@@ -22,13 +25,11 @@ METHOD = "all_to_all"
 def divide_experts(model: Any, mesh: DeviceMesh, tensor: DeviceMesh) -> list[nn.Module]:
     """Divide the experts of `model`, whose parameters are on the meta device, over the one axis
     `mesh`, in place; returns the modules that hold them. `tensor` has the ranks of the same tokens.
-
     Every rank holds an equal share of the experts. It sends each token to the ranks of its experts
     and gets their results back, so an expert's gradient is of the tokens of all ranks of `mesh`.
     Raises StageError for a model without a plan of experts, for experts that do not divide, and for
     parameters that ranks with different experts would share: their gradients would count once for
-    each of these ranks.
-    """
+    each of these ranks."""
     refuse_type("expert_parallel", model.config)
     stated = getattr(model, "ep_plan", None)
     plan = model._expand_parallel_plan(stated) if stated else {}
@@ -43,7 +44,22 @@ def divide_experts(model: Any, mesh: DeviceMesh, tensor: DeviceMesh) -> list[nn.
     modules = dict(model.named_modules())
     found = [modules[name] for name, style in plan.items() if style == DISPATCHED]
     for experts in found:
-        _divide_updates(experts, mesh)
+        # Updates, in modules inside, are divided too, and forward finds their local tensors.
+        inside = [one for one in experts.modules() if one is not experts]
+        for module in experts.children():
+            replace_parameters(
+                module, lambda _, one: distribute_tensor(one, mesh, [Shard(0)], src_data_rank=None)
+            )
+        values = {
+            one: {
+                name: functools.partial(local_value, one, name)
+                for name, weight in one._parameters.items()
+                if weight is not None
+            }
+            for one in inside
+        }
+        if inside:
+            use_local_values(experts, values, inside)
         for name, parameter in experts.named_parameters():
             places = parameter.placements if isinstance(parameter, DTensor) else ()
             if not any(place.is_shard() for place in places):
@@ -53,35 +69,6 @@ def divide_experts(model: Any, mesh: DeviceMesh, tensor: DeviceMesh) -> list[nn.
                     hint="leave out expert_parallel for this model",
                 )
     return found
-
-
-def _divide_updates(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the updates of an experts' module, which are in modules inside of it, by experts, and
-    let its forward find local tensors there."""
-    inside = [one for one in experts.modules() if one is not experts]
-    places = [(module, name) for module in inside for name in module._parameters]
-    for module, name in places:
-        if (weight := module._parameters[name]) is not None:
-            own = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
-            module._parameters[name] = nn.Parameter(own, requires_grad=weight.requires_grad)
-    forward = experts.forward
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        whole: list[tuple[nn.Module, str, Any]] = [
-            (module, name, one)
-            for module, name in places
-            if isinstance(one := module._parameters[name], DTensor)
-        ]
-        for module, name, one in whole:
-            module._parameters[name] = one.to_local()
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            for module, name, one in whole:
-                module._parameters[name] = one
-
-    if places:
-        experts.forward = replaced
 
 
 @contextlib.contextmanager

@@ -1,16 +1,20 @@
-"""Planner of wrap.fsdp: presets, savings, memory and traffic as torch's fully_shard has them."""
+"""Planner of wrap.fsdp, by the source of torch's FSDP2 and torch.distributed.pipelining (2.13):
+presets, savings, memory and traffic, and in a pipeline the order of passes and how long ranks wait.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from pipeline import Precision, planning
-from pipeline.planning import Tier, Topology
-from stages.wrap.axes import required
+from pipeline.planning import IN_BACKWARD, ModelShape, Moment, Pass, SampleShape, Tier, Topology
+from stages.wrap.axes import FOLDED, layer_ranges, least_microbatches, required, stages_of
 from stages.wrap.fsdp import Fsdp
-from stages.wrap.fsdp_memory import Sharded
-from stages.wrap.fsdp_stages import PipelinedShards
 from stages.wrap.model_parts import model_parts
+from stages.wrap.torch_planner import EMBEDDINGS, ROOT, TorchMemory, UnitAmounts
 
 WHOLE = {"reduce_every_microbatch": False}
 """Fields that keep gradients whole until a step's last micro-batch, where they are reduced."""
@@ -28,11 +32,15 @@ OFFERS: dict[str, tuple[str, str, Sequence[int], str]] = {
 """Axis among the presets -> its short name, its field, sizes to offer, and what its ranks share."""
 BOTH = [("context", 2), ("context", 4), ("pipeline", 2), ("pipeline", 4)]
 """Axes to offer together with a tensor-parallel axis of 8 ranks."""
+TOKEN = 8
+"""Bytes of a token's number."""
+TIMES: dict[Any, int] = {"forward": 1, "backward": 2, "inputs": 1, "weights": 1}
+"""Time of a pass, in forward passes: backward has twice the products."""
+Orders = Sequence[Sequence[tuple[planning.Kind, int, int, int]]]
+"""The passes of each rank: kind, number of the stage on its rank and among all, micro-batch."""
 
 
 class FsdpPlanner(planning.Planner[Fsdp]):
-    """Planner of `wrap.fsdp`."""
-
     @classmethod
     def presets(cls) -> planning.Presets:
         found = {
@@ -59,7 +67,7 @@ class FsdpPlanner(planning.Planner[Fsdp]):
     def savings(self, ranks: int) -> Iterator[planning.Saving]:
         if not self.stage.reduce_every_microbatch and self.stage.pipeline_parallel is None:
             fields, what = {"reduce_every_microbatch": True}, "gradients reduced every micro-batch"
-            yield planning.Saving(order=planning.REDUCE, what=what, fields=fields)
+            yield planning.Saving(planning.REDUCE, what, fields)
 
     def division(self, topology: Topology) -> planning.Division | None:
         axes = required(self.stage, topology.ranks)
@@ -67,8 +75,282 @@ class FsdpPlanner(planning.Planner[Fsdp]):
 
     def forecast(
         self, topology: Topology, profile: planning.Profile, precision: Precision,
-        optimizer: planning.OptimizerShape, samples: planning.SampleShape | None = None,
+        optimizer: planning.OptimizerShape, samples: SampleShape | None = None,
     ) -> planning.StrategyMemory:  # fmt: skip
+        how = profile.model, optimizer, precision
         if topology.stages == 1 or samples is None:
-            return Sharded(self.stage, topology, profile.model, optimizer, precision)
-        return PipelinedShards(self.stage, topology, profile, optimizer, precision, samples)
+            return Sharded(self.stage, topology, *how)
+        return PipelinedShards(self.stage, topology, samples, *how)
+
+
+class Sharded(TorchMemory):
+    """Shards of everything; units gathered for as long as they run. A unit is a block, the
+    embedding or the head, or the root with the rest. Of W shards, or fewer of an expert's weight, a
+    rank holds
+
+    - always m n / W of each unit and its optimizer state, and m n / W of gradients from the end of
+      its backward on;
+    - c n of the root and of the unit in use, and of the last block and the head from their forward
+      to their backward; of all units up to the one in use if they stay after forward;
+    - c n of each buffer that a gathered unit is copied from, with those that are gathered ahead;
+    - c n of the gradients of the unit in backward. If they are reduced once a step, r n of each
+      unit stays until then;
+    - r n of the unit whose gradients were reduced last.
+    """
+
+    def __init__(self, stage: Fsdp, topology: Topology, *how: Any) -> None:
+        self._axes = axes = required(stage, topology.ranks)
+        super().__init__(
+            stage, axes.data * axes.context, *how, shards=stage.shards(axes, topology.local_ranks),
+            home="host" if stage.cpu_offload else "device", ends=stage.units == "block",
+        )  # fmt: skip
+        self._whole = self._amounts(lambda w: w.bytes(self._sizes.compute))
+        """Bytes of whole units in the compute dtype."""
+        self._stays = stage.sharding not in ("full_shard", "hybrid_shard")
+        """Whether units that forward has gathered stay until backward."""
+        self._late = not stage.reduce_every_microbatch
+        self._kept = len(self._model.blocks) - (stage.units == "block")
+        """Place of the first unit that stays until backward: the last block; the head does too."""
+
+    def _place(self, moment: Moment) -> int:
+        place, trained = super()._place(moment), self._trained
+        # Backward ends with the root and the embeddings; the larger one is the fuller moment.
+        at_root = place == EMBEDDINGS and trained[ROOT] >= trained[EMBEDDINGS]
+        return ROOT if at_root and moment.event == "reduce" else place
+
+    def _running(self, moment: Moment, place: int) -> tuple[int, int, int]:
+        whole, trained, stage, event = self._whole, self._trained, self._stage, moment.event
+        c, r, through = self._sizes.compute, self._sizes.reduce, event == "reduce"
+        backward, done = event in IN_BACKWARD, moment.last or not self._late
+        # Gathered are the root, and the unit that runs, or those up to it.
+        first = EMBEDDINGS if self._stays else min(place, self._kept)
+        gathered = whole[ROOT] + whole.between(first, place + (not through))
+        if backward and place < 0:  # a table is not gathered for that
+            gathered = whole[ROOT] * (not through)
+            gathered += whole[EMBEDDINGS] * (self._stays and place == ROOT)
+        # Buffers that units are gathered into: of the one that runs, and those ahead.
+        buffers = 0
+        if event in ("gather", "forward"):
+            # While a unit is gathered, the buffer of the one before it is still there.
+            before = (1 if place or whole[EMBEDDINGS] else 2) * (event == "gather")
+            buffers = whole.between(place - before, place + 1 + bool(stage.forward_prefetch))
+        elif backward and not self._stays:
+            buffers = whole.between(max(place - stage.backward_prefetch, 0), min(place, self._kept))
+        buffers *= self._shards > 1
+        if backward and done:  # the gradients that were reduced last
+            # Shards that replicas have averaged stay, if master gradients are other tensors.
+            others = self._sizes.master != r or self._home == "host" or not moment.first
+            replicas = others and stage.sharding in ("no_shard", "hybrid_shard")
+            buffers += r * self._own.after(place) * replicas
+            buffers += r * trained[place + (not through)]
+            buffers += self._new_shard(place, c) * through
+        # Whole gradients outside of the unit in backward: of the head, and of units that wait for
+        # the last micro-batch.
+        after = trained.after(place) if backward else 0
+        waits = after if moment.first else trained.all - after
+        waits *= self._late and not (moment.first and moment.last)
+        own = trained[place] * (through and (moment.first or not self._late))
+        own += trained[EMBEDDINGS] * (through and place == ROOT)
+        own += self._head * (backward and moment.unit != "head" and not (through and place < 0))
+        return gathered, buffers, r * waits + c * own
+
+    def _new_shard(self, place: int, size: int) -> int:
+        """Bytes that a unit's shard takes beyond its whole gradients, in numbers of `size` bytes.
+        torch's loop keeps the last whole gradient, of an embedding or a head."""
+        m, r = self._sizes.master, self._sizes.reduce
+        freed = self._shards == 1 or place not in (EMBEDDINGS, len(self._model.blocks))
+        shard = (r if r == m else r + m) * self._own[place]
+        return max(shard - size * self._trained[place] * freed, 0)
+
+    def _reduced(self, moment: Moment, place: int) -> int:
+        if moment.event == "step" or not (moment.first or self._late):
+            return self._own.all
+        done = moment.event in IN_BACKWARD and (moment.last or not self._late)
+        return self._own.after(place) if done else 0
+
+    def gradients(self, moment: Moment) -> tuple[int, int]:
+        c = self._sizes.compute
+        # Autograd adds to those that wait, unless they wait in another dtype.
+        added = self._late and not moment.first and self._sizes.reduce == c
+        # The second gradient of a tied weight is added to the first, which gives a third tensor.
+        sums = self._model.tied and moment.unit == "embeddings"
+        return 0 if added else c, c if sums else 0
+
+    def traffic(self, microbatches: int) -> Iterator[planning.Traffic]:
+        shards, tensor, sizes = self._shards, self._axes.tensor, self._sizes
+        reductions = 1 if self._late else microbatches
+        found: list[tuple[Any, int, str, int, int]] = []
+        for among in sorted({weight.experts for weight, _ in self._model.counted()}):
+            holders, of = max(shards // among, 1), "experts' " if among > 1 else ""
+
+            def whole(weight: planning.Weight, size: int, among: int = among) -> int:
+                own = weight.experts == among
+                return weight.shard(shards, size) * weight.holders(shards) * own
+
+            gathered = self._twice(self._amounts(lambda w: whole(w, sizes.compute))) * microbatches
+            reduced = self._amounts(lambda w: whole(w, sizes.reduce) * w.trained).all * reductions
+            found.append(("all-gather", gathered, f"{of}parameters", holders, among))
+            found.append(("reduce-scatter", reduced, f"{of}gradients", holders, among))
+        size = sizes.reduce * self._own.all * reductions
+        found.append(("all-reduce", size, "gradients' shards", self.ranks // shards, shards))
+        for kind, size, what, ranks, apart in found:
+            if ranks > 1:
+                yield planning.Traffic(
+                    collective=kind, bytes=size, ranks=ranks, apart=apart * tensor, what=what
+                )
+
+    def copies(self, microbatches: int) -> planning.Copies:
+        if self._home == "device":
+            return planning.Copies()
+        # Shards are cast when they are there, gradients before.
+        down = self._sizes.master * self._own.all * (1 if self._late else microbatches)
+        return planning.Copies(up=self._twice(self._held) * microbatches, down=down)
+
+    def _twice(self, units: UnitAmounts) -> int:
+        """An amount of all units, and again of those that are gathered again in backward."""
+        return units.all + (0 if self._stays else units.between(0, self._kept))
+
+
+class StageShards(Sharded):
+    """Memory of one pipeline stage. Its gradients stay whole until the step's last backward, and
+    all of its units count as gathered until then: a backward leaves them so."""
+
+    def __init__(self, stage: Fsdp, topology: Topology, *how: Any) -> None:
+        super().__init__(stage, topology, *how)
+        self._late, self._end = True, len(self._model.blocks) + 1
+
+    def _running(self, moment: Moment, place: int) -> tuple[int, int, int]:
+        c, r, trained, whole = self._sizes.compute, self._sizes.reduce, self._trained, self._whole
+        backward, through = moment.event in IN_BACKWARD, moment.event == "reduce"
+        if moment.event == "rest" and moment.last:
+            return 0, 0, 0
+        if moment.last:  # reduced: the root first, then units in order
+            gathered = whole.between(max(place + 1, EMBEDDINGS), self._end)
+            reducing = r * trained[place] + self._new_shard(place, r)
+            return gathered, reducing * through, r * trained.between(place, self._end) * through
+        if moment.event == "weights":  # those of one dtype are added one by one
+            each = c if moment.first else r if r == c else c + r
+            return whole.all, 0, each * trained.all
+        waits = (trained.after(place) if backward else 0) if moment.first else trained.all
+        own = trained[place] if through and moment.first else 0
+        own += self._head * (backward and moment.unit != "head")
+        return whole.all, 0, r * waits + c * own
+
+    def _reduced(self, moment: Moment, place: int) -> int:
+        if moment.event == "step" or (moment.event == "rest" and moment.last):
+            return self._own.all
+        reduces = moment.event == "reduce" and moment.last
+        return self._own.between(ROOT, place) if reduces else 0
+
+
+class PipelinedShards(Sharded):
+    """Stages of a model on every rank of a pipeline, each sharded over the data-parallel ranks."""
+
+    def __init__(
+        self, stage: Fsdp, topology: Topology, samples: SampleShape, model: ModelShape, *how: Any
+    ) -> None:
+        super().__init__(stage, topology, model, *how)
+        axes, asked = self._axes, stage.pipeline_parallel
+        assert asked is not None
+        self._asked, multiple, compute = asked, axes.context * axes.tensor, self._sizes.compute
+        whole = -(-samples.length // multiple) * multiple
+        length, width = whole // axes.context, (model.embedding.whole or model.embedding.shape)[-1]
+        positions = whole * TOKEN * (samples.packed or axes.context > 1)
+        self._tokens = 2 * length * TOKEN + positions
+        count = axes.pipeline * asked.per_rank
+        block = sum(one.all_elements for one in model.kinds[model.blocks[0]])
+        ranges = layer_ranges(len(model.blocks), count, model.embedding.all_elements, block)
+        stages = []
+        for number, blocks in enumerate(ranges):
+            first, last = number == 0, number == count - 1
+            shape = stage_shape(model, blocks, first=first, last=last)
+            rows = UnitAmounts(shape, lambda w: w.shape[0] if w.trained and w.shape else 0)
+            memory = StageShards(stage, topology, shape, *how)
+            stages.append(planning.PipelineStage(
+                blocks=blocks, first=first, last=last, memory=memory,
+                hidden=length * width * compute,
+                # A gradient of each layer's output waits for the weights' half (Qi et al. 2023).
+                deferred=length * compute * rows.all,
+            ))  # fmt: skip
+        folded = asked.schedule in FOLDED
+        self._ranks = [
+            [stages[n] for n in stages_of(rank, axes.pipeline, asked.per_rank, folded=folded)]
+            for rank in range(axes.pipeline)
+        ]
+        fullest = max(self._ranks, key=lambda some: sum(one.memory.masters[0] for one in some))
+        self.masters = sum(one.memory.masters[0] for one in fullest), self._home
+        self.updated = sum(one.memory.updated for one in fullest)
+
+    def pipeline(self, microbatches: int) -> Sequence[planning.PipelineRank]:
+        axes, asked = self._axes, self._asked
+        count, orders = passes_of(asked.schedule, axes.pipeline, asked.per_rank, microbatches)
+        idle = idle_shares(orders, axes.pipeline * asked.per_rank)
+        return [
+            planning.PipelineRank(
+                ranks=axes.pipeline,
+                apart=axes.ranks // axes.pipeline,
+                stages=[replace(own[0], tokens=self._tokens), *own[1:]],
+                passes=[Pass(kind, stage, batch) for kind, stage, _, batch in order],
+                idle=share,
+                microbatches=count,
+            )
+            for own, order, share in zip(self._ranks, orders, idle, strict=True)
+        ]
+
+
+def stage_shape(model: ModelShape, blocks: range, *, first: bool, last: bool) -> ModelShape:
+    """The weights of a stage. The last has a copy of the embedding that a head is tied to."""
+    behind = (*model.behind, *((model.embedding.name,) if model.tied and last else ()))
+    embedding, head = model.ends
+    return replace(
+        model,
+        root=tuple(
+            one
+            for one in model.root
+            if (last and one.name in behind) or (first and one.name not in model.behind)
+        ),
+        ends=(embedding if first else (), head if last and {*embedding}.isdisjoint(head) else ()),
+        blocks=tuple(model.blocks[number] for number in blocks),
+        late=tuple(name for name in model.late if last and name in behind),
+        tied=False,
+    )
+
+
+def passes_of(schedule: str, ranks: int, per_rank: int, count: int) -> tuple[int, Orders]:
+    """Micro-batches of a step of `count`, which a schedule may round up, and ranks' passes."""
+    count = least_microbatches(schedule, ranks, count)
+    if schedule not in ("GPipe", "1F1B"):
+        from stages.wrap.pipeline_compat import orders
+
+        return count, orders(schedule, ranks, per_rank, count)
+    found = []
+    for rank in range(ranks):
+        # Forward passes ahead; then a backward and a forward in turn.
+        ahead = count if schedule == "GPipe" else ranks - rank
+        order: list[tuple[planning.Kind, int, int, int]] = []
+        for batch in range(-ahead, count):
+            order += [("backward", 0, rank, batch)] if batch >= 0 else []
+            order += [("forward", 0, rank, batch + ahead)] if batch + ahead < count else []
+        found.append([*order, ("reduce", 0, rank, 0)])
+    return count, found
+
+
+def idle_shares(orders: Orders, stages: int) -> list[float]:
+    """Share of a step in which each rank waits, if stages take equal time and sending none."""
+    over: dict[tuple[str, int, int], int] = {}
+    clocks = [0] * len(orders)
+    left = [deque(one for one in order if one[0] in TIMES) for order in orders]
+    while any(left):
+        for rank, order in enumerate(left):
+            while order:
+                kind, _, stage, batch = order[0]
+                needs = ("forward", stage - (kind == "forward"), batch)
+                if kind in ("backward", "inputs") and stage < stages - 1:
+                    needs = ("backward", stage + 1, batch)
+                if needs[1] >= 0 and kind != "weights" and needs not in over:
+                    break  # what it needs has not ended
+                order.popleft()
+                clocks[rank] = max(clocks[rank], over.get(needs, 0)) + TIMES[kind]
+                over["backward" if kind == "inputs" else kind, stage, batch] = clocks[rank]
+    busy = [sum(TIMES.get(one[0], 0) for one in order) for order in orders]
+    return [1 - one / max(clocks) for one in busy]

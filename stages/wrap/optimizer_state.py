@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,24 +36,16 @@ class LivePart(NamedTuple):
     """Its place in the plan."""
     plan: OptimizerPart
     optimizer: Optimizer
-
-    def state(self, parameter: Tensor) -> dict[str, Any]:
-        """A parameter's state, for which a rule may make a new mapping in each update."""
-        found: dict[str, Any] = self.optimizer.state[parameter]
-        return found
+    """A rule may make a new mapping of a parameter's `state` in each update."""
 
 
-def make_optimizers(plan: OptimizerPlan, module: nn.Module) -> list[LivePart]:
-    """The optimizers of the plan's parts. Each group keeps its base rate as `initial_lr`. Raises
-    StageError if nothing is trained."""
-    return optimizers_of_parts(plan, module, [module])
-
-
-def optimizers_of_parts(
-    plan: OptimizerPlan, module: nn.Module, parts: Sequence[nn.Module]
+def make_optimizers(
+    plan: OptimizerPlan, module: nn.Module, parts: Sequence[nn.Module] = ()
 ) -> list[LivePart]:
-    """As `make_optimizers`, where this rank has `parts` of the whole `module`: the optimizers that
-    have parameters here, in groups of the whole."""
+    """The optimizers of the plan's parts. Each group keeps its base rate as `initial_lr`. Where
+    this rank has `parts` of the whole `module`: the optimizers that have parameters here, in groups
+    of the whole. Raises StageError if nothing is trained."""
+    parts = parts or [module]
     here = {one for part in parts for one in part.parameters()}
     found = []
     divided = plan.divide(named_parameters(module, parts))
@@ -128,11 +120,6 @@ def write_moments(
     if part.packing is not None:
         for name, values in moments.items():
             part.packing.pack(state, name, values)
-
-
-def updates(state: Mapping[str, Any], uncounted: int) -> int:
-    """Number of a parameter's updates; `uncounted` under a rule that keeps no count."""
-    return int(state.get(UPDATES, uncounted))
 
 
 def set_updates(state: dict[str, Any], count: int) -> None:
@@ -278,7 +265,7 @@ def group_state(
 
 def fixed_state(
     module: nn.Module, groups: Sequence[ParameterGroup],
-    shape: Callable[[Tensor], tuple[int, ...]],
+    shape: Callable[[Tensor], tuple[int, ...]] = lambda tensor: tuple(tensor.shape),
 ) -> EngineState:  # fmt: skip
     """The part of a training state that never changes."""
     return EngineState(
@@ -289,18 +276,3 @@ def fixed_state(
         updates={},
         loss_scale=None,
     )
-
-
-def grouped_state(
-    module: nn.Module, plan: OptimizerPlan, parts: Iterable[nn.Module]
-) -> EngineState:
-    """The part of a training state that never changes, in the plan's groups of parameters of the
-    whole `module`; this rank has `parts` of it."""
-    held = [one for one in named_parameters(module, parts) if one.parameter.numel()]
-    names = {one.parameter: one.name for one in held}
-    groups = [
-        group_state(part, group, [names[one] for one in group["params"]])
-        for part, own in zip(plan.parts, plan.divide(held), strict=True)
-        for group in (groups_of(part, own) if own else ())
-    ]
-    return fixed_state(module, groups, lambda tensor: tuple(tensor.shape))

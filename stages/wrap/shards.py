@@ -102,12 +102,9 @@ def held_ranges(
 ) -> tuple[list[Ranges], set[int]]:
     """Ranges of each dimension that the process at a place of the mesh holds, in its order, empty
     ones where it has no elements; and the dimensions that are cut. Raises StageError for a
-    placement that does not divide.
-
-    fully_shard cuts what tensor parallelism has cut before, whatever the order of the mesh's axes:
-    of an axis whose placement is strided because a later axis cuts the same dimension, the later
-    one cuts first, and then each part is cut by itself.
-    """
+    placement that does not divide. fully_shard cuts what tensor parallelism has cut before,
+    whatever the order of the mesh's axes: of an axis whose placement is strided because a later
+    axis cuts the same dimension, the later one cuts first, and then each part is cut by itself."""
     mesh = tensor.device_mesh
     ranges: list[Ranges] = [[(0, size)] if size else [] for size in tensor.shape]
     # (dimension, chunks that are each cut, axis) in the order of the cuts.
@@ -216,12 +213,10 @@ def load_weights(
     weights: Iterable[Fragment], reader: TensorReader, ctx: Context,
     replicas: ProcessGroup | None = None,
 ) -> None:  # fmt: skip
-    """Overwrite the weights with the reader's values, cast to their dtype.
-
-    Each fragment is filled before the next is taken. With `replicas`, the ranks that hold exactly
-    the same elements, it is collective over them, and all fragments must stay valid. Raises
-    StageError for files that cannot be read.
-    """
+    """Overwrite the weights with the reader's values, cast to their dtype. Each fragment is filled
+    before the next is taken. With `replicas`, the ranks that hold exactly the same elements, it is
+    collective over them, and all fragments must stay valid. Raises StageError for files that cannot
+    be read."""
     device, count = ctx.dist.device, 1 if replicas is None else replicas.size()
     if replicas is None or count == 1:
         _read(weights, reader, ctx)

@@ -36,14 +36,12 @@ def hook_states(model: DistributedDataParallel) -> list[object]:
 
 
 def prime_buckets(model: DistributedDataParallel) -> None:
-    """Make torch lay out its final buckets now (collective).
-
-    It lays them out again in the first forward after the first backward, in the order in which
-    gradients arrived. On three or more ranks the layout decides the order of summation, so a
-    resumed run's first step would differ in the last bits from an undisturbed run's. A backward of
-    zeros before any step makes both runs alike. Gradients must not be views of the first buckets
-    then, or both layouts are held until the first step has ended: one more copy of all gradients.
-    """
+    """Make torch lay out its final buckets now (collective). It lays them out again in the first
+    forward after the first backward, in the order in which gradients arrived. On three or more
+    ranks the layout decides the order of summation, so a resumed run's first step would differ in
+    the last bits from an undisturbed run's. A backward of zeros before any step makes both runs
+    alike. Gradients must not be views of the first buckets then, or both layouts are held until the
+    first step has ended: one more copy of all gradients."""
     _reduce_zeros(model)
     model.zero_grad(set_to_none=True)
     if model.reducer._rebuild_buckets() and sums_in_buckets(model):
@@ -59,13 +57,11 @@ def _reduce_zeros(model: DistributedDataParallel) -> None:
 
 
 def sums_in_buckets(model: DistributedDataParallel) -> bool:
-    """Whether gradients of several micro-batches can add up in the buckets.
-
-    They exist anyway; elsewhere, micro-batches before the last would allocate as much again.
-    Gradients must be None where a parameter may get none. It holds from the first step on, as torch
-    multiplies a gradient that it copies into a bucket by 1 / n, and divides one that is there
-    already by n, which differs in the last bits.
-    """
+    """Whether gradients of several micro-batches can add up in the buckets. They exist anyway;
+    elsewhere, micro-batches before the last would allocate as much again. Gradients must be None
+    where a parameter may get none. It holds from the first step on, as torch multiplies a gradient
+    that it copies into a bucket by 1 / n, and divides one that is there already by n, which differs
+    in the last bits."""
     others = model.find_unused_parameters or model.static_graph
     return model.gradient_as_bucket_view and not others
 
@@ -103,11 +99,6 @@ def packed(dim: int, parts: int) -> Placement:
     """Placement of a matrix that holds `parts` equal matrices one after the other along `dim`; each
     is sharded."""
     return _StridedShard(dim, split_factor=parts)
-
-
-def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """L2 norm of each of some tensors of one dtype, in few kernels."""
-    return torch._foreach_norm(tensors)
 
 
 def multiply(tensors: Iterable[Tensor], factor: Tensor) -> None:

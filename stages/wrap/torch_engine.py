@@ -1,14 +1,17 @@
-"""The engine of a torch module and torch optimizers: its step and its training state."""
+"""The engine of a torch module and torch optimizers: its micro-batches, its step and its training
+state."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed
@@ -17,17 +20,18 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import (
     WEIGHT,
+    DistContext,
     Engine,
     EngineState,
     Fragment,
     LossParts,
     LossScale,
-    LossScaling,
     Measure,
     MicroBatch,
     Objective,
     OptimizerPlan,
     Precision,
+    Scorer,
     StepGuard,
     StepReport,
     Unit,
@@ -35,31 +39,34 @@ from pipeline import (
 )
 from pipeline.checkpoint import Tile
 from pipeline.utils import HostCopy, local_part
-from stages.objectives.cross_entropy import StepSums
-from stages.wrap.build import dtype_names, installed_casts, parameter_count
+from stages.batches.layout import padded, sequence_slice
+from stages.model.rotary_compat import depends_on_length, with_positions
+from stages.objectives.compat import known_documents
+from stages.objectives.cross_entropy import StepSums, measured
+from stages.wrap.axes import Axes
+from stages.wrap.build import dtype_names, installed_casts, named_parameters, parameter_count
 from stages.wrap.optimizer_state import (
+    UPDATES,
     LivePart,
     declared_state,
-    grouped_state,
+    fixed_state,
+    group_state,
+    groups_of,
     read_moments,
     require_known,
     set_updates,
     start_state,
-    updates,
     write_moments,
 )
-from stages.wrap.passes import Passes
 from stages.wrap.shards import flat, stored_tensors, tile_fragments, tiles_of
-from stages.wrap.torch_compat import divides_gradients, multiply, norms_of, step_divided
+from stages.wrap.torch_compat import divides_gradients, multiply, step_divided
 
 
 def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
     """L2 norm over the gradients of all ranks, accumulated in fp32; a scalar (collective, if they
-    are DTensors, or `divided`: ranks have different ones, and one may have none).
-
-    Works across meshes: each shard is counted once, by the first rank on the axes that replicate
-    it. Plain tensors are the same on every rank.
-    """
+    are DTensors, or `divided`: ranks have different ones, and one may have none). Works across
+    meshes: each shard is counted once, by the first rank on the axes that replicate it. Plain
+    tensors are the same on every rank."""
     sharded = [one for one in gradients if isinstance(one, DTensor)]
     repeated = {
         id(one)
@@ -72,7 +79,7 @@ def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
     if not own:
         norm = torch.zeros((), device=local_part(gradients[0]).device if gradients else "cpu")
     elif all(one.dtype == torch.float32 for one in own):
-        norm = torch.linalg.vector_norm(torch.stack([*norms_of(own)]))
+        norm = torch.nn.utils.get_total_norm(own, foreach=True)
     else:  # torch's foreach norms accumulate in the gradients' own dtype
         norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in own]
         norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -83,46 +90,96 @@ def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
     return norm
 
 
-GROWTH, BACKOFF = 2.0, 0.5
+Around = Callable[[bool], AbstractContextManager[None]]
+Backward = Callable[[Tensor], object]
 
 
-class LossScaler:
-    """Dynamic loss scaling (Micikevicius et al. 2018, Mixed Precision Training, section 3.2): the
-    factor by which losses are multiplied, so that gradients stay in the range of fp16. It is halved
-    when a gradient overflows, and doubled after `growth_interval` steps without."""
+class Passes(ABC):
+    """This rank's parts of a model, its place on the axes, and the way of micro-batches through
+    both. Without `axes`, all ranks are data-parallel."""
 
-    def __init__(self, scaling: LossScaling) -> None:
-        self.scale, self._good_steps = scaling.initial_scale, 0
-        self._interval = scaling.growth_interval
+    def __init__(
+        self, parts: Sequence[nn.Module], dist: DistContext, axes: Axes | None = None
+    ) -> None:
+        """`parts` are modules with names as in the source."""
+        self.parts, self.device = tuple(parts), dist.device
+        self.axes = axes or Axes(data=dist.world_size)
+        self.here = self.axes.coordinates(dist.rank)
+        self.counts_rows = self.here.tensor == 0 and self.here.context == 0
+        """Whether sums and rows are this rank's to return, of all that compute them alike."""
+        self._by_length = any(map(depends_on_length, self.parts))
+        """Whether the model has to know how long each document is."""
 
-    def update(self, *, overflowed: bool) -> None:
-        """Adjust the scale after a step."""
-        self._good_steps = 0 if overflowed else self._good_steps + 1
-        if overflowed:
-            self.scale *= BACKOFF
-        elif self._good_steps == self._interval:
-            self.scale *= GROWTH
-            self._good_steps = 0
+    @abstractmethod
+    def train(
+        self, batches: Iterable[MicroBatch], sums: StepSums, around: Around, backward: Backward
+    ) -> LossParts:
+        """Run forward and backward of a step; returns this rank's part of each sum. Where
+        micro-batches pass one after another, `around(last)` surrounds each, and `backward` is
+        called with its loss."""
 
-    @property
-    def state(self) -> LossScale:
-        """State for a checkpoint."""
-        return LossScale(scale=self.scale, good_steps=self._good_steps)
+    @abstractmethod
+    def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
+        """See `Engine.evaluate`."""
 
-    def restore(self, saved: LossScale) -> None:
-        """Continue from a checkpoint. The interval stays the recipe's."""
-        self.scale, self._good_steps = saved.scale, saved.good_steps % self._interval
+    def laid_out(self, batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+        """The micro-batch padded to a length that the axes divide, and this rank's part of it: all
+        of it, or its slice of the tokens."""
+        context = self.axes.context
+        whole = padded(batch, context * self.axes.tensor)
+        if self._by_length:
+            whole = with_positions(whole)
+        own = whole if context == 1 else sequence_slice(whole, self.here.context, context)
+        return whole, own
 
 
-class _Stored(NamedTuple):
-    """A tensor of the training state, which may be sharded."""
+class ModulePasses(Passes):
+    """Runs micro-batches one after another through one module, the whole model."""
 
-    name: str
-    tensor: Tensor
-    tiles: list[Tile]
-    """Its elements on this rank; empty without any."""
-    live: LivePart | None
-    """Part of the plan that updates it; None for a tensor that is not trained."""
+    def __init__(
+        self, module: nn.Module, scorer: Scorer, dist: DistContext, axes: Axes | None = None
+    ) -> None:
+        super().__init__([module], dist, axes)
+        self._scorer = scorer
+
+    def train(
+        self, batches: Iterable[MicroBatch], sums: StepSums, around: Around, backward: Backward
+    ) -> LossParts:
+        rest = iter(batches)
+        batch = next(rest, None)
+        while batch is not None:
+            following = next(rest, None)
+            whole, own = self.laid_out(batch)
+            with around(following is None), known_documents(own):
+                backward(sums.judge(self._scorer, own, whole))
+            batch = following
+        return sums.part(counted=self.counts_rows)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
+        with evaluating(self.parts):
+            for batch in batches:
+                whole, own = self.laid_out(batch)
+                with known_documents(own):
+                    rows = measured(measure, self._scorer, own, whole)
+                yield rows if self.counts_rows else None
+
+
+@contextlib.contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put modules into eval mode in the body, and back into training mode."""
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.train()
+
+
+_Stored = tuple[str, Tensor, list[Tile], LivePart | None]
+"""Name of a tensor of the training state; the tensor, which may be sharded; its elements on this
+rank, empty without any; the part of the plan that updates it, None for one that is not trained."""
 
 
 class TorchEngine(Engine):
@@ -142,10 +199,12 @@ class TorchEngine(Engine):
         self.passes, self.optimizers, self.plan = passes, optimizers, plan
         self.parts, self.device = passes.parts, passes.device
         self.data_axis = passes.here.data
-        self.random_stream, self.random_streams = passes.here.stream, passes.axes.streams
-        scaling = precision.loss_scaling
-        self.scaler = None if scaling is None else LossScaler(scaling)
-        self._whole = whole
+        self.random_stream = passes.here.stream
+        self.random_streams = passes.axes.ranks // passes.axes.tensor
+        self._whole, self._scaling = whole, precision.loss_scaling
+        self.loss_scale: LossScale | None = None
+        if self._scaling is not None:
+            self.loss_scale = LossScale(scale=self._scaling.initial_scale, good_steps=0)
 
     @property
     def averaged_over(self) -> int:
@@ -156,7 +215,7 @@ class TorchEngine(Engine):
     @property
     def _scale(self) -> float:
         """The factor by which losses are multiplied now; 1 without loss scaling."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
         """Surround one forward and backward; in the `last` of a step, gradients must be reduced
@@ -191,7 +250,7 @@ class TorchEngine(Engine):
             "buffers": dtype_names(one for part in self.parts for one in part.buffers()),
             "parameters": sum(map(parameter_count, self.parts)),
             "trained_parameters": sum(parameter.numel() for parameter in trained),
-            "loss_scaling": self.scaler is not None,
+            "loss_scaling": self.loss_scale is not None,
         }
 
     def step(
@@ -207,17 +266,29 @@ class TorchEngine(Engine):
         scale = self._scale
         norm = self.gradient_norm(list(itertools.chain(*gradients))) / scale
         sent = HostCopy(norm)
-        overflowed = self.scaler is not None and not math.isfinite(sent)
+        overflowed = self.loss_scale is not None and not math.isfinite(sent)
         # Without a guard and loss scaling the host waits for nothing.
         applied = not overflowed and (should_step is None or should_step(float(sent)))
         if applied:
             self._update(gradients, norm, scale)
-        if self.scaler is not None:
-            self.scaler.update(overflowed=overflowed)
+        self._adjust_scale(overflowed=overflowed)
         for live in self.optimizers:
             live.optimizer.zero_grad()
         self._applied += applied
         return StepReport(grad_norm=sent, applied=applied, loss_scale=scale)
+
+    def _adjust_scale(self, *, overflowed: bool) -> None:
+        """Dynamic loss scaling (Micikevicius et al. 2018, Mixed Precision Training, section 3.2):
+        after a step, halve the factor by which losses are multiplied, so that gradients stay in the
+        range of fp16, if one overflowed, and double it after `growth_interval` steps without."""
+        if self._scaling is None or self.loss_scale is None:
+            return
+        scale, good_steps = self.loss_scale.scale, self.loss_scale.good_steps + 1
+        if overflowed:
+            scale, good_steps = scale / 2, 0
+        elif good_steps == self._scaling.growth_interval:
+            scale, good_steps = scale * 2, 0
+        self.loss_scale = LossScale(scale=scale, good_steps=good_steps)
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Norm of the whole model's gradient; this rank has `gradients` of it (collective)."""
@@ -249,14 +320,13 @@ class TorchEngine(Engine):
         counts = {name: self._restored.get(name, 0) + made for name in names}
         for name, tensor, _, live in stored:
             if live is not None:
-                state, rule = live.state(tensor), type(live.optimizer).__name__
+                state, rule = live.optimizer.state[tensor], type(live.optimizer).__name__
                 require_known(state, live.plan, rule, local_part(tensor))
-                counts[name] = updates(state, counts[name])
-        scale = None if self.scaler is None else self.scaler.state
-        return dataclasses.replace(fixed, updates=counts, loss_scale=scale)
+                counts[name] = int(state.get(UPDATES, counts[name]))
+        return dataclasses.replace(fixed, updates=counts, loss_scale=self.loss_scale)
 
     def fragments(self) -> Iterator[Fragment]:
-        yield from self._fragments(write=False)
+        return self._fragments(write=False)
 
     @property
     def lasting_fragments(self) -> bool:
@@ -266,11 +336,9 @@ class TorchEngine(Engine):
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         self.announce_change()
         self._restored, self._applied = state.updates, 0
-        for name, tensor, _, live in self._layout[1]:
-            if live is not None:
-                set_updates(live.state(tensor), state.updates[name])
-        if self.scaler is not None and state.loss_scale is not None:
-            self.scaler.restore(state.loss_scale)
+        if self._scaling is not None and (saved := state.loss_scale) is not None:
+            good_steps = saved.good_steps % self._scaling.growth_interval  # of the recipe
+            self.loss_scale = dataclasses.replace(saved, good_steps=good_steps)
         yield from self._fragments(write=True)
 
     def sync_compute_weights(self) -> None:
@@ -293,19 +361,27 @@ class TorchEngine(Engine):
             for group in live.optimizer.param_groups:
                 owners |= {one: live for one in group["params"] if one.numel()}
         tensors = {name: one for part in self.parts for name, one in stored_tensors(part)}
-        stored = [
-            _Stored(name, one, tiles_of(name, one), owners.get(one))
-            for name, one in tensors.items()
+        stored = [(n, one, tiles_of(n, one), owners.get(one)) for n, one in tensors.items()]
+        whole = self._whole or self.parts[0]
+        held = [one for one in named_parameters(whole, self.parts) if one.parameter.numel()]
+        names = {one.parameter: one.name for one in held}
+        groups = [
+            group_state(part, group, [names[one] for one in group["params"]])
+            for part, own in zip(self.plan.parts, self.plan.divide(held), strict=True)
+            for group in (groups_of(part, own) if own else ())
         ]
-        return grouped_state(self._whole or self.parts[0], self.plan, self.parts), stored
+        return fixed_state(whole, groups), stored
 
     def _fragments(self, *, write: bool) -> Iterator[Fragment]:
+        """See `Engine.fragments`; with `write`, what the reader writes into them is kept."""
         self.to_sharded()
         for name, tensor, tiles, live in self._layout[1]:
             state, moments = {WEIGHT: flat(tensor)}, dict[str, Tensor]()
+            if write and live is not None:
+                set_updates(live.optimizer.state[tensor], self._restored[name])
             if live is not None and tiles:
-                own = live.state(tensor)
+                own = live.optimizer.state[tensor]
                 moments = read_moments(own, live.plan, 0, state[WEIGHT].numel())
             yield from tile_fragments(name, tensor.shape, tiles, state | moments)
             if write and live is not None and tiles:
-                write_moments(live.state(tensor), live.plan, moments)
+                write_moments(live.optimizer.state[tensor], live.plan, moments)

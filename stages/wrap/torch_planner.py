@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipeline import Precision, planning
-from pipeline.planning import IN_BACKWARD, Gradients, Item, ModelShape, Moment, Topology, Weight
+from pipeline.planning import IN_BACKWARD, Item, ModelShape, Moment, Topology, Weight
 from stages.wrap.axes import caveats
 from stages.wrap.ddp import Ddp
 from stages.wrap.model_parts import model_parts
@@ -83,8 +83,7 @@ class TorchMemory(planning.StrategyMemory):
 
     @abstractmethod
     def _running(self, moment: Moment, place: int) -> tuple[int, int, int]:
-        """While the unit at this place runs: bytes of whole parameters in use, of buffers, and of
-        gradients before they are reduced."""
+        """Bytes of whole parameters in use, of buffers, and of gradients that are not reduced."""
 
     def held(self, moment: Moment) -> Iterator[Item]:
         home, place = self._home, self._place(moment)
@@ -167,13 +166,13 @@ class Replicated(TorchMemory):
         """Whether a backward leaves gradients in buckets: always, or in a step's only one."""
         return self._keeps or (self._views and moment.first and moment.last)
 
-    def gradients(self, moment: Moment) -> Gradients:
+    def gradients(self, moment: Moment) -> tuple[int, int]:
         m, c = self._sizes.master, self._sizes.compute
         kept = 0 if self._in_buckets(moment) or not moment.first else m
         if self._model.tied and moment.unit == "embeddings":
             # Both gradients of a tied weight, the earlier of which has waited, and their sum.
-            return Gradients(kept, 2 * m - c - kept)
-        return Gradients(kept, m if m != c else 0)
+            return kept, 2 * m - c - kept
+        return kept, m if m != c else 0
 
     def traffic(self, microbatches: int) -> Iterator[planning.Traffic]:
         if self.ranks > 1:
@@ -184,8 +183,6 @@ class Replicated(TorchMemory):
 
 
 class DdpPlanner(planning.Planner[Ddp]):
-    """Planner of `wrap.ddp`."""
-
     @classmethod
     def presets(cls) -> planning.Presets:
         what = "every rank holds everything"

@@ -8,17 +8,8 @@ from typing import Any
 
 from pipeline import StageError
 
-
-def _of(reasons: Mapping[str, str]) -> dict[str, str]:
-    return {kind: reason for reason, kinds in reasons.items() for kind in kinds.split()}
-
-
-def _set(kinds: str) -> frozenset[str]:
-    return frozenset(kinds.split())
-
-
-REFUSED: Mapping[str, Mapping[str, str]] = {
-    "pipeline_parallel": _of({
+_KINDS = {
+    "pipeline_parallel": {
         "has no one list of blocks that transformers names":
             "bart bigbird_pegasus biogpt blenderbot blenderbot-small blt ctrl hrm_text llama4 "
             "llama4_text marian mbart mllama moss_transcribe_diarize mvp openai-gpt opt pegasus "
@@ -28,8 +19,8 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
             "deepseek_v4 glm_moe_dsa hy_v4 rwkv xlstm zaya",
         "keeps hidden states in another shape inside": "inkling2_text",
         "reads a layer of the embedding on each stage": "modernbert-decoder",
-    }),
-    "context_parallel": _of({
+    },
+    "context_parallel": {
         "computes attention by itself":
             "bart bigbird_pegasus biogpt blenderbot blenderbot-small bloom codegen falcon gpt_neo "
             "gpt_neox_japanese gptj marian mbart mpt mvp openai-gpt pegasus plbart stablelm trocr "
@@ -42,8 +33,8 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
             "axk2 deepseek_v32 deepseek_v4 doge dots3_note_text glm_moe_dsa hy_v4",
         "has attention of kinds that are not divided": "blt inkling2_text inkling_text",
         "numbers positions by its mask": "opt",
-    }),
-    "tensor_parallel": _of({
+    },
+    "tensor_parallel": {
         "keeps its experts transposed, which is not divided": "aria_text llama4 llama4_text",
         "has parts next to its blocks that are not divided": "hrm_text moss_transcribe_diarize",
         "passes its blocks inputs made from token ids": "gemma4_text",
@@ -54,14 +45,23 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "has a plan in transformers with parts that are not known here": "inkling_text",
         "has a gate with one value a head": "laguna",
         "has a plan in transformers that divides its head and not the embedding": "lfm2 lfm3",
-    }),
-    "expert_parallel": _of({
+    },
+    "expert_parallel": {
         "has no experts that transformers divides":
             "doge jetmoe llama4 llama4_text longcat_flash",
         "has a plan of experts that divides a layer of all tokens, too": "gemma4_text",
-    }),
+    },
 }  # fmt: skip
+REFUSED: Mapping[str, Mapping[str, str]] = {
+    field: {kind: reason for reason, kinds in reasons.items() for kind in kinds.split()}
+    for field, reasons in _KINDS.items()
+}
 """Field of an axis -> type of the language model -> why. Each continues "a TYPE"."""
+
+
+def _set(kinds: str) -> frozenset[str]:
+    return frozenset(kinds.split())
+
 
 SINKS = _set("flint gpt_oss granite_swa granitemoe_swa mimo_v2_flash")
 """Types whose attention has a weight for each head that no token takes."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -153,18 +153,9 @@ class _Piece(NamedTuple):
         rows, columns = (sum(high - low for low, high in one) for one in (self.rows, self.columns))
         return rows, columns
 
-    def blocks(self, whole: Tensor, own: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of each block of the piece, in the whole matrix and in the piece itself."""
-        for (top, bottom, row), (left, right, column) in itertools.product(
-            _placed(self.rows), _placed(self.columns)
-        ):
-            inside = own[row : row + bottom - top, column : column + right - left]
-            yield whole[top:bottom, left:right], inside
-
 
 Route = list[_Piece]
 """Pieces that one rank sends another, in order."""
-Visit = Callable[[Tensor, _Piece], None]
 
 
 class _Bucket:
@@ -217,25 +208,22 @@ class _Bucket:
         StageError for parts of several dtypes."""
         parts = [local_part(part(one.parameter)) for one in self._layouts]
         parts = [one.view((1,) * max(2 - one.ndim, 0) + tuple(one.shape)) for one in parts]
-        like = self._memory(parts)
+        dtype, *others = {part.dtype for part in parts}
+        if others:
+            raise StageError(f"parts of whole matrices have dtypes {dtype} and {others[0]}")
+        # Offloaded parameters are exchanged on the mesh's device.
+        device, mesh = parts[0].device, getattr(self._layouts[0].parameter, "device_mesh", None)
+        if mesh is not None and mesh.device_type != device.type:
+            device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+        like = torch.empty(0, dtype=dtype, device=device)
         whole = {one: like.new_empty(self._layouts[one.of].shape[-2:]) for one in self._owned}
-
-        def send_part(buffer: Tensor, piece: _Piece) -> None:
+        sent = like.new_empty(sum(_elements(self._sent)))
+        for buffer, piece in _pieces(sent, self._sent):
             buffer.copy_(parts[piece.matrix.of][piece.at])
-
-        def take_part(buffer: Tensor, piece: _Piece) -> None:
-            for block, inside in piece.blocks(whole[piece.matrix], buffer):
-                block.copy_(inside)
-
-        def send_result(buffer: Tensor, piece: _Piece) -> None:
-            for block, inside in piece.blocks(whole[piece.matrix], buffer):
-                inside.copy_(block)
-
-        def take_result(buffer: Tensor, piece: _Piece) -> None:
-            results[piece.matrix.of][piece.at].copy_(buffer)
-
-        divided = any(len({*one.copies}) < len(one.ranks) for one in self._layouts)
-        self._exchange(like, self._sent, send_part, self._taken, take_part, several=divided)
+        if any(len({*one.copies}) < len(one.ranks) for one in self._layouts):  # they are divided
+            sent = self._exchanged(sent, self._sent, self._taken)
+        for block, inside in _blocks(sent, self._taken, whole):
+            block.copy_(inside)
         for matrix, tensor in whole.items():
             vector = self._layouts[matrix.of].parameter.ndim < 2
             result = function(tensor[0] if vector else tensor)
@@ -246,7 +234,12 @@ class _Bucket:
                 )
             whole[matrix] = result.reshape(tensor.shape)
         results = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in parts]
-        self._exchange(like, self._results, send_result, self._back, take_result)
+        sent = like.new_empty(sum(_elements(self._results)))
+        for block, inside in _blocks(sent, self._results, whole):
+            inside.copy_(block)
+        sent = self._exchanged(sent, self._results, self._back)
+        for buffer, piece in _pieces(sent, self._back):
+            results[piece.matrix.of][piece.at].copy_(buffer)
         for (parameter, *_), result in zip(self._layouts, results, strict=True):
             own = result.view(local_part(parameter).shape)
             if isinstance(parameter, DTensor):
@@ -256,40 +249,39 @@ class _Bucket:
                 )  # fmt: skip
             yield parameter, own
 
-    def _memory(self, parts: Sequence[Tensor]) -> Tensor:
-        """An empty tensor of the parts' dtype, on the device that exchanges them: of offloaded
-        parameters, the mesh's."""
-        dtype, *others = {part.dtype for part in parts}
-        if others:
-            raise StageError(f"parts of whole matrices have dtypes {dtype} and {others[0]}")
-        device, mesh = parts[0].device, getattr(self._layouts[0].parameter, "device_mesh", None)
-        if mesh is not None and mesh.device_type != device.type:
-            device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
-        return torch.empty(0, dtype=dtype, device=device)
-
-    def _exchange(
-        self, like: Tensor, outgoing: Sequence[Route], send: Visit, incoming: Sequence[Route],
-        take: Visit, *, several: bool = True,
-    ) -> None:  # fmt: skip
-        """Call `send` to fill the memory of each outgoing piece, and `take` with the memory of each
-        incoming one, which other ranks have sent if there are `several` (collective)."""
-        out, into = (
-            [sum(math.prod(piece.shape) for piece in route) for route in routes]
-            for routes in (outgoing, incoming)
-        )
-        received = sent = like.new_empty(sum(out))
-        _visit(sent, outgoing, send)
-        if several and self._group is not None:
-            received = like.new_empty(sum(into))
-            dist.all_to_all_single(received, sent, into, out, group=self._group)
-            del sent
-        _visit(received, incoming, take)
+    def _exchanged(
+        self, sent: Tensor, outgoing: Sequence[Route], incoming: Sequence[Route]
+    ) -> Tensor:
+        """What other ranks have sent, if there are any (collective)."""
+        if self._group is None:
+            return sent
+        out, into = _elements(outgoing), _elements(incoming)
+        received = sent.new_empty(sum(into))
+        dist.all_to_all_single(received, sent, into, out, group=self._group)
+        return received
 
 
-def _visit(memory: Tensor, routes: Iterable[Route], visit: Visit) -> None:
-    """Call `visit` with each piece and its part of the memory."""
+def _elements(routes: Iterable[Route]) -> list[int]:
+    """Number of elements that each route sends."""
+    return [sum(math.prod(piece.shape) for piece in route) for route in routes]
+
+
+def _pieces(memory: Tensor, routes: Iterable[Route]) -> Iterator[tuple[Tensor, _Piece]]:
+    """Each piece after its part of the memory."""
     begin = 0
     for piece in itertools.chain(*routes):
         end = begin + math.prod(piece.shape)
-        visit(memory[begin:end].view(piece.shape), piece)
+        yield memory[begin:end].view(piece.shape), piece
         begin = end
+
+
+def _blocks(
+    memory: Tensor, routes: Iterable[Route], whole: Mapping[_Matrix, Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of each block of the pieces, in its whole matrix and in the memory."""
+    for part, piece in _pieces(memory, routes):
+        for (top, bottom, row), (left, right, column) in itertools.product(
+            _placed(piece.rows), _placed(piece.columns)
+        ):
+            inside = part[row : row + bottom - top, column : column + right - left]
+            yield whole[piece.matrix][top:bottom, left:right], inside

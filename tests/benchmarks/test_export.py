@@ -72,7 +72,7 @@ def placed(folder: Path) -> dict[tuple[str, int, int], tuple[str, int]]:
     reader = CheckpointReader(*open_checkpoint(str(folder)))
     found = {}
     for key, tensor in reader.tensors.items():
-        for piece in reader.places.find(key, Tile(0, tensor.numel)):
+        for piece in reader.places.find(key, Tile(0, tensor.numel))[1]:
             if not key.startswith("random/"):
                 file = reader.manifest.files[piece.file]
                 place = file.name, piece.place.start - file.data_start

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stages.model.chat_template import turn_ends
+from stages.model.assets import turn_ends
 from tests.support.tier import spread
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -11,10 +11,9 @@ import jsonschema
 import pytest
 import yaml
 
-from pipeline.chain.entry_points import kind_of
 from pipeline.chain.json_schema import recipe_schema
 from pipeline.chain.plan import plan_file
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Registry, kind_of
 from pipeline.cli import COMMANDS, main
 from tests.docs.blocks import DOCUMENTS, ROOT, Command, blocks, commands, name
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint.location import open_store
+from pipeline.checkpoint.location import Retention, open_store
 from pipeline.checkpoint.manifest import MANIFEST, Damaged
 from pipeline.checkpoint.object_store import ObjectStore
-from pipeline.checkpoint.retention import Retention
 from tests.support.injection import Fault
 from tests.support.object_faults import install, write_apart
 from tests.support.processes import forking
@@ -43,7 +42,7 @@ def test_a_request_that_fails_hides_no_checkpoint(
     def timed_out(*_: object, **__: object) -> None:
         raise TimeoutError("the server did not answer")
 
-    monkeypatch.setattr(store.requests.fs, "info", timed_out)
+    monkeypatch.setattr(store.fs, "info", timed_out)
     with pytest.raises(OSError, match="did not answer"):
         store.names()
 
@@ -58,7 +57,7 @@ def entries(store: ObjectStore, name: str) -> list[str]:
 
 
 def test_what_a_dead_attempt_left_beside_a_good_one_is_removed(store: ObjectStore) -> None:
-    store.begin(OLD, "dead").put("rank-00000.sums", b"rest")
+    store.put(*store.begin(OLD, "dead").at("rank-00000.sums"), b"rest")
     write(tiny(store), 1, identity="alive")
     assert entries(store, OLD) == ["alive", "dead", MANIFEST]
     store.clean()
@@ -83,14 +82,14 @@ def test_damaged_checkpoints_stay_whatever_becomes_of_their_step(store: ObjectSt
 def test_a_commit_whose_answer_is_lost_is_taken_back(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = store.requests.fs.pipe_file
+    put = store.fs.pipe_file
 
     def lose(path: str, data: bytes) -> None:
         put(path, data)
         if path.endswith(MANIFEST):
             raise RuntimeError("the connection is gone")
 
-    monkeypatch.setattr(type(store.requests.fs), "pipe_file", staticmethod(lose))
+    monkeypatch.setattr(type(store.fs), "pipe_file", staticmethod(lose))
     outcome = write(tiny(store), 1)
     where = store.locate(OLD, MANIFEST).removeprefix("file://")
     assert outcome.problem == f"RuntimeError: the connection is gone: {where}"
@@ -106,7 +105,7 @@ def test_what_a_server_says_is_never_damage(
     def fail(*_: object, **__: object) -> bytes:
         raise OSError(5, "an internal error of the server")
 
-    monkeypatch.setattr(type(store.requests.fs), "cat_file", fail)
+    monkeypatch.setattr(type(store.fs), "cat_file", fail)
     with pytest.raises(Exception, match="an internal error of the server") as told:
         read_digests(store, OLD)
     assert not isinstance(told.value, Damaged)
@@ -173,7 +172,7 @@ def test_the_whole_protocol_over_http(bucket: str) -> None:
     assert store.names() == [NEW, NEXT]
     assert read_digests(store, NEXT) == digests(3)
 
-    fs = store.requests.fs  # type: ignore[attr-defined]
+    fs = store.fs  # type: ignore[attr-defined]
     file = next(path for path in fs.find(f"checkpoints/runs/one/{NEXT}") if "rank-00001.sa" in path)
     fs.pipe_file(file, fs.cat_file(file)[:-1] + b"?")
     with pytest.raises(Damaged, match=r"random/00001/torch\): damaged near byte"):

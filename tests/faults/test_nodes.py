@@ -121,7 +121,7 @@ def test_a_folder_that_everybody_can_write_in_is_run_by_no_node(pipe: Pipe, tmp_
     (pipe.run_dir / "recipe.yaml").write_text(recipe.read_text())
     running = Coordinator(
         fewest=2, most=2, restarts=Restarts(), rendezvous_seconds=60, run="tiny",
-        spec=RunSpec(run_dir=str(pipe.run_dir), recipe={}, last="").dump(),
+        spec=RunSpec(run_dir=str(pipe.run_dir), recipe={}).dump(),
     )  # fmt: skip
     with Server(running, "127.0.0.1", 0) as server:
         port = server._http.server_address[1]

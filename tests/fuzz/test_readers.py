@@ -4,6 +4,7 @@ people, in time, within their folder and a bound of memory."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 import tempfile
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from pipeline.checkpoint.formats import Reading
-from pipeline.checkpoint.manifest import Manifest, _framed
+from pipeline.checkpoint.manifest import _FRAME, Manifest
 from pipeline.execution.journal import Journal
 from pipeline.launch.exchange import _BEATS
 from pipeline.recipe import read_recipe
@@ -37,6 +38,11 @@ from tests.support.tiny_store import Tiny
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 WEIGHTS = "model-00001-of-00001.safetensors"
 STEP = "store/step-00000001"
+
+
+def framed(body: bytes) -> bytes:
+    """Return a manifest's file."""
+    return _FRAME % (body, hashlib.sha256(body).hexdigest().encode())
 
 
 def many(quick: int) -> Any:
@@ -125,7 +131,7 @@ def test_files(name: str, valid: Path, data: Any) -> None:
         changes = Changes(data)
         content = changed_archive(file.read_bytes(), changes)
         if file.name.startswith("manifest") and data.draw(st.booleans()):
-            content = _framed(content[content.find(b",") : -2] if b"," in content else content)
+            content = framed(content[content.find(b",") : -2] if b"," in content else content)
         file.write_bytes(content)
         with bounded(Path(scratch)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -137,11 +143,11 @@ def test_files(name: str, valid: Path, data: Any) -> None:
 def test_a_manifest_with_a_right_checksum(valid: Path, data: Any) -> None:
     (file,) = (valid / STEP).glob("manifest*")
     whole = file.read_bytes()
-    head = _framed(b"").index(b",")
-    body = whole[head : head + len(whole) - len(_framed(b""))]
-    assert _framed(body) == whole
+    head = framed(b"").index(b",")
+    body = whole[head : head + len(whole) - len(framed(b""))]
+    assert framed(body) == whole
     with bounded(valid):
-        Manifest.load(_framed(Changes(data)(body)), "here")
+        Manifest.load(framed(Changes(data)(body)), "here")
 
 
 SNIPPETS = (

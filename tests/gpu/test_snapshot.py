@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.location import open_checkpoint
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.snapshot import PageLock, SnapshotBuffer
+from pipeline.checkpoint.snapshot import SnapshotBuffer
 from pipeline.checkpoint.write_plan import DTYPES
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.training import Progress
@@ -91,7 +91,11 @@ def test_pages_of_the_buffer_are_locked(gpu: DistContext) -> None:
     torch.frombuffer(buffer.memory, dtype=torch.int32).copy_(values, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(torch.frombuffer(buffer.memory, dtype=torch.int32), values.cpu())
-    again = PageLock(buffer.memory)  # refused: they are locked
+    again = SnapshotBuffer(1 << 24)
+    again.address = buffer.address
+    again.allocate(gpu.device)  # refused: they are locked
+    assert buffer.locked
     assert not again.locked
     assert float(torch.ones(3, device=gpu.device).sum()) == 3.0
+    again.close()
     buffer.close()

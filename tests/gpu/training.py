@@ -18,7 +18,7 @@ from pipeline.contracts.data import NO_TARGET, MicroBatch
 from pipeline.contracts.engine import WEIGHT, Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.objective import Objective
-from pipeline.contracts.precision import torch_dtype
+from pipeline.contracts.optimizer import torch_dtype
 from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext, environment_dist
 from stages.adapter.lora import Lora

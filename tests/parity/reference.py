@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 
-from pipeline.contracts.precision import torch_dtype
+from pipeline.contracts.optimizer import torch_dtype
 from pipeline.contracts.sample_order import SampleOrder
 from pipeline.distributed.process_group import DistContext
 from stages.model import source as model_source

@@ -23,9 +23,9 @@ from stages.model.source import open_source
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.wrap.axes import TensorParallel
-from stages.wrap.context.attention import require_divisible
-from stages.wrap.pipeline.split import keep_layers
-from stages.wrap.tensor.divide import resolve_plan
+from stages.wrap.context_compat import require_divisible
+from stages.wrap.pipeline_split import keep_layers
+from stages.wrap.tensor_plan import TensorPlan
 from tests.support.batches import accumulated, evaluated, micro_batch
 from tests.support.every_family import every, small
 from tests.support.processes import run_ranks
@@ -159,7 +159,7 @@ def test_check_refuses_what_would_be_refused_later(kind: str, tmp_path: Path) ->
     module: Any = outline(source)
 
     def divide() -> None:
-        resolve_plan(TensorParallel(size=2), module, source.blocks(module))
+        TensorPlan(TensorParallel(size=2), module, source.blocks(module))
 
     tries = {
         "tensor": divide,

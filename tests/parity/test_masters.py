@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from pipeline.contracts.engine import WEIGHT, Engine
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.precision import torch_dtype
+from pipeline.contracts.optimizer import torch_dtype
 from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy

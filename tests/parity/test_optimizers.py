@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from stages.optimizer.lion import Lion
-from stages.optimizer.settings import GroupSettings
+from stages.optimizer import GroupSettings, Lion
 from tests.parity.body import ADAMW, CLIP, DECAY, WARMUP, Case
 from tests.parity.reference import plain_loop, steps_of
 from tests.support.strategies import having

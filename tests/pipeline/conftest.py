@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from pipeline.chain.entry_points import BUILT_IN, Entry
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import BUILT_IN, Entry, Registry
 from pipeline.cli import main
 from pipeline.contracts.metrics import records
 from pipeline.planning.planner import Planners

@@ -14,8 +14,7 @@ from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.plan_view import PlanView
-from pipeline.contracts.resources import ResourceNeed
-from pipeline.contracts.stage import Context
+from pipeline.contracts.stage import Context, ResourceNeed
 from pipeline.contracts.training import Checkpoints, TrainedRun
 from pipeline.errors import Problem
 from pipeline.planning.planner import Planner, Preset, Presets, Trial

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.chain.entry_points import BUILT_IN
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import BUILT_IN, Registry
 from pipeline.testing import assert_conforms
 
 NAMES = [entry.name for entry in Registry.installed().entries() if entry.distribution == BUILT_IN]

@@ -12,8 +12,7 @@ from pipeline.contracts.training import Checkpoints
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
-from stages.data.chat import ChatData
-from stages.data.text import StreamData, TextData
+from stages.data.stages import ChatData, StreamData, TextData
 from stages.hf.trainer import HfTrainer
 from stages.train.causal_lm import TrainCausalLm
 

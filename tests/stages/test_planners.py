@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline import testing
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
 from pipeline.errors import UsageError
 from pipeline.planning.planner import Trial
 from pipeline.planning.shapes import Topology

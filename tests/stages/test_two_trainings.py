@@ -21,7 +21,7 @@ from pipeline.distributed.settings import ProcessCounts
 from pipeline.execution.journal import Journal
 from pipeline.execution.run_state import RunState
 from pipeline.execution.runner import Runner
-from stages.consolidate.weights import open_weights
+from stages.consolidate.stream import open_weights
 from tests.support.processes import run_ranks
 from tests.support.recipes import run_recipe
 from tests.support.runs import context

@@ -12,25 +12,24 @@ import pytest
 import yaml
 
 from pipeline import Checkpoints, Context, Data, Durable, Engine, ModelSource, TrainedRun, traits
-from pipeline.chain.entry_points import Entry
 from pipeline.chain.plan import Plan, make_plan
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Entry, Registry
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import RecipeError
 from pipeline.execution.journal import Journal
+from pipeline.execution.resume import plan_resume
+from pipeline.execution.run_spec import steps_of
 from pipeline.execution.runner import Runner
 from pipeline.recipe import load_recipe
 from pipeline.testing import plan_view
-from pipeline.testing.helpers import checked
+from pipeline.testing.conformance import checked
 from stages.adapter.lora import Lora
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
-from stages.data.chat import ChatData
-from stages.data.text import StreamData, TextData
+from stages.data.stages import ChatData, StreamData, TextData
 from stages.model.config_checks import config_of, declarations
 from stages.model.hf import ActivationCheckpointing, HfModel
+from stages.optimizer import Lion, NoOptimizer
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.lion import Lion
-from stages.optimizer.none import NoOptimizer
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.settings import Anomalies
@@ -256,9 +255,10 @@ def two_engines(dist: DistContext, folder: str, *overrides: str) -> dict[str, An
     registry = Registry([*Registry.installed().entries(), MINE])
     plan = make_plan(load_recipe(Path(folder, "two.yaml"), overrides), registry=registry)
     journal = Journal(Path(folder, "journal.jsonl"))
-    runner = Runner(plan, context(dist, folder), journal)
+    found = plan_resume(plan, journal)
+    runner = Runner(steps_of(plan), context(dist, folder), journal)
     try:
-        runner.run()
+        runner.run(found.run, found.restore)
     finally:
         runner.close()
     return {slot: done.record for slot, done in journal.state().finished.items() if done.record}

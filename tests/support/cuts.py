@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeline.checkpoint.division import Tile
-from pipeline.checkpoint.file_layout import FileLayout, Staging, plan_staging
-from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.file_layout import FileLayout, Staging, Write, plan_staging
+from pipeline.checkpoint.location import Retention
 from pipeline.checkpoint.snapshot import Snapshot
 from pipeline.checkpoint.write_plan import HeldTile, divide, report
-from pipeline.checkpoint.writer import SaveRequest, Write, WriterSetup
-from pipeline.checkpoint.writer_main import carry_out
+from pipeline.checkpoint.writer import SaveRequest, WriterSetup, carry_out
 from pipeline.contracts.engine import WEIGHT, Fragment
 from tests.support.tiny_store import job
 
@@ -72,7 +71,8 @@ class Cut:
 
 def elements(tile: Tile) -> list[int]:
     """Return the numbers of a tile's elements in order."""
-    return [tile.element(at) for at in range(tile.numel)]
+    rows = range(tile.count)
+    return [tile.start + row * tile.stride + n for row in rows for n in range(tile.run)]
 
 
 @st.composite
@@ -123,7 +123,7 @@ def _part(tiles: Sequence[Tile], low: int, high: int) -> Iterator[Tile]:
                 break
             column = first % tile.run
             rows = (last - first) // tile.run if column == 0 else 0
-            start = tile.element(first)
+            start = elements(tile)[first]
             run = tile.run if rows else min(tile.run - column, last - first)
             yield Tile(start, start + run, tile.stride, max(rows, 1))
             first += run * max(rows, 1)
@@ -194,11 +194,8 @@ class _Writer:
         self.memory = bytearray()
         self.writes: list[Write] = []
 
-    def begin(self, request: SaveRequest) -> None:
+    def announce(self, request: SaveRequest | None) -> None:
         del request
-        self.go_on()
-
-    def go_on(self) -> None:
         for write in next(self._rounds):
             self.writes.append(write._replace(buffer_offset=len(self.memory)))
             self.memory += self._snapshot.buffer.memory[

@@ -1,14 +1,12 @@
 """Ranks forked from a process that has torch imported, instead of started anew.
 
 The quick tier forks the ranks of its many short runs, because importing torch and transformers
-takes six seconds in each, and some of their writers. The full tier starts them as users do, and so
-does `Pipe.start` in both.
+takes six seconds in each. The full tier starts them as users do, and so does `Pipe.start` in both.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import subprocess
@@ -82,58 +80,6 @@ class Ranks:
     Popen = staticmethod(_popen)
     DEVNULL = subprocess.DEVNULL
     TimeoutExpired = subprocess.TimeoutExpired
-
-
-def fork_writers() -> None:
-    """Have this rank fork the processes that write its checkpoints."""
-    from pipeline.checkpoint import writer
-
-    writer.subprocess = Writers  # type: ignore[attr-defined]
-
-
-class ForkedWriter(ForkedRank):
-    """The part of subprocess.Popen that checkpoints use."""
-
-    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> None:
-        self.returncode = None
-        (reads, writes), (answers, told) = os.pipe(), os.pipe()
-        with signals_blocked():
-            self.pid = os.fork()
-            if self.pid == 0:
-                os.dup2(reads, 0)
-                os.dup2(told, 1)
-                kept = [2, *pass_fds, os.sysconf("SC_OPEN_MAX")]
-                for before, after in itertools.pairwise(sorted(kept)):
-                    os.closerange(before + 1, after)
-                _write(command[command.index("pipeline.checkpoint.writer_main") + 1 :])
-        os.close(reads)
-        os.close(told)
-        self.stdin, self.stdout = os.fdopen(writes, "wb"), os.fdopen(answers, "rb")
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
-class Writers(Ranks):
-    """Replaces the module `subprocess`."""
-
-    Popen = ForkedWriter  # type: ignore[assignment]
-    PIPE = subprocess.PIPE
-
-
-def _write(arguments: Sequence[str]) -> None:
-    """Run `python -m pipeline.checkpoint.writer_main ARGUMENTS` to its end, in the child."""
-    try:
-        signal.set_wakeup_fd(-1)
-        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
-        from pipeline.checkpoint import writer_main
-
-        writer_main.main(list(arguments))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(0)
 
 
 def _become(arguments: Sequence[str], env: Mapping[str, str]) -> None:

@@ -54,7 +54,7 @@ def install_from_environment() -> None:
 
 SITECUSTOMIZE = """\
 import sys
-if "pipeline.checkpoint.writer_main" in sys.orig_argv:
+if "pipeline.checkpoint.writer" in sys.orig_argv:
     from tests.support.injection import install_from_environment
     install_from_environment()
 """

@@ -15,9 +15,8 @@ from typing import Any
 
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
+from stages.optimizer import GroupSettings, Lion
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.lion import Lion
-from stages.optimizer.settings import GroupSettings
 from tests.support.processes import GROUP_LIMIT, in_turn, run_ranks
 from tests.support.runs import context
 from tests.support.state import ADAMW, WRAPS, Setting, checkpoint_stage, digest, make_engine, train

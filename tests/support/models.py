@@ -12,9 +12,8 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from pipeline.contracts.metrics import Metrics
-from pipeline.contracts.model import ModelSource
+from pipeline.contracts.model import ModelSource, TensorReader
 from pipeline.contracts.stage import Context
-from pipeline.contracts.tensors import TensorReader
 from pipeline.distributed.process_group import DistContext
 from stages.model.hf import HfModel
 

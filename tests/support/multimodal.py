@@ -96,4 +96,4 @@ def whole_source(ctx: Context, **fields: Any) -> WholeSource:
     """Return the source of a saved model with all of its parts."""
     stage = HfModel(**fields)
     text = open_source(stage, ctx)
-    return WholeSource(stage, text.config, text._files, text._files, seed=ctx.seed, log=ctx.log)
+    return WholeSource(stage, text.config, text._files, text._files, ctx)

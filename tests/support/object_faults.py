@@ -10,7 +10,7 @@ from typing import Any
 from fsspec import config, get_filesystem_class
 
 from pipeline.checkpoint import object_store
-from pipeline.checkpoint.writer_main import carry_out
+from pipeline.checkpoint.writer import carry_out
 from tests.support.injection import Fault
 from tests.support.tiny_store import Tiny, job
 
@@ -22,9 +22,9 @@ def install(fault: Fault) -> None:
     counter = _Counter(fault)
     scheme = fault.root.partition("://")[0]
     places: list[tuple[Any, str]] = [(get_filesystem_class(scheme), name) for name in REQUESTS]
-    places += [(object_store._Object, name) for name in ("write", "finish")]
+    places += [(object_store, name) for name in ("_write", "_finish")]
     for owner, name in places:
-        setattr(owner, name, counter.wrap(name, getattr(owner, name)))
+        setattr(owner, name, counter.wrap(name.lstrip("_"), getattr(owner, name)))
 
 
 class _Counter:

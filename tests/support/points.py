@@ -70,7 +70,7 @@ def install_from_environment() -> None:
 
 SITECUSTOMIZE = """\
 import sys
-if "pipeline.checkpoint.writer_main" in sys.orig_argv:
+if "pipeline.checkpoint.writer" in sys.orig_argv:
     from tests.support.points import install_from_environment
     install_from_environment()
 """
@@ -147,6 +147,6 @@ _write = os.write
 
 def role() -> str:
     """Return which process of a run this is."""
-    if "pipeline.checkpoint.writer_main" in sys.orig_argv:
+    if "pipeline.checkpoint.writer" in sys.orig_argv:
         return f"writer {os.environ['RANK']}"
     return f"rank {os.environ['RANK']}" if "RANK" in os.environ else "launcher"

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.forked import fork_writers
-from tests.support.tier import FULL, times
+from tests.support.tier import times
 
 HARD_LIMIT_SECONDS = 240
 GROUP_LIMIT = times(quick=480, full=1800)
@@ -63,8 +62,6 @@ Call = tuple[Any, ...]
 
 def in_turn(dist: Any, calls: Sequence[Call]) -> list[Any]:
     """Run one function after another in one process group; return their results."""
-    if not FULL:
-        fork_writers()
     return [function(dist, *args) for function, *args in calls]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeline.checkpoint.write_plan import CODES
-from pipeline.contracts.tensors import TensorReader, TensorSpec
+from pipeline.contracts.model import TensorReader, TensorSpec
 
 SIDES = st.integers(0, 6)
 SHAPES = st.lists(SIDES, max_size=4).map(tuple)

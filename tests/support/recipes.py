@@ -10,6 +10,8 @@ from pipeline.chain.plan import plan_file
 from pipeline.distributed.process_group import DistContext
 from pipeline.distributed.settings import ProcessCounts
 from pipeline.execution.journal import Journal
+from pipeline.execution.resume import plan_resume
+from pipeline.execution.run_spec import steps_of
 from pipeline.execution.runner import Runner
 from tests.support.runs import context
 
@@ -20,6 +22,8 @@ def run_recipe(dist: DistContext, recipe: str, folder: str, overrides: Sequence[
     ctx = context(dist, folder, plan.recipe.seed)
     with contextlib.ExitStack() as stack:
         ctx.on_exit = stack.callback
-        runner = Runner(plan, ctx, Journal(Path(folder) / "journal.jsonl"))
+        journal = Journal(Path(folder) / "journal.jsonl")
+        found = plan_resume(plan, journal)
+        runner = Runner(steps_of(plan), ctx, journal, dry_run=plan.recipe.dry_run)
         stack.callback(runner.close)
-        runner.run()
+        runner.run(found.run, found.restore)

@@ -13,8 +13,7 @@ import torch.distributed
 
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import LossScaling, Precision
+from pipeline.contracts.optimizer import LossScaling, OptimizerPlan, Precision
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint

@@ -21,10 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.checkpoint.location import Retention, Store
 from pipeline.checkpoint.object_store import ObjectStore
-from pipeline.checkpoint.retention import Retention
-from pipeline.checkpoint.store import LocalStore, Store
-from pipeline.checkpoint.writer_main import carry_out
+from pipeline.checkpoint.store import LocalStore
+from pipeline.checkpoint.writer import carry_out
 from tests.support import injection
 from tests.support.injection import Fault
 from tests.support.tier import spread

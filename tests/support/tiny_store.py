@@ -13,12 +13,11 @@ from typing import Any
 
 from pipeline.checkpoint.division import Division, Piece
 from pipeline.checkpoint.file_layout import Staging, plan_staging
+from pipeline.checkpoint.location import Retention, Store
 from pipeline.checkpoint.manifest import ManifestTemplate, TensorEntry
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.retention import Retention
-from pipeline.checkpoint.store import Store, step_name
-from pipeline.checkpoint.writer import SaveRequest, SaveResult, WriterSetup
-from pipeline.checkpoint.writer_main import carry_out
+from pipeline.checkpoint.store import step_name
+from pipeline.checkpoint.writer import SaveRequest, SaveResult, WriterSetup, carry_out
 
 TENSORS = [
     TensorEntry(key="weight/a", dtype="F32", shape=(3, 50)),

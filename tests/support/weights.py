@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor
 
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.tensors import Weights
+from pipeline.contracts.model import ModelSource, TensorSpec, Weights
 from stages.weights.views import MemoryReader
 
 
 class MemoryWeights(MemoryReader, Weights):
-    """Tensors from a dict; records the names that are read."""
+    """Tensors from a dict, which tests may change; records the names that are read."""
 
     identity = "memory"
 
@@ -20,6 +19,12 @@ class MemoryWeights(MemoryReader, Weights):
         super().__init__(tensors)
         self.tensors = self._tensors
         self.reads: list[str] = []
+
+    def names(self) -> Collection[str]:
+        return self.tensors.keys()
+
+    def spec(self, name: str) -> TensorSpec:
+        return MemoryReader(self.tensors).spec(name)
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         self.reads.append(name)

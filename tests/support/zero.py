@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.precision import LossScaling, Precision
+from pipeline.contracts.optimizer import LossScaling, Precision
 from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
 from stages.wrap.build import named_parameters

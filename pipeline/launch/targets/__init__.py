@@ -147,11 +147,6 @@ class Target:
         """Whether its script brings what the recipe names on this machine."""
         return "paths" in self.uses
 
-    @property
-    def takes_recipe(self) -> bool:
-        """Whether the recipe's own files go along with the script, whatever else does."""
-        return "files" in self.uses
-
     def write(self, job: Job) -> str:
         """The script or file. Raises UsageError where a job would be stopped at its start."""
         if job.time_limit and _seconds(job.time_limit) <= job.grace:
@@ -271,7 +266,10 @@ def named_paths(recipe: Recipe) -> tuple[list[str], list[str]]:
     named = [path for path in named if path != Path("/") and not str(path).startswith(MACHINE)]
     here = [path.absolute() for path in recipe.source_files]
     here += [path for path in named if path.exists()]
-    here += [folder for path in here for folder in _linked(path)]
+    # folders of the files that a folder's links name, as in the hub's cache
+    folders = [path for path in here if path.is_dir()]
+    links = [link for path in folders for link in path.iterdir() if link.is_symlink()]
+    here += dict.fromkeys(link.resolve().parent for link in links if link.exists())
     outermost = [path for path in dict.fromkeys(here) if not any(p in here for p in path.parents)]
     missing = dict.fromkeys(str(path) for path in named if not path.exists())
     return [str(path) for path in outermost], list(missing)
@@ -321,10 +319,3 @@ def _folder(path: Path) -> Path:
         if re.search(r"[*?\[]", part):
             return Path(*path.parts[:number])
     return path
-
-
-def _linked(path: Path) -> Iterator[Path]:
-    """Yield the folders of the files that a folder's links name, as in the hub's cache."""
-    if path.is_dir():
-        links = (each for each in path.iterdir() if each.is_symlink() and each.exists())
-        yield from {each.resolve().parent for each in links}

@@ -7,15 +7,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pipeline.chain.artifacts import Results
 from pipeline.errors import StageError
-from pipeline.planning.forecast import BACKWARD, FORWARD, Traffic
+from pipeline.planning.forecast import (
+    BACKWARD,
+    FORWARD,
+    Line,
+    Part,
+    Peak,
+    Profile,
+    Traffic,
+    fullest,
+)
 from pipeline.planning.planner import Job, TraceScope
-from pipeline.planning.profile import Line, Part, Peak, Profile, fullest
 from pipeline.planning.shapes import ModelShape, Weight
-from pipeline.planning.trace.model import Structure, kinds, structure
-from pipeline.planning.trace.run import BareModel, declared, run
+from pipeline.planning.trace.run import (
+    BareModel,
+    Structure,
+    context,
+    declare,
+    kinds,
+    run,
+    structure,
+)
 from pipeline.planning.trace.torch_compat import Link
-from pipeline.planning.trace.tracker import HEAD, INPUT, LOSS, START, Level, Stretch
+from pipeline.planning.trace.tracker import HEAD, INPUT, LOSS, START, Stretch
 
 SAMPLES = 1, 2
 """Sizes of micro-batches that are run; every other lies on the line through them."""
@@ -32,8 +48,10 @@ UNEVEN = "experts that get more tokens than others: routing is taken to be balan
 
 
 def profile(job: Job) -> Profile:
-    """Run the parts of a job's model. Raises StageError for a model that needs values."""
-    source = declared(job)
+    """Run the parts of a job's model. Raises StageError for a model that needs values, and
+    UsageError for a recipe without a model."""
+    with context(job) as ctx:
+        source = declare(job, Results.of(TraceScope()), ctx)  # in full depth
     whole = structure(source.skeleton)
     numbers = kinds(whole.signatures)
     first = [numbers.index(kind) for kind in range(max(numbers, default=-1) + 1)]
@@ -68,12 +86,12 @@ class _Parts:
     gradient, and of those that get one before blocks do."""
 
     def __init__(self, runs: Sequence[BareModel]) -> None:
-        self.built, self.divided = runs[0].built, runs[0].divided
+        self.bare, self.built = runs[0], runs[0].built
         self._pieces: list[dict[tuple[str, Any], list[Stretch]]] = [{} for _ in runs]
         for pieces, one in zip(self._pieces, runs, strict=True):
             for stretch in one.stretches:
                 pieces.setdefault((stretch.phase, stretch.part), []).append(stretch)
-        weights = map(self.divided.part, self.built.weights)
+        weights = map(self.bare.part, self.built.weights)
         self._elements = {weight.name: weight.elements for weight in weights}
         first = self._pieces[0]
         if any(len(first.get((FORWARD, n), ())) > 1 for n in range(len(self.built.blocks))):
@@ -95,18 +113,21 @@ class _Parts:
         if not two[0] or len(two[0]) != len(two[1]):
             return Part()
         base, end = ([stretches[at].levels[at] for stretches in two] for at in (0, -1))
-        if (phase, where) == (FORWARD, HEAD):  # begins before the last block has returned
-            base = [_settled(stretches[0].levels) for stretches in two]
+        if (phase, where) == (FORWARD, HEAD):  # begins before the last block has freed its own
+            for n, stretches in enumerate(two):
+                pairs = itertools.pairwise(stretches[0].levels)
+                falls = itertools.takewhile(lambda pair: pair[1] <= pair[0], pairs)
+                base[n] = min([base[n], *(after for _, after in falls)])
 
         def total(what: str | Link) -> Line:
             return _line(*(sum(one.work[what] for one in stretches) for stretches in two))
 
         exchanges = []
         for link in dict.fromkeys(what for one in two[1] for what in one.work):
-            if isinstance(link, Link) and link.group in self.divided.groups and len(link.ranks) > 1:
+            if isinstance(link, Link) and link.group in self.bare.groups and len(link.ranks) > 1:
                 kind = Traffic(
                     collective=link.collective, bytes=0, ranks=len(link.ranks), waits=True,
-                    apart=link.ranks[1] - link.ranks[0], what=self.divided.groups[link.group],
+                    apart=link.ranks[1] - link.ranks[0], what=self.bare.groups[link.group],
                 )  # fmt: skip
                 exchanges.append((kind, total(link)))
         return Part(
@@ -131,15 +152,8 @@ class _Parts:
 
 
 def _line(low: float, high: float) -> Line:
-    """The line through the amounts of both sizes."""
     slope = (high - low) / (SAMPLES[1] - SAMPLES[0])
     return Line(low - slope * SAMPLES[0], slope)
-
-
-def _settled(levels: Sequence[Level]) -> Level:
-    """The level after everything that is freed at the beginning."""
-    falls = itertools.takewhile(lambda pair: pair[1] <= pair[0], itertools.pairwise(levels))
-    return min([levels[0], *(after for _, after in falls)])
 
 
 def _shape(
@@ -153,7 +167,7 @@ def _shape(
         return sum(weight.elements for weight in weights)
 
     def shaped(weights: Sequence[Weight]) -> tuple[Weight, ...]:
-        own = map(parts.divided.part, weights)
+        own = map(parts.bare.part, weights)
         return tuple(replace(w, trained=w.trained and w.name not in idle) for w in own)
 
     root = elements([*plain.root, *itertools.chain(*plain.towers)])
@@ -178,6 +192,6 @@ def _shape(
         proven=root + max(blocks, default=0),
         caveats=(
             *(f"memory of {name}, which gets no gradient here" for name in idle[:1]),
-            *((UNEVEN,) if parts.divided.experts else ()),
+            *((UNEVEN,) if parts.bare.experts else ()),
         ),
     )

@@ -1,10 +1,16 @@
-"""Private parts of torch that a trace needs; contract tests guard each."""
+"""Private parts of torch that a trace needs; contract tests guard each.
+
+`torch.compile(..., backend=traced_backend())` returns code that is cut into forward and backward as
+inductor cuts it, and run operation by operation. It is counted as fused kernels, which write only
+what a product reads, or what is left at the end."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +19,13 @@ from torch import Tensor
 from torch._prims import rng_prims
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from pipeline.planning.forecast import Collective
 
 ALONE = 4, 2
-"""References to a gradient and its storage that a watcher sees at its addition, if only the
-autograd engine holds them."""
+"""References to a gradient and its storage at its addition, if only autograd holds them."""
 COLLECTIVES: dict[str, Collective] = {
     "allreduce_": "all-reduce",
     "_allgather_base_": "all-gather",
@@ -32,10 +37,15 @@ COLLECTIVES: dict[str, Collective] = {
     "all_to_all_single": "all-to-all",
 }
 """Operators of torch's two families of collectives that a model may call."""
+BACKEND, INDUCTOR = "pipetrain_traced", "torch._inductor.compile_fx"
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, `operation` stands for every operation on tensors, in compiled code too."""
+    """Inside, `operation` stands for every operation on tensors, in compiled code too, a piece of
+    which `fused` surrounds; it takes whether the piece recomputes what checkpointing left out."""
+
+    operation: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
+    fused: Callable[[bool], contextlib.AbstractContextManager[None]]
 
     supports_higher_order_operators = True
     """Otherwise torch refuses operators of operators, which compiled code has."""
@@ -57,17 +67,16 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.operation(args[1], args[2:], kwargs or {})
         return self.operation(function, args, kwargs or {})
 
-    def operation(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Run the operation and return its result."""
-        return function(*arguments, **named)
+
+def in_backward() -> bool:
+    """Whether the autograd engine runs; with gradients enabled, what checkpointing recomputes."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def adds_gradients(function: Any, args: Any) -> bool:
-    """Whether this is the autograd engine's addition of two gradients of one tensor. Without a
-    dispatch mode it happens in place, if the first argument is not a DTensor and nothing else holds
-    it."""
-    in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-    if function is not torch.ops.aten.add.Tensor or not in_backward:
+    """Whether this is the autograd engine's addition of two gradients of one tensor, which happens
+    in place without a dispatch mode, unless the first is a DTensor or something else holds it."""
+    if function is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not in_backward():
         return False
     first, second = args
     if isinstance(first, DTensor) or not isinstance(second, Tensor):
@@ -76,11 +85,6 @@ def adds_gradients(function: Any, args: Any) -> bool:
     storage = first.untyped_storage()
     held = first._use_count(), torch._C._storage_Use_Count(storage._cdata)
     return alike and held == ALONE
-
-
-def computes_again() -> bool:
-    """Whether activation checkpointing is recomputing a forward pass during backward."""
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
 
 class Link(NamedTuple):
@@ -109,7 +113,6 @@ def collective(function: Any, arguments: Sequence[Any]) -> tuple[Link, int] | No
 
 
 def tensors_in(given: Any) -> Iterator[Tensor]:
-    """Tensors in a nested structure."""
     return (one for one in tree_iter(given) if isinstance(one, Tensor))
 
 
@@ -144,3 +147,37 @@ def silent_group(ranks: int, rank: int = 0) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
+
+
+@functools.cache
+def traced_backend() -> str:
+    """The backend's name, which torch knows from then on."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._dynamo.backends.registry import register_backend
+    from torch._functorch.partitioners import min_cut_rematerialization_partition, must_recompute
+
+    def compiler(graph: Any, inputs: Any, *, backward: bool = False) -> Any:
+        code = boxed_nop(graph, inputs)
+        again = backward and any(map(must_recompute, graph.graph.nodes))
+
+        def run(arguments: list[Any]) -> Any:
+            with contextlib.ExitStack() as stack:
+                for mode in _get_current_dispatch_mode_stack():
+                    if isinstance(mode, Watcher):
+                        stack.enter_context(mode.fused(again))
+                return code(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def backend(graph: Any, inputs: Any, **options: Any) -> Any:
+        cut = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
+        made = aot_autograd(
+            fw_compiler=compiler, bw_compiler=functools.partial(compiler, backward=True),
+            decompositions=lambda: import_module(INDUCTOR).select_decomp_table(), partition_fn=cut,
+        )  # fmt: skip
+        return made(graph, inputs)
+
+    register_backend(name=BACKEND, compiler_fn=backend)
+    return BACKEND

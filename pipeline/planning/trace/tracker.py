@@ -16,7 +16,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from pipeline.planning.forecast import LOAD
 from pipeline.planning.trace import torch_compat
-from pipeline.planning.trace.compile_compat import COUNTING
 from pipeline.planning.trace.torch_compat import Link, storage_key, tensors_in
 from pipeline.utils.tensors import device_of, has_values
 
@@ -33,8 +32,7 @@ attention kernel's backward, without the products that repeat forward."""
 Part = int | str
 START, HEAD, LOSS, INPUT = "start", "head", "loss", "input"
 """Parts of a model that are not block. In forward: before the first block, after the last, after
-the model. In backward: before everything (START), after the loss (HEAD), after all blocks
-(INPUT)."""
+the model. In backward: before everything, after the loss (HEAD), after all blocks (INPUT)."""
 
 
 class Level(NamedTuple):
@@ -62,8 +60,7 @@ class Stretch:
 
 class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
     """Inside, count every storage that an operation makes until it is freed. Tensors on the meta
-    device have no memory. With `fake`, tensors with values have none either, and a program that
-    asks for a number gets 1."""
+    device have no memory. With `fake`, those with values have none either, and numbers are 1."""
 
     def __init__(self, *, fake: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,7 +75,6 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         self.enter(LOAD)
 
     def enter(self, phase: str, part: Part = "", given: str = "") -> None:
-        """Begin a stretch."""
         self.stretches.append(Stretch(phase=phase, part=part, given=given))
         self._record()
 
@@ -106,18 +102,9 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
             self._host += self._sizes[key]
             self._record()
 
-    def __enter__(self) -> MemoryTracker:
-        COUNTING.append(self._fused)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        COUNTING.pop()
-
     @contextlib.contextmanager
-    def _fused(self, again: bool) -> Iterator[None]:
-        """Count what the body makes as what fused kernels write; some of it `again`."""
+    def fused(self, again: bool) -> Iterator[None]:
+        """Count what the body makes as what fused kernels write."""
         outer, self._region = self._region, {}
         self.stretches[-1].repeats |= again
         try:
@@ -131,7 +118,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         """Run an operation on tensors, and count what it makes and computes."""
         before = self._now
         out = self._run(function, arguments, named)
-        here, again = self.stretches[-1], torch_compat.computes_again()
+        here, again = self.stretches[-1], torch.is_grad_enabled() and torch_compat.in_backward()
         exchanged = torch_compat.collective(function, arguments)
         if exchanged is not None:
             here.work[exchanged[0]] += exchanged[1]

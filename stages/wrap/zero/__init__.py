@@ -36,6 +36,6 @@ class Zero(ZeroFields, OnAxes):
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
     ) -> Engine:
-        from stages.wrap.zero.build import build
+        from stages.wrap.zero.engine import build
 
         return build(self, ctx, model, precision, optimizer)

@@ -6,12 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import OptimizerPlan, PlanView, Precision, Problem, UpdateRule, traits
 from pipeline.utils import closest
 from stages.model.config_checks import declarations
 from stages.wrap.zero.fields import RULE, Offload, PlusPlus, ZeroFields
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ZERO = "zero_optimization"
 STAGE_3_FIELDS = {
@@ -93,6 +96,21 @@ def _zero_block(stage: ZeroFields) -> dict[str, Any]:
             fields = asdict(offload)
             block[name] = {"nvme_path": fields.pop("path"), **fields}
     return block
+
+
+def beyond_bucket(stage: ZeroFields, module: nn.Module) -> str:
+    """A warning of the largest gradient that stage 2 would reduce outside of its bucket during
+    backward; empty if there is none. DeepSpeed 0.19 reduces it on another stream and frees it,
+    without telling the allocator of that stream, on ranks that hold no part of it
+    (`average_tensor`, `clear_grad_attribute`)."""
+    if not stage.overlap_comm or stage.stage != 2 or stage.offload_optimizer is not None:
+        return ""
+    trained = ((name, one.numel()) for name, one in module.named_parameters() if one.requires_grad)
+    name, most = max(trained, key=lambda pair: pair[1], default=("", 0))
+    if most <= stage.reduce_bucket_size:
+        return ""
+    text = f"overlap_comm: the gradient of {name} is larger than reduce_bucket_size, and DeepSpeed "
+    return f"{text}may use its memory again before it is sent; set reduce_bucket_size: {most}"
 
 
 Row = tuple[object, str, str, str]

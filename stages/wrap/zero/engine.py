@@ -1,50 +1,247 @@
-"""The live half of wrap.zero: a model that DeepSpeed trains, or holds without training it."""
+"""The live half of wrap.zero: a model that DeepSpeed trains, or holds without training it.
+
+Under tensor parallelism each rank's part of the layers is a whole model to DeepSpeed, which shards
+it among the ranks that have the same part. Layers are divided as under wrap.fsdp, and not by
+DeepSpeed's AutoTP, which builds the whole model on every rank, replaces modules, and sends pickles.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import json
+import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeline import (
     WEIGHT,
     CheckpointError,
+    Context,
+    Engine,
     EngineState,
     Fragment,
     LossParts,
     MicroBatch,
+    ModelSource,
     Objective,
     OptimizerPlan,
     Precision,
+    StageError,
     StepGuard,
     StepReport,
     Unit,
+    torch_dtype,
 )
+from pipeline.utils import replace_text, with_values
 from stages.objectives.cross_entropy import StepSums
-from stages.wrap.build import dtype_names, parameter_count, trained
+from stages.wrap.axes import Axes, parameter_mesh, required, warn_of_slow_groups
+from stages.wrap.build import (
+    build_empty,
+    cast_buffers,
+    declared_facts,
+    dtype_names,
+    materialize,
+    named_parameters,
+    parameter_count,
+    replace_parameters,
+    source_of,
+    verify_engine,
+)
+from stages.wrap.context_compat import divide_sequence
 from stages.wrap.optimizer_state import (
+    UPDATES,
     declared_state,
     fixed_state,
     group_state,
+    groups_of,
     read_moments,
     require_known,
+    require_zeros,
     set_updates,
-    updates,
     write_moments,
 )
-from stages.wrap.passes import Passes
-from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.shards import load_weights
+from stages.wrap.tensor_divide import divide_layers
+from stages.wrap.torch_engine import ModulePasses, Passes, TorchEngine
 from stages.wrap.zero import compat
-from stages.wrap.zero.partitions import (
-    FlatMaster,
-    flat_masters,
-    frozen_fragments,
-    update_compute_weights,
-)
+from stages.wrap.zero.config import beyond_bucket, generate, rule_problems
+from stages.wrap.zero.fields import ZeroFields, uses_cpu_adam
+
+
+def build(
+    stage: ZeroFields, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
+) -> Engine:
+    """Create the parameters, initialise DeepSpeed, load its master weights, verify the engine.
+    Without an optimizer the engine holds a model that is not trained."""
+    # An optimizer stage of another package may not say its rules to `pipe check`.
+    for problem in rule_problems(stage, precision.master, plan.rules):
+        raise StageError(f"{problem.key}: {problem.message}", hint=problem.hint)
+    config = generate(stage, precision, max_grad_norm=plan.max_grad_norm)
+    if plan.parts and ctx.dist.is_main:
+        replace_text(ctx.run_dir / "deepspeed.json", json.dumps(config, indent=1) + "\n")
+    compat.start(ctx.dist, ctx.log)
+    import deepspeed
+
+    axes, device = required(stage, ctx.dist.world_size), ctx.dist.device
+    model = source_of(model, plan)
+    # Opened first: this compares the weights with the model.
+    with contextlib.closing(model.weights()) as reader:
+        module, groups = make_module(stage, ctx, model, precision, config, axes)
+        group = divide_sequence(module, axes, device.type)
+        if device.type == "cuda" and (warning := beyond_bucket(stage, module)):
+            ctx.log.warning("%s", warning)
+        live: Any = module
+        if plan.parts or stage.stage == 3:
+            with compat.quiet():
+                live, *_ = deepspeed.initialize(
+                    model=module,
+                    optimizer=_optimizer(stage, plan, module, axes) if plan.parts else None,
+                    config=dict(config),
+                    dist_init_required=False,
+                    mpu=groups,
+                )
+        passes = ModulePasses(module, model.scorer(live, group=group), ctx.dist, axes)
+        engine = ZeroEngine(live, passes, precision, plan)
+        # Held weakly, so that its memory can be freed before the run ends.
+        close = weakref.WeakMethod(engine.close)
+        ctx.on_exit(lambda: (alive := close()) and alive())
+        # Load masters and make parameters from them: masters that DeepSpeed makes from
+        # parameters have lost what the compute dtype rounds off.
+        load_weights(engine.weights(), reader, ctx)
+        engine.sync_compute_weights()
+    verify_engine(ctx, engine, _expected(stage, ctx, precision, plan))
+    return engine
+
+
+def make_module(
+    stage: ZeroFields, ctx: Context, model: ModelSource, precision: Precision,
+    config: Mapping[str, Any], axes: Axes,
+) -> tuple[nn.Module, SimpleNamespace | None]:  # fmt: skip
+    """The module that DeepSpeed is given: this rank's parts of layers, parameters partitioned as
+    they come, or whole ones; not yet loaded. Next to it the groups of ranks that divide layers."""
+    module, device = build_empty(model, precision), ctx.dist.device
+    wholes, groups = dict[str, DTensor](), None
+    if axes.tensor > 1:
+        wholes, groups = _divide(stage, ctx, model, module, axes)
+    if stage.stage == 3:
+        compute = torch_dtype(precision.compute)
+        compat.partition_parameters(module, device, compute, config, groups)
+    materialize(module, device, buffer_device=device)
+    parameter: Any
+    for name, parameter in module.named_parameters():
+        if (whole := wholes.get(name)) is not None:
+            parameter.part_of = whole
+            # The rest is counted once in the norm of gradients.
+            parameter.tensor_model_parallel = not whole.placements[0].is_replicate()
+    if stage.stage == 3:
+        import deepspeed
+
+        # What stage 3 has to gather where it does not see its use.
+        for owner in model.external_parameter_modules(module):
+            for parameter in owner.parameters():
+                deepspeed.zero.register_external_parameter(owner, parameter)
+        for block in model.compiled_modules(module):
+            # Gathered as a whole, as hooks within would break its graph. Then frozen parameters
+            # are not gathered in backward, so with an adapter the hooks stay.
+            if all(parameter.requires_grad for parameter in block.parameters()):
+                deepspeed.utils.set_z3_leaf_module(block, True)
+    cast_buffers(module, precision)
+    return module, groups
+
+
+def _divide(
+    stage: ZeroFields, ctx: Context, model: ModelSource, module: nn.Module, axes: Axes
+) -> tuple[dict[str, DTensor], SimpleNamespace]:
+    """Divide the layers of a module on the meta device in place; its parameters become plain
+    tensors, this rank's parts (collective). Returns the tensors they are parts of, and the groups
+    of ranks. Raises StageError for a model that does not divide so."""
+    assert stage.tensor_parallel is not None
+    warn_of_slow_groups(ctx, axes)
+    with with_values():
+        mesh = parameter_mesh(axes, ctx.dist.device.type, axes.data * axes.context)
+    late = stage.stage == 3
+    divide_layers(stage.tensor_parallel, module, model.blocks(module), mesh["tensor"], late=late)
+    wholes: dict[str, Any] = {name: one.data for name, one in module.named_parameters()}
+    replace_parameters(module, lambda _, parameter: parameter.data.to_local())  # type: ignore[attr-defined]
+    data, tensor = mesh["shard"].get_group(), mesh["tensor"].get_group()
+    # With flat tensors of different lengths, sums over more than two ranks are made in different
+    # orders, and what all hold alike would drift apart.
+    own = torch.tensor([one.numel() for one in module.parameters()], device=ctx.dist.device)
+    first = own.clone()
+    dist.broadcast(first, dist.get_global_rank(tensor, 0), tensor)
+    differ = (own != first).any().to(torch.int32)
+    dist.all_reduce(differ, dist.ReduceOp.MAX)
+    if stage.stage < 3 and differ and dist.get_world_size(data) > 2:
+        message = "tensor_parallel: the vocabulary, or a layer, divides into unequal parts"
+        raise StageError(message, hint="set stage: 3, or a size that divides it")
+    # As DeepSpeed asks for them of Megatron's `mpu`.
+    return wholes, SimpleNamespace(
+        get_data_parallel_group=lambda: data,
+        get_data_parallel_group_ranks=lambda: dist.get_process_group_ranks(data),
+        get_data_parallel_world_size=lambda: dist.get_world_size(data),
+        get_data_parallel_rank=lambda: dist.get_rank(data),
+        get_model_parallel_group=lambda: tensor,
+        get_model_parallel_world_size=lambda: dist.get_world_size(tensor),
+        get_model_parallel_rank=lambda: dist.get_rank(tensor),
+    )
+
+
+def _optimizer(
+    stage: ZeroFields, plan: OptimizerPlan, module: nn.Module, axes: Axes
+) -> torch.optim.Optimizer:
+    """The optimizer over the module's parameters, before DeepSpeed takes it apart."""
+    rank, named = dist.get_rank(), []
+    for one in named_parameters(module):
+        whole, shard = compat.whole_of(one.parameter), rank
+        if whole is not None:
+            # Parts of layers differ on every rank. Ranks of a tensor-parallel group have the same
+            # master of what is not divided.
+            same = whole.placements[0].is_replicate()
+            shard = rank // axes.tensor if same else axes.ranks + rank
+        named.append(one._replace(shape=compat.full_shape(one.parameter), shard=shard))
+    (part,), (own,) = plan.parts, plan.divide(named)
+    groups = groups_of(part, own)
+    if not uses_cpu_adam(stage, part.algorithm):
+        if own:
+            require_zeros(part, own[0].parameter.device)
+        return part.build(groups)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **part.hyperparameters)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
+
+
+def _expected(
+    stage: ZeroFields, ctx: Context, precision: Precision, plan: OptimizerPlan
+) -> dict[str, Any]:
+    """The description that the engine must have for the recipe to be what runs."""
+    if not plan.parts:
+        return {"world_size": ctx.dist.world_size, "compute": [precision.compute]}
+    optimizer, parameters = stage.offload_optimizer, stage.offload_param
+    return {
+        **declared_facts(ctx, precision),
+        "engine": "DeepSpeedEngine",
+        "zero_stage": stage.stage,
+        "tensor_parallel": 1 if stage.tensor_parallel is None else stage.tensor_parallel.size,
+        "device": ctx.dist.device.type,
+        "reduce": precision.reduce,
+        "offload_optimizer": optimizer.device if optimizer else None,
+        "offload_param": parameters.device if parameters else None,
+        "max_grad_norm": plan.max_grad_norm,
+        "accumulation": "unmanaged",
+        "loss_scaling": precision.loss_scaling is not None,
+    }
 
 
 class ZeroEngine(TorchEngine):
@@ -69,8 +266,8 @@ class ZeroEngine(TorchEngine):
         return getattr(self.deepspeed, "optimizer", None)
 
     @functools.cached_property
-    def _flats(self) -> list[FlatMaster]:
-        return list(flat_masters(self.zero, self.parts[0])) if self.plan.parts else []
+    def _flats(self) -> list[compat.FlatMaster]:
+        return list(compat.flat_masters(self.zero, self.parts[0])) if self.plan.parts else []
 
     def accumulate(
         self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
@@ -102,8 +299,7 @@ class ZeroEngine(TorchEngine):
         finally:
             del optimizer.step
         finite = bool(live.was_step_applied())
-        if self.scaler is not None:
-            self.scaler.update(overflowed=not finite)
+        self._adjust_scale(overflowed=not finite)
         compat.set_loss_scale(self.zero, self._scale)
         applied = finite and all(asked)
         self._applied += applied
@@ -115,40 +311,31 @@ class ZeroEngine(TorchEngine):
         for flat in self._flats:
             kept = self._optimizer_state(flat)
             for name in flat.names:
-                counts[name] = updates(kept, self._restored.get(name, 0) + self._applied)
+                made = self._restored.get(name, 0) + self._applied
+                counts[name] = int(kept.get(UPDATES, made))
             names.setdefault(flat.group, []).extend(flat.names)
         groups = []
         for at in sorted(names):
             given = {**self.zero.optimizer.param_groups[at], "lr": self._base_rates[at]}
             groups.append(group_state(self.plan.parts[0], given, names[at]))
         fixed = fixed_state(self.parts[0], groups, compat.full_shape)
-        scale = None if self.scaler is None else self.scaler.state
-        return dataclasses.replace(fixed, updates=counts, loss_scale=scale)
+        return dataclasses.replace(fixed, updates=counts, loss_scale=self.loss_scale)
 
     @property
     def lasting_fragments(self) -> bool:
         return bool(self.plan.parts) and "nvme" not in compat.offload_devices(self.zero)
 
-    def fragments(self) -> Iterator[Fragment]:
-        yield from self._trained(write=False)
-        yield from frozen_fragments(self.parts[0], self.zero)
-
     def restore(self, state: EngineState) -> Iterator[Fragment]:
-        self.announce_change()
-        self._restored, self._applied = state.updates, 0
         for flat in self._flats:
             counts = {name: state.updates[name] for name in flat.names}
             if len(set(counts.values())) > 1:
                 message = "parameters that ZeRO updates together were updated unequally often"
                 raise CheckpointError(f"{message}: {counts}")
-        yield from self._trained(write=True)
-        yield from frozen_fragments(self.parts[0], self.zero)
+        yield from super().restore(state)
         compat.restore_bias_correction(self.zero.optimizer)
-        if self.scaler is not None and state.loss_scale is not None:
-            self.scaler.restore(state.loss_scale)
         compat.set_loss_scale(self.zero, self._scale)
 
-    def _trained(self, *, write: bool) -> Iterator[Fragment]:
+    def _fragments(self, *, write: bool) -> Iterator[Fragment]:
         for flat in self._flats:
             rule = self.plan.parts[0]
             with flat.present(write=write):
@@ -163,8 +350,9 @@ class ZeroEngine(TorchEngine):
                     own = own or read_moments(state, rule, part.low, part.low + part.length)
                     yield from part.fragments({WEIGHT: part.of(flat.tensor), **own})
                 write_moments(state, rule, moments)
+        yield from compat.frozen_fragments(self.parts[0], self.zero)
 
-    def _optimizer_state(self, flat: FlatMaster) -> dict[str, Any]:
+    def _optimizer_state(self, flat: compat.FlatMaster) -> dict[str, Any]:
         """Optimizer state of a flat master, created as the optimizer's first step would."""
         optimizer, master, (rule,) = self.zero.optimizer, flat.tensor, self.plan.parts
         if not optimizer.state[master]:
@@ -180,11 +368,11 @@ class ZeroEngine(TorchEngine):
             with flat.present(write=True):
                 for part in flat.parts:
                     yield from part.fragments({WEIGHT: part.of(flat.tensor)})
-        yield from frozen_fragments(self.parts[0], self.zero)
+        yield from compat.frozen_fragments(self.parts[0], self.zero)
 
     def sync_compute_weights(self) -> None:
         if self.plan.parts:
-            update_compute_weights(self.zero)
+            compat.update_compute_weights(self.zero)
 
     def describe(self) -> Mapping[str, Any]:
         """Read off the engine, its optimizers and its tensors, not off a configuration."""
@@ -197,8 +385,12 @@ class ZeroEngine(TorchEngine):
             "device": self.device.type,
             "compute": dtype_names(module.parameters()),
             "buffers": dtype_names(module.buffers()),
-            "parameters": parameter_count(module, compat.full_numel),
-            "trained_parameters": sum(map(compat.full_numel, trained(module))),
+            "parameters": parameter_count(module, compat.full_shape),
+            "trained_parameters": sum(
+                math.prod(compat.full_shape(one))
+                for one in module.parameters()
+                if one.requires_grad
+            ),
         }
         return facts | (compat.facts(self.deepspeed) if self.plan.parts else {})
 
@@ -206,7 +398,10 @@ class ZeroEngine(TorchEngine):
         if self.deepspeed is None:
             return
         if self.zero is not None:
-            compat.destroy(self.deepspeed)
+            from deepspeed.utils import groups
+
+            self.deepspeed.destroy()
+            groups.mpu = None  # otherwise left to the next engine of this process
         self.deepspeed = None
         del self.passes, self.parts
         vars(self).pop("_flats", None)

@@ -24,10 +24,8 @@ LOG = logging.getLogger("pipe.operators")
 
 def keep_operators() -> None:
     """Make DeepSpeed keep the operators that it compiles, compile one at a time, and load a kept
-    one without asking ninja and the compiler, which takes seconds.
-
-    They are in `TORCH_EXTENSIONS_DIR`, or in the user's cache in a folder of these packages.
-    """
+    one without asking ninja and the compiler, which takes seconds. They are in
+    `TORCH_EXTENSIONS_DIR`, or in the user's cache in a folder of these packages."""
     import cpuinfo
     from deepspeed.ops.op_builder.builder import OpBuilder
 

@@ -9,17 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pipeline import Precision, planning
-from pipeline.planning import (
-    IN_BACKWARD,
-    Gradients,
-    Item,
-    ModelShape,
-    Moment,
-    Place,
-    Tier,
-    Unit,
-    Weight,
-)
+from pipeline.planning import IN_BACKWARD, Item, ModelShape, Moment, Place, Tier, Topology, Unit
 from stages.wrap.axes import caveats, required
 from stages.wrap.model_parts import model_parts
 from stages.wrap.zero import Zero
@@ -32,7 +22,7 @@ ENGINE_BUCKET = 500_000_000
 STATES = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 BOTH = {**STATES, "offload_param": {"device": "cpu"}}
 DISK = {**BOTH, "offload_optimizer": {"device": "nvme", "path": "/nvme"}}
-PRESETS: dict[str, tuple[int, dict[str, object], str]] = {
+OFFERS: dict[str, tuple[int, dict[str, object], str]] = {
     "zero1": (0, {"stage": 1}, "shards of optimizer state"),
     "zero2": (0, {"stage": 2}, "shards of optimizer state and gradients"),
     "zero3": (0, {"stage": 3}, "shards of everything"),
@@ -40,29 +30,26 @@ PRESETS: dict[str, tuple[int, dict[str, object], str]] = {
     "zero3-offload-all": (Tier.MORE_OFFLOADED, BOTH, "shards, state and parameters in host memory"),
     "zero3-nvme": (Tier.OFFLOADED_TO_DISK, DISK, "state on a disk (path), parameters on the host"),
 }
+PRESETS = {
+    name: planning.Preset(order=order, what=what, fields=fields)
+    for name, (order, fields, what) in OFFERS.items()
+}
 
 
 class ZeroPlanner(planning.Planner[Zero]):
-    """Planner of `wrap.zero`."""
-
     @classmethod
     def presets(cls) -> planning.Presets:
-        return {
-            name: planning.Preset(order=order, what=what, fields=fields)
-            for name, (order, fields, what) in PRESETS.items()
-        }
+        return PRESETS
 
-    def division(self, topology: planning.Topology) -> planning.Division | None:
+    def division(self, topology: Topology) -> planning.Division | None:
         return model_parts(self.stage, topology)
 
     def forecast(
-        self, topology: planning.Topology, profile: planning.Profile, precision: Precision,
+        self, topology: Topology, profile: planning.Profile, precision: Precision,
         optimizer: planning.OptimizerShape,
     ) -> ZeroMemory:  # fmt: skip
         kind = Stage3Memory if self.stage.stage == 3 else ZeroMemory
-        apart = required(self.stage, topology.ranks).tensor
-        ranks = topology.ranks // apart
-        return kind(self.stage, profile.model, precision, optimizer, ranks=ranks, apart=apart)
+        return kind(self.stage, topology.ranks, profile.model, precision, optimizer)
 
 
 class UnitSizes(NamedTuple):
@@ -84,10 +71,11 @@ class ZeroMemory(planning.StrategyMemory):
     no bucket. `ranks` hold the same part of the model, their numbers `apart` from each other."""
 
     def __init__(
-        self, stage: Zero, model: ModelShape, precision: Precision,
-        optimizer: planning.OptimizerShape, *, ranks: int, apart: int = 1,
+        self, stage: Zero, procs: int, model: ModelShape, precision: Precision,
+        optimizer: planning.OptimizerShape,
     ) -> None:  # fmt: skip
-        self.ranks, self.apart, self.caveats = ranks, apart, caveats(stage)
+        self.apart = required(stage, procs).tensor
+        self.ranks, self.caveats = procs // self.apart, caveats(stage)
         self.stage, self.model, self.optimizer = stage, model, optimizer
         sizes, offload = planning.Sizes.by(precision), stage.offload_optimizer
         self.c, self.m, self.r = sizes.compute, sizes.master, sizes.reduce
@@ -113,7 +101,7 @@ class ZeroMemory(planning.StrategyMemory):
         self.masters = self.part, "host" if self.offloaded else "device"
         self.updated = optimizer.touched(self.part, self.m) * (not self.offloaded)
         self.units, before, left = dict[Unit, UnitSizes](), self.trained, 0
-        units: dict[Unit, Sequence[Weight]] = {"embeddings": [model.embedding]}
+        units: dict[Unit, Sequence[planning.Weight]] = {"embeddings": [model.embedding]}
         units |= {n: model.kinds[kind] for n, kind in enumerate(model.blocks)}
         units["head"] = [one for one in model.root if one is not model.embedding]
         for unit, own in units.items():
@@ -132,7 +120,7 @@ class ZeroMemory(planning.StrategyMemory):
     def held(self, moment: Moment) -> Iterator[Item]:
         event, unit, c = moment.event, self.units[moment.unit], self.c
         yield Item("master weights", self.states_at, self.m * self.part)
-        yield from self._lasting(moment)
+        yield from self._lasting(event)
         if event == "load":  # the first update makes moments
             return
         yield Item(planning.OPTIMIZER, self.states_at, round(self.moments * self.part))
@@ -153,23 +141,22 @@ class ZeroMemory(planning.StrategyMemory):
             waits = self.part * (self.low and large and self.stage.stage == 2)
             waits = waits if self.contiguous else self.bucket + self.part
             yield Item(planning.WHOLE_GRADIENTS, "device", c * min(unit.before, waits))
-        # Autograd keeps a tied head's until that of the embeddings is there.
+        # Autograd keeps a tied head's until the embeddings' own is there.
         done = (event, moment.unit) in (("backward", "head"), ("reduce", "embeddings"))
-        table, tied = self.model.embedding, self.model.tied and not done
-        size = c * table.elements * (tied and table.trained)
+        waits = self.model.tied and self.model.embedding.trained and not done
+        size = c * self.model.embedding.elements * waits
         yield Item("gradient of the tied head", "device", size)
 
-    def _lasting(self, moment: Moment) -> Iterator[Item]:
+    def _lasting(self, event: str) -> Iterator[Item]:
         """Items that last from loading to the end, without masters, and items of loading: weights
-        are made in the masters' dtype and cast, or copied into one buffer; then gradients of
-        masters are there."""
+        are made in the masters' dtype and cast or copied; then gradients of masters are there."""
         c, m, copied = self.c, self.m, self.c * self.largest * self.offloaded
         yield Item(planning.PARAMETERS, "device", self.every)
         yield Item("summed gradients", "device", SUMMED * self.trained * self.accumulates)
         size = (m + c + SUMMED * (not self.low)) * self.part * self.offloaded
         yield Item("gradients and updated weights", "host", size + copied)
         yield Item("gradient to copy", "device", copied)
-        if moment.event == "load" and not self.accumulates:
+        if event == "load" and not self.accumulates:
             masters = m * self.part * (not self.offloaded)
             made = max(max(m - c, c) * self.trained - masters, masters)
             yield Item("weights as they are made", "device", made)
@@ -197,15 +184,14 @@ class ZeroMemory(planning.StrategyMemory):
         if self.accumulates:
             taken = max(taken, SUMMED * filled + self.r * self.trained * (self.r != SUMMED))
         elif self.whole:
-            rest = self.trained - filled * (not self.low)
-            taken = max(taken, SUMMED * rest + self.buffer)
+            taken = max(taken, SUMMED * (self.trained - filled * (not self.low)) + self.buffer)
         yield Item(planning.UPDATE_TEMPORARIES, "device", taken * step)
 
-    def gradients(self, moment: Moment) -> Gradients:
+    def gradients(self, moment: Moment) -> tuple[int, int]:
         c, whole = self.c, self.whole
         if whole:
-            return Gradients(whole * moment.first, c * (c != whole) + whole * (not moment.first))
-        return Gradients(0, c) if self.contiguous else Gradients(c, 0)
+            return whole * moment.first, c * (c != whole) + whole * (not moment.first)
+        return (0, c) if self.contiguous else (c, 0)
 
     def _gathered(self, microbatches: int) -> int:
         """Bytes of parameters that are gathered in an optimizer step."""
@@ -242,10 +228,10 @@ class Stage3Memory(ZeroMemory):
     are whole, and what still is in backward is not gathered again."""
 
     def __init__(
-        self, stage: Zero, model: ModelShape, precision: Precision,
-        optimizer: planning.OptimizerShape, *, ranks: int, apart: int = 1,
+        self, stage: Zero, procs: int, model: ModelShape, precision: Precision,
+        optimizer: planning.OptimizerShape,
     ) -> None:  # fmt: skip
-        super().__init__(stage, model, precision, optimizer, ranks=ranks, apart=apart)
+        super().__init__(stage, procs, model, precision, optimizer)
         # DeepSpeed's defaults: zero/config.py.
         asked = {name: value for name, value in vars(stage).items() if value is not None}
         limit = asked.get("param_persistence_threshold", 100_000)
@@ -270,9 +256,12 @@ class Stage3Memory(ZeroMemory):
         self.copied = (pairs.secondary_partition or 0) if pairs is not None else 0
         """Ranks that share a second copy of parameters (hpZ); 0 without one."""
 
-    def _lasting(self, moment: Moment) -> Iterator[Item]:
-        """Each trained parameter is whole once more while loading, to hook onto its gradient; then
-        small ones are."""
+    def _second(self, of: int) -> int:
+        """A rank's bytes of the second copy of what was given up."""
+        return -(-of // self.copied) if self.copied else 0
+
+    def _lasting(self, event: str) -> Iterator[Item]:
+        """While loading each trained parameter is whole once, to hook onto it; then small ones."""
         offload, params, buffers = self.stage.offload_optimizer, self.stage.offload_param, 0
         yield Item(planning.PARAMETERS, self.near, self.share(self.every) - self.on_disk)
         yield Item(planning.PARAMETERS, "disk", self.on_disk)
@@ -284,20 +273,15 @@ class Stage3Memory(ZeroMemory):
             buffers += self.m * offload.buffer_count * self.group
         yield Item("swap buffers", "host", buffers)
         yield Item("reduce bucket", "device", self.r * self.bucket * self.contiguous)
-        if moment.event == "load":
+        if event == "load":
             trained = (one.bytes(self.c) for one, _ in self.model.counted() if one.trained)
             made = max(self.small, self._second(self.every), *trained)
             yield Item("weights as they are made", "device", made)
 
-    def _second(self, of: int) -> int:
-        """A rank's bytes of the second copy of what was given up."""
-        return -(-of // self.copied) if self.copied else 0
-
     def _passing(self, moment: Moment, unit: UnitSizes) -> Iterator[Item]:
         """Whole parameters, and the buffer from which a fetch is copied: it has
         `prefetch_bucket_size` and a parameter more. In the step norms in fp64, also of gradients
-        that come from the host, then a sub-group after another; then small parameters are whole
-        again."""
+        that come from the host, then one sub-group after another, then small parameters."""
         event, forward = moment.event, moment.event in ("gather", "forward")
         left = self.every if forward else unit.left
         # Given up since the update are frozen parameters always, and others after their use.

@@ -13,7 +13,7 @@ from click.testing import Result
 
 from pipeline.bench import session as measuring
 from pipeline.execution.journal import Journal
-from pipeline.utils import jsonl
+from pipeline.utils import foreign
 from tests.support.tiny_project import CHAIN, tiny_project
 
 RECIPE = """\
@@ -77,7 +77,7 @@ def bench(pipe: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Calla
                 "tokens_per_second": 64 / seconds, "samples_per_second": 8 / seconds,
                 "data_wait_share": 0.0,
             }  # fmt: skip
-            jsonl.append_line(run_dir / "metrics.jsonl", record)
+            foreign.append_line(run_dir / "metrics.jsonl", record)
         return 0
 
     Path("a.txt").touch()

@@ -17,8 +17,7 @@ from pipeline.bench.trials import BenchLength, profiled_recipe
 from pipeline.chain.plan import make_plan, plan_file
 from pipeline.chain.registry import Registry
 from pipeline.errors import UsageError
-from pipeline.planning.planner import Planner, Planners, Trial
-from pipeline.planning.presets import chosen
+from pipeline.planning.planner import Planner, Planners, Trial, chosen
 from pipeline.recipe import load_recipe
 
 

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from pipeline.chain.entry_points import Entry
 from pipeline.chain.plan import Plan, plan_file
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Entry, Registry
 
 
 class Planned(Protocol):

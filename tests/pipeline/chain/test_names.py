@@ -11,8 +11,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from pipeline.chain.names import unpinned
-from pipeline.chain.plan import plan_file, resolved
+from pipeline.chain.plan import plan_file, resolved, unpinned
 from pipeline.cli import main
 from pipeline.utils import hub
 from tests.pipeline.conftest import TinyRun

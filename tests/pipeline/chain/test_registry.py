@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.chain.entry_points import Entry
 from pipeline.chain.plan import plan_file
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Entry, Registry
 from pipeline.contracts.export import OpensText
 from pipeline.errors import PluginError
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pipeline.checkpoint.division import (
     CoverageError,
     Division,
-    PatternIndex,
     Piece,
     Tile,
     require_cover,
@@ -102,13 +101,3 @@ def found(tiles: list[Tile]) -> list[int]:
 def test_tensors_that_are_not_whole(pieces: list[Piece], problem: str) -> None:
     with pytest.raises(CoverageError, match=problem):
         Division.of([pieces]).require_whole({"a": (3, 8)}, ranks=2)
-
-
-@given(cuts(), st.data())
-def test_pieces_are_found_by_their_elements(cut: Cut, data: st.DataObject) -> None:
-    pieces = [Piece(rank, *tile) for rank in range(cut.ranks) for tile in cut.tiles(rank)]
-    layout = PatternIndex(pieces)
-    low = data.draw(st.integers(0, cut.numel))
-    wanted = Tile(low, data.draw(st.integers(low, cut.numel)))
-    hits = [p for p in pieces if set(elements(p.tile)) & set(range(*wanted[:2]))]
-    assert sorted(layout.find(wanted, layout.width or cut.numel)) == sorted(hits)

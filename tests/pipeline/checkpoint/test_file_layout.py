@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.checkpoint.division import Tile
-from pipeline.checkpoint.file_format import BLOCK, block_sums
 from pipeline.checkpoint.file_layout import (
     FULL,
     PASSAGE,
     SHARDED,
     FileLayout,
     RankFiles,
+    Write,
+    block_sums,
     plan_staging,
 )
-from pipeline.checkpoint.manifest import TensorEntry
-from pipeline.checkpoint.writer import Write
+from pipeline.checkpoint.manifest import BLOCK, TensorEntry
 from pipeline.utils.files import PAGE
 
 KINDS = st.sampled_from(["F32", "BF16", "U8", "F64"])

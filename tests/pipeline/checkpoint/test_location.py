@@ -1,17 +1,26 @@
-"""Location of a run's checkpoints."""
+"""Location of a run's checkpoints, and those that stay."""
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.checkpoint import location
+from pipeline.checkpoint.location import Retention, expected_count, purge
 from pipeline.checkpoint.manifest import MANIFEST
+from pipeline.checkpoint.store import LocalStore, step_name, step_number, steps_in_order
 from pipeline.contracts.metrics import Metrics
+from pipeline.contracts.training import TrainingLength
 from pipeline.errors import CheckpointError, ResumeRefused
 from pipeline.execution.rundir import saved_step
+from tests.support.tiny_store import Tiny, write
 
 
 def test_nothing_saved_nothing_known(tmp_path: Path) -> None:
@@ -110,7 +119,7 @@ def test_a_line_that_leads_out_of_the_folder_is_no_training(tmp_path: Path) -> N
 
 def test_the_newest_step_is_of_the_training_that_has_written_last(tmp_path: Path) -> None:
     for training, step in (("", 20), ("chat", 5)):
-        place = location.default(tmp_path, training)
+        place = location.address(tmp_path, None, training)
         folder = Path(place, f"step-{step:08d}")
         folder.mkdir(parents=True)
         (folder / MANIFEST).write_text("{}")
@@ -120,3 +129,137 @@ def test_the_newest_step_is_of_the_training_that_has_written_last(tmp_path: Path
     assert (saved_step(file), saved_step(file, "chat")) == (20, 5)
     Metrics(file, "chat").write_training({"step": 6, "loss": 1.0})
     assert (saved_step(file), saved_step(file, "")) == (5, 20)
+
+
+LOSSES = {1: 3.0, 2: None, 3: 1.0, 4: 2.0, 5: 1.0, 6: float("nan"), 7: 4.0, 8: None}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """Return a store with eight checkpoints."""
+    tiny = Tiny(str(tmp_path))
+    for step, loss in LOSSES.items():
+        assert write(tiny, step, loss=loss).problem == ""
+    return LocalStore(tmp_path)
+
+
+def steps(store: LocalStore) -> list[int]:
+    return [step_number(name) or 0 for name in store.names()]
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(), [1, 2, 3, 4, 5, 6, 7, 8]),
+        (Retention(every=4), [1, 2, 3, 4, 5, 6, 7, 8]),
+        (Retention(last=1), [8]),
+        (Retention(last=3), [6, 7, 8]),
+        (Retention(last=99), [1, 2, 3, 4, 5, 6, 7, 8]),
+        (Retention(last=2, every=3), [3, 6, 7, 8]),
+        (Retention(last=1, best=1), [3, 8]),
+        (Retention(last=1, best=3), [3, 4, 5, 8]),
+        (Retention(last=1, best=99), [1, 3, 4, 5, 7, 8]),
+        (Retention(last=1, every=2, best=1), [2, 3, 4, 6, 8]),
+    ],
+)
+def test_what_is_kept(store: LocalStore, retention: Retention, kept: list[int]) -> None:
+    assert purge(store, retention) == []
+    assert steps(store) == kept
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_the_best(store: LocalStore) -> None:
+    Path(store.locate(step_name(3), MANIFEST)).write_bytes(b"")
+    assert purge(store, Retention(last=1, best=1)) == []
+    assert steps(store) == [5, 8]
+
+
+def test_what_is_put_aside_is_kept_and_not_counted(store: LocalStore) -> None:
+    store.quarantine(step_name(8))
+    store.quarantine(step_name(1))
+    assert purge(store, Retention(last=2)) == []
+    assert steps(store) == [6, 7]
+    assert [Path(place).name for place in store.quarantined()] == [
+        "step-00000001.damaged-1",
+        "step-00000008.damaged-1",
+    ]
+
+
+def test_only_a_newer_commit_deletes(tmp_path: Path) -> None:
+    tiny = Tiny(str(tmp_path), retention=Retention(last=1))
+    write(tiny, 1)
+    (tmp_path / "step-00000002.tmp-attempt2").write_text("in the way")
+    failed = write(tiny, 2)
+    assert failed.problem.startswith("File exists: ")
+    assert steps(LocalStore(tmp_path)) == [1]
+    assert write(tiny, 2, identity="again").problem == ""
+    assert steps(LocalStore(tmp_path)) == [2]
+
+
+@given(st.sets(st.integers(0, 10**10)))
+def test_names_are_in_the_order_of_steps(found: set[int]) -> None:
+    """Steps may have more digits than names usually have."""
+    names = [*map(step_name, found), "step-1", "step-00000001.tmp-x", "other"]
+    assert steps_in_order(names) == [step_name(step) for step in sorted(found)]
+
+
+def test_steps_that_no_training_has() -> None:
+    assert step_number(f"step-{10**17}") == 10**17
+    assert [step_number(f"step-{n}") for n in (10**18, 10**30, "9" * 5000, "٣" * 8)] == [None] * 4
+
+
+NEVER, LAST = Retention(), Retention(last=2)
+EVALS = {"eval_every": 50}
+
+
+@pytest.mark.parametrize(
+    ("retention", "every", "length", "number"),
+    [
+        (LAST, None, {}, 1),  # the last step's
+        (LAST, 100, {}, 3),  # the newest two, and the third while it is written
+        (LAST, 600, {}, 2),  # 600 and 1000 are the only ones
+        (NEVER, 100, {}, 10),
+        (NEVER, 300, {}, 4),  # 300, 600, 900 and the last
+        (NEVER, 100, {"saves_first": True}, 11),
+        (NEVER, 100, {"eval_first": True}, 10),
+        (Retention(best=1), 100, {"eval_first": True, "eval_every": 200}, 11),
+        (Retention(last=2, every=250), 100, {}, 4),  # 500; 800, 900; and 1000 while it is written
+        (Retention(last=2, every=200), 100, {}, 6),  # 200, 400, 600; 800, 900; and 1000
+        (Retention(last=1, best=1), 100, {"eval_every": 100}, 3),
+        (Retention(last=2, best=1), None, {"eval_every": 100}, 4),  # saved after evaluations too
+        (Retention(best=1), 500, {"eval_every": 250}, 4),  # 250, 500, 750, 1000
+        # Evaluations at 50, 150, ... may be the newest, so that all ten except the last are older.
+        (Retention(last=2, every=100, best=1), 100, EVALS, 2 + 9 + 1 + 1),
+        # Nobody knows the number of steps.
+        (LAST, None, EVALS | {"steps": None}, 1),
+        (LAST, 100, EVALS | {"steps": None}, 3),
+        (NEVER, 100, EVALS | {"steps": None}, 2),
+        (Retention(last=2, every=250), 100, EVALS | {"steps": None}, 3),
+        (Retention(last=2, best=1), None, EVALS | {"steps": None}, 4),
+        # Parts of an epoch.
+        (NEVER, "0.5 epochs", {"epoch": Fraction(2001, 10)}, 10),  # 101, 201, ..., 901 and 1000
+        (NEVER, "1/3 epochs", {"epoch": Fraction(300)}, 10),
+        (LAST, "1/3 epochs", {"epoch": Fraction(300)}, 3),
+        (LAST, "4 epochs", {"epoch": Fraction(300)}, 1),
+        (LAST, "0.5 epochs", {"epoch": None}, 3),  # somewhere in these steps
+        (NEVER, "0.5 epochs", {"epoch": None}, 2),
+    ],
+)
+def test_by_hand(retention: Retention, every: int | str | None, length: Any, number: int) -> None:
+    found = expected_count(retention, every, TrainingLength(**{"steps": 1000} | length))
+    assert found == number
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 12), st.none() | st.integers(1, 6),
+    st.none() | st.integers(1, 12),
+)  # fmt: skip
+def test_as_many_are_there_at_once_as_are_counted(
+    steps: int, every: int, last: int | None, for_good: int | None
+) -> None:
+    retention, there, most = Retention(last=last, every=for_good), list[str](), 0
+    store: Any = SimpleNamespace(names=lambda: list(there), delete=there.remove)
+    for step in sorted({steps, *range(every, steps, every)}):
+        there.append(step_name(step))
+        most = max(most, len(there))
+        assert not purge(store, retention)
+    assert expected_count(retention, every, TrainingLength(steps=steps)) == most

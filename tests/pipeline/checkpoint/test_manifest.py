@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.checkpoint.division import Division, Piece
-from pipeline.checkpoint.file_format import ITEM_BYTES
 from pipeline.checkpoint.manifest import (
+    ITEM_BYTES,
     MANIFEST,
     Damaged,
     DataFile,
@@ -133,8 +133,10 @@ def test_the_bytes_are_those_of_earlier_releases(name: str) -> None:
     earlier = (HERE / f"golden_manifest_{name}.json").read_bytes()
     for data in (golden, earlier):
         again = Manifest.load(data, "here")
-        assert again.shapes() == STATE.shapes
-        restored = dataclasses.replace(again.state, shapes=again.shapes())
+        keys = [(*entry.key.partition("/"), entry.shape) for entry in again.tensors]
+        shapes = {name: shape for kind, _, name, shape in keys if kind == "weight"}
+        assert shapes == STATE.shapes
+        restored = dataclasses.replace(again.state, shapes=shapes)
         assert same(dataclasses.asdict(restored), dataclasses.asdict(STATE))
         assert again.dump() == data
     assert Manifest.load(earlier, "here").divided == template.division

@@ -19,17 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from pipeline.checkpoint import file_format, reader, write_plan
-from pipeline.checkpoint.division import Piece, Tile, require_cover
-from pipeline.checkpoint.file_format import BLOCK
+from pipeline.checkpoint import file_layout, reader, write_plan
+from pipeline.checkpoint.division import Division, Piece, Tile, require_cover
 from pipeline.checkpoint.file_layout import FULL, SHARDED, FileLayout
-from pipeline.checkpoint.manifest import MANIFEST, Damaged, TensorEntry
+from pipeline.checkpoint.manifest import BLOCK, MANIFEST, Damaged, DataFile, TensorEntry
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.restore import Restoration
 from pipeline.checkpoint.store import LocalStore
 from pipeline.contracts.engine import WEIGHT, Fragment
 from pipeline.errors import CheckpointError
-from tests.support.cuts import KEY, NAME, Cut, content, cuts, fragments, write
+from tests.support.cuts import KEY, NAME, Cut, content, cuts, elements, fragments, write
 from tests.support.tier import examples, times
 from tests.support.tiny_store import ARRANGEMENTS, Tiny, content_of, digests, read_digests
 from tests.support.tiny_store import write as write_tiny
@@ -58,7 +57,7 @@ def test_whatever_was_written_is_read(
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_plan, "WORTH_A_CUT", data.draw(st.sampled_from([1, 100, 1 << 18])))
         write(Path(root), before, form, passage=3 * BLOCK if passes else None)
-        patch.setattr(file_format, "CHUNK", BLOCK * data.draw(st.integers(1, 3)))
+        patch.setattr(file_layout, "CHUNK", BLOCK * data.draw(st.integers(1, 3)))
         patch.setattr(reader, "LONG", data.draw(st.sampled_from([1, 100, 1 << 20])))
         opened = CheckpointReader(LocalStore(root), NAME)
         good: list[int] = []
@@ -85,6 +84,26 @@ def fill(opened: CheckpointReader, fragment: Fragment, live: torch.Tensor) -> No
     Restoration(nothing, nothing, nothing)._fill(opened, fragment, WEIGHT, live)
 
 
+@given(cuts(), st.data())
+def test_pieces_are_found_by_their_elements(cut: Cut, data: st.DataObject) -> None:
+    tiles = [(rank, tile) for rank in range(cut.ranks) for tile in cut.tiles(rank)]
+    files = [
+        DataFile(name=f"{rank}", size=8 + 4 * len(cut.elements(rank)), data_start=8, header=0)
+        for rank in range(cut.ranks)
+    ]
+    manifest: Any = SimpleNamespace(
+        tensors=[TensorEntry(key=KEY, dtype="F32", shape=cut.shape)], files=files, version=4,
+        parts=[SimpleNamespace(pieces=()) for _ in files],
+        divided=Division.of([[Piece(rank, *tile) for rank, tile in tiles]]),
+    )  # fmt: skip
+    low = data.draw(st.integers(0, cut.numel))
+    wanted = Tile(low, data.draw(st.integers(low, cut.numel)))
+    hits = [(r, t) for r, t in tiles if set(elements(t)) & set(range(*wanted[:2]))]
+    _, found = reader.Places(manifest, "here").find(KEY, wanted)
+    assert sorted((one.rank, one.tile) for one in found) == sorted(hits)
+    assert all(one.file == one.rank for one in found)
+
+
 @each_form
 def test_a_rank_reads_its_own_columns_only(form: FileLayout, tmp_path: Path) -> None:
     cut = Cut((256, 1024), 1, 2, 4, 0, 1)
@@ -107,7 +126,7 @@ def test_memory_does_not_grow_with_rows(rows: int, tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert count == 4 << 23
-    assert peak < file_format.CHUNK + (1 << 20)
+    assert peak < file_layout.CHUNK + (1 << 20)
     assert opened.bytes_read < 1.1 * count
 
 
@@ -147,7 +166,7 @@ def ranges(draw: st.DrawFn) -> tuple[list[TensorEntry], list[list[Piece]]]:
 def test_any_range(case: tuple[list[TensorEntry], list[list[Piece]]], data: st.DataObject) -> None:
     tensors, pieces = case
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_format, "CHUNK", BLOCK * data.draw(st.integers(1, 3)))
+        patch.setattr(file_layout, "CHUNK", BLOCK * data.draw(st.integers(1, 3)))
         assert write_tiny(Tiny(root, "sharded", tensors=tensors, pieces=pieces), 1).problem == ""
         opened = CheckpointReader(LocalStore(root), NAME)
         for _ in range(6):
@@ -205,7 +224,7 @@ def regions(root: Path) -> list[tuple[Path, int, int, str]]:
     found = [(path, 0, path.stat().st_size, "") for path in (folder / MANIFEST, *sums)]
     found += [(folder / file.name, 0, file.data_start, "") for file in manifest.files]
     for tensor in manifest.tensors:
-        for placed in opened.places.find(tensor.key, Tile(0, tensor.numel)):
+        for placed in opened.places.find(tensor.key, Tile(0, tensor.numel))[1]:
             path = folder / manifest.files[placed.file].name
             for begin, low, high in placed.place.segments(0, placed.place.numel):
                 found.append((path, begin, begin + high - low, tensor.key))

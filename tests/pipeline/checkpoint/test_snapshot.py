@@ -125,7 +125,7 @@ def test_what_does_not_last_is_kept_before_training_goes_on(
         copy(own, *piece)
 
     monkeypatch.setattr(Snapshot, "_copy", late)
-    writer: Any = SimpleNamespace(begin=lambda request: None)
+    writer: Any = SimpleNamespace(announce=lambda request: None)
     snapshot.start(writer, job(1, "x"), {"a"})
     for tensor in tensors.values():
         tensor.fill_(1.0)

@@ -31,7 +31,7 @@ def test_a_report_may_start_the_commit(tmp_path: Path, monkeypatch: pytest.Monke
         return moved
 
     monkeypatch.setattr(Path, "rename", renamed)
-    transaction.put("report", b"whole")
+    store.put(*transaction.at("report"), b"whole")
     assert store.get(NAME, "report") == b"whole"
     assert store.names() == [NAME]
 
@@ -71,7 +71,7 @@ def test_pages_go_past_the_cache_and_edges_do_not(
     store, size = LocalStore(tmp_path), 40 * PAGE
     transaction, memory = store.begin(NAME, "one"), data_of(size)
     cuts = [0, 100, 100 + 9 * PAGE, 20 * PAGE, 20 * PAGE + 3, size - 1, size]
-    with transaction.create("data", size, shared=shared) as sink:
+    with store.create(transaction.folder, "data", size, shared=shared) as sink:
         for low, high in itertools.pairwise(cuts):
             sink(low, memory[low:high])
     assert (tmp_path / transaction.folder / "data").read_bytes() == bytes(memory)
@@ -113,8 +113,9 @@ def test_file_systems_without_direct_writes(
     tmp_path: Path, direct: list[int], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     fail(monkeypatch, name, number, when)
-    transaction, memory = LocalStore(tmp_path).begin(NAME, "one"), data_of(20 * PAGE)
-    with transaction.create("data", len(memory), shared=False) as sink:
+    store = LocalStore(tmp_path)
+    transaction, memory = store.begin(NAME, "one"), data_of(20 * PAGE)
+    with store.create(transaction.folder, "data", len(memory), shared=False) as sink:
         sink(0, memory[: 8 * PAGE])
         sink(8 * PAGE, memory[8 * PAGE :])
     assert direct == []
@@ -127,10 +128,11 @@ def test_errors_that_another_way_does_not_mend(
 ) -> None:
     """A full disk, and one that fails after it has taken some pages."""
     fail(monkeypatch, "pwrite", number, lambda *_: number == errno.ENOSPC or bool(direct))
-    transaction, memory = LocalStore(tmp_path).begin(NAME, "one"), data_of(24 * PAGE)
+    store = LocalStore(tmp_path)
+    transaction, memory = store.begin(NAME, "one"), data_of(24 * PAGE)
     with (
         pytest.raises(OSError, match=os.strerror(number)),
-        transaction.create("data", len(memory), shared=False) as sink,
+        store.create(transaction.folder, "data", len(memory), shared=False) as sink,
     ):
         [sink(half, memory[half : half + 12 * PAGE]) for half in (0, 12 * PAGE)]
     assert len(direct) == (number == errno.EIO)
@@ -146,8 +148,9 @@ def test_pages_that_lie_elsewhere_do_not_keep_others_from_the_disk(
     fail(
         monkeypatch, "pwrite", errno.EINVAL, lambda fd, data: is_direct(fd) and data.obj is odd.obj
     )
-    transaction, memory = LocalStore(tmp_path).begin(NAME, "one"), data_of(12 * PAGE)
-    with transaction.create("data", 36 * PAGE, shared=False) as sink:
+    store = LocalStore(tmp_path)
+    transaction, memory = store.begin(NAME, "one"), data_of(12 * PAGE)
+    with store.create(transaction.folder, "data", 36 * PAGE, shared=False) as sink:
         for number, data in enumerate([memory, odd, memory]):
             sink(number * 12 * PAGE, data)
     assert direct == [12 * PAGE, 12 * PAGE]

@@ -1,12 +1,16 @@
 """The division of the work: everything is written once, by a rank that holds it, whatever the ranks
-hold; the agreement before the first checkpoint does not grow with tensors times ranks."""
+hold; the agreement before the first checkpoint does not grow with tensors times ranks. And random
+generators, whose state is written too."""
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,10 +20,13 @@ from pipeline.checkpoint.file_layout import FULL, SHARDED, FileLayout
 from pipeline.checkpoint.write_plan import (
     WORTH_A_CUT,
     HeldTile,
+    apply_random,
+    capture_random,
     divide,
     random_key,
     report,
     share_writing,
+    start_random_streams,
 )
 from pipeline.errors import StageError
 from tests.support.cuts import Cut, cuts, elements
@@ -54,7 +61,8 @@ def divided(held: Held, numels: list[int]) -> Division:
     ]
     shares = divide(reports, SHARDED, {})
     order = sorted(range(len(numels)), key=lambda n: shares.tensors[n].key)
-    return Division.of([shares.division.pieces(number) for number in order])
+    made = shares.division
+    return Division.of([made.patterns[made.tensors[number]] for number in order])
 
 
 def loads(division: Division, ranks: int) -> list[int]:
@@ -67,7 +75,7 @@ def test_ranges_are_written_once_by_who_holds_them(case: tuple[Held, list[int]])
     held, numels = case
     division = divided(held, numels)
     for number, numel in enumerate(numels):
-        pieces = division.pieces(number)
+        pieces = division.patterns[division.tensors[number]]
         require_cover(pieces, numel)
         for rank, start, stop, *_ in pieces:
             assert any(
@@ -87,8 +95,8 @@ def test_columns_are_written_once_by_who_holds_them(cut: Cut, reverse: bool, wor
         (pieces,) = share_writing([0], [holders], cut.ranks).patterns
     written: Counter[int] = Counter()
     for piece in pieces:
-        assert any(is_within(piece.tile, tile) for tile in cut.tiles(piece.rank))
-        written.update(elements(piece.tile))
+        assert any(is_within(Tile(*piece[1:]), tile) for tile in cut.tiles(piece.rank))
+        written.update(elements(Tile(*piece[1:])))
     assert written == Counter(range(cut.numel))
 
 
@@ -97,7 +105,7 @@ def is_within(piece: Tile, tile: Tile) -> bool:
     first = tile.position(piece.start)
     if first is None or first + piece.numel > tile.numel:
         return False
-    return elements(piece) == [tile.element(first + at) for at in range(piece.numel)]
+    return elements(piece) == elements(tile)[first : first + piece.numel]
 
 
 @given(irregular())
@@ -129,7 +137,7 @@ def test_replicas_share_large_tiles(
         for rank in range(cut.ranks)
     ]
     division = divide(reports, SHARDED, {}).division
-    found = min(piece for piece in division.pieces(0) if piece.rank >= 16)
+    found = min(piece for piece in division.patterns[division.tensors[0]] if piece.rank >= 16)
     assert found == expected
 
 
@@ -153,7 +161,7 @@ def test_layouts_are_shared(arrangement: FileLayout) -> None:
         assert [entry.key for entry in shares.tensors] == [
             *(key for key, _ in SHAPES), *(f"random/{rank:05d}/torch" for rank in range(ranks))
         ]  # fmt: skip
-        assert [len(division.pieces(n)) for n in range(count)] == [
+        assert [len(division.patterns[division.tensors[n]]) for n in range(count)] == [
             -(-rows // -(-rows // ranks)) for _, (rows, _) in SHAPES
         ]
         assert division.tensors[count:] == list(range(count, count + ranks))
@@ -175,3 +183,21 @@ def test_ranks_that_do_not_fit_together() -> None:
     half = report([HeldTile("a/a", "F32", (100,), Tile(40, 100))], [])
     with pytest.raises(StageError, match="a/a: elements 40 to 50 are there twice"):
         divide([report([HeldTile("a/a", "F32", (100,), Tile(0, 50))], []), half], SHARDED, {})
+
+
+def draws() -> list[float]:
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+def test_every_generator_follows_the_number_and_its_state_can_be_put_back() -> None:
+    start_random_streams(7)
+    first = draws()
+    saved = capture_random(torch.device("cpu"))
+    second = draws()
+    start_random_streams(8)
+    assert not set(draws()) & {*first, *second}
+    start_random_streams(7)
+    assert draws() == first
+    random.seed(0)
+    apply_random(saved, torch.device("cpu"))
+    assert draws() == second

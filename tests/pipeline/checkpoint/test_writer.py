@@ -1,9 +1,10 @@
-"""The writer process: the faults that it survives, and the errors after others."""
+"""The writer process: faults that it survives, errors after others, and reports of failed ranks."""
 
 from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import os
 import resource
@@ -17,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint.division import Tile
+from pipeline.checkpoint.file_layout import Write
 from pipeline.checkpoint.snapshot import SnapshotBuffer
 from pipeline.checkpoint.store import LocalStore
-from pipeline.checkpoint.writer import Write, WriterProcess, WriterSetup
+from pipeline.checkpoint.writer import WriterProcess, WriterSetup, carry_out
 from pipeline.distributed.signals import ENDING
 from pipeline.errors import CheckpointError
 from tests.support.tiny_store import Tiny, digests, job, read_digests
@@ -64,7 +66,7 @@ def test_neither_the_locale_nor_the_users_files_matter(
     root = tmp_path / "f\u00fcr \u4f60"
     with both(root) as writers:
         for writer in writers:
-            writer.begin(job(1, "x"))
+            writer.announce(job(1, "x"))
         outcomes = [writer.wait() for writer in writers]
     assert [outcome.problem for outcome in outcomes] == ["", ""]
     assert outcomes[0].address == str(root / NAME)
@@ -78,7 +80,7 @@ def pid(writer: WriterProcess) -> int:
 def test_outcomes(writers: list[WriterProcess], tmp_path: Path) -> None:
     assert [writer.poll() for writer in writers] == [None, None]
     for writer in writers:
-        writer.begin(job(1, "x"))
+        writer.announce(job(1, "x"))
     outcomes = [writer.wait() for writer in writers]
     assert [outcome.problem for outcome in outcomes] == ["", ""]
     assert [outcome.address for outcome in outcomes] == [str(tmp_path / NAME), ""]
@@ -90,13 +92,13 @@ def test_signals_to_the_whole_run_do_not_stop_a_save(
     writers: list[WriterProcess], tmp_path: Path
 ) -> None:
     """Rank 1 has no order yet, so rank 0's writer is waiting when the signals come."""
-    writers[0].begin(job(1, "x"))
+    writers[0].announce(job(1, "x"))
     while not list(tmp_path.glob("*.tmp-x/*.sums")):
         assert writers[0].poll() is None
     for number in ENDING:
         os.kill(pid(writers[0]), number)
     assert writers[0].poll() is None
-    writers[1].begin(job(1, "x"))
+    writers[1].announce(job(1, "x"))
     assert [writer.wait().problem for writer in writers] == ["", ""]
     assert read_digests(LocalStore(tmp_path), NAME) == digests(1)
 
@@ -105,7 +107,7 @@ def test_signals_to_a_writer_that_is_just_starting(writers: list[WriterProcess])
     """Slurm sends them to every process of a job, at any moment."""
     for number in ENDING:
         os.kill(pid(writers[1]), number)
-    writers[1].begin(job(1, "x"))
+    writers[1].announce(job(1, "x"))
     assert writers[1].wait().problem == ""
 
 
@@ -113,7 +115,7 @@ def test_a_dead_writer_is_told_by_whatever_asks_it(writers: list[WriterProcess])
     os.kill(pid(writers[1]), signal.SIGKILL)
     os.waitid(os.P_PID, pid(writers[1]), os.WEXITED | os.WNOWAIT)
     problem = r"the process that writes rank 1's checkpoints ended \(SIGKILL\)"
-    for ask in (writers[1].poll, writers[1].wait, lambda: writers[1].begin(job(1, "x"))):
+    for ask in (writers[1].poll, writers[1].wait, lambda: writers[1].announce(job(1, "x"))):
         with pytest.raises(CheckpointError, match=problem):
             ask()
 
@@ -125,8 +127,8 @@ def test_a_failure_told_together_with_a_round_is_not_overlooked(tmp_path: Path) 
     )
     rounds = [*setup.rounds, [impossible], []]
     with started(setup.model_copy(update={"rounds": rounds})) as writer:
-        writer.begin(job(1, "x"))
-        writer.go_on()
+        writer.announce(job(1, "x"))
+        writer.announce()
         while waiting(writer) < len("\n{}\n"):
             pass
         assert writer.wait_written() is None
@@ -156,7 +158,7 @@ def test_a_process_with_many_open_files(tmp_path: Path) -> None:
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
         writer = stack.enter_context(started(tiny.setups[1]))
         assert writer.poll() is None
-        writer.begin(job(1, "x"))
+        writer.announce(job(1, "x"))
         assert writer.wait().problem == ""
 
 
@@ -170,3 +172,24 @@ def test_the_start_of_a_writer_is_not_waited_for(
     much = setup.model_copy(update={"files": [*setup.files] * 20_000})
     with started(much):
         pass
+
+
+def test_files_of_a_rank_that_cannot_tell_whether_its_report_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 sees the report and commits, so the files that it speaks of must stay."""
+    tiny, real, reports = Tiny(str(tmp_path)), LocalStore.put, []
+
+    def put(store: LocalStore, name: str, file: str, data: bytes) -> None:
+        if not file.endswith(".report"):
+            return real(store, name, file, data)
+        if not reports:
+            real(store, name, file, data)
+        reports.append(file)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalStore, "put", put)
+    assert carry_out(tiny.setups[1], job(1, "x"), tiny.arena(1, 1)).problem
+    assert carry_out(tiny.setups[0], job(1, "x"), tiny.arena(0, 1)).problem == ""
+    assert len(reports) == 2
+    assert read_digests(LocalStore(tmp_path), "step-00000001") == digests(1)

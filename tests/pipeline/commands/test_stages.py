@@ -22,10 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from pipeline import scaffold
 from pipeline.cli import main
 from pipeline.contracts.metrics import records
 from pipeline.errors import UsageError
-from pipeline.scaffold import KINDS, OTHER, REFUSED, NewStage
+from pipeline.scaffold import KINDS, OTHER, REFUSED
 from tests.stages.data.fakes import byte_tokenizer
 from tests.support.pipe import Pipe
 from tests.support.tier import spread
@@ -167,7 +168,8 @@ def run(project: Pipe) -> Path:
 
 
 def test_every_kind_is_walked() -> None:
-    assert {NewStage(f"{kind}.my_own").template for kind in OWN} == KINDS == {*OWN[:-1], OTHER}
+    found = {scaffold.new_stage(f"{kind}.my_own").template for kind in OWN}
+    assert found == KINDS == {*OWN[:-1], OTHER}
 
 
 def test_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +288,7 @@ def test_all_of_them_run_on_two_processes(run: Path) -> None:
 
 def test_the_export_is_half_of_what_was_trained(run: Path) -> None:
     from pipeline.checkpoint import Reading, open_state
-    from stages.consolidate.weights import open_weights
+    from stages.consolidate.stream import open_weights
 
     exported = AutoModelForCausalLM.from_pretrained(run / "export").state_dict()
     trained = open_weights(str(run / "checkpoints" / "step-00000004"))
@@ -397,7 +399,7 @@ def test_names_are_good_for_packages_and_classes(name: str) -> None:
     from packaging.requirements import Requirement
 
     try:
-        new = NewStage(name)
+        new = scaffold.new_stage(name)
     except UsageError:
         return
     assert Requirement(new.package).name == new.package

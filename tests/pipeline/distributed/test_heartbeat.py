@@ -10,8 +10,7 @@ import time
 import pytest
 
 from pipeline.distributed import heartbeat
-from pipeline.distributed.environment import Shared
-from pipeline.distributed.heartbeat import FIELDS, Phase, Watchdog, heartbeats, own_heartbeat
+from pipeline.distributed.heartbeat import FIELDS, Phase, Watchdog, heartbeats
 from pipeline.distributed.settings import Timeouts
 from pipeline.utils.files import memory_file
 
@@ -20,13 +19,9 @@ def memory(ranks: int) -> int:
     return memory_file("heartbeats", ranks * FIELDS * 8)
 
 
-def test_a_rank_writes_where_its_launcher_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_writes_where_its_launcher_reads() -> None:
     shared = memory(3)
-    ranks = heartbeats(shared)
-    files = Shared(heartbeats=shared, failures=-1, stacks=-1, store=None)
-    monkeypatch.setattr(heartbeat, "shared", lambda: files)
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    own = own_heartbeat()
+    ranks, own = heartbeats(shared), heartbeats(shared)[2]
     own.beat(Phase.STEP, step=7)
     with own.waiting():
         assert ranks[2].read().waits

@@ -21,7 +21,7 @@ from pipeline.cli import main
 from pipeline.doctor import examine as module
 from pipeline.doctor.examine import QUICK, _load, _topology
 from pipeline.doctor.inventory import folders
-from pipeline.doctor.ranks import RankResults
+from pipeline.doctor.measurements import RankResults
 from pipeline.doctor.report import Link, Topology, read_machine
 
 H100 = {"name": "H100", "memory_bytes": 80 * 10**9, "compute_capability": "9.0"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.chain.entry_points import Entry
+from pipeline.chain.registry import Entry
 from pipeline.distributed.environment import Shared
 from pipeline.errors import DataError
 from pipeline.execution import failures
@@ -50,7 +50,7 @@ def test_the_place_in_a_plugin_is_shown_whatever_it_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = Entry(name="callback.x", value=f"{__name__}:X", distribution="acme", version="1")
-    monkeypatch.setattr("pipeline.chain.entry_points.installed_entries", lambda group: [entry])
+    monkeypatch.setattr("pipeline.chain.registry.installed_entries", lambda group: [entry])
     try:
         json.loads("no JSON")
     except ValueError as error:

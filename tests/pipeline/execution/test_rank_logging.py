@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.execution.rank_logging import COMPILERS, compilers_aside, rank_log
-from pipeline.execution.worker import keep_compiled
+from pipeline.launch.start import keep_compiled
 
 
 def warn_everywhere(folder: Path) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.chain.plan import Plan, plan_file
-from pipeline.distributed.settings import ProcessCounts
 from pipeline.errors import RecipeError
-from pipeline.execution.resume import digests
+from pipeline.execution.journal import Journal
+from pipeline.execution.resume import digests, plan_resume
 from pipeline.execution.run_spec import RunSpec
 
 RECIPE = """\
@@ -46,15 +46,29 @@ def test_a_rank_has_the_plan_of_its_launcher(
     train = type(plan.slots[6].stage)
     monkeypatch.setattr(train, "check", lambda *_: pytest.fail("a rank checks nothing"))
     spec = RunSpec.load(text)
-    found = spec.plan(ProcessCounts(procs=2, per_node=2))
-    assert [step.slot for step in found.slots] == [step.slot for step in plan.slots[:7]]
-    assert [step.stage for step in found.slots] == [step.stage for step in plan.slots[:7]]
-    assert [step.inputs for step in found.slots] == [step.inputs for step in plan.slots[:7]]
+    settings, steps = spec.build()
     ours = digests(plan)
-    assert digests(found) == {slot: ours[slot] for slot in digests(found)}
-    assert found.recipe.launch == plan.recipe.launch
-    assert (found.recipe.name, found.recipe.seed, found.view.procs) == ("handed", 3, 2)
+    for step, planned in zip(steps, plan.slots[:7], strict=True):
+        assert {key: getattr(step, key) for key in vars(planned)} == vars(planned)
+        assert (step.digest, step.training) == (ours[step.slot], "")
+    unread = {step.slot: step.unread for step in steps if step.unread}
+    taken = ("data", "optimizer", "wrap", "checkpoint")
+    assert unread == {"wrap": ("precision",), "train": taken}
+    assert settings.launch == plan.recipe.launch
+    assert (settings.name, settings.seed, spec.device) == ("handed", 3, "cpu")
     assert spec.accept == ("model",)
+
+
+def test_a_start_gets_what_the_journal_leaves_to_run(plan: Plan, tmp_path: Path) -> None:
+    cut = plan.until("train")
+    spec, journal = RunSpec.of(cut, tmp_path), Journal(tmp_path / "journal.jsonl")
+    assert set(spec.starting(plan_resume(cut, journal)).todo) == {one.slot for one in cut.slots}
+    record = {"checkpoint": str(tmp_path / "gone"), "progress": {}}
+    journal.write("slot finished", slot="train", digest=digests(plan)["train"], record=record)
+    left = RunSpec.load(spec.starting(plan_resume(cut, journal)).dump())
+    assert set(left.todo) == {one.slot for one in cut.slots}
+    said = f"slot `train` runs again: the trained checkpoint is gone: {tmp_path}/gone"
+    assert left.warnings == (said,)
 
 
 def test_the_values_of_environment_variables_stay_at_home(
@@ -64,7 +78,8 @@ def test_the_values_of_environment_variables_stay_at_home(
     assert "hunter2" not in text
     other = str(tmp_path / "elsewhere.txt")  # machines have their files in places of their own
     monkeypatch.setenv("DATA", other)
-    assert RunSpec.load(text).plan(ProcessCounts()).slots[2].stage.files == other
+    _, steps = RunSpec.load(text).build()
+    assert steps[2].stage.files == other
     monkeypatch.delenv("DATA")
     with pytest.raises(RecipeError, match=r"data\.files: environment variable `DATA` is not set"):
-        RunSpec.load(text).plan(ProcessCounts())
+        RunSpec.load(text).build()

@@ -1,9 +1,11 @@
-"""Stages that run, their inputs, the release of artifacts, and the work that a journal saves."""
+"""Stages that run, their inputs, the release of artifacts, the work that a journal saves; and ranks
+whose recipes differ."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,21 +16,23 @@ from typing import Any
 
 import pytest
 
-from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.chain.plan import Plan, PlannedSlot, plan_file
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.plan_view import Wiring
-from pipeline.contracts.resources import ResourceNeed
 from pipeline.contracts.signature import gives
-from pipeline.contracts.stage import Context, Durable
+from pipeline.contracts.stage import Context, Durable, ResourceNeed
 from pipeline.contracts.training import Checkpoints, TrainedRun
 from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.execution.journal import Journal
 from pipeline.execution.resume import ResumePlan, digests, plan_resume, results
-from pipeline.execution.runner import Runner, look_ahead, run_dry
+from pipeline.execution.run_spec import steps_of
+from pipeline.execution.runner import Runner, look_ahead, require_same_recipe, run_dry
 from pipeline.testing import context
+from tests.support.processes import run_ranks
+from tests.support.runs import TINY
 
 CALLS: list[str] = []
 GIVEN: list[tuple[str, object, object]] = []
@@ -169,9 +173,10 @@ def run(plan: Plan, journal: Journal) -> list[str]:
         run_dir=journal.path.parent, seed=0, dist=DistContext(device=None),  # type: ignore[arg-type]
         log=logging.getLogger("test"), metrics=Metrics(None),
     )  # fmt: skip
-    runner = Runner(plan, ctx, journal)
+    found = plan_resume(plan, journal)
+    runner = Runner(steps_of(plan), ctx, journal)
     try:
-        runner.run()
+        runner.run(found.run, found.restore)
     finally:
         runner.close()
     return list(CALLS)
@@ -238,19 +243,16 @@ def test_a_changed_slot_runs_again_with_all_that_depends_on_it(journal: Journal)
     assert todo == ResumePlan(run=frozenset({"live", "file", "copy"}), restore={})
 
 
-def test_a_result_that_is_not_as_it_was_left_is_made_again(
-    journal: Journal, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_result_that_is_not_as_it_was_left_is_made_again(journal: Journal) -> None:
     run(chain(), journal)
     copy = journal.path.parent / "copy"
     copy.write_text("abd")
     assert plan_resume(chain(), journal, thorough=False).run == set()
+    assert plan_resume(chain(), journal).lost == (f"slot `copy` runs again: {copy} is another",)
     assert run(chain(), journal) == ["copy of file"]
     copy.unlink()
+    assert plan_resume(chain(), journal).lost == (f"slot `copy` runs again: {copy} is gone",)
     assert run(chain(), journal) == ["copy of file"]
-    assert caplog.messages == [
-        f"slot `copy` runs again: {copy} is {how}" for how in ("another", "gone")
-    ]
     assert run(chain(), journal) == []
 
 
@@ -375,7 +377,7 @@ class Save:
 
 
 def wired_to(**inputs: str | None) -> Plan:
-    def slot(name: str, gives: type, stage: Any = None) -> PlannedSlot:
+    def slot(name: str, gives: type, stage: Any = MakeLive()) -> PlannedSlot:
         return PlannedSlot(slot=name, use="a.b", stage=stage, inputs={}, gives=gives)
 
     numbers = [slot(name, int) for name in ("a", "b", "c")]
@@ -388,11 +390,55 @@ def test_needs_and_dry_runs_get_what_the_slot_is_wired_to(tmp_path: Path) -> Non
     artifacts: dict[str, Any] = {"b": 2, "a": 1, "c": "text"}
     ctx = context(tmp_path)
     for wires in ({"number": "a", "text": None}, {"number": "b", "text": "c"}):
-        look_ahead(wired_to(**wires), ctx, artifacts, frozenset({"look"}))
-        run_dry(wired_to(**wires), ctx, artifacts)
+        steps = steps_of(wired_to(**wires))
+        look_ahead(steps, ctx, artifacts, frozenset({"look"}))
+        run_dry(steps, ctx, artifacts)
     assert GIVEN == [
         ("look", 1, None),
         ("look", 1, (None, "c")),
         ("look", 2, "text"),
         ("look", 2, ("text", "c")),
     ]
+
+
+def _recipe(folder: Path, lr: float) -> Path:
+    stages = {
+        "model": {"use": "model.hf", "config": {**TINY, "vocab_size": 32}},
+        "precision": {"use": "precision.policy"},
+        "data": {"use": "data.text", "files": f"{folder}/rows.txt"},
+        "optimizer": {"use": "optimizer.adamw", "lr": lr},
+        "wrap": {"use": "wrap.ddp"},
+        "checkpoint": {"use": "checkpoint.sharded"},
+        "train": {"use": "train.causal_lm", "steps": 1, "global_batch_size": 2},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rows.txt").write_text("rain")
+    (folder / "recipe.yaml").write_text(json.dumps({"name": "run", "stages": stages}))
+    return folder / "recipe.yaml"
+
+
+def _own_recipes(dist: DistContext, folder: str, rates: list[list[float]]) -> list[list[str]]:
+    """Compare recipes in a folder of each rank's own, with data there: refusals, or the log."""
+    own, found = Path(folder) / str(dist.rank), []
+    for each in rates:
+        plan = plan_file(_recipe(own, each[dist.rank]), skip_checks=True)
+        said: list[str] = []
+        log = logging.getLogger(f"ranks-{len(found)}")
+        log.addFilter(lambda record, to=said: to.append(record.getMessage()) is not None)  # type: ignore[misc]
+        try:
+            ctx, stages = context(own, dist=dist), plan.recipe.public()["stages"]
+            ctx = dataclasses.replace(ctx, log=log)
+            require_same_recipe(plan.recipe, stages, steps_of(plan), ctx)
+        except StageError as error:
+            said = [str(error)]
+        found.append(said)
+    return found
+
+
+def test_other_settings_are_refused_and_other_paths_logged(tmp_path: Path) -> None:
+    """As of an older recipe in a folder of one machine."""
+    first, second = run_ranks(_own_recipes, 2, str(tmp_path), [[0.003, 0.3], [0.003, 0.003]])
+    assert first == second
+    (refused,), logged = first
+    assert "optimizer.lr is 0.003 on rank 0, 0.3 on rank 1 (give every machine" in refused
+    assert f"data.files is {tmp_path}/0/rows.txt on rank 0, {tmp_path}/1/rows.txt on" in logged[0]

@@ -87,9 +87,6 @@ def test_a_gpu_without_bf16_computes_it_as_slowly_as_fp32() -> None:
     assert rate("bf16", machine=machine("Tesla V100-SXM2-32GB")).measured
 
 
-KNOWN = r"known: A10, A10G, A30, A40, A100, A800, B200, .*, RTX cards as in `RTX 4090`; or "
-
-
 @pytest.mark.parametrize(
     ("gpu", "hint"),
     [

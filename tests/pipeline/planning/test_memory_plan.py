@@ -1,23 +1,25 @@
-"""`pipe plan` on recipes and on alternatives, and the recipes that `pipe advise` writes."""
+"""`pipe plan` on recipes and on alternatives, and profiles on disk."""
 
 from __future__ import annotations
 
 import functools
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from memories.cases import Case, llama, own
 
 from pipeline import Context, Data, Engine, TrainedRun
-from pipeline.chain.entry_points import BUILT_IN, Entry
 from pipeline.chain.plan import plan_file
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import BUILT_IN, Entry, Registry
 from pipeline.checkpoint.file_layout import PASSAGE
-from pipeline.planning.planner import Planners
+from pipeline.planning import memory_plan
+from pipeline.planning.memory_plan import profile_of
+from pipeline.planning.planner import Job, Planners
 from tests.support.command import pipe
 from tests.support.tier import spread
 
@@ -273,3 +275,35 @@ def test_each_of_two_trainings_is_planned() -> None:
         said = pipe("plan", both, *fields, "--gpu", "H100", *MACHINE).stdout
         assert f"this is the plan of `{most}`, the training that needs most" in said
         assert f"`{other}`: expected: " in said
+
+
+CASE = Case(name="llama", model=own(**llama()), length=256, ranks=2)
+
+
+def job(case: Case, folder: Path) -> Job:
+    return Job.of(case.plan(folder), case.topology())
+
+
+def test_a_profile_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPE_PROFILES", str(tmp_path / "not" / "there"))
+    monkeypatch.setattr(memory_plan, "_made", {})
+    here = job(CASE, tmp_path)
+    made = profile_of(here)
+    (kept,) = (tmp_path / "not" / "there").iterdir()
+    assert kept.stat().st_mode & 0o77 == 0
+    # A damaged profile is made again.
+    whole = kept.read_bytes()
+    for damaged in (b"", b"{}", b"\xff", whole[:-9]):
+        kept.write_bytes(damaged)
+        monkeypatch.setattr(memory_plan, "_made", {})
+        assert profile_of(here) == made
+    assert kept.read_bytes() == whole
+    monkeypatch.setattr(memory_plan, "_made", {})
+    monkeypatch.setattr("pipeline.planning.trace.profiling.profile", None)
+    assert profile_of(here) == made
+    # Fields that decide how samples are cut, or what is saved, do not change a model's parts.
+    others = (replace(CASE, samples=4, ranks=8, wrap="ddp"), replace(CASE, accumulation=3))
+    assert [profile_of(job(case, tmp_path)) for case in others] == [made, made]
+    for case in (replace(CASE, length=128), replace(CASE, compute="fp32"), replace(CASE, chunk=64)):
+        with pytest.raises(TypeError, match="NoneType"):
+            profile_of(job(case, tmp_path))

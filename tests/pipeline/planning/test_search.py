@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from pipeline.errors import Problem, RecipeError, StageError
 from pipeline.planning import planner
 from pipeline.planning.hardware import HardwareOptions
-from pipeline.planning.planner import Planners, Saving, Tier
-from pipeline.planning.presets import Strategy
+from pipeline.planning.planner import Planners, Saving, Strategy, Tier
 from pipeline.planning.search import (
-    AppliedSaving,
     Candidate,
     Changes,
     SearchBase,
@@ -128,10 +126,12 @@ def test_what_is_saved_is_needed(needs: int, saves: Mapping[str, int]) -> None:
     fields = [one.what for one in found.saved]
     narrowed = [saves[name] for name in ("moments", "frozen") if name in fields]
     assert len(narrowed) == (too_much > 0)
-    if not found.roomy:  # nothing that only costs time is left out, if it saves something
+    if (
+        not found.memory_plan.roomy
+    ):  # nothing that only costs time is left out, if it saves something
         assert {"smaller", *(name for name in ("again", "chunk") if saves[name])} <= {*fields}
         return
-    assert not any(found.without(one).roomy for one in found.saved)
+    assert not any(found.without(one).memory_plan.roomy for one in found.saved)
     # The most expensive saving is used only where all others are not enough.
     assert ("again" in fields) is (needs - ROOMY - sum(narrowed) > saves["chunk"] + 4)
 
@@ -156,21 +156,21 @@ def test_what_costs_time_is_saved_before_what_is_computed(
 ) -> None:
     base = Fake(needs={"": needs}, **cannot)
     assert " ".join(one.what for one in relaxed(most_saving(base, {})).saved) == expected
-    assert not most_saving(base, {}, narrow=False).narrow
+    assert not most_saving(base, {}, planner.AWAY).narrow
 
 
 def test_what_saves_nothing_is_left_out() -> None:
     """Not even where there is no head-room."""
     few = dict.fromkeys(SAVED, 1) | {"again": 0}
     found = relaxed(most_saving(Fake(needs={"": 15}, saves=few), {}))
-    assert (found.fits, found.roomy) == (True, False)
+    assert (found.fits, found.memory_plan.roomy) == (True, False)
     assert "again" not in [one.what for one in found.saved]
 
 
 def way(device: float, *saved: str, **how: Any) -> Candidate:
     base: Any = SimpleNamespace(memory_plan=lambda changes: plan_of(device, **how))
     return Candidate(
-        base=base, start={}, saved=[AppliedSaving(ORDERS[one], one, {}) for one in saved]
+        base=base, start={}, saved=[Saving(order=ORDERS[one], what=one, fields={}) for one in saved]
     )
 
 

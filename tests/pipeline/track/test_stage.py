@@ -19,7 +19,6 @@ import pytest
 
 from pipeline.contracts.metrics import records
 from pipeline.distributed.signals import Interrupted
-from pipeline.execution.run_spec import RunSpec
 from pipeline.testing import context
 from pipeline.track.feeder import Feeder
 from pipeline.track.stage import RunningFeeder, Tracker, TrackerStage
@@ -71,8 +70,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     def begin(tracker: Mapping[str, Any], timeout: float) -> RunningFeeder:
         recipe = {"name": "r", "stages": {"track": tracker}}
         folder = made(tmp_path / "run", (), [step(1)], recipe)
-        spec = RunSpec(run_dir=str(folder), recipe=recipe, last="track")
-        monkeypatch.setattr("pipeline.execution.run_spec._current", spec)
         ctx = context(folder)
         ctx.slot = "track"
         ctx.on_exit = lambda end: begun.append(end.__self__)

@@ -120,14 +120,6 @@ def test_in_a_runs_folder_and_its_log(
     assert caplog.messages == ["inner: 24 rows, 2 rows a second"]
 
 
-def test_a_new_start_forgets_what_a_killed_rank_was_doing(tmp_path: Path) -> None:
-    (tmp_path / ACTIVITY_FILE).write_text("{}")
-    ActivityRecord(logging.getLogger("rank 1"), None)
-    assert (tmp_path / ACTIVITY_FILE).exists()
-    ActivityRecord(logging.getLogger("rank 0"), tmp_path)
-    assert not (tmp_path / ACTIVITY_FILE).exists()
-
-
 def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path) -> None:
     place = ActivityRecord(logging.getLogger("test"), tmp_path / "gone")
     with show_in(place), activity("working") as work:

@@ -14,9 +14,9 @@ import pytest
 
 from pipeline.errors import StageError
 from pipeline.testing import assert_conforms, plan_view
-from pipeline.testing.helpers import checked
+from pipeline.testing.conformance import checked
 from stages.adapter.lora import Lora
-from stages.export.adapter import ExportAdapter
+from stages.export.safetensors import ExportAdapter
 from stages.model.block_changes import is_linear
 from stages.model.declared import outline
 from stages.model.hf import HfModel

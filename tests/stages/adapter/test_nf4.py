@@ -26,8 +26,7 @@ from stages.adapter.nf4 import (
     rounded_reader,
     unpack,
 )
-from stages.export.adapter import ExportAdapter
-from stages.export.safetensors import ExportSafetensors
+from stages.export.safetensors import ExportAdapter, ExportSafetensors
 from stages.model.hf import HfModel
 from stages.weights.views import MemoryReader
 from tests.stages.adapter.test_source import GPT2, UNTIED

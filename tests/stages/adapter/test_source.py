@@ -19,11 +19,11 @@ from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.errors import ResumeRefused, StageError
 from stages.adapter.lora import Lora
 from stages.adapter.source import row_blocks
-from stages.export.adapter import ExportAdapter
-from stages.export.safetensors import ExportSafetensors
+from stages.export.safetensors import ExportAdapter, ExportSafetensors
 from stages.model.hf import ActivationCheckpointing, Fp8, HfModel
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.checks import lineage, require_same_lineage
+from stages.weights.views import MemoryReader
 from tests.support.adapters import adapted, base_of, logits, module_with, saved_by_peft, trained
 from tests.support.models import context
 from tests.support.runs import TINY
@@ -107,9 +107,16 @@ def test_a_range_of_a_merged_weight_is_that_of_the_whole(
 
 def test_row_blocks_do_not_depend_on_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stages.adapter.source.CHUNK", 4 * 4 * 10)
-    assert list(row_blocks(11, 10, 0, 110)) == [(0, 4), (4, 8), (8, 11)]
-    assert list(row_blocks(11, 10, 45, 81)) == [(4, 8), (8, 11)]
-    assert list(row_blocks(11, 10, 39, 40)) == [(0, 4)]
+    values = torch.arange(150.0).view(15, 10)
+
+    def blocks(start: int, stop: int) -> list[tuple[int, int]]:
+        found = list(row_blocks(MemoryReader({"w": values}), "w", 4, 11, start, stop))
+        assert all(torch.equal(rows, values[4 + top :][: len(rows)]) for top, rows in found)
+        return [(top, top + len(rows)) for top, rows in found]
+
+    assert blocks(0, 110) == [(0, 4), (4, 8), (8, 11)]
+    assert blocks(45, 81) == [(4, 8), (8, 11)]
+    assert blocks(39, 40) == [(0, 4)]
 
 
 def test_an_adapter_goes_on_from_a_saved_one(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError
 from pipeline.testing import plan_view
-from pipeline.testing.helpers import checked
+from pipeline.testing.conformance import checked
 from stages.average.ema import EmaAverage
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream

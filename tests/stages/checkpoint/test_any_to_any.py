@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from pipeline.checkpoint.formats import Reading
-from pipeline.contracts.precision import LossScaling
+from pipeline.contracts.optimizer import LossScaling
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from stages.formats.formats import Canonical, Dcp, DeepSpeed

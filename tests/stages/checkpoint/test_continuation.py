@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.contracts.metrics import kind_of, records
-from pipeline.contracts.precision import LossScaling
+from pipeline.contracts.optimizer import LossScaling
 from pipeline.distributed.process_group import DistContext
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream

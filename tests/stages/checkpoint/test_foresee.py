@@ -70,7 +70,7 @@ def starved(dist: DistContext, folder: str) -> str:
     ctx = run_context(dist, folder)
     engine = make_engine(ctx, Setting(wrap="ddp"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.contracts.resources.free_memory", lambda: 1000)
+        patch.setattr("pipeline.contracts.stage.free_memory", lambda: 1000)
         with pytest.raises(StageError) as error:
             ShardedCheckpoint().run(ctx, engine)
     return str(error.value)

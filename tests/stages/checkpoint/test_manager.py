@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoint.file_format import BLOCK
 from pipeline.checkpoint.file_layout import plan_staging
 from pipeline.checkpoint.location import open_checkpoint
 from pipeline.checkpoint.manager import CheckpointManager
+from pipeline.checkpoint.manifest import BLOCK
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.snapshot import Snapshot
 from pipeline.checkpoint.write_plan import DTYPES, WritePlan

@@ -20,7 +20,7 @@ from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError, UsageError
-from stages.consolidate.weights import CheckpointWeights, open_weights
+from stages.consolidate.stream import CheckpointWeights, open_weights
 from stages.export.target import BLOCK
 from stages.export.weight_files import check, head, planned, shards, write
 from stages.formats.stored import MappedSource, Stored, joined

@@ -15,8 +15,7 @@ import torch
 from pipeline import NO_TARGET, Context, Data, Sample, StageError
 from pipeline.contracts.metrics import Metrics
 from pipeline.distributed.process_group import DistContext
-from stages.data.chat import ChatData
-from stages.data.text import TextData
+from stages.data.stages import ChatData, TextData
 from tests.stages.data.fakes import PLAIN, FakeSource
 
 

@@ -15,7 +15,7 @@ from pipeline import StageError
 from stages.data import cache
 from stages.data.cache import VerifiedArray, write_sums
 from stages.data.documents import DocumentEntries
-from stages.data.text import TextData
+from stages.data.stages import TextData
 from tests.stages.data.conftest import Chats
 from tests.stages.data.fakes import FakeSource, ids
 from tests.support.damage import flip

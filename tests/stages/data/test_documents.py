@@ -20,7 +20,7 @@ from tokenizers import models, pre_tokenizers
 from pipeline import Context, Samples, StageError
 from stages.data import documents, tokenizer_compat
 from stages.data.samples import STARTS, TOKENS
-from stages.data.text import TextData
+from stages.data.stages import TextData
 from tests.stages.data.conftest import Chats
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
 from tests.support.tier import times

@@ -1,4 +1,4 @@
-"""What is encoded of a row, and how it is cut: see also test_turns.py and test_chat.py."""
+"""What is encoded of a row, and how it is cut: see also test_turns.py and test_chat_entries.py."""
 
 from __future__ import annotations
 

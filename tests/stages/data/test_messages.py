@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from stages.data.chat import ChatData, ChatSource
 from stages.data.chat_entries import ChatEntries
 from stages.data.messages import RESERVED
-from stages.data.sources import open_source
+from stages.data.sources import OpenedSource
+from stages.data.stages import ChatData, ChatSource
 from stages.digests import digest
 from tests.stages.data.conftest import Chats
 from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
@@ -212,7 +212,7 @@ def test_only_data_whose_tokens_have_changed_are_other_data(chats: Chats) -> Non
     for name, more in (("a.parquet", ""), ("a.jsonl", "-nulls:1")):
         stage = chats.stage(FILLED, name=name)
         work = ChatEntries(stage, chats.ctx, FakeSource(TOOLS))
-        earlier = work.key(open_source(*stage.trained_on())).partition("-")[0]
+        earlier = work.key(OpenedSource(*stage.trained_on())).partition("-")[0]
         data = stage.run(chats.ctx, FakeSource(TOOLS))
         assert data.identity["contents"] == digest([earlier + more])
 

@@ -18,9 +18,8 @@ from pipeline import BadRows, Context, DataError, cli
 from pipeline.view.run import History
 from pipeline.view.run_report import timeline
 from stages.data import mistakes
-from stages.data.chat import ChatSource
 from stages.data.mistakes import kind_of
-from stages.data.text import StreamData, TextData
+from stages.data.stages import ChatSource, StreamData, TextData
 from tests.stages.data.conftest import Chats
 from tests.stages.data.fakes import PLAIN, FakeSource, ids
 from tests.support.pipe import Pipe

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline import Context, StageError
 from stages.data import rows
-from stages.data.text import TextData
+from stages.data.stages import TextData
 from tests.stages.data.conftest import Chats
 from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
 

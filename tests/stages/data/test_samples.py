@@ -19,7 +19,7 @@ from tokenizers import normalizers
 from pipeline import NO_TARGET, Sample, Samples
 from pipeline.distributed.process_group import DistContext
 from stages.batches.layout import collate
-from stages.data.samples import Mixture, TokenBlocks, best_fit_decreasing, mixed
+from stages.data.samples import CountedSamples, Mixture, TokenBlocks, best_fit_decreasing, mixed
 from stages.data.sources import Source
 from tests.stages.data.conftest import Chats
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
@@ -216,7 +216,7 @@ def test_documents_apart_have_the_loss_of_documents_alone(chats: Chats, model: A
     assert together[0] == pytest.approx(sum(loss for loss, _ in alone), rel=1e-5)
 
 
-class Numbers(Samples):
+class Numbers(CountedSamples):
     """`count` samples, each with its own number as its only token, from `first` on."""
 
     def __init__(self, first: int, count: int) -> None:
@@ -231,8 +231,8 @@ class Numbers(Samples):
         number = self._numbers[index : index + 1]
         return Sample(input_ids=number, labels=number)
 
-    def targets(self, index: int) -> int:
-        return int(self._numbers[index])
+    def counted(self, indices: Any) -> Any:
+        return np.array([self._numbers[indices].sum(), len(indices)])
 
 
 def content(samples: Samples) -> list[int]:

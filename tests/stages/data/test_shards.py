@@ -28,7 +28,7 @@ from stages.batches.feed import Feed
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.data import shards
 from stages.data.shards import StreamOrder, located
-from stages.data.text import StreamData, TextData
+from stages.data.stages import StreamData, TextData
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids

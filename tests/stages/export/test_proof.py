@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def test_a_gpu_takes_what_host_memory_has_no_room_for(
 ) -> None:
     """The meta device stands for a GPU."""
     folder = exported.folder
-    monkeypatch.setattr(proof, "_fits", lambda folder: False)
+    monkeypatch.setattr(proof, "has_room", lambda size, free: False)
     meta = torch.device("meta")
     with proof.loaded(folder, (), trust_remote_code=False, device=meta) as model:
         assert {one.device for one in model.to(meta).parameters()} == {meta}
@@ -123,11 +124,6 @@ def told(folder: Path) -> list[str]:
     return lines
 
 
-def shorten(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-4])
-
-
 def rename(folder: Path) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -140,14 +136,6 @@ def reconfigure(folder: Path) -> None:
     file.write_text(file.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1.0'))
 
 
-def lose(folder: Path) -> None:
-    (folder / "generation_config.json").unlink()
-
-
-def lose_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
 def look_again(folder: Path) -> None:
     """Verify as a resumed run does."""
     done = ExportedModel(folder=folder, files=[], total_bytes=0)
@@ -158,11 +146,20 @@ def look_again(folder: Path) -> None:
     ("harm", "message"),
     [
         (lambda folder: flip(folder / "model.safetensors", -7), r"does not hold .* 1 tensor"),
-        (shorten, r"model.safetensors does not have the tensors or the size"),
+        (
+            lambda folder: os.truncate(folder / "model.safetensors", 9999),
+            r"model.safetensors does not have the tensors or the size",
+        ),
         (rename, r"model.safetensors does not have the tensors or the size"),
         (reconfigure, r"config.json: is not as it was written"),
-        (lose, r"generation_config.json: missing"),
-        (lose_weights, r"model.safetensors cannot be read back"),
+        (
+            lambda folder: (folder / "generation_config.json").unlink(),
+            r"generation_config.json: missing",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            r"model.safetensors cannot be read back",
+        ),
     ],
 )
 def test_harm_is_found(harm: Callable[[Path], None], message: str, exported: Run) -> None:

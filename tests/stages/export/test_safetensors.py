@@ -189,12 +189,14 @@ def test_no_size(text: str) -> None:
     assert problem.key == "max_shard_size"
 
 
-def test_prompt_must_not_be_empty() -> None:
-    problems = list(ExportSafetensors(prompt=" ").check(plan_view()))
-    assert [problem.key for problem in problems] == ["prompt"]
-
-
-def test_a_name_of_unfinished_exports_is_refused() -> None:
-    problems = list(ExportSafetensors(folder="out.partial").check(plan_view()))
-    assert [problem.key for problem in problems] == ["folder"]
-    assert "`out.partial` is the name of an unfinished export" in problems[0].message
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt": " "}, "must not be empty"),
+        ({"folder": "out.partial"}, "`out.partial` is the name of an unfinished export"),
+    ],
+)
+def test_mistakes(fields: dict[str, str], words: str) -> None:
+    (problem,) = ExportSafetensors(**fields).check(plan_view())  # type: ignore[arg-type]
+    assert problem.key == next(iter(fields))
+    assert words in problem.message

@@ -14,11 +14,9 @@ import torch
 from pipeline.errors import ExportError, StageError
 from pipeline.testing import plan_view
 from stages.export import contents
-from stages.export.adapter import ExportAdapter
 from stages.export.proof import verify
-from stages.export.safetensors import ExportSafetensors
+from stages.export.safetensors import ExportAdapter, ExportSafetensors
 from tests.support.exports import Run, stored
-from tests.support.models import filled
 
 
 def test_foreign_files_are_left_alone(llama: Run, tmp_path: Path) -> None:
@@ -38,12 +36,6 @@ def test_an_export_that_ended_before_its_first_file_goes_on(llama: Run) -> None:
     llama.export()
     assert not partial.exists()
     assert not (llama.folder / "export.json.tmp").exists()
-
-
-def test_another_model_s_folder_is_left_alone(llama: Run) -> None:
-    filled(llama.source).save_pretrained(llama.folder)
-    with pytest.raises(StageError, match="other files than an export"):
-        llama.export()
 
 
 def test_file_added_to_an_export_is_left_alone(exported: Run) -> None:

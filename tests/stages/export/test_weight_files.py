@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from pipeline.checkpoint.write_plan import CODES
-from pipeline.contracts.tensors import TensorSpec
+from pipeline.contracts.model import TensorSpec
 from stages.export.weight_files import data_size, head, shards
 
 SPECS = st.lists(

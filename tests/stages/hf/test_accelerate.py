@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.testing import plan_view
-from pipeline.testing.helpers import checked
+from pipeline.testing.conformance import checked
 from stages.hf.accelerate import Accelerate
 from stages.precision.policy import PrecisionPolicy
 

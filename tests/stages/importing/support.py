@@ -19,9 +19,9 @@ from pipeline.importing.translator import (
     read_config,
 )
 from stages.importing.axolotl import Axolotl
+from stages.importing.hugging_face import HuggingFace
 from stages.importing.llama_factory import LlamaFactory
 from stages.importing.torchtune import Torchtune
-from stages.importing.translator import HuggingFace
 
 CONFIGS, CASES = (Path(__file__).with_name(name) for name in ("configs", "cases"))
 TRANSLATORS: Mapping[str, Translator] = {

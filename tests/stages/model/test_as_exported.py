@@ -18,10 +18,9 @@ from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import RecipeError, StageError
 from stages.adapter.lora import Lora
-from stages.consolidate.weights import open_weights
+from stages.consolidate.stream import open_weights
 from stages.model.declared import outline
-from stages.model.hf import ActivationCheckpointing, HfModel
-from stages.model.trained import TrainedModel
+from stages.model.hf import ActivationCheckpointing, HfModel, TrainedModel
 from tests.support.models import context
 from tests.support.processes import run_ranks
 from tests.support.recipes import run_recipe

@@ -12,10 +12,9 @@ import pytest
 
 from pipeline.errors import Problem, StageError
 from pipeline.testing import plan_view
-from pipeline.testing.helpers import checked
-from stages.data.chat import ChatData
-from stages.data.text import StreamData, TextData
-from stages.model.assets import config_of_recipe
+from pipeline.testing.conformance import checked
+from stages.data.stages import ChatData, StreamData, TextData
+from stages.model.assets import open_config
 from stages.model.checks import problems
 from stages.model.config_checks import lengthwise_kind, too_long, wrong_size
 from stages.model.hf import HfModel
@@ -112,7 +111,7 @@ MOST = 2**31 - 1
 )
 def test_a_size_that_cannot_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises(StageError, match=message.replace("+", ".")):
-        config_of_recipe(TINY | change)
+        open_config(HfModel(config=TINY | change), None)
     found = [problem.message for problem in problems(HfModel(config=TINY | change))]
     assert found == [wrong_size(TINY | change)]
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.contracts.tensors import TensorReader, TensorSpec
+from pipeline.contracts.model import TensorReader, TensorSpec
 from stages.model import gguf as product
 from stages.model.gguf import GgufTensors, quantization
 from stages.model.hf import HfModel

@@ -21,7 +21,7 @@ from stages.model.files import read_json
 from stages.model.hf import HfModel
 from stages.model.source import HfSource, open_source
 from stages.wrap.axes import PipelineParallel
-from stages.wrap.axis_checks import config_problems
+from stages.wrap.axis_checks import axis_problems
 from stages.wrap.fsdp import Fsdp
 from tests.support.every_family import small
 from tests.support.model_folders import edit, tensors_of
@@ -153,7 +153,7 @@ def test_check_says_what_is_trained_and_refuses_stages(tmp_path: Path) -> None:
     assert "its language model is trained, all else stays in its files" in note.message
     wrap = Fsdp(pipeline_parallel=PipelineParallel(size=2))
     plan = plan_view({"model": stage, "wrap": wrap}, procs=2)
-    (found,) = config_problems(wrap, plan)
+    (found,) = axis_problems(wrap, plan)
     assert "is not divided into stages" in found.message
 
 

@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from pipeline.errors import StageError
-from stages.model.assets import config_of_recipe
+from stages.model.assets import open_config
 from stages.model.gguf import GgufTensors
 from stages.model.hf import HfModel
 from stages.model.read import gguf_header, known_config, read_config
@@ -57,7 +57,7 @@ def test_well_known_models_have_the_known_number_of_parameters(repo: str) -> Non
     config = known_config(repo)
     assert config is not None
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_of_recipe(config))
+        model = AutoModelForCausalLM.from_config(open_config(HfModel(config=config), None))
     model.tie_weights()
     assert sum(one.numel() for one in model.parameters()) == KNOWN[repo]
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.tensors import TensorReader, TensorSpec
+from pipeline.contracts.model import TensorReader, TensorSpec
+from pipeline.contracts.optimizer import Precision
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from stages.model.declared import outline
@@ -342,7 +342,7 @@ def fitted(held: dict[str, Tensor], **allowed: Any) -> TensorReader:
     model = Buffered()
     fresh = MemoryReader(model.state_dict())
     log = logging.getLogger("pipe.testing")
-    return fit("here", MemoryReader(held), model, {}, Allowed(**allowed), lambda: fresh, log)
+    return fit("here", MemoryReader(held), model, {}, Allowed(**allowed), lambda: fresh, log)[0]
 
 
 def test_buffers_keep_their_dtype_when_they_are_new(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import StageError
-from stages.model.source_text_compat import tied_names
+from stages.model.compat import tied_names
 from tests.support.model_folders import HEAD, configured, edit, found, opened, saved, tensors_of
 from tests.support.models import FAMILIES
 

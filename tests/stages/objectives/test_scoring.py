@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.objective import LossParts, ScoreRequest, Scores
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.testing import plan_view
-from pipeline.testing.helpers import checked
+from pipeline.testing.conformance import checked
 from pipeline.utils.tensors import without_values
 from stages.batches.layout import collate
 from stages.model.block_changes import checkpoint_blocks

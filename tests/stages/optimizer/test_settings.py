@@ -19,10 +19,16 @@ from pipeline import testing
 from pipeline.contracts.optimizer import NamedParameter, OptimizerPlan
 from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
-from stages.optimizer import OptimizerSettings
+from stages.optimizer import (
+    GroupSettings,
+    Lion,
+    OptimizerSettings,
+    Schedule,
+    Shape,
+    make_groups,
+    steps_in,
+)
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.lion import Lion
-from stages.optimizer.settings import GroupSettings, Schedule, Shape, make_groups, steps_in
 from tests.support.models import filled, random_source, tiny_llama_config
 from tests.support.optimizers import made_of
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.testing import context, problems
 from stages.publish.hub import PublishedModel, PublishHub
 from tests.stages.publish.conftest import LISTED, REPO, publish, refused, snapshot
-from tests.stages.publish.hub_server import ATTRIBUTES, TOKEN, Files, Hub, new_repo
+from tests.stages.publish.hub_server import ATTRIBUTES, TOKEN, Hub, new_repo, serving
+from tests.support.pipe import Outcome, Pipe
+from tests.support.plugins import install
 from tests.support.ports import free_port
 from tests.support.processes import run_ranks
 from tests.support.tier import FULL
@@ -162,31 +166,18 @@ def test_no_network(model: ExportedModel, hub: Hub, monkeypatch: pytest.MonkeyPa
     assert "must be valid" not in text
 
 
-def lose(files: Files) -> None:
-    del files["config.json"]
-
-
-def shorten(files: Files) -> None:
-    files["model.safetensors"] = b"short"
-
-
-def flip(files: Files) -> None:
-    files["model.safetensors"] = files["model.safetensors"][::-1]
-
-
-def edit(files: Files) -> None:
-    files["README.md"] = files["README.md"].replace(b"model", b"MODEL")
-
-
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lose, "config.json is not there"),
-        (shorten, "model.safetensors has 5 bytes instead of 10240"),
-        (flip, "model.safetensors has another sha256"),
-        (edit, "README.md has other contents"),
+        (lambda files: files.pop("config.json"), "config.json is not there"),
+        (lambda files: files.update({"model.safetensors": b"short"}),
+         "model.safetensors has 5 bytes instead of 10240"),
+        (lambda files: files.update({"model.safetensors": bytes(10240)}),
+         "model.safetensors has another sha256"),
+        (lambda files: files.update({"README.md": bytes(len(files["README.md"]))}),
+         "README.md has other contents"),
     ],
-)
+)  # fmt: skip
 def test_what_arrived_is_compared(spoil: Any, words: str, model: ExportedModel, hub: Hub) -> None:
     hub.spoil = spoil
     text = refused(model)
@@ -290,3 +281,87 @@ def publish_on_rank(dist: DistContext, folder: str) -> dict[str, object]:
 def test_ranks_agree_and_only_rank_0_looks(model: ExportedModel) -> None:
     first, second = run_ranks(publish_on_rank, 2, str(model.folder))
     assert first == second == {"repo": REPO, "commit": None, "url": None}
+
+
+# `pipe` with a hub.
+
+
+READY = """
+    import json
+    from dataclasses import dataclass
+    from pathlib import Path
+    from pipeline.contracts.export import ExportedModel
+    from pipeline.contracts.stage import Context
+
+    @dataclass(frozen=True, kw_only=True)
+    class Ready:
+        '''Give a folder that was exported before.'''
+
+        folder: str
+        '''The folder.'''
+
+        def run(self, ctx: Context) -> ExportedModel:
+            folder = Path(self.folder)
+            files = json.loads((folder / "export.json").read_text())["files"]
+            return ExportedModel(folder=folder, files=files, total_bytes=10240)
+"""
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Pipe]:
+    plugin = tmp_path / "plugin"
+    plugin.mkdir()
+    install(plugin, "ready", "ready", READY, {"export.ready": "Ready"})
+    pipe = Pipe(plugin, tmp_path)
+    for name in [name for name in pipe.environment if name.startswith(("HF_", "TRANSFORMERS_"))]:
+        del pipe.environment[name]
+    yield pipe
+    assert pipe.processes() == []
+
+
+def write_recipe(pipe: Pipe, folder: Path) -> Path:
+    stages = {
+        "export": {"use": "export.ready", "folder": str(folder)},
+        "publish": {"use": "publish.hub", "repo": REPO},
+    }
+    launch = {"procs": 2, "device": "cpu"}
+    path = pipe.folder / "recipe.yaml"
+    path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
+    return path
+
+
+def test_an_upload_is_retried_and_then_not_made_again(pipe: Pipe, model: ExportedModel) -> None:
+    """Each process imports huggingface_hub under the settings of this test."""
+    recipe = write_recipe(pipe, model.folder)
+
+    def anew(*arguments: str) -> Outcome:
+        return pipe.end(pipe.start("-m", "pipetrain", *arguments))
+
+    with serving() as hub:
+        pipe.environment |= {
+            "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(pipe.folder / "home"),
+        }  # fmt: skip
+        hub.refuse["/commit/"] = (403, f"{TOKEN} may not")
+        failed = anew("run", str(recipe), "--run-dir", str(pipe.run_dir))
+        assert failed.code == 1
+        assert "the token must be valid and allow to write" in failed.stderr
+        hub.refuse.clear()
+        resumed = anew("resume", str(pipe.run_dir))
+        assert resumed.code == 0, resumed.stderr
+        assert len(hub.repos[REPO].commits) == 2
+        hub.requests.clear()
+        again = anew("resume", str(pipe.run_dir))
+        assert again.code == 0, again.stderr
+        assert hub.requests == []
+    said = "".join(each.stdout + each.stderr for each in (failed, resumed, again))
+    written = [path for path in pipe.run_dir.rglob("*") if path.is_file()]
+    assert TOKEN not in said
+    assert {"journal.jsonl", "rank-00000.log"} <= {path.name for path in written}
+    assert [path for path in written if TOKEN.encode() in path.read_bytes()] == []
+    [record] = [
+        event["record"]
+        for event in pipe.events()
+        if event["event"] == "slot finished" and event["slot"] == "publish"
+    ]
+    assert record["commit"] == hub.repos[REPO].branches["main"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.contracts.metrics import OWN
-from pipeline.contracts.precision import LossScaling
+from pipeline.contracts.optimizer import LossScaling
 from pipeline.contracts.training import Progress
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint

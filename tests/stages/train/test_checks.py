@@ -18,7 +18,7 @@ from pipeline.errors import ResumeRefused, StageError
 from stages.objectives.scoring import ModelScorer
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.checks import hint_to_retrain, lineage, require_same_lineage, verify_packing
-from stages.wrap.passes import ModulePasses
+from stages.wrap.torch_engine import ModulePasses
 from tests.support.models import filled, random_source, tiny_llama_config
 from tests.support.packed import PACKED
 from tests.support.runs import context, tiny_model, toy_data

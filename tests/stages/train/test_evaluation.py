@@ -27,7 +27,7 @@ from pipeline.distributed.signals import Interrupted
 from pipeline.errors import StageError
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
-from stages.data.text import StreamData
+from stages.data.stages import StreamData
 from stages.objectives.cross_entropy import RowLoss
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.contracts.tensors import TensorReader, TensorSpec
+from pipeline.contracts.model import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.model import compat
 from stages.weights import converted

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.contracts.tensors import TensorSpec
+from pipeline.contracts.model import TensorSpec
 from pipeline.errors import StageError
 from stages.weights.views import (
-    CastReader,
     ComputedReader,
     ExtendedReader,
     JoinedReader,
     MemoryReader,
     Origin,
+    cast_reader,
 )
 from tests.support.readers import (
     FLOATS,
@@ -94,7 +94,7 @@ def reachable(draw: Any, stored: torch.dtype) -> Tensor:
 def test_any_range_of_a_cast(stored: torch.dtype, read: torch.dtype, data: st.DataObject) -> None:
     """Values are rounded to the declared dtype, whatever dtype they are read as."""
     tensor = data.draw(reachable(stored))
-    reader = CastReader(MemoryReader({"a": tensor}), lambda name: stored)
+    reader = cast_reader(MemoryReader({"a": tensor}), lambda name: stored)
     expected = tensor.to(stored) if tensor.is_floating_point() else tensor
     assert reader.spec("a") == TensorSpec(tuple(tensor.shape), expected.dtype)
     span = data.draw(ranges(tensor.numel()))
@@ -107,16 +107,18 @@ def test_any_range_of_a_cast(stored: torch.dtype, read: torch.dtype, data: st.Da
 @pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_values_that_a_dtype_does_not_reach_are_refused(stored: torch.dtype) -> None:
     values = torch.tensor([1.0, float("inf"), float("nan"), 60.0])
-    assert len(list(CastReader(MemoryReader({"a": values}), lambda name: stored).chunks("a", 0, 4)))
+    assert len(
+        list(cast_reader(MemoryReader({"a": values}), lambda name: stored).chunks("a", 0, 4))
+    )
     values = torch.tensor([1.0, 1e6])
     with pytest.raises(StageError, match="a has values beyond float"):
-        CastReader(MemoryReader({"a": values}), lambda name: stored).read("a")
+        cast_reader(MemoryReader({"a": values}), lambda name: stored).read("a")
 
 
 def test_casts_are_by_name_and_leave_the_base_open() -> None:
     base = Counting({"a": torch.tensor([1 / 3]), "b": torch.tensor([1 / 3])})
     dtypes = {"a": torch.bfloat16, "b": torch.float64}
-    reader = CastReader(base, dtypes.__getitem__)
+    reader = cast_reader(base, dtypes.__getitem__)
     require_equal(reader, {name: base.read(name).to(dtype) for name, dtype in dtypes.items()})
     assert reader.bytes_read == base.bytes_read == 16
     reader.close()

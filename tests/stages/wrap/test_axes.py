@@ -35,7 +35,7 @@ def test_every_rank_has_a_place_of_its_own(
         group = places[first : first + tensor]
         assert [place.tensor for place in group] == list(range(tensor))
         assert len({place.stream for place in group}) == 1
-    assert {place.stream for place in places} == set(range(axes.streams))
+    assert {place.stream for place in places} == set(range(axes.ranks // tensor))
     stage = [place.pipeline for place in places]
     assert stage == sorted(stage)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pipeline.contracts.data import Data
 from pipeline.distributed.process_group import DistContext
 from stages.objectives.cross_entropy import RowLoss
-from stages.optimizer.none import NoOptimizer
+from stages.optimizer import NoOptimizer
 from stages.precision.policy import PrecisionPolicy
 from stages.train.evaluation import rows_in_order
 from tests.parity.body import tiny_source, wrap_fields

@@ -1,9 +1,11 @@
-"""Memory of FSDP, DDP and averages: by hand, next to the oracle, and its direction of growth."""
+"""Memory of FSDP, DDP and averages: by hand, next to the oracle, and its direction of growth; and
+traffic, waiting and passes of models that ranks divide, by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +24,10 @@ from memories.cases import (
     llama,
     own,
 )
-from memories.compare import profile_and_trace
+from memories.compare import job, profile_and_trace
 
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
+from pipeline.planning.estimate import AVERAGE, Estimate, ask_planners, combine, step_peaks
 from pipeline.planning.forecast import (
     GRADIENTS,
     OPTIMIZER,
@@ -32,18 +35,21 @@ from pipeline.planning.forecast import (
     SAVE,
     UPDATE,
     Held,
+    Line,
     Moment,
+    Part,
+    Peak,
+    Profile,
     StrategyMemory,
 )
-from pipeline.planning.profile import Line, Part, Peak, Profile
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Topology, Weight
-from pipeline.planning.walk import AVERAGE, step_peaks
+from pipeline.planning.trace.profiling import profile as profile_of
 from stages.average.ema import EmaAverage
 from stages.planners import EmaPlanner
 from stages.wrap.axes import axis_sizes
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp
-from stages.wrap.fsdp_planner import FsdpPlanner
+from stages.wrap.fsdp_planner import FsdpPlanner, idle_shares, passes_of
 from stages.wrap.torch_planner import DdpPlanner
 from tests.support.strategies import STRATEGIES
 from tests.support.tier import examples, spread
@@ -314,3 +320,71 @@ def test_larger_batches_and_deeper_models_never_need_less(
                    (deeper, samples, turns)):  # fmt: skip
         more = needed(*larger)
         assert all(more[phase].bytes >= plain[phase].bytes for phase in plain)
+
+
+TOKENS, HIDDEN, LAYERS = 192, 256, 4
+
+
+def case(**strategy: Any) -> Case:
+    ranks = 8 if strategy.pop("more", False) else 2
+    fields = {"ranks": ranks, "length": TOKENS, "accumulation": strategy.pop("accumulation", 1)}
+    return Case(name="", model=own(**llama()), strategy=strategy, **fields)
+
+
+def forecast(one: Case, folder: Path) -> Estimate:
+    here = job(one, folder, "cuda")
+    return combine(here.topology, ask_planners(here, profile_of(here)))
+
+
+def test_what_divided_layers_exchange_by_hand(tmp_path: Path) -> None:
+    """Hidden states in bf16: two sums in each direction of each block (Shoeybi et al. 2019), one of
+    the embedding forward, one of the head backward; three numbers of fp32 a token of the loss."""
+    one = case(tensor_parallel={"size": 2, "sequence": False})
+    (sums,) = (t for t in forecast(one, tmp_path).traffic if t.waits)
+    hidden = TOKENS * HIDDEN * 2
+    micro = 2  # samples of a step, on one data-parallel rank
+    assert (sums.collective, sums.ranks, sums.apart) == ("all-reduce", 2, 1)
+    assert sums.bytes == micro * (hidden * (4 * LAYERS + 2) + 3 * 4 * TOKENS)
+
+
+def test_what_divided_samples_exchange_by_hand(tmp_path: Path) -> None:
+    """In each block and direction, queries, keys, values and outputs of a rank's tokens (Jacobs et
+    al. 2023)."""
+    found = forecast(case(context_parallel={"size": 2}), tmp_path).traffic
+    (exchanged,) = (one for one in found if one.waits)
+    width = 2 * HIDDEN + 2 * HIDDEN // 2
+    assert exchanged.collective == "all-to-all"
+    assert exchanged.bytes == 2 * 2 * LAYERS * (TOKENS // 2) * width * 2
+
+
+def test_stages_pass_hidden_states_on(tmp_path: Path) -> None:
+    found = forecast(
+        case(pipeline_parallel={"size": 2, "schedule": "1F1B"}, accumulation=2), tmp_path
+    )
+    (sent,) = (one for one in found.traffic if one.collective == "send")
+    assert sent.bytes == 4 * TOKENS * HIDDEN * 2
+    assert found.work.idle == pytest.approx(1 / (4 + 1))
+
+
+def test_samples_are_divided_among_data_parallel_ranks(tmp_path: Path) -> None:
+    here = job(case(tensor_parallel={"size": 2}, more=True), tmp_path, "cuda")
+    assert here.topology.data_ranks == 4
+    assert here.step is not None
+    assert (here.step.microbatches, here.step.of_rank) == (2, 2)
+
+
+@given(st.integers(1, 8), st.integers(1, 24), st.sampled_from(["GPipe", "1F1B"]))
+def test_the_bubble_of_simple_schedules(ranks: int, count: int, schedule: str) -> None:
+    """Narayanan et al. 2021, section 2.2."""
+    count, orders = passes_of(schedule, ranks, 1, count)
+    expected = (ranks - 1) / (count + ranks - 1)
+    assert idle_shares(orders, ranks) == pytest.approx([expected] * ranks)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "least"),
+    [("Interleaved1F1B", 3 / 19), ("LoopedBFS", 3 / 19), ("ZBVZeroBubble", 1 / 17)],
+)
+def test_several_stages_a_rank_wait_less(schedule: str, least: float) -> None:
+    _, orders = passes_of(schedule, 4, 2, 8)
+    assert idle_shares(orders, 8) == pytest.approx([least] * 4)

@@ -26,9 +26,8 @@ from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.weights.files import SafetensorsReader
 from stages.wrap.optimizer_state import make_optimizers
-from stages.wrap.passes import ModulePasses
 from stages.wrap.shards import load_weights, part_of, tiles_of, weights_of
-from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.torch_engine import ModulePasses, TorchEngine
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.contracts.engine import WEIGHT, Engine
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.tensors import TensorReader
+from pipeline.contracts.model import ModelSource, TensorReader
+from pipeline.contracts.optimizer import Precision
 from pipeline.distributed.process_group import DistContext
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
@@ -350,7 +349,8 @@ def test_ddp_never_has_more_than_one_copy_next_to_its_gradients(big: tuple[Path,
 def test_zero3_never_has_more_than_its_shard_and_a_tensor(big: tuple[Path, int, int]) -> None:
     """The limit holds until DeepSpeed makes its masters and buffers, and while these are loaded."""
     folder, total, largest = big
-    functions = "stages.wrap.zero.build._partition", "stages.wrap.zero.build.load_weights"
+    partition = "stages.wrap.zero.compat.partition_parameters"
+    functions = partition, "stages.wrap.zero.engine.load_weights"
     for made, loading in measured(folder, Case(wrap=ALL_PERSIST), *functions):
         assert total / 2 <= made <= total / 2 + largest + SLACK < total
         assert loading <= SLACK

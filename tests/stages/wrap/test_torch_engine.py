@@ -4,6 +4,7 @@ optimizer."""
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pipeline import testing
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.objective import Scores
+from pipeline.contracts.optimizer import OptimizerPlan, Precision
 from pipeline.distributed.process_group import DistContext
+from stages.objectives.cross_entropy import CrossEntropy, RowLoss, StepSums
+from stages.optimizer import Lion
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.lion import Lion
+from stages.wrap.axes import Axes
 from stages.wrap.optimizer_state import make_optimizers
-from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_compat import divides_gradients, multiply
-from stages.wrap.torch_engine import TorchEngine, total_norm
+from stages.wrap.torch_engine import ModulePasses, TorchEngine, total_norm
+from tests.support.batches import micro_batch
 from tests.support.processes import run_ranks
 
 FP32 = Precision(master="fp32", compute="fp32", reduce="fp32", buffer=None, loss_scaling=None)
@@ -172,3 +175,30 @@ def test_only_the_kernels_of_torch_are_handed_the_limit() -> None:
         Own(weights, fused=True): False,
     }
     assert {one: divides_gradients(one) for one in kinds} == kinds
+
+
+def three(own: Any, whole: Any, request: Any) -> Scores:
+    """Score the two tokens of a micro-batch."""
+    return Scores(total=torch.tensor(-3.0), tokens=torch.tensor([[-1.0, -2.0]]))
+
+
+@pytest.mark.parametrize("axes", [Axes(data=2, tensor=2), Axes(data=2, context=2)])
+def test_a_loss_that_a_group_computes_alike_counts_once(axes: Axes) -> None:
+    parts, rows, lasts = [], [], list[bool]()
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+
+    def around(last: bool) -> Any:
+        lasts.append(last)
+        return nullcontext()
+
+    for rank in range(4):
+        dist = DistContext(rank=rank, world_size=4, device=torch.device("cpu"))
+        passes = ModulePasses(torch.nn.Linear(1, 1), three, dist, axes)
+        sums = StepSums(CrossEntropy(), dist.device, {"targets": 1}, factor=1.0)
+        batches = [micro_batch(ids, ids)] * 2
+        found = passes.train(batches, sums, around, lambda loss: None)
+        parts.append(float(found.terms["targets"]))
+        rows += passes.evaluate([micro_batch(ids, ids)], RowLoss())
+    assert parts == [6.0, 0.0, 6.0, 0.0]
+    assert lasts == [False, True] * 4
+    assert [None if one is None else one.tolist() for one in rows] == [[[3.0]], None] * 2

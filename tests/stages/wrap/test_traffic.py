@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pipeline import testing
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
 from pipeline.distributed.process_group import DistContext
+from pipeline.planning.forecast import Profile
 from pipeline.planning.planner import Planners
-from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Topology
-from pipeline.planning.trace.model import kinds, structure
+from pipeline.planning.trace.run import kinds, structure
 from tests.support.processes import run_ranks
 from tests.support.runs import context, tiny_model
 from tests.support.state import ADAMW, train

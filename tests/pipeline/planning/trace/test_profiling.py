@@ -11,11 +11,11 @@ from memories.cases import Case, llama, own
 from memories.compare import profile_and_trace
 
 from pipeline.errors import PipeError
+from pipeline.planning.forecast import Line, Part, Profile
 from pipeline.planning.planner import Job
-from pipeline.planning.profile import Line, Part, Profile
 from pipeline.planning.trace.profiling import profile
+from stages.model.compat import attentions
 from stages.model.declared import outline
-from stages.model.source_text_compat import attentions
 from tests.support.command import pipe
 from tests.support.every_family import every, small
 from tests.support.models import context

@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.errors import StageError
-from pipeline.planning.trace.compile_compat import traced_backend
 from pipeline.planning.trace.run import model_errors_as_ours
-from pipeline.planning.trace.torch_compat import silent_group
+from pipeline.planning.trace.torch_compat import silent_group, traced_backend
 from pipeline.planning.trace.tracker import Level, MemoryTracker, offloading
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from torch import nn
 
-from pipeline import UpdateRule
-from pipeline.contracts.precision import LossScaling, Precision
-from pipeline.testing import plan_view
-from pipeline.testing.helpers import checked
+from pipeline import ModelSource, StageError, UpdateRule
+from pipeline.contracts.optimizer import LossScaling, Precision
+from pipeline.testing import context, plan_view
+from pipeline.testing.conformance import checked
+from stages.optimizer import Lion
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.lion import Lion
 from stages.precision.policy import PrecisionPolicy
 from stages.wrap.axes import ContextParallel, TensorParallel
 from stages.wrap.zero import Aio, OptimizerOffload, ParameterOffload, PlusPlus, Zero
-from stages.wrap.zero.config import KNOWN, generate
+from stages.wrap.zero.config import KNOWN, beyond_bucket, generate
 
 CPU, NVME = OptimizerOffload(), OptimizerOffload(device="nvme", path="/scratch")
 WHOLE = {"master": "fp32", "compute": "fp32", "reduce": "fp32", "buffer": None}
@@ -227,6 +229,26 @@ def test_rules_that_only_torch_computes_are_refused_where_deepspeed_must(
 ) -> None:
     slots = {"precision": PrecisionPolicy(compute="bf16", master=master), "optimizer": optimizer}
     assert [str(one) for one in checked(stage, plan_view(slots))] == [problem] * bool(problem)
+
+
+def test_a_rule_that_no_field_tells_is_refused_at_the_start(tmp_path: Path) -> None:
+    """An optimizer stage of another package may have no `update_rules` for `pipe check`."""
+    stage, ctx = Zero(stage=3, offload_optimizer=NVME), context(tmp_path)
+    precision = Precision(**WHOLE, loss_scaling=None)
+    with pytest.raises(StageError, match=r"nvme needs DeepSpeed's CPU Adam, .* asks for lion"):
+        stage.run(ctx, cast("ModelSource", None), precision, Lion().run(ctx))
+
+
+def test_gradients_that_overlapped_reductions_may_lose() -> None:
+    model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 4))
+    overlapped = Zero(overlap_comm=True, reduce_bucket_size=199)
+    warning = beyond_bucket(overlapped, model)
+    assert "the gradient of 0.weight is larger" in warning
+    assert warning.endswith("set reduce_bucket_size: 200")
+    assert not beyond_bucket(Zero(reduce_bucket_size=199), model)
+    assert not beyond_bucket(Zero(overlap_comm=True, reduce_bucket_size=200), model)
+    model[0].weight.requires_grad = False
+    assert not beyond_bucket(overlapped, model)
 
 
 def test_checking_imports_neither_torch_nor_deepspeed() -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.contracts.precision import LossScaling
+from pipeline.contracts.optimizer import LossScaling
 from pipeline.distributed.process_group import DistContext
-from stages.consolidate.weights import open_weights
+from stages.consolidate.stream import open_weights
 from stages.wrap.axes import TensorParallel
 from stages.wrap.zero import OptimizerOffload, ParameterOffload
 from tests.support.processes import RankFailed, run_ranks

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.optimizer import Precision
 from pipeline.planning.forecast import Copies, Moment
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Topology, Weight
 from stages.wrap.axes import TensorParallel

@@ -1,1 +1,0 @@
-"""Context parallelism: ranks share the tokens of every sample."""

@@ -1,1 +1,0 @@
-"""Pipeline parallelism: ranks hold consecutive layers, and pass micro-batches on."""

@@ -1,1 +1,0 @@
-"""Tensor parallelism: ranks share the matrices of every layer."""
