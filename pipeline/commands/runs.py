@@ -168,8 +168,9 @@ def _draw(run: Run, *, follow: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
+    from pipeline.view.ending import next_lines
     from pipeline.view.live import ASCII, LABEL_WIDTH, UNICODE, drawing
-    from pipeline.view.run import LOOK_SECONDS, next_lines
+    from pipeline.view.run import LOOK_SECONDS
 
     console = Console(file=bare(sys.stdout), highlight=False)
     marks = ASCII if console.options.ascii_only else UNICODE

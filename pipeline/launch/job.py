@@ -47,7 +47,7 @@ from pipeline.utils.files import replace_bytes, replace_text
 from pipeline.utils.foreign import read_tail, read_whole
 from pipeline.utils.terminal import shown, typed
 from pipeline.utils.text import align, duration, shown_path
-from pipeline.view.run import next_lines, outcome
+from pipeline.view.ending import next_lines, outcome
 from pipeline.view.screen import Display
 
 Meanwhile = Callable[[Plan, Path], AbstractContextManager[None]]

@@ -18,8 +18,9 @@ from pipeline.recipe.nodes import leaves
 from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import align, count, duration, human, number, percent
+from pipeline.view.ending import REPORT
 from pipeline.view.page import Plot, clock, plots, render, value_text
-from pipeline.view.run import REPORT, History, slots_that_train
+from pipeline.view.run import History, slots_that_train
 
 MOST_DRAWN = 12
 """Newest runs whose curves are drawn."""

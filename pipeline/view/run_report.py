@@ -19,6 +19,7 @@ from pipeline.recipe.nodes import leaves
 from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import count, duration, gib, human, number, percent, plural
+from pipeline.view.ending import REPORT, prompts
 from pipeline.view.page import (
     FIELDS,
     MOST_POINTS,
@@ -31,7 +32,7 @@ from pipeline.view.page import (
     render,
     value_text,
 )
-from pipeline.view.run import PLANNED, REPORT, History, json_in, prompts
+from pipeline.view.run import PLANNED, History, json_in
 
 MOST_EVENTS = 200
 MOST_ROWS = 400

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import sys
@@ -279,9 +280,12 @@ class LiveDisplay(View):
         from rich.live import Live
 
         from pipeline.hardware.telemetry import Telemetry
+        from pipeline.view.live import ASCII, UNICODE, drawing
 
-        self._run, self._name, self._where = run, name, where
+        self._run = run
         self._console = console or Console(file=bare(sys.stdout), highlight=False)
+        marks = ASCII if self._console.options.ascii_only else UNICODE
+        self._picture = functools.partial(drawing, run, name=name, where=where, marks=marks)
         self._live = Live(
             console=self._console, auto_refresh=False, redirect_stdout=False,
             redirect_stderr=False, vertical_overflow="crop",
@@ -315,18 +319,12 @@ class LiveDisplay(View):
             lines.popleft()
 
     def _draw(self) -> None:
-        from pipeline.view.live import ASCII, UNICODE, drawing
-
         now = time.monotonic()
         self._next_drawing = now + LOOK_SECONDS
         if now >= self._next_reading:
             self._next_reading, self._gpus = now + GPU_SECONDS, self._telemetry.read()
         self._run.look()
-        picture = drawing(
-            self._run, self._gpus, name=self._name, where=self._where, width=self._console.width,
-            marks=ASCII if self._console.options.ascii_only else UNICODE,
-        )  # fmt: skip
-        self._live.update(picture, refresh=True)
+        self._live.update(self._picture(gpus=self._gpus, width=self._console.width), refresh=True)
 
 
 @contextlib.contextmanager

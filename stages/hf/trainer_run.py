@@ -122,6 +122,7 @@ class MicroBatches:
         self, config: TrainerFields, ctx: Context, data: Data, progress: Progress, vocabulary: int
     ) -> None:
         self.data, self.progress = data, progress
+        self.dataset: Any = data.train  # accelerate asks for it
         self.axis = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
         device = ctx.dist.device
         self.feed = Feed(config, data, ctx.seed, self.axis, device, vocabulary=vocabulary)
@@ -131,11 +132,6 @@ class MicroBatches:
         self.accumulation = len(microbatch_ranges(batch, self.axis, self.size))
         self.taken: list[BatchStats] = []
         """Statistics of the micro-batches that were handed out; who reads them clears them."""
-
-    @property
-    def dataset(self) -> Any:
-        """The training samples; accelerate asks for them."""
-        return self.data.train
 
     def __len__(self) -> int:
         return self.steps * self.accumulation

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.contracts.metrics import Metrics, record_training, records
-from pipeline.view.run import before_and_after
+from pipeline.view.ending import before_and_after
 
 
 def test_rewind_leaves_one_record_a_step(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.view.run import before_and_after, next_lines, outcome, prompts
+from pipeline.view.ending import before_and_after, next_lines, outcome, prompts
 from tests.pipeline.view.folders import evaluation, made, said, step
 
 

@@ -14,7 +14,8 @@ from pipeline.execution.journal import Journal
 from pipeline.execution.run_state import MeanSpeed
 from pipeline.utils.files import replace_text
 from pipeline.view.compare import comparison_page, results
-from pipeline.view.run import History, Run, outcome
+from pipeline.view.ending import outcome
+from pipeline.view.run import History, Run
 from pipeline.view.run_report import report_plots, run_page, summary, timeline
 from tests.pipeline.view.folders import (
     EVENTS,
