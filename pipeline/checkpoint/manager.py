@@ -80,7 +80,6 @@ class CheckpointManager(Checkpoints):
         """Clean the store, agree with all ranks who writes what, and begin to allocate memory
         (collective). Raises CheckpointError, and StageError for too little memory."""
         dist = self.ctx.dist
-        self.counts_epochs = isinstance(self.every, str)
         self.begin(TrainingLength())  # for a train stage that never calls it: `every` may be steps
         with system_errors_as(CheckpointError), dist.rank0_first() as main:
             self.store = location.open_store(self.address)
@@ -128,6 +127,10 @@ class CheckpointManager(Checkpoints):
             )  # fmt: skip
             self._writer = WriterProcess(setup, self.snapshot.buffer.descriptor)
         return self._writer
+
+    @property
+    def counts_epochs(self) -> bool:
+        return isinstance(self.every, str)
 
     def begin(self, length: TrainingLength) -> None:
         self._period = length.in_steps(self.every)

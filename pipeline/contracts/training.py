@@ -128,8 +128,10 @@ class WrittenCheckpoint:
 class Checkpoints(ABC):
     """Checkpoints of a run: where, when and in which format training state is saved."""
 
-    counts_epochs: bool = False
-    """Whether `begin` needs the steps of an epoch."""
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether `begin` needs the steps of an epoch."""
+        return False
 
     def begin(self, length: TrainingLength) -> None:
         """Called on every rank before the first step; does nothing unless overridden."""

@@ -13,7 +13,7 @@ from pipeline.chain.registry import Entry, Registry
 from pipeline.cli import main
 from pipeline.recipe.includes import OTHER_TOOLS
 
-FAULTY = f"{Path(__file__).parents[1] / 'fake_stages.py'}:166"
+FAULTY = f"{Path(__file__).parents[1] / 'fake_stages.py'}:165"
 GOOD = """\
 name: good
 stages:
