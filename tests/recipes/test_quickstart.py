@@ -12,7 +12,7 @@ from tests.support.pipe import Outcome, Pipe
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "You took the money for the tablet two times. Order 2030."
-STEPS = 5
+STEPS = 4
 
 
 class Done:
@@ -32,7 +32,8 @@ class Done:
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     folder = tmp_path_factory.mktemp("quickstart")
     recipe = str(ROOT / "recipes/quickstart.yaml")
-    run = pipe("run", recipe, "--run-dir", str(folder / "run"), f"train.steps={STEPS}")
+    words = ("run", recipe, "--run-dir", str(folder / "run"))
+    run = pipe(*words, f"train.steps={STEPS}", "train.generate.max_tokens=8")
     return Done(folder / "run", run.stdout)
 
 
