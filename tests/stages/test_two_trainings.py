@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.chain.plan import PlannedSlot, plan_file
+from pipeline.chain.plan import plan_file
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.metrics import records
 from pipeline.distributed.process_group import DistContext
 from pipeline.distributed.settings import ProcessCounts
 from pipeline.execution.journal import Journal
+from pipeline.execution.run_spec import Step, steps_of
 from pipeline.execution.run_state import RunState
 from pipeline.execution.runner import Runner
 from stages.consolidate.stream import open_weights
@@ -96,7 +97,7 @@ class Watching(Runner):
         self.engines: dict[str, list[weakref.ref[Any]]] = {}
         self.alive: dict[str, int] = {}
 
-    def _run_slot(self, step: PlannedSlot) -> None:
+    def _run_slot(self, step: Step) -> None:
         self.alive[f"bytes in {step.slot}"] = bytes_of_tensors()
         for slot, held in self.engines.items():
             self.alive[f"{slot} in {step.slot}"] = sum(each() is not None for each in held)
@@ -126,9 +127,9 @@ def watch(dist: DistContext, recipe: str, folder: str) -> dict[str, int]:
     with contextlib.ExitStack() as stack:
         ctx = context(dist, folder, plan.recipe.seed)
         ctx.on_exit = stack.callback
-        runner = Watching(plan, ctx, Journal(Path(folder) / "journal.jsonl"))
+        runner = Watching(steps_of(plan), ctx, Journal(Path(folder) / "journal.jsonl"))
         stack.callback(runner.close)
-        runner.run()
+        runner.run([step.slot for step in runner.steps], {})
         gc.collect()
         return runner.alive
 
