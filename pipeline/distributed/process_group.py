@@ -307,7 +307,7 @@ def environment_dist(
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
-    if shared() is None and is_single_node():  # ranks of `pipe` have its variables
+    if is_single_node():  # also what is left of several nodes
         bind_loopback()
     group = os.environ if store is not None else {}
     names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

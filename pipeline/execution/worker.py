@@ -86,7 +86,8 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
             stack.enter_context(show_in(ActivityRecord(log, run_dir if is_main else None)))
             if environment.shared() is None:  # `pipe` watches its ranks itself
                 stack.enter_context(watched(run_dir, ctx.dist, settings.launch.timeouts))
-            if not environment.is_single_node():  # on one machine all have the same
+            own = environment.shared()
+            if own is None or own.store is None:  # `pipe` gave ranks of one machine the same
                 require_same_recipe(settings, spec.recipe["stages"], steps, ctx)
             runner = Runner(steps, ctx, journal, dry_run=settings.dry_run)
             stack.callback(runner.close)
@@ -97,9 +98,10 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
         except BaseException as error:
             cause = error
             try:
-                rundir.require_kept(run_dir)
-            except RunFailed as gone:  # a file that is missing since then says only that
-                cause = gone if isinstance(error, FileNotFoundError) else error
+                if isinstance(error, FileNotFoundError):  # of a run that is gone says only that
+                    rundir.require_kept(run_dir)
+            except RunFailed as gone:
+                cause = gone
             failures.record(run_dir, rank, ctx.slot if ctx else "", cause)
             log.debug("failed", exc_info=True)
             # the deadline of the clean-up by `stack`: then this process ends wherever it is

@@ -226,7 +226,7 @@ def run_with_restarts(plan: Plan, spec: RunSpec, screen: Screen) -> None:
     Raises RunFailed with the first failing rank's error, and Interrupted once a signal has stopped
     the ranks. No rank outlives this call.
     """
-    run_dir = Path(spec.run_dir)
+    run_dir, now = Path(spec.run_dir), spec
     settings, attempts = plan.recipe.launch, Attempts(plan.recipe.launch.restarts)
     set_threads(settings, plan.per_node)
     while True:
@@ -236,7 +236,7 @@ def run_with_restarts(plan: Plan, spec: RunSpec, screen: Screen) -> None:
         )
         try:
             with kill_descendants(screen.refresh), ranks:
-                run_ranks(ranks, settings, spec, screen)
+                run_ranks(ranks, settings, now, screen)
                 return
         except RunFailed as error:
             rundir.require_kept(run_dir)
@@ -245,7 +245,7 @@ def run_with_restarts(plan: Plan, spec: RunSpec, screen: Screen) -> None:
                 raise
             restarted(run_dir, plan, str(error), attempts.number, wait)
             time.sleep(wait)
-            spec = spec.starting(plan_resume(plan, Journal(run_dir / rundir.JOURNAL)))
+            now = spec.starting(plan_resume(plan, Journal(run_dir / rundir.JOURNAL)))
 
 
 def set_threads(settings: Launch, ranks_here: int) -> None:

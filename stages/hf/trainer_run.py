@@ -96,8 +96,8 @@ def train(
     if recorder.ends_early():
         if newest is None:
             recorder.evaluate()
-            trainer._save_checkpoint(trainer.model, None)
-            recorder.on_save(trainer.args, trainer.state, trainer.control)
+            trainer._save_checkpoint(trainer.model, None)  # collective
+            trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         checkpoint = newest or complete_checkpoints(folder)[-1]
         return TrainedRun(checkpoint=str(checkpoint), progress=progress)
     with stop.deferred():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -166,11 +165,15 @@ def _resolved(content: Mapping[str, Any]) -> dict[str, Any]:
         found: Any = content
         for part in reference[1].split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
-        unknown = found is None or isinstance(found, Mapping | list)
-        return reference[0] if unknown else json.dumps(str(found), ensure_ascii=False)[1:-1]
+        return reference[0] if found is None or isinstance(found, Mapping | list) else str(found)
 
-    text = json.dumps(content, ensure_ascii=False)
-    for _ in range(10):  # as many may follow one another
-        text = re.sub(r"\$\{([\w.]+)\}", named, text)
-    found: dict[str, Any] = json.loads(text)
-    return found
+    def resolved(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: resolved(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [resolved(one) for one in value]
+        for _ in range(10 if isinstance(value, str) else 0):  # as many may follow one another
+            value = re.sub(r"\$\{([\w.]+)\}", named, value)
+        return value
+
+    return {key: resolved(one) for key, one in content.items()}

@@ -77,7 +77,7 @@ def tokenizer_problems(
                 has = "tokenizer.ggml.model" in metadata
                 has_its_template = "tokenizer.chat_template" in metadata
             except StageError:
-                return  # the run reports a damaged file
+                has = has_its_template = True  # the run reports a damaged file
     if not has:
         yield Problem(
             message="needs a tokenizer, and the model comes without one",

@@ -137,7 +137,7 @@ def known_documents(*batches: MicroBatch) -> Iterator[None]:
     known = {has_several(batch) for batch in batches}
     if known == {False}:
         masking_utils.find_packed_sequence_indices = _none
-        flash._is_packed_sequence = _none
+        flash._is_packed_sequence = _no
     elif known == {True}:
         masking_utils.find_packed_sequence_indices = _numbers
     _lengths = batches[0].documents if len(batches) == 1 else None
@@ -150,8 +150,12 @@ def known_documents(*batches: MicroBatch) -> Iterator[None]:
 # Functions that compiled blocks refer to have to stay the same ones.
 
 
-def _none(position_ids: Tensor | None, batch_size: int = 0) -> None:
-    """No document but one each, and no packed sequence."""
+def _none(position_ids: Tensor | None) -> None:
+    """No document but one each."""
+
+
+def _no(position_ids: Tensor | None, batch_size: int) -> bool:
+    return False
 
 
 def _numbers(position_ids: Tensor) -> Tensor:

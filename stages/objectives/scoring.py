@@ -113,9 +113,11 @@ class ModelScorer:
     arguments. Ranks of `group` have slices of the same sequences."""
 
     def __init__(
-        self, model: nn.Module, group: ProcessGroup | None = None, forward: Callable[..., Any] |
-        None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        group: ProcessGroup | None = None,
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
         self._model = model
         self._group = group
         self._forward = forward or model

@@ -160,9 +160,9 @@ class Training:
         collect_after(number)
         with self._reported_on_failure():
             self.saves.poll()
-            paused = self._is_last() or self._evaluation_due() or self._texts_due()
-            paused = paused or self.checkpoints.due(progress)
-            at_once = profiled or paused or self.monitor.guard is not None
+            at_once = profiled or self.monitor.guard is not None or self._is_last()
+            at_once = at_once or self._evaluation_due() or self._texts_due()
+            at_once = at_once or self.checkpoints.due(progress)
         self._report(but=0 if at_once else 1)
         if self.asked_to_stop:
             self._stop()

@@ -99,6 +99,7 @@ class CompletedWeights(JoinedReader, Weights):
         self.identity, self.closes = trained.identity, [source]
         kept = {*trained.names(), *names}
         self._specs = {name: spec for name, spec in self._specs.items() if name in kept}
+        self._owner = {name: self._owner[name] for name in self._specs}
 
 
 class ComputedReader(JoinedReader):

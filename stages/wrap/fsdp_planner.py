@@ -4,6 +4,7 @@ presets, savings, memory and traffic, and in a pipeline the order of passes and 
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -280,6 +281,7 @@ class PipelinedShards(Sharded):
         self.masters = sum(one.memory.masters[0] for one in fullest), self._home
         self.updated = sum(one.memory.updated for one in fullest)
 
+    @functools.lru_cache(maxsize=4)  # noqa: B019 it lives as long as a plan is made
     def pipeline(self, microbatches: int) -> Sequence[planning.PipelineRank]:
         axes, asked = self._axes, self._asked
         count, orders = passes_of(asked.schedule, axes.pipeline, asked.per_rank, microbatches)

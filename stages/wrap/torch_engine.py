@@ -79,7 +79,7 @@ def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
     if not own:
         norm = torch.zeros((), device=local_part(gradients[0]).device if gradients else "cpu")
     elif all(one.dtype == torch.float32 for one in own):
-        norm = torch.nn.utils.get_total_norm(own, foreach=True)
+        norm = torch.nn.utils.get_total_norm(own)
     else:  # torch's foreach norms accumulate in the gradients' own dtype
         norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in own]
         norm = torch.linalg.vector_norm(torch.stack(norms))
