@@ -379,7 +379,7 @@ def track(run: Path, overrides: tuple[str, ...]) -> None:
         raise UsageError(f"{folder} is under way, and is sent while it runs")
     plan = plan_file(folder / rundir.RECIPE, overrides, skip_checks=True)
     require_sound(plan, TrackerStage)
-    found = feeders(folder, plan)
+    found = feeders(folder, plan.slots)
     if not found:
         hint = "name one in the recipe, as in `track: {use: track.sqlite, file: runs.sqlite}`"
         raise UsageError(f"the recipe of {folder} has no tracker", hint=hint)
@@ -387,7 +387,7 @@ def track(run: Path, overrides: tuple[str, ...]) -> None:
     for slot, feeder in found.items():
         try:
             with feeder.alone():  # the run's own may still be at work
-                feeder.open(facts_of(folder, plan.recipe))
+                feeder.open(facts_of(folder, plan.recipe.public()))
                 feeder.close(state)
         except Exception as error:
             failures.append(f"{slot}: {failure(folder, slot, error)}")

@@ -143,6 +143,8 @@ class Context:
     """Register a call for the end of the run, last in first out, also after a failure."""
     accept: frozenset[str] = frozenset()
     """Changes that `pipe resume --accept` allows: parts of `Progress.lineage`, or `precision`."""
+    spec: str = ""
+    """On rank 0 the run, for processes that follow it: JSON text of `RunSpec`."""
     slot: str = ""
     """Name of the slot that is running."""
     training: str = ""

@@ -14,12 +14,13 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.chain.artifacts import training_of
-from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.chain.plan import Plan, PlannedSlot, make_plan
+from pipeline.distributed.settings import ProcessCounts
 from pipeline.errors import Location, PluginError, Problem, RecipeError, in_words
 from pipeline.execution.resume import ResumePlan, digests
 from pipeline.recipe.fields import build
 from pipeline.recipe.interpolation import resolve
-from pipeline.recipe.load import HEADER_KEYS, RecipeSettings
+from pipeline.recipe.load import HEADER_KEYS, RecipeSettings, recipe_of
 from pipeline.recipe.nodes import RESERVED, KeyPath, node_of
 from pipeline.utils.terminal import display
 
@@ -109,11 +110,21 @@ class RunSpec:
         lists = {key: tuple(value) for key, value in facts.items() if isinstance(value, list)}
         return cls(**facts | lists)
 
+    @property
+    def place(self) -> Location:
+        """Where its values are for a person to read."""
+        return Location(file=f"{self.run_dir}/recipe.yaml")
+
+    def plan(self, started: ProcessCounts) -> Plan:
+        """The plan of its slots, for a run on so many processes. Raises RecipeError."""
+        recipe = recipe_of(node_of(self.recipe, self.place))
+        return make_plan(recipe, skip_checks=True, started=started).until(self.slots[-1]["slot"])
+
     def build(self) -> tuple[RecipeSettings, list[Step]]:
         """The recipe's settings and the slots, their stages built of the values. Raises RecipeError
         for values of the environment, PluginError for a stage that this machine lacks."""
         values: Any = self.recipe
-        place = Location(file=f"{self.run_dir}/recipe.yaml")
+        place = self.place
         if "${" in json.dumps(values):
             values, problems = resolve(node_of(values, place))
             if problems:

@@ -143,6 +143,7 @@ def _context(
         metrics=Metrics(run_dir / rundir.METRICS if dist.is_main else None),
         on_exit=stack.callback,
         accept=frozenset(spec.accept),
+        spec=spec.dump() if dist.is_main else "",
     )
 
 

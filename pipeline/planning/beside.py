@@ -1,4 +1,4 @@
-"""The plan of a run that is starting, made in a process next to it, which gets the run's folder and
+"""The plan of a run that is starting, made in a process next to it, which gets the run's RunSpec and
 numbers of processes as a message (`pipeline.utils.processes`).
 
 The run's display and report compare what is measured with it.
@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.chain.plan import Plan, plan_file
+from pipeline.chain.plan import Plan
 from pipeline.distributed.settings import ProcessCounts
 from pipeline.errors import PipeError
 from pipeline.execution import rundir
+from pipeline.execution.run_spec import RunSpec
 from pipeline.hardware.gpus import GIB, find_accelerator
 from pipeline.hardware.telemetry import Telemetry
 from pipeline.planning.hardware import HardwareOptions, Margins
@@ -32,10 +33,11 @@ from pipeline.utils.processes import received, start_child
 def planned_beside(plan: Plan, folder: Path) -> Iterator[None]:
     """Plan the run in `folder` in a separate process while the body runs it. Without a plan of
     memory, whatever the reason, the run is shown without it."""
-    process, counts = None, {"procs": plan.view.procs, "per_node": plan.per_node}
+    process = None
     silent: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     with contextlib.suppress(OSError):
-        message = {"folder": str(folder), "last": plan.slots[-1].slot, **counts}
+        spec = RunSpec.of(plan, folder).dump()
+        message = {"spec": spec, "procs": plan.view.procs, "per_node": plan.per_node}
         process = start_child("pipeline.planning.beside", message, str(folder), **silent)
     try:
         yield
@@ -73,21 +75,19 @@ def record(found: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def main(folder: Path, last: str, procs: int, per_node: int) -> int:
-    """Write the plan of a run to its slot `last`, on so many processes, into its folder. Returns
-    the exit code."""
+def main(spec: RunSpec, procs: int, per_node: int) -> int:
+    """Write the plan of a run on so many processes into its folder. Returns the exit code."""
     os.nice(19)  # the run's own processes come first
     started = ProcessCounts(procs=procs, per_node=per_node, nodes=procs // per_node)
     try:
-        plan = plan_file(folder / rundir.RECIPE, skip_checks=True, started=started)
-        found = estimated(plan.until(last))
+        found = estimated(spec.plan(started))
     except PipeError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    replace_text(folder / rundir.PLAN, json.dumps(record(found), indent=1) + "\n")
+    replace_text(Path(spec.run_dir) / rundir.PLAN, json.dumps(record(found), indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
     given = received(sys.argv[1])
-    sys.exit(main(Path(given["folder"]), given["last"], given["procs"], given["per_node"]))
+    sys.exit(main(RunSpec.load(given["spec"]), given["procs"], given["per_node"]))

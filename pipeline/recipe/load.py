@@ -136,6 +136,14 @@ def read_recipe(
     return recipe, known + unless_reported(wrong, known)
 
 
+def recipe_of(tree: Node) -> Recipe:
+    """The recipe of a merged tree. Raises RecipeError."""
+    recipe, unresolved, wrong = _recipe(tree)
+    if unresolved or wrong:
+        raise RecipeError(unresolved + unless_reported(wrong, unresolved))
+    return recipe
+
+
 def with_values(recipe: Recipe, values: Mapping[KeyPath, tuple[Any, Location]]) -> Recipe:
     """The recipe with a value, and its origin, at each path of a field. Raises RecipeError where an
     interpolation stands above the path."""

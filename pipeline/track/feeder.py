@@ -1,7 +1,8 @@
 """Feeding a tracker what is new in a run's folder, and the process that does so during the run.
 
-A word on standard input says how the run has ended; so does its end, when rank 0 has died. From
-then on the process has that many seconds. Whatever it prints is shown as warnings.
+It gets the run as a RunSpec. A word on standard input says how the run has ended; so does its end,
+when rank 0 has died. From then on the process has so many seconds. Whatever it prints is shown as
+warnings.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.chain.plan import Plan, plan_file
+from pipeline.chain.plan import PlannedSlot
 from pipeline.contracts.metrics import UNSENT, is_record, kind_of, numbers, record_training
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.distributed.signals import ignore_signals
 from pipeline.errors import in_words
 from pipeline.execution import rundir
-from pipeline.recipe import Recipe
+from pipeline.execution.run_spec import RunSpec
 from pipeline.recipe.nodes import mapped
 from pipeline.track.stage import Outcome, RunFacts, Tracker, TrackerStage
 from pipeline.utils.files import opened, private_folder, replace_text, wait_for_lock
@@ -142,11 +143,11 @@ def _measurements(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield ("eval/loss" if name == "eval_loss" else name), value
 
 
-def facts_of(folder: Path, recipe: Recipe) -> RunFacts:
-    """The facts of the run of a recipe in `folder`, as others may see them."""
+def facts_of(folder: Path, recipe: Mapping[str, Any]) -> RunFacts:
+    """The facts of a run in `folder`, as others may see them. `recipe` has its public values."""
     return RunFacts(
         name=folder.resolve().name,
-        recipe=mapped(recipe.public(), lambda one: shown(one) if isinstance(one, str) else one),
+        recipe=mapped(recipe, lambda one: shown(one) if isinstance(one, str) else one),
         environment=json_object(folder / ENVIRONMENT_FILE, within=folder),
         folder=folder,
     )
@@ -165,25 +166,25 @@ def failure(folder: Path, slot: str, error: Exception) -> str:
     return f"tracking has ended: {why} (more in {where})"
 
 
-def feeders(folder: Path, plan: Plan) -> dict[str, Feeder]:
-    """Slot -> feeder of its tracker, of a run in `folder` under a plan."""
+def feeders(folder: Path, slots: Sequence[PlannedSlot]) -> dict[str, Feeder]:
+    """Slot -> feeder of its tracker, of a run in `folder`."""
     return {
         planned.slot: Feeder(folder, planned.slot, planned.stage.every, planned.stage.tracker())
-        for planned in plan.slots
+        for planned in slots
         if isinstance(planned.stage, TrackerStage)
     }
 
 
-def main(folder: Path, slot: str, seconds: float) -> int:
-    """Feed the tracker of a slot to the end of the run in a folder, and `seconds` longer: the
-    system ends this process also in a call that never returns. Returns the exit code."""
+def main(spec: RunSpec, slot: str, seconds: float) -> int:
+    """Feed the tracker of a slot to the end of a run, and `seconds` longer: the system ends this
+    process also in a call that never returns. Returns the exit code."""
     ignore_signals()  # the run's end is what ends it
     # libraries print what nobody asked for, and what they start would keep it open
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     redact_output()
     hide_environment()
-    ended, words = threading.Event(), list[bytes]()
+    ended, words, folder = threading.Event(), list[bytes](), Path(spec.run_dir)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def listen() -> None:
@@ -193,10 +194,9 @@ def main(folder: Path, slot: str, seconds: float) -> int:
 
     threading.Thread(target=listen, name="pipe-ending", daemon=True).start()
     try:
-        plan = plan_file(folder / rundir.RECIPE, skip_checks=True)
-        feeder = feeders(folder, plan)[slot]
+        feeder = feeders(folder, spec.build()[1])[slot]
         with feeder.alone():
-            feeder.open(facts_of(folder, plan.recipe))
+            feeder.open(facts_of(folder, spec.recipe))
             while not ended.wait(LOOK_SECONDS):
                 feeder.feed()
             feeder.close(OUTCOMES.get(words[0], "failed"))
@@ -210,4 +210,4 @@ def main(folder: Path, slot: str, seconds: float) -> int:
 
 if __name__ == "__main__":
     given = received(sys.argv[1])
-    sys.exit(main(Path(given["folder"]), given["slot"], given["seconds"]))
+    sys.exit(main(RunSpec.load(given["spec"]), given["slot"], given["seconds"]))

@@ -107,7 +107,7 @@ class TrackerStage(ABC):
         gets `timeout` seconds then. A failure to start it is a warning."""
         if not ctx.dist.is_main:
             return
-        message = {"folder": str(ctx.run_dir), "slot": ctx.slot, "seconds": self.timeout}
+        message = {"spec": ctx.spec, "slot": ctx.slot, "seconds": self.timeout}
         try:
             with signals_blocked():  # it ignores ending signals, but not before Python has started
                 process = start_child(

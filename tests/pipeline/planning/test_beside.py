@@ -15,6 +15,7 @@ from pipeline.commands.run import plan_shown_if_out_of_memory
 from pipeline.distributed.settings import ProcessCounts
 from pipeline.errors import RunFailed
 from pipeline.execution import rundir
+from pipeline.execution.run_spec import RunSpec
 from pipeline.hardware.gpus import GIB
 from pipeline.planning import beside
 from tests.support.nvml import library
@@ -47,11 +48,11 @@ def test_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with beside.planned_beside(plan, tmp_path):
         pass
     (given,) = messages
-    last = plan.slots[-1].slot
-    assert given == {"folder": str(tmp_path), "last": last, "procs": 8, "per_node": 4}
-    (tmp_path / rundir.RECIPE).write_text(plan.recipe.dump())
+    spec = given.pop("spec")
+    assert given == {"procs": 8, "per_node": 4}
+    assert spec == RunSpec.of(plan, tmp_path).dump()
     monkeypatch.setattr("os.nice", lambda more: None)
-    assert beside.main(tmp_path, last, 8, 4) == 0
+    assert beside.main(RunSpec.load(spec), 8, 4) == 0  # without any other file of the run
     assert json.loads((tmp_path / rundir.PLAN).read_text())["lines"][1] == WHERE
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from pipeline.contracts.metrics import records
 from pipeline.distributed.signals import Interrupted
+from pipeline.execution.run_spec import RunSpec
 from pipeline.testing import context
 from pipeline.track.feeder import Feeder
 from pipeline.track.stage import RunningFeeder, Tracker, TrackerStage
@@ -60,6 +61,21 @@ class Named(TrackerStage):
         return self.own and f"{self.own} {folder.name}"
 
 
+CLASSES = {
+    "track.failing": "failing_trackers:TrackFailing",
+    "track.sqlite": "stages.track:TrackSqlite",
+    "track.unknown": "unknown_trackers:TrackUnknown",
+}
+
+
+def spec_of(recipe: Mapping[str, Any], folder: Path) -> RunSpec:
+    """Return the run of a recipe with a tracker, of a class that this process cannot import."""
+    use = recipe["stages"]["track"]["use"]
+    facts = {"use": use, "inputs": {}, "digest": "", "training": "", "unread": []}
+    slot = {"slot": "track", **facts, "kind": CLASSES[use], "gives": None}
+    return RunSpec(run_dir=str(folder), recipe=recipe, slots=(slot,))
+
+
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Return a start of the feeder of a tracker, with seconds for its end, in a run of a step."""
@@ -72,6 +88,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         folder = made(tmp_path / "run", (), [step(1)], recipe)
         ctx = context(folder)
         ctx.slot = "track"
+        ctx.spec = spec_of(recipe, folder).dump()
         ctx.on_exit = lambda end: begun.append(end.__self__)
         Named(timeout=timeout).run(ctx)
         return begun[-1]
@@ -221,7 +238,7 @@ def test_it_waits_for_the_one_of_an_earlier_start(start: Start, tmp_path: Path) 
     assert not (tmp_path / "run/trackers/track.txt").exists()
 
 
-def test_a_recipe_that_cannot_be_read_is_in_a_file(
+def test_a_stage_that_this_machine_lacks_is_in_a_file(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     feeder = start({"use": "track.unknown"}, LONG)
@@ -231,7 +248,7 @@ def test_a_recipe_that_cannot_be_read_is_in_a_file(
     (line,) = caplog.messages
     assert line.startswith("track: tracking has ended: ")
     assert f"(more in {file}); `pipe track " in line
-    assert "there is no stage `track.unknown`" in file.read_text()
+    assert "stage `track.unknown` cannot be loaded" in file.read_text()
 
 
 TRACKERS = {
