@@ -1,4 +1,4 @@
-"""The plan of a run that is starting, made in a process next to it, which gets the run's RunSpec and
+"""The plan of a run that is starting, made in a process next to it, which gets the RunSpec and the
 numbers of processes as a message (`pipeline.utils.processes`).
 
 The run's display and report compare what is measured with it.
