@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.pipe import Pipe
+from tests.support.tier import spread
 
 DIED = {
     "segv": "rank 1 was killed by SIGSEGV",
+    "kill": "rank 1 was killed by SIGKILL (the system does this when memory runs out)",
+    "exit": "rank 1 ended by itself with exit code 3",
     "exit0": "rank 1 ended by itself with exit code 0",
 }
 
@@ -54,7 +57,7 @@ def test_a_run_folder_that_is_deleted_meanwhile(pipe: Pipe, fault: str) -> None:
     assert not pipe.run_dir.exists()
 
 
-@pytest.mark.parametrize("fault", DIED)
+@pytest.mark.parametrize("fault", spread([*DIED], 2))
 def test_a_dying_rank(pipe: Pipe, fault: str) -> None:
     recipe = pipe.recipe(procs=2, train={"fault": fault, "rank": 1, "peers": "collective"})
     result = pipe.run(recipe)

@@ -3,6 +3,7 @@ run, which keeps the commit."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +54,7 @@ def test_check_notes_a_name_without_a_commit(by_name: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "option"), [("check", "--pinned"), ("run", ""), ("plan", "--pinned"), ("check", "")]
+    ("command", "option"), [*itertools.product(["check", "run", "plan"], ["--pinned", ""])]
 )
 def test_pinned_refuses_it(
     command: str, option: str, by_name: Path, monkeypatch: pytest.MonkeyPatch

@@ -210,6 +210,16 @@ def test_cuda_is_asked_for_where_there_is_none(
     assert (found.key, found.message) == ("launch.device", "this machine has no CUDA device")
 
 
+def problems_on_8_gpus(folder: Path, launch: str, started: ProcessCounts) -> dict[str, Problem]:
+    path, none = folder / "recipe.yaml", Registry([])
+    path.write_text(f"name: x\nlaunch: {{{launch}}}\nstages: {{}}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "gpu_count", lambda: 8)
+        with pytest.raises(RecipeError) as caught:
+            make_plan(load_recipe(path), registry=none, for_this_machine=True, started=started)
+    return {problem.key: problem for problem in caught.value.problems}
+
+
 @pytest.mark.parametrize(
     ("launch", "started", "key", "words"),
     [
@@ -246,19 +256,9 @@ def test_cuda_is_asked_for_where_there_is_none(
     ],
 )  # fmt: skip
 def test_what_was_started_and_the_recipe_agree(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    launch: str,
-    started: ProcessCounts,
-    key: str,
-    words: str,
+    tmp_path: Path, launch: str, started: ProcessCounts, key: str, words: str
 ) -> None:
-    monkeypatch.setattr("pipeline.chain.plan.gpu_count", lambda: 8)
-    path = tmp_path / "recipe.yaml"
-    path.write_text(f"name: x\nlaunch: {{{launch}}}\nstages: {{}}\n")
-    with pytest.raises(RecipeError) as caught:
-        make_plan(load_recipe(path), registry=Registry([]), for_this_machine=True, started=started)
-    problem = next(p for p in caught.value.problems if p.key == f"launch.{key}")
+    problem = problems_on_8_gpus(tmp_path, launch, started)[f"launch.{key}"]
     assert str(problem).endswith(f": launch.{key}: {words}")
 
 
@@ -271,12 +271,6 @@ def test_what_was_started_and_the_recipe_agree(
         ProcessCounts(procs=8, nodes=1),
     ],
 )
-def test_what_was_started_as_the_recipe_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: ProcessCounts
-) -> None:
-    monkeypatch.setattr("pipeline.chain.plan.gpu_count", lambda: 8)
-    path = tmp_path / "recipe.yaml"
-    path.write_text("name: x\nlaunch: {procs: 8, nodes: {min: 1, max: 2}}\nstages: {}\n")
-    with pytest.raises(RecipeError) as caught:
-        make_plan(load_recipe(path), registry=Registry([]), for_this_machine=True, started=started)
-    assert [problem.key for problem in caught.value.problems] == ["stages"]
+def test_what_was_started_as_the_recipe_says(tmp_path: Path, started: ProcessCounts) -> None:
+    found = problems_on_8_gpus(tmp_path, "procs: 8, nodes: {min: 1, max: 2}", started)
+    assert [*found] == ["stages"]

@@ -92,6 +92,7 @@ def test_a_module_that_is_missing() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
+        ("wrap.bleu", "did you mean `wrap.blue`? wrap stages: wrap.blue, wrap.red"),
         ("wrap.zzzzzzzz", "wrap stages: wrap.blue, wrap.red"),
         ("blue", "did you mean `wrap.blue`?"),
         ("zzzzzzzzzz", "`pipe stages` lists what is installed"),

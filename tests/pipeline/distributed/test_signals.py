@@ -39,7 +39,9 @@ def test_an_ending_signal_raises_once(number: signal.Signals) -> None:
             time.sleep(5)
         except Interrupted as interrupted:
             seen.append(interrupted.number)
-        os.kill(os.getpid(), signal.SIGTERM)  # ignored during the shutdown
+        os.kill(os.getpid(), signal.SIGTERM)  # ignored during the shutdown, and only here
+        started = subprocess.run(["sh", "-c", "kill -TERM $$"])
+        assert started.returncode == -signal.SIGTERM
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert seen == [number]
     assert signal.getsignal(number) == before

@@ -207,7 +207,7 @@ def pipe(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(each) for each in arguments])
 
 
-@pytest.mark.parametrize("address", [HOSTILE[0], HOSTILE[3]])
+@pytest.mark.parametrize("address", HOSTILE)
 def test_commands(mark: Path, tmp_path: Path, address: str) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -243,7 +243,7 @@ stages:
 """
 
 
-@pytest.mark.parametrize("address", [HOSTILE[0], HOSTILE[3]])
+@pytest.mark.parametrize("address", HOSTILE)
 def test_fields_of_a_recipe(mark: Path, tmp_path: Path, address: str) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(address=address))

@@ -92,6 +92,8 @@ def test_tolerance() -> None:
     assert proof.compare(expected + 1e-4, expected) == pytest.approx(1e-4, rel=0.05)
     with pytest.raises(ExportError, match=r"differ by up to 0.0003"):
         proof.compare(expected + 3e-4, expected)
+    with pytest.raises(ExportError, match=r"differ by up to nan"):
+        proof.compare(expected * torch.nan, expected)
     with pytest.raises(ExportError, match=r"logits of shape"):
         proof.compare(expected[..., :1], expected)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from pipeline.errors import CheckpointError
 from stages.formats import stored
 from stages.formats.deepspeed_native import ADMITTED, Fragment
 from stages.formats.formats import Canonical, DeepSpeed
-from tests.support.damage import Bomb
+from tests.support.damage import Bomb, flip
 from tests.support.formats import STEP, digest_of, load_universal, same, save_deepspeed
 from tests.support.processes import run_ranks
 from tests.support.state import Setting, load_run
@@ -126,77 +127,54 @@ def test_parameters_that_were_dealt_out_in_turn_are_refused(cases: dict[str, Cas
 
 
 MARK = "it-ran"
+RANKS = tuple(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+MODEL, OTHER = "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"
 
 
-class Damage:
-    """A change to a copy of a checkpoint, and the error that it gives."""
-
-    @staticmethod
-    def rank_gone(state: Path) -> str:
-        (state / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-        return "has the state of 1 ranks, 2 saved"
-
-    @staticmethod
-    def first_rank_gone(state: Path) -> str:
-        (state / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
-        return r"has a \*_optim_states.pt for the ranks \[1\]: incomplete"
-
-    @staticmethod
-    def model_gone(state: Path) -> str:
-        (state / "mp_rank_00_model_states.pt").unlink()
-        return r"has a \*_model_states.pt for the ranks \[\]: incomplete"
-
-    @staticmethod
-    def truncated(state: Path) -> str:
-        file = state / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-        file.write_bytes(file.read_bytes()[:-100])
-        return "cannot be read"
-
-    @staticmethod
-    def flipped(state: Path) -> str:
-        file = state / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
-        return "damaged: the checksum of .* in it is wrong|cannot be read"
-
-    @staticmethod
-    def pickle(state: Path) -> str:
-        file = state / "mp_rank_00_model_states.pt"
-        torch.save({"module": Bomb(state / MARK)}, file)
-        return "refused: it holds posix.system, and reading that could run code"
-
-    @staticmethod
-    def tag_elsewhere(state: Path) -> str:
-        (state.parent / "latest").write_text("../../elsewhere")
-        return "latest: names no folder next to it"
-
-    @staticmethod
-    def tensor_parallel(state: Path) -> str:
-        shutil.copy(state / "mp_rank_00_model_states.pt", state / "mp_rank_01_model_states.pt")
-        return "tensor, pipeline or expert parallelism"
-
-    @staticmethod
-    def reordered(state: Path) -> str:
-        file = state / "mp_rank_00_model_states.pt"
-        content = torch.load(file, weights_only=True)
-        shapes = content["param_shapes"][0]
-        content["param_shapes"][0] = dict(reversed(shapes.items()))
-        torch.save(content, file)
-        return "the files disagree on where .* lies in the flat tensors"
-
-    @staticmethod
-    def progress_of_another_version(state: Path) -> str:
-        (state.parent / "progress.json").write_text(json.dumps({"progress": {"steps": 1}}))
-        return "progress.json: written by another version"
+def reordered(state: Path) -> None:
+    content = torch.load(state / MODEL, weights_only=True)
+    shapes = content["param_shapes"][0]
+    content["param_shapes"][0] = dict(reversed(shapes.items()))
+    torch.save(content, state / MODEL)
 
 
-@pytest.mark.parametrize("damage", [name for name in vars(Damage) if not name.startswith("_")])
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "has the state of 1 ranks, 2 saved": lambda state: (state / RANKS[1]).unlink(),
+    r"has a \*_optim_states.pt for the ranks \[1\]: incomplete": (
+        lambda state: (state / RANKS[0]).unlink()
+    ),
+    r"has a \*_model_states.pt for the ranks \[\]: incomplete": (
+        lambda state: (state / MODEL).unlink()
+    ),
+    "cannot be read": (
+        lambda state: (state / RANKS[1]).write_bytes((state / RANKS[1]).read_bytes()[:-100])
+    ),
+    "damaged: the checksum of .* in it is wrong|cannot be read": (
+        lambda state: flip(state / RANKS[1], (state / RANKS[1]).stat().st_size // 2)
+    ),
+    "refused: it holds posix.system, and reading that could run code": (
+        lambda state: torch.save({"module": Bomb(state / MARK)}, state / MODEL)
+    ),
+    "latest: names no folder next to it": (
+        lambda state: (state.parent / "latest").write_text("../../elsewhere")
+    ),
+    "tensor, pipeline or expert parallelism": (
+        lambda state: shutil.copy(state / MODEL, state / OTHER)
+    ),
+    "the files disagree on where .* lies in the flat tensors": reordered,
+    "progress.json: written by another version": (
+        lambda state: (state.parent / "progress.json").write_text('{"progress": {"steps": 1}}')
+    ),
+}
+"""Changes to a copy of a checkpoint, by the error that each gives."""
+
+
+@pytest.mark.parametrize("message", DAMAGE)
 def test_what_is_damaged_or_strange_is_refused(
-    damage: str, saved: tuple[Path, dict[str, str]], tmp_path: Path
+    message: str, saved: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
     shutil.copytree(saved[0], tmp_path / STEP)
-    message = getattr(Damage, damage)(tmp_path / STEP / "state")
+    DAMAGE[message](tmp_path / STEP / "state")
     with pytest.raises(CheckpointError, match=message):
         opened(tmp_path / STEP)
     assert not (tmp_path / STEP / "state" / MARK).exists()

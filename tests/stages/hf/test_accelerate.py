@@ -13,7 +13,9 @@ from pipeline.testing.conformance import checked
 from stages.hf.accelerate import Accelerate
 from stages.precision.policy import PrecisionPolicy
 
-FSDP = {"fsdp_version": 2}
+GPUS, BF16 = {"distributed_type": "MULTI_GPU"}, {"mixed_precision": "bf16"}
+TWO = {"fsdp_version": 2}
+FSDP: dict[str, Any] = {"distributed_type": "FSDP", "fsdp_config": TWO}
 
 
 def said(
@@ -31,16 +33,14 @@ def said(
 @pytest.mark.parametrize(
     ("content", "settings"),
     [
-        ({"distributed_type": "MULTI_GPU", "num_processes": 2}, {}),
+        ({**GPUS, "num_processes": 2}, {}),
         ({"distributed_type": "MULTI_CPU", "use_cpu": True}, {"device": "cpu"}),
         ({"distributed_type": "NO", "num_processes": 1}, {"procs": 1}),
-        ({"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_activation_checkpointing": True}},
-         {}),
-        ({"distributed_type": "FSDP", "fsdp_config": FSDP, "num_processes": -1}, {}),
-        ({"distributed_type": "FSDP", "fsdp_config": FSDP, "mixed_precision": "bf16"},
-         {"compute": "bf16", "reduce": "bf16"}),
+        ({**GPUS, "fsdp_config": {"fsdp_activation_checkpointing": True}}, {}),
+        ({**FSDP, "num_processes": -1}, {}),
+        (FSDP | BF16, {"compute": "bf16", "reduce": "bf16"}),
     ],
-)  # fmt: skip
+)
 def test_what_is_right(content: object, settings: dict[str, Any], tmp_path: Path) -> None:
     assert said(tmp_path, content, **settings) == []
 
@@ -48,52 +48,29 @@ def test_what_is_right(content: object, settings: dict[str, Any], tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "settings", "message"),
     [
-        (
-            {"distributed_type": "FSDP"}, {},
-            "FSDP1 joins parameters into flat ones, which no checkpoint tells apart (set "
-            "fsdp_version: 2 (`accelerate to-fsdp2` converts the file))",
-        ),
-        (
-            {
-                "distributed_type": "FSDP",
-                "fsdp_config": {**FSDP, "fsdp_activation_checkpointing": True},
-            },
-            {},
-            "fsdp_activation_checkpointing renames parameters in checkpoints (set it false, and "
-            "activation_checkpointing: {} in the model slot)",
-        ),
-        (
-            {"distributed_type": "FSDP", "fsdp_config": FSDP}, {"device": "cpu"},
-            "accelerate shards on GPUs only; on the CPU it would replicate (use wrap.fsdp there)",
-        ),
-        (
-            {"distributed_type": "NO"}, {},
-            "distributed_type NO is for one process, and there are 2 (set it to MULTI_GPU or "
-            "MULTI_CPU)",
-        ),
-        (
-            {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}, {},
-            "mixed_precision computes in bf16, the precision slot in fp32 (say the same in both)",
-        ),
-        (
-            {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}, {"compute": "bf16"},
-            "accelerate replicates in bf16 by autocast, which leaves operators in fp32 (use "
-            "wrap.ddp, which casts as the precision slot says)",
-        ),
-        (
-            {"distributed_type": "FSDP", "fsdp_config": FSDP, "mixed_precision": "bf16"},
-            {"compute": "bf16"},
-            "accelerate averages gradients in bf16, the precision slot in fp32 (set reduce: bf16 "
-            "there)",
-        ),
-        (
-            {"distributed_type": "MULTI_GPU", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, {},
-            "dynamo_config in a.json: is not translated ()",
-        ),
-        (
-            {"distributed_type": "MULTI_GPU", "num_procesess": 2}, {},
-            "num_procesess in a.json: is not translated (did you mean `num_processes`?)",
-        ),
+        ({"distributed_type": "FSDP"}, {},
+         "FSDP1 joins parameters into flat ones, which no checkpoint tells apart (set "
+         "fsdp_version: 2 (`accelerate to-fsdp2` converts the file))"),
+        ({**FSDP, "fsdp_config": {**TWO, "fsdp_activation_checkpointing": True}}, {},
+         "fsdp_activation_checkpointing renames parameters in checkpoints (set it false, and "
+         "activation_checkpointing: {} in the model slot)"),
+        (FSDP, {"device": "cpu"},
+         "accelerate shards on GPUs only; on the CPU it would replicate (use wrap.fsdp there)"),
+        ({"distributed_type": "NO"}, {},
+         "distributed_type NO is for one process, and there are 2 (set it to MULTI_GPU or "
+         "MULTI_CPU)"),
+        (GPUS | BF16, {},
+         "mixed_precision computes in bf16, the precision slot in fp32 (say the same in both)"),
+        (GPUS | BF16, {"compute": "bf16"},
+         "accelerate replicates in bf16 by autocast, which leaves operators in fp32 (use "
+         "wrap.ddp, which casts as the precision slot says)"),
+        (FSDP | BF16, {"compute": "bf16"},
+         "accelerate averages gradients in bf16, the precision slot in fp32 (set reduce: bf16 "
+         "there)"),
+        ({**GPUS, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, {},
+         "dynamo_config in a.json: is not translated ()"),
+        ({**GPUS, "num_procesess": 2}, {},
+         "num_procesess in a.json: is not translated (did you mean `num_processes`?)"),
     ],
 )  # fmt: skip
 def test_what_is_wrong(
@@ -122,7 +99,7 @@ def test_the_environment_is_that_of_the_launcher(tmp_path: Path) -> None:
     from stages.hf.accelerate_compat import launch_environment
 
     file = tmp_path / "a.json"
-    block = {**FSDP, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True}
+    block = {**TWO, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True}
     file.write_text(json.dumps({"distributed_type": "FSDP", "fsdp_config": block}))
     made = launch_environment(file, 2)
     assert made["ACCELERATE_USE_FSDP"] == "true"

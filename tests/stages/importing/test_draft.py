@@ -24,8 +24,10 @@ def test_values_have_comments_with_their_sources() -> None:
                  "gradient_accumulation_steps": 2}  # fmt: skip
     batch = outcome(translated(arguments, procs=4), "gradient_accumulation_steps")
     assert batch.to == {"train.global_batch_size": 32}
-    warmup = made("axolotl", {"=": "axolotl/full.yaml"}, procs=2).notes
-    assert warmup["stages", "checkpoint", "keep"] == "axolotl's default"
+    notes = made("axolotl", {"base_model": "org/model", "datasets": [{"path": "a/b"}]}).notes
+    assert notes["stages", "checkpoint", "keep"] == "axolotl's default"
+    warmup = notes["stages", "optimizer", "warmup_ratio"]
+    assert warmup == "axolotl's default, which is 100 steps at most"
 
 
 def test_an_unknown_key_is_reported_with_its_place() -> None:

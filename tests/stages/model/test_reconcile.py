@@ -159,7 +159,7 @@ TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 
 @TIED
-@pytest.mark.parametrize("rows", [ROWS + 1, 300])
+@pytest.mark.parametrize("rows", [ROWS + 1, 150, 300])
 def test_a_grown_vocabulary(tied: bool, rows: int, tmp_path: Path) -> None:
     config = {"tie_word_embeddings": tied}
     state = saved(tmp_path, **config)
@@ -175,7 +175,7 @@ def test_a_grown_vocabulary(tied: bool, rows: int, tmp_path: Path) -> None:
 
 
 @TIED
-@pytest.mark.parametrize("rows", [1, ROWS - 1, ROWS])
+@pytest.mark.parametrize("rows", [1, 100, ROWS - 1, ROWS])
 def test_a_cut_vocabulary(tied: bool, rows: int, tmp_path: Path) -> None:
     state = saved(tmp_path, tie_word_embeddings=tied)
     reader = weights(tmp_path, vocab_size=rows)

@@ -470,6 +470,15 @@ def test_batches_count_by_their_targets() -> None:
     assert added == pytest.approx((5 * alone[0] + 3 * alone[1]) / 8, rel=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_a_rank_without_samples_adds_nothing(chunk: int | None) -> None:
+    """It takes part with one token of padding, of which the router's loss would be no number."""
+    model = moe("mixtral")
+    loss = summed_loss(model, collate([], 0, torch.device("cpu")), chunk=chunk, router=1.0)
+    assert float(loss.detach()) == 0.0
+    assert not any(grad.any() for grad in gradients(model, loss).values())
+
+
 def test_recomputed_blocks_have_the_same_gradients() -> None:
     model = moe("mixtral")
     loss = RouterLoss(model, "config")

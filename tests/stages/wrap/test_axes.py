@@ -58,13 +58,13 @@ def test_samples_are_divided_among_the_ranks_that_are_left() -> None:
     )
 
 
-def drawn(dist: DistContext, folder: str) -> tuple[float, list[str]]:
-    """Save with four data-parallel ranks and go on with two tensor-parallel groups, on nodes of one
-    process; return a number that is drawn then, and warnings."""
+def drawn(dist: DistContext, folder: str) -> tuple[list[float], list[str]]:
+    """Save with four data-parallel ranks and go on with two tensor-parallel groups, and with two
+    stages, on nodes of one process; return a number that each draws then, and warnings."""
     ctx, nodes = context(dist, folder), context(replace(dist, local_world_size=1), folder)
-    said: list[str] = []
+    said, numbers = list[str](), list[float]()
     nodes.log.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign]
-    for wrap in ("fsdp full", "fsdp tensor"):
+    for wrap in ("fsdp full", "fsdp tensor", "fsdp pipeline"):
         engine = make_engine(nodes, Setting(wrap=wrap))
         checkpoints = ShardedCheckpoint().run(ctx, engine)
         if checkpoints.restore(lambda progress: None) is None:
@@ -72,19 +72,20 @@ def drawn(dist: DistContext, folder: str) -> tuple[float, list[str]]:
             train(engine, 0, 1)
             checkpoints.save(Progress(step=1, samples=12))
             checkpoints.finish()
-        number = float(torch.rand(()))
+        numbers.append(float(torch.rand(())))
         checkpoints.close()
         engine.close()
-    return number, said
+    return numbers[1:], said
 
 
 def test_partners_draw_alike_where_four_ranks_become_two_groups(tmp_path: Path) -> None:
     """The number of ranks is the same, so their states might be taken for those of these ranks."""
     found = run_ranks(drawn, 4, str(tmp_path))
-    numbers = [number for number, _ in found]
+    numbers, of_stages = zip(*(own for own, _ in found), strict=True)
     assert numbers[0] == numbers[1]
     assert numbers[2] == numbers[3]
     assert numbers[0] != numbers[2]
+    assert len({*of_stages}) == 4
     assert found[0][1] == [
         "tensor_parallel: groups of 2 ranks reach over nodes of 1, and exchange activations in "
         "every layer"

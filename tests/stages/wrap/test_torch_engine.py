@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pipeline import testing
+from pipeline.contracts.engine import LossScale
 from pipeline.contracts.objective import Scores
-from pipeline.contracts.optimizer import OptimizerPlan, Precision
+from pipeline.contracts.optimizer import LossScaling, OptimizerPlan, Precision
 from pipeline.distributed.process_group import DistContext
 from stages.objectives.cross_entropy import CrossEntropy, RowLoss, StepSums
 from stages.optimizer import Lion
@@ -34,11 +36,11 @@ FP32 = Precision(master="fp32", compute="fp32", reduce="fp32", buffer=None, loss
 class Plain(TorchEngine):
     """One linear layer."""
 
-    def __init__(self, plan: OptimizerPlan) -> None:
+    def __init__(self, plan: OptimizerPlan, scaling: LossScaling | None = None) -> None:
         self.model = nn.Linear(3, 2, bias=False)
         passes = ModulePasses(self.model, Any, DistContext(device=torch.device("cpu")))
         optimizers = make_optimizers(plan, self.model)
-        super().__init__(passes, optimizers, FP32, plan)
+        super().__init__(passes, optimizers, replace(FP32, loss_scaling=scaling), plan)
 
     def train(self, steps: int, *, admitted: bool = True) -> dict[str, int]:
         for _ in range(steps):
@@ -106,6 +108,23 @@ def test_updates_are_counted_and_go_on_after_a_restore(stage: Any, tmp_path: Pat
     assert len(list(other.restore(state))) == 1
     assert other.state().updates == {"weight": 3}
     assert other.train(2) == {"weight": 5}
+
+
+def test_the_loss_scale_grows_after_good_steps_and_halves_at_an_overflow(tmp_path: Path) -> None:
+    """Gradients are reported and used without it."""
+    scaling = LossScaling(initial_scale=4.0, growth_interval=2)
+    engine, seen = Plain(AdamW().run(testing.context(tmp_path)), scaling), []
+    for value in (1.0, 1.0, 1.0, math.inf, 1.0, 1.0):
+        assert engine.loss_scale is not None
+        before = engine.loss_scale.scale
+        (before * engine.model(torch.full((3,), value)).sum()).backward()
+        report = engine.step(lr_scales=[1.0])
+        assert report.loss_scale == before
+        assert float(report.grad_norm) == pytest.approx(value * math.sqrt(6))
+        seen.append((report.applied, engine.loss_scale))
+    wanted = [(4, 1), (8, 0), (8, 1), (4, 0), (4, 1), (8, 0)]
+    scales = [LossScale(scale=scale, good_steps=good) for scale, good in wanted]
+    assert seen == list(zip([True, True, True, False, True, True], scales, strict=True))
 
 
 def trained(stage: AdamW, folder: Path, inputs: list[float]) -> tuple[Plain, list[float]]:

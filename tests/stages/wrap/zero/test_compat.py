@@ -44,7 +44,9 @@ PRIVATE: dict[Any, list[str]] = {
     ],
     Init: ["def _convert_to_zero_parameters(self, param_list)"],
     Init.__base__: ["def _enable_mem_efficient_linear(self)"],
-    DynamicLossScaler: ["self.cur_scale", "self.min_scale"],
+    DynamicLossScaler: [
+        "self.cur_scale", "self.min_scale", "self.cur_iter", "self.last_overflow_iter",
+    ],
     DeepSpeedCPUAdam: [
         "self.fp32_optimizer_states", "self.ds_opt_adam", "self.opt_id", "state['step'] = 0",
         "state['exp_avg'] = torch.zeros_like", "state['exp_avg_sq'] = torch.zeros_like",

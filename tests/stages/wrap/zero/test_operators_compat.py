@@ -124,6 +124,9 @@ def test_another_process_asks_neither_ninja_nor_the_compiler(
     after = library.stat()
     assert (after.st_ino, after.st_mtime_ns) == (compiled.st_ino, compiled.st_mtime_ns)
     assert not (bin_ / "asked").exists()
+    (bin_ / "c++").unlink()
+    assert Number(tmp_path / "two", number=8).jit_load().number == 8  # by these packages' ninja
+    assert not (bin_ / "asked").exists()
 
 
 def test_other_sources_are_compiled(tmp_path: Path) -> None:
