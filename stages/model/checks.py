@@ -31,13 +31,11 @@ from stages.model.files import (
     HUB_ID,
     REVISION,
     beside,
-    config_at_hand,
     has_tokenizer,
     is_gguf,
     is_local,
     is_plain,
     kernels_named,
-    local,
     read_json,
     safetensors_files,
 )
@@ -98,7 +96,7 @@ def _unpinned(key: str, kernel: str) -> Found:
 
 def _model(stage: HfSettings) -> Found:
     if isinstance(stage.config, str):
-        yield from _config_file(stage, local(stage.config), "config")
+        yield from _config_file(stage, Path(stage.config).expanduser(), "config")
     elif stage.config is not None:
         yield from _config(stage, stage.config, "config")
     path, name = stage.path, stage.gguf_file
@@ -107,7 +105,7 @@ def _model(stage: HfSettings) -> Found:
     elif path is not None and is_local(path):
         if stage.revision is not None:
             yield "revision", "`revision` is only for a hub id, and `path` is local", ""
-        place = local(path)
+        place = Path(path).expanduser()
         if is_gguf(path) and name is not None:
             yield "gguf_file", "`path` is already a GGUF file", ""
         if not is_gguf(path):
@@ -222,10 +220,10 @@ def _words(stage: HfSettings) -> Found:
             yield "tokenizer_revision", f"{revision!r} is not a commit, branch or tag", ""
     elif revision is not None:
         yield "tokenizer_revision", "is only for a hub id, and `tokenizer` is local", ""
-    elif is_gguf(path) and not local(path).is_file():
-        yield "tokenizer", f"no such file: {local(path)}", ""
-    elif not is_gguf(path) and not has_tokenizer(local(path)):
-        yield "tokenizer", f"no tokenizer files in {local(path)}", ""
+    elif is_gguf(path) and not Path(path).expanduser().is_file():
+        yield "tokenizer", f"no such file: {Path(path).expanduser()}", ""
+    elif not is_gguf(path) and not has_tokenizer(Path(path).expanduser()):
+        yield "tokenizer", f"no tokenizer files in {Path(path).expanduser()}", ""
     if stage.chat_template is not None:
         try:
             read_template(stage.chat_template)
@@ -241,11 +239,11 @@ def beside_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
         return
     if stage.init == "random" or stage.gguf_file is not None:
         return
-    folder = local(stage.path)
+    folder = Path(stage.path).expanduser()
     adapter, others = beside(folder)
     readers = plan.readers(stage) if adapter else ()
     named = (one.start_from for one in readers if isinstance(one, traits.StartsFrom))
-    started = (local(name).resolve() for name in named if name)
+    started = (Path(name).expanduser().resolve() for name in named if name)
     if adapter and folder.resolve() not in started:
         hint = f"name it in an adapter slot (`start_from: {stage.path}`), or move it away"
         yield Problem(key="path", message=adapter, hint=hint)
@@ -255,7 +253,7 @@ def beside_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
 
 def multimodal_notes(stage: HfSettings) -> Iterator[Problem]:
     """Warn of a model of more than text: only its language model is trained."""
-    config = config_at_hand(stage) or {}
+    config = stage.config_at_hand() or {}
     foreign = stage.trust_remote_code and "auto_map" in config
     kind = str(config.get("model_type"))
     if is_multimodal(config) and not foreign and not list(_multimodal(stage, kind, "")):
@@ -285,7 +283,7 @@ def _speed(stage: HfSettings, plan: PlanView) -> Found:
     elif name == "flex_attention" and plan.device == "cpu":
         yield "attention", "flex_attention computes no gradients on a CPU", "use sdpa"
     elif name == "sdpa" and not stage.trust_remote_code:
-        kind = str((config_at_hand(stage) or {}).get("model_type"))
+        kind = str((stage.config_at_hand() or {}).get("model_type"))
         if "sdpa" not in (attentions(kind) or "sdpa"):
             best = suited_attention(kind, plan.device)
             yield "attention", f"transformers has no sdpa for a {kind}", f"set attention: {best}"

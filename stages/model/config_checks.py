@@ -12,12 +12,10 @@ from typing import Any
 from pipeline import Data, ModelSource, PlanView, Problem, StageError, TrainedRun, traits
 from stages.model.compat import size_by_default, type_code
 from stages.model.files import (
-    config_at_hand,
     gguf_header,
     has_tokenizer,
     is_gguf,
     is_local,
-    local,
     read_json,
 )
 from stages.model.settings import HfSettings
@@ -60,13 +58,13 @@ def tokenizer_problems(
     given = model.tokenizer or model.path
     if given is None and model.config is None:
         return
-    if given is not None and (not is_local(given) or not local(given).exists()):
+    if given is not None and (not is_local(given) or not Path(given).expanduser().exists()):
         return  # the model slot reports a missing path
-    if model.tokenizer is None and model.config is None and config_at_hand(model) is None:
+    if model.tokenizer is None and model.config is None and model.config_at_hand() is None:
         return  # as it does a folder without a model
     has, has_its_template = given is not None, False
     if given is not None:
-        place = local(given)
+        place = Path(given).expanduser()
         if model.tokenizer is None and model.gguf_file is not None:
             place = place / model.gguf_file
         if not is_gguf(place.name):
@@ -114,7 +112,7 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 
 def too_long(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
     """Yield slots whose samples may be longer than the model's positions; see `TABLES`."""
-    whole = config_at_hand(stage) or {}
+    whole = stage.config_at_hand() or {}
     part = whole.get("text_config")
     config: Config = part if isinstance(part, Mapping) else whole
     kind = config.get("model_type")

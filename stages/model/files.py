@@ -14,11 +14,13 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from pipeline import StageError, in_words, system_errors_as
 from pipeline.utils import HubName, commit_of, open_regular, parse_json, read_whole
-from stages.model.settings import HfSettings
+
+if TYPE_CHECKING:
+    from stages.model.settings import HfSettings
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 REVISION = re.compile(r"[A-Za-z0-9_][\w./-]*")
@@ -57,11 +59,6 @@ def is_gguf(path: str) -> bool:
     return path.lower().endswith(".gguf")
 
 
-def local(path: str) -> Path:
-    """Return the path with `~` expanded."""
-    return Path(path).expanduser()
-
-
 def is_plain(name: str) -> bool:
     """Whether a file name that is not ours stays inside the folder it is taken relative to."""
     parts = Path(name).parts
@@ -79,7 +76,7 @@ def find_files(
         if weights and not gguf and not any(folder.glob("*.safetensors")):
             folder = download(path, revision, [*ASSETS, "pytorch_model*.bin"])
         return Files(folder=folder, gguf=gguf)
-    place = local(path)
+    place = Path(path).expanduser()
     if is_gguf(path):
         place, gguf = place.parent, place.name
     if not place.is_dir():
@@ -234,28 +231,18 @@ def read_config(stage: HfSettings) -> dict[str, Any]:
     downloaded, if it is not in the hub's cache. Raises StageError if it cannot be read."""
     given, path = stage.config, stage.path
     if given is not None:
-        config = dict(given) if isinstance(given, Mapping) else read_json(local(given))
+        config = dict(given) if isinstance(given, Mapping) else read_json(Path(given).expanduser())
     elif path is not None and not is_local(path):
         config = known_config(path) or read_json(download(path, stage.revision))
     else:
         assert path is not None
-        file = local(path) if is_gguf(path) else local(path) / (stage.gguf_file or "config.json")
+        file = Path(path).expanduser()
+        if not is_gguf(path):
+            file /= stage.gguf_file or "config.json"
         config = _of_gguf(file) if is_gguf(path) or stage.gguf_file else read_json(file)
     if stage.vocab_size is not None:
         config["vocab_size"] = stage.vocab_size
     return config
-
-
-def config_at_hand(stage: HfSettings) -> dict[str, Any] | None:
-    """Return the config, if it can be read without a network."""
-    if stage.path is None and stage.config is None:
-        return None
-    if stage.path is not None and not is_local(stage.path) and known_config(stage.path) is None:
-        return None
-    try:
-        return read_config(stage)
-    except StageError:
-        return None
 
 
 def _of_gguf(file: Path) -> dict[str, Any]:

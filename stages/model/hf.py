@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pipeline import Context, ModelSource, PlanView, Problem, StageError, TrainedRun
 from pipeline.utils import HubName, require_code_trust
@@ -39,12 +39,6 @@ class HfModel(HfSettings):
         yield from config_checks.too_long(self, plan)
         yield from checks.multimodal_notes(self)
 
-    def config_at_hand(self) -> Mapping[str, Any] | None:
-        """Return the config, if it can be read without a network."""
-        from stages.model.files import config_at_hand
-
-        return config_at_hand(self)
-
     @property
     def recomputes_operations(self) -> bool:
         """Whether backward repeats single operations of forward."""
@@ -71,7 +65,8 @@ class HfModel(HfSettings):
         source = open_source(self, ctx)
         if unsuited := sees_later_tokens(source.config.to_dict()):
             raise StageError(unsuited[0], hint=unsuited[1])
-        source.require_frozen()
+        if self.frozen:
+            source.require_frozen()
         return source
 
 

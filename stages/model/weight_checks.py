@@ -14,11 +14,9 @@ from pipeline.checkpoint import Placed, table
 from stages.model.compat import is_multimodal, tied_names, ties_by_default
 from stages.model.declared import matches
 from stages.model.files import (
-    config_at_hand,
     is_gguf,
     is_local,
     largest_id,
-    local,
     safetensors_files,
 )
 from stages.model.settings import HfSettings
@@ -44,7 +42,7 @@ def head_problems(stage: HfSettings) -> Iterator[Problem]:
     though it shares the embedding's. What cannot be read here, loading reports."""
     if stage.path is None or stage.init == "random" or stage.trust_remote_code:
         return
-    config = config_at_hand(stage)
+    config = stage.config_at_hand()
     if config is None or is_multimodal(config):
         return
     kind = str(config.get("model_type"))
@@ -53,7 +51,7 @@ def head_problems(stage: HfSettings) -> Iterator[Problem]:
         return
     if any(matches(name, (*stage.new_weights, *stage.unused_weights)) for name in names):
         return
-    stored = _stored(stage)
+    folder, stored = Path(stage.path).expanduser(), _stored(stage)
     # The one tensor with the last parts of a name, which a model around this one may prefix.
     ends = ["." + ".".join(name.split(".")[-2:]) for name in names]
     found = ([one for name, one in stored.items() if f".{name}".endswith(end)] for end in ends)
@@ -64,7 +62,7 @@ def head_problems(stage: HfSettings) -> Iterator[Problem]:
         yield Problem(
             key="path",
             message=f"the model shares one tensor between {head.name} and {embedding.name}, but "
-            f"{local(stage.path)} has two that differ",
+            f"{folder} has two that differ",
             hint="set tie_word_embeddings: false in its config.json to train both, or name both in "
             "new_weights",
         )
@@ -75,8 +73,7 @@ def head_problems(stage: HfSettings) -> Iterator[Problem]:
     if not tied and head is None and not renamed:
         yield Problem(
             key="path",
-            message=f"{local(stage.path)} has no {names[0]}, and the model does not share the "
-            "embedding's",
+            message=f"{folder} has no {names[0]}, and the model does not share the embedding's",
             hint=f"name it in new_weights to train a new one (`new_weights: ['{names[0]}']`), or "
             "set tie_word_embeddings: true in its config.json if it was trained so",
         )
@@ -89,7 +86,7 @@ def _stored(stage: HfSettings) -> Mapping[str, Stored]:
     if not is_local(stage.path) or is_gguf(stage.path) or stage.gguf_file is not None:
         return found
     try:
-        for file in safetensors_files(local(stage.path)):
+        for file in safetensors_files(Path(stage.path).expanduser()):
             if not file.is_file():
                 return {}
             with file.open("rb") as stream:
@@ -141,7 +138,7 @@ def frozen_problems(stage: HfSettings) -> Iterator[Problem]:
 
 def vocabulary_tables(model: HfSettings) -> dict[str, str]:
     """Return the tables with a row for each token -> their names, empty if not known."""
-    config = config_at_hand(model) or {}
+    config = model.config_at_hand() or {}
     kind, text = str(config.get("model_type")), config.get("text_config") or {}
     other_class = model.trust_remote_code or is_multimodal(config)
     head, embedding = (None if other_class else tied_names(kind)) or ("", "")
@@ -153,12 +150,12 @@ def vocabulary_tables(model: HfSettings) -> dict[str, str]:
 def new_rows(model: HfSettings) -> int:
     """Return the rows that the slot's `vocab_size` adds and that the tokenizer, if its files are
     here, has tokens for. Raises StageError for files of it that are damaged."""
-    config = config_at_hand(dataclasses.replace(model, vocab_size=None)) or {}
+    config = dataclasses.replace(model, vocab_size=None).config_at_hand() or {}
     config = config.get("text_config") or config
     known = config.get("vocab_size")
     if model.vocab_size is None or not isinstance(known, int) or model.init == "random":
         return 0
     place = model.tokenizer or model.path
-    largest = largest_id(local(place)) if place else None
+    largest = largest_id(Path(place).expanduser()) if place else None
     used = model.vocab_size if largest is None else min(model.vocab_size, largest + 1)
     return max(0, used - known)

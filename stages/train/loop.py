@@ -85,7 +85,7 @@ class Training:
             monitor=self.monitor, meter=self.meter,
         )  # fmt: skip
         folder = ctx.run_dir / (f"profile-{ctx.training}" if ctx.training else "profile")
-        self.profiler = Profiler(config.profile_steps, folder, engine, ctx.dist)
+        self.profiler = Profiler(folder, engine, ctx.dist)
         texts = config.generate
         self.generator = None if texts is None else TextGenerator(texts, model, ctx.seed)
         self.reporter = Reporter(ctx, log_every=config.log_every, total_steps=self.feed.total_steps)
@@ -144,12 +144,15 @@ class Training:
         progress = self.progress
         number = progress.step + 1
         self.dist.heartbeat.beat(Phase.STEP, step=number)
-        profiled = self.profiler.due(number)
+        profiled, profile = number in self.config.profile_steps, None
         if profiled:
             self._report()  # so that the device does nothing else
         before = replace(progress)
         with self._reported_on_failure():
-            result, profile = self.profiler.run(number, lambda: self.train_step(progress))
+            if profiled:
+                result, profile = self.profiler.run(number, lambda: self.train_step(progress))
+            else:
+                result = self.train_step(progress)
         if result.anomaly:
             self._recover(result)
             return
@@ -177,7 +180,8 @@ class Training:
         """Check that training can start; evaluate and generate what is asked for before the first
         step, and what an interrupted run missed."""
         progress, config, settings = self.progress, self.config, self.config.generate
-        verify_packing(self.engine, self.data, self.feed.samples(progress.samples))
+        if self.data.packed:
+            verify_packing(self.engine, self.data, self.feed.samples(progress.samples))
         self.callbacks.restore(progress.callbacks)
         self.callbacks.state()  # one that cannot be saved is found before anything is trained
         self.meter.restart(progress)
@@ -206,12 +210,13 @@ class Training:
     def _goes_on(self) -> bool:
         """Whether there is another step; reports the reason for an early end (collective)."""
         progress, total = self.progress, self.feed.total_steps(self.progress)
-
-        def reason() -> str:
-            found = reason_to_stop(progress, self.config.early_stopping)
-            return found or self.callbacks.agree_to_end(self.dist)
-
-        ended = self.reporter.ends_early(progress, total, reason, self._report)
+        stopping = self.config.early_stopping
+        ended = self.reporter.ends_early(
+            progress,
+            total,
+            lambda: reason_to_stop(progress, stopping) or self.callbacks.agree_to_end(self.dist),
+            self._report,
+        )
         return progress.step < total and not ended
 
     def _is_last(self) -> bool:
