@@ -109,5 +109,4 @@ class TrainedModel:
         ctx.log.info("the model of step %d, from %s", trained.progress.step, trained.checkpoint)
         return TrainedSource(model, trained, ctx, self.dtype, average)
 
-    def run_dry(self, ctx: Context, trained: TrainedRun, model: ModelSource) -> ModelSource:
-        return self.run(ctx, trained, model)
+    run_dry = run

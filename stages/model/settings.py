@@ -117,7 +117,7 @@ class HfSettings:
     """Run model code that the folder or hub repository brings along. A recipe cannot allow that by
     itself: `--trust-remote-code` on the command line does."""
 
-    def config_at_hand(self) -> dict[str, Any] | None:
+    def config_at_hand(self) -> Mapping[str, Any] | None:
         """Return the config, if it can be read without a network."""
         from stages.model.files import is_local, known_config, read_config
 
