@@ -30,12 +30,12 @@ from stages.model.config_checks import (
 from stages.model.files import (
     HUB_ID,
     REVISION,
-    beside,
     has_tokenizer,
     is_gguf,
     is_local,
     is_plain,
     kernels_named,
+    not_read,
     read_json,
     safetensors_files,
 )
@@ -231,7 +231,7 @@ def _words(stage: HfSettings) -> Found:
             yield "chat_template", str(error), ""
 
 
-def beside_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
+def not_read_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
     """Yield the files next to the weights of a local folder that matter: a mistake for an adapter,
     which transformers would apply, unless an adapter slot starts from it; a warning for a file that
     is not read."""
@@ -240,7 +240,7 @@ def beside_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
     if stage.init == "random" or stage.gguf_file is not None:
         return
     folder = Path(stage.path).expanduser()
-    adapter, others = beside(folder)
+    adapter, others = not_read(folder)
     readers = plan.readers(stage) if adapter else ()
     named = (one.start_from for one in readers if isinstance(one, traits.StartsFrom))
     started = (Path(name).expanduser().resolve() for name in named if name)

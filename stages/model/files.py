@@ -148,7 +148,7 @@ def _indexed(folder: Path, index: str, single: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-def beside(folder: Path) -> tuple[str, str]:
+def not_read(folder: Path) -> tuple[str, str]:
     """Return a sentence on an adapter next to the weights of a folder, and one on the same weights
     in two forms; each empty without them."""
     file, forms = folder / ADAPTER, (SAFE, TORCH)

@@ -32,7 +32,7 @@ class HfModel(HfSettings):
         from stages.model import checks, config_checks, weight_checks
 
         yield from checks.problems(self)
-        yield from checks.beside_problems(self, plan)
+        yield from checks.not_read_problems(self, plan)
         yield from weight_checks.head_problems(self)
         yield from weight_checks.frozen_problems(self)
         yield from checks.speed_problems(self, plan)

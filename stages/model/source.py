@@ -25,10 +25,10 @@ from stages.model.declared import completed, matches, outline, refuse_idle, ties
 from stages.model.files import (
     ADAPTER,
     Files,
-    beside,
     find_files,
     has_tokenizer,
     is_local,
+    not_read,
     safetensors_files,
     weight_files,
 )
@@ -65,7 +65,7 @@ def open_source(stage: HfSettings, ctx: Context) -> HfSource:
             words = find_files(stage.tokenizer, stage.tokenizer_revision)
     if files is not None and not is_local(stage.path or ""):  # others are looked at in `check`
         weights = stage.init != "random" and stage.gguf_file is None
-        adapter, others = beside(files.folder) if weights else ("", "")
+        adapter, others = not_read(files.folder) if weights else ("", "")
         if adapter:
             raise StageError(
                 f"{stage.path}: {adapter}",

@@ -25,7 +25,7 @@ QUIET_SECONDS = 30.0
 """Seconds of training after which the next step has a line, whatever `log_every` says."""
 FEWEST, MOST = 3, 20
 """Steps without a concurrent save, whose median is the baseline step time."""
-MOST_BESIDE = 10_000
+MOST_DURING = 10_000
 """Most steps tracked during one save; the slowdown by longer saves is not reported."""
 
 
@@ -179,10 +179,10 @@ class Saves(StepCallback):
     """Whether a save may be being written."""
     _written: list[WrittenCheckpoint] = field(default_factory=list, init=False)
     """Saves that are on disk and not yet reported so."""
-    _alone: deque[float] = field(default_factory=lambda: deque(maxlen=MOST), init=False)
+    _undisturbed: deque[float] = field(default_factory=lambda: deque(maxlen=MOST), init=False)
     """Seconds of the newest steps without a concurrent save."""
-    _beside: deque[tuple[float, float]] = field(
-        default_factory=lambda: deque(maxlen=MOST_BESIDE), init=False
+    _during: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=MOST_DURING), init=False
     )
     """Beginnings and seconds of the steps since the save that is being written."""
 
@@ -195,7 +195,7 @@ class Saves(StepCallback):
         self._report()
         if progress.step != self.newest:
             self.newest, self._writes = progress.step, True
-            self._beside.clear()
+            self._during.clear()
             self.reporter.write(progress.step, {"checkpoint_stall_seconds": stalled})
 
     def finish(self) -> str:
@@ -212,9 +212,9 @@ class Saves(StepCallback):
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         ended, seconds = record["time"], record["step_seconds"]
         if self._writes and not record.get("profiled"):
-            self._beside.append((ended - seconds, seconds))
+            self._during.append((ended - seconds, seconds))
         elif not record.get("profiled"):
-            self._alone.append(seconds)
+            self._undisturbed.append(seconds)
         self._report(until=ended)
 
     def _report(self, until: float = math.inf) -> None:
@@ -222,7 +222,7 @@ class Saves(StepCallback):
         measured: by how many seconds these were longer than as many steps before, unless too few
         are known."""
         while self._written and (ended := self._written[0].ended) <= until:
-            beside = [seconds for began, seconds in self._beside if began < ended]
+            during = [seconds for began, seconds in self._during if began < ended]
             done = self._written.pop(0)
             record = {
                 "checkpoint_seconds": done.seconds,
@@ -230,11 +230,11 @@ class Saves(StepCallback):
                 "checkpoint_user_seconds": done.user_seconds,
                 "checkpoint_system_seconds": done.system_seconds,
             }
-            if not beside or (len(self._alone) >= FEWEST and len(self._beside) < MOST_BESIDE):
-                usual = statistics.median(self._alone) if beside else 0.0
-                slowed = sum((seconds - usual for seconds in beside), 0.0)
+            if not during or (len(self._undisturbed) >= FEWEST and len(self._during) < MOST_DURING):
+                usual = statistics.median(self._undisturbed) if during else 0.0
+                slowed = sum((seconds - usual for seconds in during), 0.0)
                 record["checkpoint_slowed_seconds"] = slowed
             self.reporter.write(done.step, record)
-            self._alone += [seconds for began, seconds in self._beside if began >= ended]
+            self._undisturbed += [seconds for began, seconds in self._during if began >= ended]
             self._writes = False
-            self._beside.clear()
+            self._during.clear()

@@ -282,7 +282,7 @@ def _folder(folder: Path) -> Path:
 
 def _beside(folder: Path, *, init: Any = "pretrained", **slots: Any) -> list[Problem]:
     stage = HfModel(path=str(folder), init=init)
-    return list(checks.beside_problems(stage, plan_view({"model": stage, **slots})))
+    return list(checks.not_read_problems(stage, plan_view({"model": stage, **slots})))
 
 
 def test_an_adapter_next_to_the_weights(tmp_path: Path) -> None:
