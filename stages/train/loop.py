@@ -125,7 +125,7 @@ class Training:
         """Train to the last step, and save (collective). Raises Interrupted when a rank was asked
         to stop, once all steps that were taken are saved."""
         # The feed's threads read the data, which is closed after this slot.
-        with contextlib.closing(self.feed), self.dist.stop.deferred(), collected_at_steps():
+        with contextlib.closing(self.feed), self.dist.stop.deferred(), collected(as_usual=False):
             self._begin()
             while self._goes_on():
                 self._advance()
@@ -286,7 +286,7 @@ class Training:
         self.dist.heartbeat.beat(phase)
         self._report()
         self.reporter.show()
-        with collected_as_usual():
+        with collected(as_usual=True):
             yield
         self.meter.restart(self.progress)
 
@@ -336,33 +336,22 @@ class Training:
 
 
 @contextlib.contextmanager
-def collected_at_steps() -> Iterator[None]:
-    """Collect no cycles in the body but by `collect_after`."""
+def collected(*, as_usual: bool) -> Iterator[None]:
+    """Collect cycles in the body only by `collect_after`, those of before once at its beginning; or
+    `as_usual`, in a pause between steps, and at its end those that died since the pause before."""
     was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
+    if not as_usual:
+        gc.collect()
+    (gc.enable if as_usual else gc.disable)()
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        if as_usual:
+            gc.collect()
+        (gc.enable if was_on else gc.disable)()
 
 
 def collect_after(step: int) -> None:
     """Collect young garbage, if it is time after the step of this number."""
     if step % COLLECTED == 0:
         gc.collect(1)
-
-
-@contextlib.contextmanager
-def collected_as_usual() -> Iterator[None]:
-    """Leave it to Python in the body, which is a pause between steps, and collect afterwards what
-    died since the pause before."""
-    was_on = gc.isenabled()
-    gc.enable()
-    try:
-        yield
-    finally:
-        gc.collect()
-        if not was_on:
-            gc.disable()
