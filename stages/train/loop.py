@@ -24,6 +24,7 @@ from pipeline import (
     StageError,
     StepCallback,
     TrainedRun,
+    TrainingLength,
     ends_period,
 )
 from pipeline.checkpoint import start_random_streams
@@ -70,7 +71,9 @@ class Training:
             )
         self.config, self.ctx, self.data, self.checkpoints = config, ctx, data, checkpoints
         self.measure, self.dist, self.engine = config.measure(model), ctx.dist, engine
-        self.progress, restore = self._restore(model)
+        length = config.length_on(data, checkpoints)
+        self.eval_every = length.in_steps(config.eval_every)
+        self.progress, restore = self._restore(model, length)
         progress = self.progress
         self.feed = Feed(
             config, data, ctx.seed, engine.data_axis, engine.device,
@@ -101,7 +104,9 @@ class Training:
         self.evaluated = "eval_loss" in progress.metrics
         """Whether the current weights have been evaluated."""
 
-    def _restore(self, model: ModelSource) -> tuple[Progress, Callable[[], Progress | None]]:
+    def _restore(
+        self, model: ModelSource, length: TrainingLength
+    ) -> tuple[Progress, Callable[[], Progress | None]]:
         """Restore the newest checkpoint, if there is one (collective). Returns the progress, and a
         function that restores again, for rollbacks. Random streams start from the seed before, as
         restoring replaces them. Records of steps after the checkpoint are dropped; without one all
@@ -109,8 +114,6 @@ class Training:
         ctx, checkpoints = self.ctx, self.checkpoints
         start_random_streams(zlib.crc32(f"{ctx.seed}/{self.engine.random_stream}".encode()))
         identity = lineage(self.config, ctx, self.data, model)
-        length = self.config.length_on(self.data, checkpoints)
-        self.eval_every = length.in_steps(self.config.eval_every)
         checkpoints.begin(length)
         hint = hint_to_retrain(ctx)
         validate = functools.partial(require_same_lineage, identity, ctx.accept, hint=hint)
