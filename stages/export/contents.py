@@ -202,9 +202,9 @@ class AdapterContents:
     def usage(self, folder: Path) -> str:
         """Python that loads the adapter."""
         imports, options = "from peft import AutoPeftModelForCausalLM\n", 'dtype="auto"'
-        if self.source.quantize is not None:
+        if self.source.stage.quantize is not None:
             imports += "from transformers import BitsAndBytesConfig\n"
-            bits = f'load_in_4bit=True, bnb_4bit_quant_type="{self.source.quantize}"'
+            bits = f'load_in_4bit=True, bnb_4bit_quant_type="{self.source.stage.quantize}"'
             options += f", quantization_config=BitsAndBytesConfig({bits})"
         onto_base = imports.replace("AutoPeftModelForCausalLM", "PeftModel")
         load = 'PeftModel.from_pretrained(base, "path/to/this/folder")'

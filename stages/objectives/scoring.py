@@ -125,7 +125,10 @@ class ModelScorer:
     ) -> Scores:
         """See `pipeline.Scorer`. Raises StageError with `chunk` for a model whose head is not a
         plain linear layer, or that changes its logits (caps or scales them)."""
-        columns, forward = ScoreColumns.asked(request, own), self.forward or self.model
+        count = own.tokens[request.candidates].shape[-1] if request.candidates else 0
+        # A total next to other columns is summed from tokens: one pass.
+        tokens = request.tokens or (request.total and (request.entropy or count > 0))
+        columns = ScoreColumns(tokens, request.entropy, count)
         if request.values and (columns or request.total or request.logits):
             raise StageError("an objective asks for values, and for scores of a vocabulary")
         if request.router is not None and (self.group is not None or inputs):
@@ -134,6 +137,7 @@ class ModelScorer:
                 "not computed where ranks divide sequences or layers",
                 hint="leave out context_parallel and pipeline_parallel",
             )
+        forward = self.forward or self.model
         arguments: dict[str, Any] = {**inputs} or {"input_ids": own.input_ids, **own.free}
         if request.router is not None:
             arguments |= RouterLoss.arguments
