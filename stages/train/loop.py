@@ -48,7 +48,7 @@ from stages.train.evaluation import (
 )
 from stages.train.report import Reporter, Saves
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES, CausalLmFields
-from stages.train.speed import Profiler, StragglerWatch, known_cost
+from stages.train.speed import Profiler, StragglerWatch, known_cost, known_peak
 from stages.train.step import PendingStep, StepMeter, StepResult, TrainStep
 
 COLLECTED = 50
@@ -82,7 +82,9 @@ class Training:
         self.done = Done.of(config, data, progress)
         self.done.require_steps_left(ctx, checkpoints, progress, self.feed.total_steps(progress))
         self.monitor = AnomalyMonitor(config.anomalies, engine.total, restore)
-        self.meter = StepMeter(engine, ctx.dist, progress, known_cost(engine, model))
+        peak = known_peak(engine)
+        cost = None if peak is None else known_cost(engine, model, peak)
+        self.meter = StepMeter(engine, ctx.dist, progress, cost)
         self.train_step = TrainStep(
             engine=engine, objective=config.objective(model), feed=self.feed, plan=plan,
             monitor=self.monitor, meter=self.meter,
@@ -212,14 +214,12 @@ class Training:
 
     def _goes_on(self) -> bool:
         """Whether there is another step; reports the reason for an early end (collective)."""
-        progress, total = self.progress, self.feed.total_steps(self.progress)
-        stopping = self.config.early_stopping
-        ended = self.reporter.ends_early(
-            progress,
-            total,
-            lambda: reason_to_stop(progress, stopping) or self.callbacks.agree_to_end(self.dist),
-            self._report,
-        )
+        progress, total, reason = self.progress, self.feed.total_steps(self.progress), ""
+        if progress.step < total:
+            if (stopping := self.config.early_stopping) is not None:
+                reason = reason_to_stop(progress, stopping)
+            reason = reason or self.callbacks.agree_to_end(self.dist)
+        ended = self.reporter.ends_early(progress, total, reason, self._report)
         return progress.step < total and not ended
 
     def _is_last(self) -> bool:

@@ -74,16 +74,15 @@ class Reporter(StepCallback):
             self.ctx.log.info("step %d  %s", step, text.replace("\n", " "))
 
     def ends_early(
-        self, progress: Progress, total: int, reason: Callable[[], str],
+        self, progress: Progress, total: int, reason: str,
         before: Callable[[], object] = lambda: None,
     ) -> bool:  # fmt: skip
         """Whether training ends before its last step, for a `reason` that is not empty; reports it,
         after calling `before` (collective). It is decided again after a resume, as the recipe may
         have changed; an end that is confirmed keeps its first wording and its record."""
-        known, progress.stopped = progress.stopped, ""
-        if progress.step < total and (found := reason()):
-            progress.stopped = known or found
-        if not progress.stopped:
+        known = progress.stopped
+        progress.stopped = reason and (known or reason)
+        if not reason:
             return False
         before()
         self.show()

@@ -204,12 +204,9 @@ def known_peak(engine: Engine) -> float | None:
     return None if device is None else device.flops
 
 
-def known_cost(engine: Engine, source: ModelSource, peak: float | None = None) -> Cost | None:
-    """Cost of a token of the source's model in an engine, whose device has this peak, by default
-    the known one. None without a peak, and for mixtures of experts."""
-    peak = peak or known_peak(engine)
-    if peak is None:
-        return None
+def known_cost(engine: Engine, source: ModelSource, peak: float) -> Cost | None:
+    """Cost of a token of the source's model in an engine, whose device has this peak; None for
+    mixtures of experts."""
     model = next((m for m in outline(source).modules() if isinstance(m, PreTrainedModel)), None)
     config: Any = None if model is None else model.config.get_text_config()
     if model is None or getattr(config, "num_experts_per_tok", None):
