@@ -24,7 +24,7 @@ from stages.data.sources import Part
 from stages.data.tokenize import TextTokenizer, plain_ids
 from stages.finetune_choices import Broken, DataSurvey
 from stages.model.declared import outline
-from stages.model.files import is_gguf, is_local, local, read_config
+from stages.model.files import is_gguf, is_local, read_config
 from stages.model.gguf import quantization
 from stages.model.hf import HfModel
 
@@ -145,7 +145,7 @@ def _facts(ctx: Context, model: Mapping[str, Any], source: ModelSource | None) -
     positions, parameters = inner.get("max_position_embeddings"), None
     if source is not None:
         parameters = sum(one.numel() for one in outline(source).parameters())
-    file = local(asked.path or "") / (asked.gguf_file or "")
+    file = Path(asked.path or "").expanduser() / (asked.gguf_file or "")
     if is_local(asked.path or "") and asked.init != "random" and is_gguf(file.name):
         with contextlib.suppress(StageError):  # reported with the tokenizer
             weights = quantization(file)

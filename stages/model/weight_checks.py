@@ -40,7 +40,8 @@ class Stored(NamedTuple):
 def head_problems(stage: HfSettings) -> Iterator[Problem]:
     """Yield the problem of a model whose head its files do not have, or have as a second matrix
     though it shares the embedding's. What cannot be read here, loading reports."""
-    if stage.path is None or stage.init == "random" or stage.trust_remote_code:
+    path, elsewhere = stage.path, stage.init == "random" or stage.gguf_file is not None
+    if path is None or elsewhere or stage.trust_remote_code or not is_local(path) or is_gguf(path):
         return
     config = stage.config_at_hand()
     if config is None or is_multimodal(config):
@@ -51,7 +52,8 @@ def head_problems(stage: HfSettings) -> Iterator[Problem]:
         return
     if any(matches(name, (*stage.new_weights, *stage.unused_weights)) for name in names):
         return
-    folder, stored = Path(stage.path).expanduser(), _stored(stage)
+    folder = Path(path).expanduser()
+    stored = _stored(folder)
     # The one tensor with the last parts of a name, which a model around this one may prefix.
     ends = ["." + ".".join(name.split(".")[-2:]) for name in names]
     found = ([one for name, one in stored.items() if f".{name}".endswith(end)] for end in ends)
@@ -79,14 +81,11 @@ def head_problems(stage: HfSettings) -> Iterator[Problem]:
         )
 
 
-def _stored(stage: HfSettings) -> Mapping[str, Stored]:
-    """The tensors of local safetensors files; none where a file is missing or damaged."""
-    assert stage.path is not None
+def _stored(folder: Path) -> Mapping[str, Stored]:
+    """The tensors of safetensors files; none where a file is missing or damaged."""
     found: dict[str, Stored] = {}
-    if not is_local(stage.path) or is_gguf(stage.path) or stage.gguf_file is not None:
-        return found
     try:
-        for file in safetensors_files(Path(stage.path).expanduser()):
+        for file in safetensors_files(folder):
             if not file.is_file():
                 return {}
             with file.open("rb") as stream:
