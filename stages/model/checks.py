@@ -220,10 +220,12 @@ def _words(stage: HfSettings) -> Found:
             yield "tokenizer_revision", f"{revision!r} is not a commit, branch or tag", ""
     elif revision is not None:
         yield "tokenizer_revision", "is only for a hub id, and `tokenizer` is local", ""
-    elif is_gguf(path) and not Path(path).expanduser().is_file():
-        yield "tokenizer", f"no such file: {Path(path).expanduser()}", ""
-    elif not is_gguf(path) and not has_tokenizer(Path(path).expanduser()):
-        yield "tokenizer", f"no tokenizer files in {Path(path).expanduser()}", ""
+    else:
+        place = Path(path).expanduser()
+        if is_gguf(path) and not place.is_file():
+            yield "tokenizer", f"no such file: {place}", ""
+        elif not is_gguf(path) and not has_tokenizer(place):
+            yield "tokenizer", f"no tokenizer files in {place}", ""
     if stage.chat_template is not None:
         try:
             read_template(stage.chat_template)
