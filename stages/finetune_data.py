@@ -23,8 +23,9 @@ from stages.data.rows import TEXT, Row
 from stages.data.sources import Part
 from stages.data.tokenize import TextTokenizer, plain_ids
 from stages.finetune_choices import Broken, DataSurvey
+from stages.model.config_checks import of_text
 from stages.model.declared import outline
-from stages.model.files import is_gguf, is_local, read_config
+from stages.model.files import is_gguf, is_local, local, read_config
 from stages.model.gguf import quantization
 from stages.model.hf import HfModel
 
@@ -141,11 +142,11 @@ def _facts(ctx: Context, model: Mapping[str, Any], source: ModelSource | None) -
         source = source or HfModel(config=config).run(ctx)
     except StageError:
         config = {}
-    inner = config.get("text_config") or config
+    inner = of_text(config)
     positions, parameters = inner.get("max_position_embeddings"), None
     if source is not None:
         parameters = sum(one.numel() for one in outline(source).parameters())
-    file = Path(asked.path or "").expanduser() / (asked.gguf_file or "")
+    file = local(asked.path or "") / (asked.gguf_file or "")
     if is_local(asked.path or "") and asked.init != "random" and is_gguf(file.name):
         with contextlib.suppress(StageError):  # reported with the tokenizer
             weights = quantization(file)

@@ -35,6 +35,7 @@ from stages.model.files import (
     is_local,
     is_plain,
     kernels_named,
+    local,
     not_read,
     read_json,
     safetensors_files,
@@ -96,7 +97,7 @@ def _unpinned(key: str, kernel: str) -> Found:
 
 def _model(stage: HfSettings) -> Found:
     if isinstance(stage.config, str):
-        yield from _config_file(stage, Path(stage.config).expanduser(), "config")
+        yield from _config_file(stage, local(stage.config), "config")
     elif stage.config is not None:
         yield from _config(stage, stage.config, "config")
     path, name = stage.path, stage.gguf_file
@@ -105,7 +106,7 @@ def _model(stage: HfSettings) -> Found:
     elif path is not None and is_local(path):
         if stage.revision is not None:
             yield "revision", "`revision` is only for a hub id, and `path` is local", ""
-        place = Path(path).expanduser()
+        place = local(path)
         if is_gguf(path) and name is not None:
             yield "gguf_file", "`path` is already a GGUF file", ""
         if not is_gguf(path):
@@ -221,7 +222,7 @@ def _words(stage: HfSettings) -> Found:
     elif revision is not None:
         yield "tokenizer_revision", "is only for a hub id, and `tokenizer` is local", ""
     else:
-        place = Path(path).expanduser()
+        place = local(path)
         if is_gguf(path) and not place.is_file():
             yield "tokenizer", f"no such file: {place}", ""
         elif not is_gguf(path) and not has_tokenizer(place):
@@ -241,11 +242,11 @@ def not_read_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
         return
     if stage.init == "random" or stage.gguf_file is not None:
         return
-    folder = Path(stage.path).expanduser()
+    folder = local(stage.path)
     adapter, others = not_read(folder)
     readers = plan.readers(stage) if adapter else ()
     named = (one.start_from for one in readers if isinstance(one, traits.StartsFrom))
-    started = (Path(name).expanduser().resolve() for name in named if name)
+    started = (local(name).resolve() for name in named if name)
     if adapter and folder.resolve() not in started:
         hint = f"name it in an adapter slot (`start_from: {stage.path}`), or move it away"
         yield Problem(key="path", message=adapter, hint=hint)

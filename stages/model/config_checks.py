@@ -16,6 +16,7 @@ from stages.model.files import (
     has_tokenizer,
     is_gguf,
     is_local,
+    local,
     read_json,
 )
 from stages.model.settings import HfSettings
@@ -28,6 +29,12 @@ def config_of(stage: Any, plan: PlanView) -> Config | None:
     models = plan.producers(stage, ModelSource)
     model = next((one for one in models if isinstance(one, traits.DeclaresConfig)), None)
     return None if model is None else model.config_at_hand()
+
+
+def of_text(config: Config) -> Config:
+    """Return the part of a config that is of its language model, which may be all of it."""
+    part = config.get("text_config")
+    return part if isinstance(part, Mapping) else config
 
 
 def hf_model(stage: Any, plan: PlanView) -> HfSettings | None:
@@ -58,13 +65,13 @@ def tokenizer_problems(
     given = model.tokenizer or model.path
     if given is None and model.config is None:
         return
-    if given is not None and (not is_local(given) or not Path(given).expanduser().exists()):
+    if given is not None and (not is_local(given) or not local(given).exists()):
         return  # the model slot reports a missing path
     if model.tokenizer is None and model.config is None and model.config_at_hand() is None:
         return  # as it does a folder without a model
     has, has_its_template = given is not None, False
     if given is not None:
-        place = Path(given).expanduser()
+        place = local(given)
         if model.tokenizer is None and model.gguf_file is not None:
             place = place / model.gguf_file
         if not is_gguf(place.name):
@@ -112,9 +119,7 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 
 def too_long(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
     """Yield slots whose samples may be longer than the model's positions; see `TABLES`."""
-    whole = stage.config_at_hand() or {}
-    part = whole.get("text_config")
-    config: Config = part if isinstance(part, Mapping) else whole
+    config = of_text(stage.config_at_hand() or {})
     kind = config.get("model_type")
     on_hub = stage.path is not None and not is_local(stage.path)
     if on_hub and kind not in TABLES and not any(name in config for name in POSITIONS):

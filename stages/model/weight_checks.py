@@ -12,11 +12,13 @@ from typing import NamedTuple
 from pipeline import Problem, StageError
 from pipeline.checkpoint import Placed, table
 from stages.model.compat import is_multimodal, tied_names, ties_by_default
+from stages.model.config_checks import of_text
 from stages.model.declared import matches
 from stages.model.files import (
     is_gguf,
     is_local,
     largest_id,
+    local,
     safetensors_files,
 )
 from stages.model.settings import HfSettings
@@ -52,7 +54,7 @@ def head_problems(stage: HfSettings) -> Iterator[Problem]:
         return
     if any(matches(name, (*stage.new_weights, *stage.unused_weights)) for name in names):
         return
-    folder = Path(path).expanduser()
+    folder = local(path)
     stored = _stored(folder)
     # The one tensor with the last parts of a name, which a model around this one may prefix.
     ends = ["." + ".".join(name.split(".")[-2:]) for name in names]
@@ -138,10 +140,10 @@ def frozen_problems(stage: HfSettings) -> Iterator[Problem]:
 def vocabulary_tables(model: HfSettings) -> dict[str, str]:
     """Return the tables with a row for each token -> their names, empty if not known."""
     config = model.config_at_hand() or {}
-    kind, text = str(config.get("model_type")), config.get("text_config") or {}
+    kind = str(config.get("model_type"))
     other_class = model.trust_remote_code or is_multimodal(config)
     head, embedding = (None if other_class else tied_names(kind)) or ("", "")
-    stated = (part.get("tie_word_embeddings") for part in (config, text))
+    stated = (part.get("tie_word_embeddings") for part in (config, of_text(config)))
     tied = next((each for each in stated if each is not None), ties_by_default(kind))
     return {"embedding": embedding} | ({} if tied else {"head": head})
 
@@ -150,11 +152,10 @@ def new_rows(model: HfSettings) -> int:
     """Return the rows that the slot's `vocab_size` adds and that the tokenizer, if its files are
     here, has tokens for. Raises StageError for files of it that are damaged."""
     config = dataclasses.replace(model, vocab_size=None).config_at_hand() or {}
-    config = config.get("text_config") or config
-    known = config.get("vocab_size")
+    known = of_text(config).get("vocab_size")
     if model.vocab_size is None or not isinstance(known, int) or model.init == "random":
         return 0
     place = model.tokenizer or model.path
-    largest = largest_id(Path(place).expanduser()) if place else None
+    largest = largest_id(local(place)) if place else None
     used = model.vocab_size if largest is None else min(model.vocab_size, largest + 1)
     return max(0, used - known)
