@@ -174,15 +174,13 @@ class Saves(StepCallback):
     reporter: Reporter
     newest: int
     """Step of the newest checkpoint."""
-    _writes: bool = field(default=False, init=False)
+    _writes: bool = False
     """Whether a save may be being written."""
-    _written: list[WrittenCheckpoint] = field(default_factory=list, init=False)
+    _written: list[WrittenCheckpoint] = field(default_factory=list)
     """Saves that are on disk and not yet reported so."""
-    _undisturbed: deque[float] = field(default_factory=lambda: deque(maxlen=MOST), init=False)
+    _undisturbed: deque[float] = field(default_factory=lambda: deque(maxlen=MOST))
     """Seconds of the newest steps without a concurrent save."""
-    _during: deque[tuple[float, float]] = field(
-        default_factory=lambda: deque(maxlen=MOST_DURING), init=False
-    )
+    _during: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MOST_DURING))
     """Beginnings and seconds of the steps since the save that is being written."""
 
     def save(self, progress: Progress) -> None:
