@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from stages.finetune_choices import BATCH, Choices, DataSurvey, choose
 from stages.model.compat import suited_attention
-from stages.model.files import config_at_hand
 from stages.model.hf import HfModel
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Finetune:
         chosen, found = _choices(request), request.survey
         most = request.micro_batch or max(_most_tokens(request) // chosen.sequence, 1)
         # The attention that the architecture has, where it is not the default.
-        kind = (config_at_hand(HfModel(**request.model)) or {}).get("model_type")
+        kind = (HfModel(**request.model).config_at_hand() or {}).get("model_type")
         best = suited_attention(str(kind), "cuda" if request.on_gpus else "cpu")
         model: dict[str, Any] = {"use": "model.hf"}
         if best != HfModel.attention:

@@ -23,6 +23,7 @@ from stages.data.rows import TEXT, Row
 from stages.data.sources import Part
 from stages.data.tokenize import TextTokenizer, plain_ids
 from stages.finetune_choices import Broken, DataSurvey
+from stages.model.config_checks import of_text
 from stages.model.declared import outline
 from stages.model.files import is_gguf, is_local, local, read_config
 from stages.model.gguf import quantization
@@ -141,7 +142,7 @@ def _facts(ctx: Context, model: Mapping[str, Any], source: ModelSource | None) -
         source = source or HfModel(config=config).run(ctx)
     except StageError:
         config = {}
-    inner = config.get("text_config") or config
+    inner = of_text(config)
     positions, parameters = inner.get("max_position_embeddings"), None
     if source is not None:
         parameters = sum(one.numel() for one in outline(source).parameters())

@@ -95,10 +95,10 @@ class HfPlanner(Planner[HfModel]):
         if stage.path is not None and not is_local(stage.path):
             stage = replace(stage, path=None, config=read_config(replace(stage, vocab_size=None)))
         source = open_source(stage, ctx)
-        if scope.blocks is None:
-            source.require_frozen()  # of fewer blocks, patterns may match none
-        else:
+        if scope.blocks is not None:
             shorten(source.config.get_text_config(), scope.blocks)
+        elif stage.frozen:
+            source.require_frozen()  # of fewer blocks, patterns may match none
         return source
 
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline import Context, Engine, ModelSource, PlanView, Problem, StageError
-from pipeline.utils import closest, parse_json, read_whole
+from pipeline.utils import closest
 from stages.adapter.compat import CONFIG, WEIGHTS
 from stages.adapter.settings import AdaptedModel as AdaptedModel
 from stages.adapter.settings import LoraSettings
@@ -18,6 +18,7 @@ from stages.adapter.settings import QuantType as QuantType
 from stages.model.compat import is_multimodal, type_code
 from stages.model.config_checks import config_of, has_experts, hf_model
 from stages.model.declared import matches
+from stages.model.files import local, read_json
 from stages.model.weight_checks import new_rows, vocabulary_tables
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Lora(LoraSettings):
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
         yield from _frozen_random(self, plan)
         if self.start_from is not None:
-            for message, hint in differences(self, Path(self.start_from).expanduser()):
+            for message, hint in differences(self, local(self.start_from)):
                 yield Problem(key="start_from", message=message, hint=hint)
 
     def needs_whole_weights(self) -> Iterator[tuple[str, str]]:
@@ -156,11 +157,11 @@ def differences(stage: LoraSettings, folder: Path) -> Iterator[tuple[str, str]]:
         yield f"no {' and no '.join(missing)} in {folder}", ""
         return
     try:
-        saved: Any = parse_json(read_whole(folder / CONFIG))
-    except (OSError, ValueError) as error:
-        yield f"{folder / CONFIG} cannot be read: {error}", ""
+        saved = read_json(folder / CONFIG)
+    except StageError as error:
+        yield str(error), ""
         return
-    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
+    if saved.get("peft_type") != "LORA":
         yield f"{folder / CONFIG} is not the configuration of a LoRA", ""
         return
     for key in ("rank_pattern", "alpha_pattern"):

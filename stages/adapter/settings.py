@@ -69,8 +69,3 @@ class AdaptedModel(DerivedSource):
     """Layers and stacked weights of experts that have an update."""
     trained: Sequence[str]
     """Names of the trained parameters, which are the adapter."""
-
-    @property
-    def quantize(self) -> QuantType | None:
-        """The 4-bit type of the model's own linear layers; None if they are not quantized."""
-        return self.stage.quantize

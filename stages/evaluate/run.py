@@ -21,8 +21,8 @@ from stages.data.sources import OpenedSource, Source
 from stages.export.proof import loading
 from stages.model import compat
 from stages.model.declared import outline
-from stages.model.files import read_json
-from stages.model.rotary_compat import choose_by_document, depends_on_length, placed
+from stages.model.files import local, read_json
+from stages.model.rotary_compat import choose_by_document, document_angles, placed
 from stages.objectives.cross_entropy import RowLoss, measured
 from stages.objectives.scoring import ModelScorer
 
@@ -119,12 +119,12 @@ def run_tasks(
         import lm_eval
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
-    manager = TaskManager(include_path=folder and str(Path(folder).expanduser()))
+    manager = TaskManager(include_path=folder and str(local(folder)))
     for name in tasks:
         if name not in manager.all_tasks:
             raise StageError(f"lm_eval knows no task `{name}`", hint="lm_eval ls tasks lists them")
     # lm_eval does not say where padding begins, on which the angles of a row would depend.
-    size = 1 if depends_on_length(model) else batch_size
+    size = 1 if document_angles(model) else batch_size
     found = lm_eval.simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size), tasks=list(tasks),
         num_fewshot=num_fewshot, limit=limit, task_manager=manager,

@@ -202,9 +202,9 @@ class AdapterContents:
     def usage(self, folder: Path) -> str:
         """Python that loads the adapter."""
         imports, options = "from peft import AutoPeftModelForCausalLM\n", 'dtype="auto"'
-        if self.source.quantize is not None:
+        if self.source.stage.quantize is not None:
             imports += "from transformers import BitsAndBytesConfig\n"
-            bits = f'load_in_4bit=True, bnb_4bit_quant_type="{self.source.quantize}"'
+            bits = f'load_in_4bit=True, bnb_4bit_quant_type="{self.source.stage.quantize}"'
             options += f", quantization_config=BitsAndBytesConfig({bits})"
         onto_base = imports.replace("AutoPeftModelForCausalLM", "PeftModel")
         load = 'PeftModel.from_pretrained(base, "path/to/this/folder")'
@@ -267,19 +267,19 @@ def resource_need(
     """Disk for a model's weight files; memory for one block and all outside of blocks."""
     model = outline(source.export_view)
     widest = torch.float32 if dtype == AS_SOURCE else torch_dtype(dtype)
-
-    def size(module: nn.Module) -> int:
-        return sum(tensor.numel() for tensor in module.parameters()) * widest.itemsize
-
     kinds = compat.block_classes(model)
-    blocks = [size(module) for module in model.modules() if type(module).__name__ in kinds]
+    chosen = (module for module in model.modules() if type(module).__name__ in kinds)
+    total, *blocks = (
+        sum(tensor.numel() for tensor in module.parameters()) * widest.itemsize
+        for module in (model, *chosen)
+    )
     target, others = target_of(folder, ctx), 0
     if (passed := source.export_view.passed_through()) is not None:
         with contextlib.closing(passed):
             others = sum(passed.spec(name).nbytes for name in passed.names())
     return ResourceNeed(
         what=f"the export in {target.name}",
-        disk=size(model) + others,
+        disk=total + others,
         folder=target,
-        memory=size(model) - sum(blocks) + max(blocks, default=0) + BUFFERS,
+        memory=total - sum(blocks) + max(blocks, default=0) + BUFFERS,
     )

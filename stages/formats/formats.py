@@ -51,8 +51,8 @@ class Full(Canonical):
     full = True
 
 
-MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
-"""Folders of accelerate's and the Trainer's sharded state."""
+FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")
+"""Of accelerate's and the Trainer's sharded state: the model's, and the optimizer's."""
 
 
 class Dcp(StateFormat):
@@ -66,12 +66,13 @@ class Dcp(StateFormat):
     name = "dcp"
 
     def detect(self, folder: Path) -> bool:
-        return (folder / ".metadata").is_file() or (folder / MODEL / ".metadata").is_file()
+        return any((folder / name / ".metadata").is_file() for name in ("", FOLDERS[0]))
 
     def open(self, folder: Path, reading: Reading) -> StateSource:
         from stages.formats import dcp_compat, stored
 
-        parts = [folder / MODEL, folder / OPTIMIZER] if (folder / MODEL).is_dir() else [folder]
+        nested = (folder / FOLDERS[0]).is_dir()
+        parts = [folder / name for name in FOLDERS] if nested else [folder]
         with stored.understood(folder, "torch.distributed.checkpoint"):
             return dcp_compat.open_dcp(folder, [part for part in parts if part.is_dir()], reading)
 

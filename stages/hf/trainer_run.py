@@ -3,7 +3,6 @@ record of it: progress, measurements, complete checkpoints."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -303,8 +302,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
 
     def ends_early(self) -> bool:
         """Whether a callback ends the training before its last step (collective)."""
-        end = functools.partial(self.callbacks.agree_to_end, self._dist)
-        return self.reporter.ends_early(self.progress, self.loader.steps, end)
+        progress, steps = self.progress, self.loader.steps
+        reason = self.callbacks.agree_to_end(self._dist) if progress.step < steps else ""
+        return self.reporter.ends_early(progress, steps, reason)
 
     def evaluate(self) -> None:
         """Evaluate the weights on the held-out samples, if there are any (collective)."""

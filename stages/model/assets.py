@@ -6,6 +6,7 @@ Importing this imports no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import itertools
@@ -106,12 +107,12 @@ def open_config(stage: HfSettings, files: Files | None) -> Any:
 
     given, gguf = stage.config, files.gguf if files else None
     if given is not None:
-        gguf, values = None, read_json(local(given)) if isinstance(given, str) else dict(given)
+        values = read_json(local(given)) if isinstance(given, str) else dict(given)
         kind = values.pop("model_type", None)
     elif files is not None and gguf:
         GgufTensors(files.folder / gguf).close()  # is it there as a whole?
     try:
-        with compat.quiet(), quick_gguf(gguf):
+        with compat.quiet(), quick_gguf() if gguf else contextlib.nullcontext():
             if given is None:
                 assert files is not None
                 config = AutoConfig.from_pretrained(
@@ -149,7 +150,7 @@ def open_tokenizer(files: Files, stage: HfSettings, log: Logger) -> Any:
     from stages.model.gguf import quick_gguf
 
     try:
-        with compat.quiet(), quick_gguf(files.gguf):
+        with compat.quiet(), quick_gguf() if files.gguf else contextlib.nullcontext():
             tokenizer = AutoTokenizer.from_pretrained(
                 files.folder,
                 gguf_file=files.gguf,

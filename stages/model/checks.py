@@ -30,14 +30,13 @@ from stages.model.config_checks import (
 from stages.model.files import (
     HUB_ID,
     REVISION,
-    beside,
-    config_at_hand,
     has_tokenizer,
     is_gguf,
     is_local,
     is_plain,
     kernels_named,
     local,
+    not_read,
     read_json,
     safetensors_files,
 )
@@ -222,10 +221,12 @@ def _words(stage: HfSettings) -> Found:
             yield "tokenizer_revision", f"{revision!r} is not a commit, branch or tag", ""
     elif revision is not None:
         yield "tokenizer_revision", "is only for a hub id, and `tokenizer` is local", ""
-    elif is_gguf(path) and not local(path).is_file():
-        yield "tokenizer", f"no such file: {local(path)}", ""
-    elif not is_gguf(path) and not has_tokenizer(local(path)):
-        yield "tokenizer", f"no tokenizer files in {local(path)}", ""
+    else:
+        place = local(path)
+        if is_gguf(path) and not place.is_file():
+            yield "tokenizer", f"no such file: {place}", ""
+        elif not is_gguf(path) and not has_tokenizer(place):
+            yield "tokenizer", f"no tokenizer files in {place}", ""
     if stage.chat_template is not None:
         try:
             read_template(stage.chat_template)
@@ -233,7 +234,7 @@ def _words(stage: HfSettings) -> Found:
             yield "chat_template", str(error), ""
 
 
-def beside_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
+def not_read_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
     """Yield the files next to the weights of a local folder that matter: a mistake for an adapter,
     which transformers would apply, unless an adapter slot starts from it; a warning for a file that
     is not read."""
@@ -242,7 +243,7 @@ def beside_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
     if stage.init == "random" or stage.gguf_file is not None:
         return
     folder = local(stage.path)
-    adapter, others = beside(folder)
+    adapter, others = not_read(folder)
     readers = plan.readers(stage) if adapter else ()
     named = (one.start_from for one in readers if isinstance(one, traits.StartsFrom))
     started = (local(name).resolve() for name in named if name)
@@ -255,7 +256,7 @@ def beside_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
 
 def multimodal_notes(stage: HfSettings) -> Iterator[Problem]:
     """Warn of a model of more than text: only its language model is trained."""
-    config = config_at_hand(stage) or {}
+    config = stage.config_at_hand() or {}
     foreign = stage.trust_remote_code and "auto_map" in config
     kind = str(config.get("model_type"))
     if is_multimodal(config) and not foreign and not list(_multimodal(stage, kind, "")):
@@ -285,7 +286,7 @@ def _speed(stage: HfSettings, plan: PlanView) -> Found:
     elif name == "flex_attention" and plan.device == "cpu":
         yield "attention", "flex_attention computes no gradients on a CPU", "use sdpa"
     elif name == "sdpa" and not stage.trust_remote_code:
-        kind = str((config_at_hand(stage) or {}).get("model_type"))
+        kind = str((stage.config_at_hand() or {}).get("model_type"))
         if "sdpa" not in (attentions(kind) or "sdpa"):
             best = suited_attention(kind, plan.device)
             yield "attention", f"transformers has no sdpa for a {kind}", f"set attention: {best}"

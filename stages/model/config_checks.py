@@ -12,7 +12,6 @@ from typing import Any
 from pipeline import Data, ModelSource, PlanView, Problem, StageError, TrainedRun, traits
 from stages.model.compat import size_by_default, type_code
 from stages.model.files import (
-    config_at_hand,
     gguf_header,
     has_tokenizer,
     is_gguf,
@@ -30,6 +29,12 @@ def config_of(stage: Any, plan: PlanView) -> Config | None:
     models = plan.producers(stage, ModelSource)
     model = next((one for one in models if isinstance(one, traits.DeclaresConfig)), None)
     return None if model is None else model.config_at_hand()
+
+
+def of_text(config: Config) -> Config:
+    """Return the part of a config that is of its language model, which may be all of it."""
+    part = config.get("text_config")
+    return part if isinstance(part, Mapping) else config
 
 
 def hf_model(stage: Any, plan: PlanView) -> HfSettings | None:
@@ -62,7 +67,7 @@ def tokenizer_problems(
         return
     if given is not None and (not is_local(given) or not local(given).exists()):
         return  # the model slot reports a missing path
-    if model.tokenizer is None and model.config is None and config_at_hand(model) is None:
+    if model.tokenizer is None and model.config is None and model.config_at_hand() is None:
         return  # as it does a folder without a model
     has, has_its_template = given is not None, False
     if given is not None:
@@ -114,9 +119,7 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 
 def too_long(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
     """Yield slots whose samples may be longer than the model's positions; see `TABLES`."""
-    whole = config_at_hand(stage) or {}
-    part = whole.get("text_config")
-    config: Config = part if isinstance(part, Mapping) else whole
+    config = of_text(stage.config_at_hand() or {})
     kind = config.get("model_type")
     on_hub = stage.path is not None and not is_local(stage.path)
     if on_hub and kind not in TABLES and not any(name in config for name in POSITIONS):

@@ -9,16 +9,19 @@ header claims.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from pipeline import StageError, in_words, system_errors_as
 from pipeline.utils import HubName, commit_of, open_regular, parse_json, read_whole
-from stages.model.settings import HfSettings
+
+if TYPE_CHECKING:
+    from stages.model.settings import HfSettings
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 REVISION = re.compile(r"[A-Za-z0-9_][\w./-]*")
@@ -58,8 +61,8 @@ def is_gguf(path: str) -> bool:
 
 
 def local(path: str) -> Path:
-    """Return the path with `~` expanded."""
-    return Path(path).expanduser()
+    """Return the path with `~` expanded, but for a user that this machine does not have."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 (pathlib raises for such a user)
 
 
 def is_plain(name: str) -> bool:
@@ -151,7 +154,7 @@ def _indexed(folder: Path, index: str, single: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-def beside(folder: Path) -> tuple[str, str]:
+def not_read(folder: Path) -> tuple[str, str]:
     """Return a sentence on an adapter next to the weights of a folder, and one on the same weights
     in two forms; each empty without them."""
     file, forms = folder / ADAPTER, (SAFE, TORCH)
@@ -239,23 +242,13 @@ def read_config(stage: HfSettings) -> dict[str, Any]:
         config = known_config(path) or read_json(download(path, stage.revision))
     else:
         assert path is not None
-        file = local(path) if is_gguf(path) else local(path) / (stage.gguf_file or "config.json")
+        file = local(path)
+        if not is_gguf(path):
+            file /= stage.gguf_file or "config.json"
         config = _of_gguf(file) if is_gguf(path) or stage.gguf_file else read_json(file)
     if stage.vocab_size is not None:
         config["vocab_size"] = stage.vocab_size
     return config
-
-
-def config_at_hand(stage: HfSettings) -> dict[str, Any] | None:
-    """Return the config, if it can be read without a network."""
-    if stage.path is None and stage.config is None:
-        return None
-    if stage.path is not None and not is_local(stage.path) and known_config(stage.path) is None:
-        return None
-    try:
-        return read_config(stage)
-    except StageError:
-        return None
 
 
 def _of_gguf(file: Path) -> dict[str, Any]:

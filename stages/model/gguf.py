@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections import Counter
@@ -147,11 +146,9 @@ def _converted(
     return made | {name: one.to("meta") if outline else one for name, one in rest}
 
 
-def quick_gguf(file: str | None) -> AbstractContextManager[None]:
-    """Have transformers read a GGUF file, if it is one, quickly in the body: the package's reader
-    makes two views of a memory map for each token of the vocabulary, which takes seconds."""
-    if file is None:
-        return contextlib.nullcontext()
+def quick_gguf() -> AbstractContextManager[None]:
+    """Have transformers read a GGUF file quickly in the body: the package's reader makes two views
+    of a memory map for each token of the vocabulary, which takes seconds."""
     with optional(NEEDED, hint=HINT):
         import gguf
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pipeline import Context, ModelSource, PlanView, Problem, StageError, TrainedRun
 from pipeline.utils import HubName, require_code_trust
@@ -32,18 +32,12 @@ class HfModel(HfSettings):
         from stages.model import checks, config_checks, weight_checks
 
         yield from checks.problems(self)
-        yield from checks.beside_problems(self, plan)
+        yield from checks.not_read_problems(self, plan)
         yield from weight_checks.head_problems(self)
         yield from weight_checks.frozen_problems(self)
         yield from checks.speed_problems(self, plan)
         yield from config_checks.too_long(self, plan)
         yield from checks.multimodal_notes(self)
-
-    def config_at_hand(self) -> Mapping[str, Any] | None:
-        """Return the config, if it can be read without a network."""
-        from stages.model.files import config_at_hand
-
-        return config_at_hand(self)
 
     @property
     def recomputes_operations(self) -> bool:
@@ -71,7 +65,8 @@ class HfModel(HfSettings):
         source = open_source(self, ctx)
         if unsuited := sees_later_tokens(source.config.to_dict()):
             raise StageError(unsuited[0], hint=unsuited[1])
-        source.require_frozen()
+        if self.frozen:
+            source.require_frozen()
         return source
 
 
@@ -114,5 +109,4 @@ class TrainedModel:
         ctx.log.info("the model of step %d, from %s", trained.progress.step, trained.checkpoint)
         return TrainedSource(model, trained, ctx, self.dtype, average)
 
-    def run_dry(self, ctx: Context, trained: TrainedRun, model: ModelSource) -> ModelSource:
-        return self.run(ctx, trained, model)
+    run_dry = run

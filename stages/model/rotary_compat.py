@@ -8,7 +8,7 @@ the only one, at inference say: its own function computes them, for one length a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +35,11 @@ def choose_by_document(model: nn.Module) -> None:
         raise StageError(f"{type(model).__name__}: {unsuited[0]}", hint=unsuited[1])
 
 
-def document_angles(model: nn.Module) -> Iterator[DocumentAngles]:
-    """Yield the objects that `choose_by_document` has put into `model`, or the one it wraps."""
-    for module in model.modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, DocumentAngles):
-            yield forward
-
-
-def depends_on_length(model: nn.Module) -> bool:
-    """Whether the model has rotary tables that depend on the length of a text."""
-    return any(True for _ in document_angles(model))
+def document_angles(model: nn.Module) -> list[DocumentAngles]:
+    """Return the objects that `choose_by_document` has put into `model`, or the one it wraps; empty
+    if no rotary table depends on the length of a text."""
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return [one for one in forwards if isinstance(one, DocumentAngles)]
 
 
 def with_positions(batch: MicroBatch) -> MicroBatch:
@@ -65,7 +59,7 @@ def with_positions(batch: MicroBatch) -> MicroBatch:
 
 def placed(model: nn.Module, batch: MicroBatch) -> MicroBatch:
     """The micro-batch as `model` must get it: `with_positions` if it depends on lengths."""
-    return with_positions(batch) if depends_on_length(model) else batch
+    return with_positions(batch) if document_angles(model) else batch
 
 
 def document_lengths(positions: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
+from pipeline import StageError
+
 Fate = Literal["pass_through", "drop"]
 """The treatment of a tensor that is not read."""
 
@@ -114,3 +116,17 @@ class HfSettings:
     trust_remote_code: bool = False
     """Run model code that the folder or hub repository brings along. A recipe cannot allow that by
     itself: `--trust-remote-code` on the command line does."""
+
+    def config_at_hand(self) -> Mapping[str, Any] | None:
+        """Return the config, if it can be read without a network."""
+        from stages.model.files import is_local, known_config, read_config
+
+        path = self.path
+        if path is None and self.config is None:
+            return None
+        if path is not None and not is_local(path) and known_config(path) is None:
+            return None
+        try:
+            return read_config(self)
+        except StageError:
+            return None

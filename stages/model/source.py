@@ -25,10 +25,10 @@ from stages.model.declared import completed, matches, outline, refuse_idle, ties
 from stages.model.files import (
     ADAPTER,
     Files,
-    beside,
     find_files,
     has_tokenizer,
     is_local,
+    not_read,
     safetensors_files,
     weight_files,
 )
@@ -65,7 +65,7 @@ def open_source(stage: HfSettings, ctx: Context) -> HfSource:
             words = find_files(stage.tokenizer, stage.tokenizer_revision)
     if files is not None and not is_local(stage.path or ""):  # others are looked at in `check`
         weights = stage.init != "random" and stage.gguf_file is None
-        adapter, others = beside(files.folder) if weights else ("", "")
+        adapter, others = not_read(files.folder) if weights else ("", "")
         if adapter:
             raise StageError(
                 f"{stage.path}: {adapter}",
@@ -208,9 +208,9 @@ class HfSource(ModelSource):
     def require_frozen(self) -> None:
         """Raise StageError for a pattern of `frozen` that matches nothing, and if all match."""
         patterns = self._stage.frozen
-        named = dict(self._outline.named_parameters(remove_duplicate=False)) if patterns else {}
+        named = dict(self._outline.named_parameters(remove_duplicate=False))
         refuse_idle("frozen", patterns, named, "parameter of the model")
-        if named and len(self.frozen_base) == len(named):
+        if len(self.frozen_base) == len(named):
             raise StageError(
                 f"frozen: {', '.join(patterns)} matches all parameters, and none is left to train",
                 hint="leave it out; an adapter freezes the model without it",
@@ -248,14 +248,14 @@ class HfSource(ModelSource):
         return weight_files(self._files.folder, self._files.gguf)
 
     def weights(self) -> TensorReader:
+        model, tied = self._outline, ties(self._outline)
+        drawn = functools.partial(RandomReader, model, self.blocks(model), tied, seed=self._seed)
         if self._random:
-            return self._initialised()
+            return drawn()
         held = self._stored()
         try:
-            fitted, unread = fit(
-                str(self._files), held, self._outline, ties(self._outline), self._allowed,
-                self._initialised, self._log,
-            )  # fmt: skip
+            where = str(self._files)
+            fitted, unread = fit(where, held, model, tied, self._allowed, drawn, self._log)
             passed = "frozen, not in memory, and passed through to the export"
             for names, fate in ((unread.passed, passed), (unread.dropped, "dropped")):
                 if names and fate not in self._said:
@@ -266,10 +266,6 @@ class HfSource(ModelSource):
         except BaseException:
             held.close()
             raise
-
-    def _initialised(self) -> TensorReader:
-        model = self._outline
-        return RandomReader(model, self.blocks(model), ties(self._outline), seed=self._seed)
 
     def _stored(self) -> ConvertedReader:
         """Tensors of the files, under the names of the module as far as they are known."""

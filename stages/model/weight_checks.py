@@ -12,9 +12,9 @@ from typing import NamedTuple
 from pipeline import Problem, StageError
 from pipeline.checkpoint import Placed, table
 from stages.model.compat import is_multimodal, tied_names, ties_by_default
+from stages.model.config_checks import of_text
 from stages.model.declared import matches
 from stages.model.files import (
-    config_at_hand,
     is_gguf,
     is_local,
     largest_id,
@@ -42,9 +42,10 @@ class Stored(NamedTuple):
 def head_problems(stage: HfSettings) -> Iterator[Problem]:
     """Yield the problem of a model whose head its files do not have, or have as a second matrix
     though it shares the embedding's. What cannot be read here, loading reports."""
-    if stage.path is None or stage.init == "random" or stage.trust_remote_code:
+    path, elsewhere = stage.path, stage.init == "random" or stage.gguf_file is not None
+    if path is None or elsewhere or stage.trust_remote_code or not is_local(path) or is_gguf(path):
         return
-    config = config_at_hand(stage)
+    config = stage.config_at_hand()
     if config is None or is_multimodal(config):
         return
     kind = str(config.get("model_type"))
@@ -53,7 +54,8 @@ def head_problems(stage: HfSettings) -> Iterator[Problem]:
         return
     if any(matches(name, (*stage.new_weights, *stage.unused_weights)) for name in names):
         return
-    stored = _stored(stage)
+    folder = local(path)
+    stored = _stored(folder)
     # The one tensor with the last parts of a name, which a model around this one may prefix.
     ends = ["." + ".".join(name.split(".")[-2:]) for name in names]
     found = ([one for name, one in stored.items() if f".{name}".endswith(end)] for end in ends)
@@ -64,7 +66,7 @@ def head_problems(stage: HfSettings) -> Iterator[Problem]:
         yield Problem(
             key="path",
             message=f"the model shares one tensor between {head.name} and {embedding.name}, but "
-            f"{local(stage.path)} has two that differ",
+            f"{folder} has two that differ",
             hint="set tie_word_embeddings: false in its config.json to train both, or name both in "
             "new_weights",
         )
@@ -75,21 +77,17 @@ def head_problems(stage: HfSettings) -> Iterator[Problem]:
     if not tied and head is None and not renamed:
         yield Problem(
             key="path",
-            message=f"{local(stage.path)} has no {names[0]}, and the model does not share the "
-            "embedding's",
+            message=f"{folder} has no {names[0]}, and the model does not share the embedding's",
             hint=f"name it in new_weights to train a new one (`new_weights: ['{names[0]}']`), or "
             "set tie_word_embeddings: true in its config.json if it was trained so",
         )
 
 
-def _stored(stage: HfSettings) -> Mapping[str, Stored]:
-    """The tensors of local safetensors files; none where a file is missing or damaged."""
-    assert stage.path is not None
+def _stored(folder: Path) -> Mapping[str, Stored]:
+    """The tensors of safetensors files; none where a file is missing or damaged."""
     found: dict[str, Stored] = {}
-    if not is_local(stage.path) or is_gguf(stage.path) or stage.gguf_file is not None:
-        return found
     try:
-        for file in safetensors_files(local(stage.path)):
+        for file in safetensors_files(folder):
             if not file.is_file():
                 return {}
             with file.open("rb") as stream:
@@ -141,11 +139,11 @@ def frozen_problems(stage: HfSettings) -> Iterator[Problem]:
 
 def vocabulary_tables(model: HfSettings) -> dict[str, str]:
     """Return the tables with a row for each token -> their names, empty if not known."""
-    config = config_at_hand(model) or {}
-    kind, text = str(config.get("model_type")), config.get("text_config") or {}
+    config = model.config_at_hand() or {}
+    kind = str(config.get("model_type"))
     other_class = model.trust_remote_code or is_multimodal(config)
     head, embedding = (None if other_class else tied_names(kind)) or ("", "")
-    stated = (part.get("tie_word_embeddings") for part in (config, text))
+    stated = (part.get("tie_word_embeddings") for part in (config, of_text(config)))
     tied = next((each for each in stated if each is not None), ties_by_default(kind))
     return {"embedding": embedding} | ({} if tied else {"head": head})
 
@@ -153,9 +151,8 @@ def vocabulary_tables(model: HfSettings) -> dict[str, str]:
 def new_rows(model: HfSettings) -> int:
     """Return the rows that the slot's `vocab_size` adds and that the tokenizer, if its files are
     here, has tokens for. Raises StageError for files of it that are damaged."""
-    config = config_at_hand(dataclasses.replace(model, vocab_size=None)) or {}
-    config = config.get("text_config") or config
-    known = config.get("vocab_size")
+    config = dataclasses.replace(model, vocab_size=None).config_at_hand() or {}
+    known = of_text(config).get("vocab_size")
     if model.vocab_size is None or not isinstance(known, int) or model.init == "random":
         return 0
     place = model.tokenizer or model.path

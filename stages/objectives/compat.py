@@ -12,6 +12,7 @@ import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ def tell(record: logging.LogRecord) -> bool:
     return True
 
 
+@dataclass(eq=False)
 class CompiledBlocks:
     """Blocks that are compiled each by itself, and what they are given.
 
@@ -65,10 +67,10 @@ class CompiledBlocks:
     Here all of them vary from the second shape of samples on, if `finds_lengths`.
     """
 
-    def __init__(self, *, finds_lengths: bool) -> None:
-        self._finds_lengths = finds_lengths
-        self._first: torch.Size | None = None
-        self._vary = self._ran = False
+    finds_lengths: bool
+    _first: torch.Size | None = None
+    _vary: bool = False
+    _ran: bool = False
 
     def forward(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """A block's forward, compiled with these options of torch.compile. The run's log says if
@@ -77,7 +79,7 @@ class CompiledBlocks:
 
         @functools.wraps(function)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._finds_lengths:
+            if self.finds_lengths:
                 self._mark([one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)])
             output = block(*args, **kwargs)
             if not self._ran:

@@ -115,11 +115,16 @@ class StepSums:
                 f"{sorted(self._sums)}",
                 hint="`units` names the terms, `metrics` the sums",
             )
-        terms = {unit: _scalar(unit, term) for unit, term in parts.terms.items()}
+        for name, value in (*parts.terms.items(), *parts.sums.items()):
+            if value.ndim:
+                shape = f"has shape {tuple(value.shape)}: a sum over rows is a scalar"
+                raise StageError(f"an objective's {name} {shape}")
+        # In fp32, to which ranks without rows add their zeros.
+        terms = {unit: term.float() for unit, term in parts.terms.items()}
         for unit, term in terms.items():
             self._terms[unit] = self._terms[unit] + term.detach()
         for name, value in parts.sums.items():
-            self._sums[name] = self._sums[name] + _scalar(name, value).detach()
+            self._sums[name] = self._sums[name] + value.float().detach()
         # Only what is run backward from is divided, and multiplied by `factor`, since the strategy
         # averages gradients; `part` has the plain sums.
         first, *more = (term * self._scales[unit] for unit, term in terms.items())
@@ -133,11 +138,3 @@ class StepSums:
             terms={unit: torch.zeros_like(term) for unit, term in self._terms.items()},
             sums={name: torch.zeros_like(value) for name, value in self._sums.items()},
         )
-
-
-def _scalar(name: str, value: Tensor) -> Tensor:
-    """A sum in fp32, which ranks without rows add their zeros to."""
-    if value.ndim:
-        shape = tuple(value.shape)
-        raise StageError(f"an objective's {name} has shape {shape}: a sum over rows is a scalar")
-    return value.float()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from pipeline import NO_TARGET, MicroBatch, ScoreRequest
+from pipeline import NO_TARGET
 from pipeline.utils import local_part, own_chunk
 from stages.collectives import all_reduce, sum_gradients
 from stages.objectives.compat import compiled, rows_vary
@@ -202,15 +202,6 @@ class ScoreColumns(NamedTuple):
     entropy: bool
     candidates: int
     """Number of ids whose log-probabilities are asked for."""
-
-    @classmethod
-    def asked(cls, request: ScoreRequest, batch: MicroBatch) -> ScoreColumns:
-        """The columns that a request asks for."""
-        name = request.candidates
-        count = batch.tokens[name].shape[-1] if name else 0
-        others = request.entropy or count > 0
-        # The total is then summed from tokens: one pass.
-        return cls(request.tokens or (request.total and others), request.entropy, count)
 
     def __bool__(self) -> bool:
         return self.tokens or self.entropy or self.candidates > 0

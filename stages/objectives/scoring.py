@@ -12,6 +12,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -108,53 +109,53 @@ class ReplacedHead:
         return self._scores
 
 
+@dataclass(eq=False)
 class ModelScorer:
-    """Runs one model, wrapped or not, by its method `forward` or another function with its
-    arguments. Ranks of `group` have slices of the same sequences."""
+    """Runs one model, wrapped or not."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        group: ProcessGroup | None = None,
-        forward: Callable[..., Any] | None = None,
-    ) -> None:
-        self._model = model
-        self._group = group
-        self._forward = forward or model
-        self._routers: dict[Any, RouterLoss] = {}
+    model: nn.Module
+    group: ProcessGroup | None = None
+    """Ranks that have slices of the same sequences."""
+    forward: Callable[..., Any] | None = None
+    """Called in the place of the model, with its arguments."""
+    _routers: dict[Any, RouterLoss] = field(default_factory=dict)
 
     def __call__(
         self, own: MicroBatch, whole: MicroBatch, request: ScoreRequest, **inputs: Tensor
     ) -> Scores:
         """See `pipeline.Scorer`. Raises StageError with `chunk` for a model whose head is not a
         plain linear layer, or that changes its logits (caps or scales them)."""
-        columns = ScoreColumns.asked(request, own)
+        count = own.tokens[request.candidates].shape[-1] if request.candidates else 0
+        # A total next to other columns is summed from tokens: one pass.
+        tokens = request.tokens or (request.total and (request.entropy or count > 0))
+        columns = ScoreColumns(tokens, request.entropy, count)
         if request.values and (columns or request.total or request.logits):
             raise StageError("an objective asks for values, and for scores of a vocabulary")
-        if request.router is not None and (self._group is not None or inputs):
+        if request.router is not None and (self.group is not None or inputs):
             raise StageError(
                 "an objective asks for the router's loss, a mean over whole sequences, which is "
                 "not computed where ranks divide sequences or layers",
                 hint="leave out context_parallel and pipeline_parallel",
             )
+        forward = self.forward or self.model
         arguments: dict[str, Any] = {**inputs} or {"input_ids": own.input_ids, **own.free}
         if request.router is not None:
             arguments |= RouterLoss.arguments
         if own.positions is not None:
             arguments |= {"position_ids": own.positions}
-            arguments |= flash_documents(self._model, own.positions)
+            arguments |= flash_documents(self.model, own.positions)
         if request.chunk is None or request.values or request.logits:
-            output = self._forward(**arguments, use_cache=False)
+            output = forward(**arguments, use_cache=False)
             found = self._of_logits(output.logits, own, whole, request, columns)
         else:
-            head = ReplacedHead.of(self._model)
+            head = ReplacedHead.of(self.model)
             with head.computing(
                 functools.partial(_in_chunks, own=own, request=request, columns=columns)
             ):
-                output = self._forward(**arguments, use_cache=False)
+                output = forward(**arguments, use_cache=False)
                 head.require_unchanged(output.logits)
             found = columns.named(output.logits) if columns else {"total": output.logits}
-        if (group := self._group) is not None:  # scores of whole sequences, from slices
+        if (group := self.group) is not None:  # scores of whole sequences, from slices
             found = {
                 name: all_reduce(one, group) if name == "total"
                 else gather(one, group, SEQUENCE, summands=False) if name != "logits" else one
@@ -164,7 +165,7 @@ class ModelScorer:
             found["total"] = found["tokens"].sum()
         if (weight := request.router) is not None:
             if weight not in self._routers:
-                self._routers[weight] = RouterLoss(self._model, weight)
+                self._routers[weight] = RouterLoss(self.model, weight)
             found["router"] = self._routers[weight](output, own.real)
         return Scores(**found)
 
@@ -179,14 +180,14 @@ class ModelScorer:
         if request.logits:
             # Of the token after each row; shape (rows, vocabulary).
             length, size = whole.input_ids.shape[1], logits.shape[1]
-            rank = 0 if self._group is None else dist.get_rank(self._group)
+            rank = 0 if self.group is None else dist.get_rank(self.group)
             ends = whole.row_ends()
             line, place = ends // length, ends % length - rank * size
             here = (place >= 0) & (place < size)
             at_ends = local_part(logits)[line, torch.where(here, place, 0)]
             at_ends = torch.where(here[:, None], at_ends, 0.0)
             at_ends = whole_vocabulary(at_ends, VocabularyShard.find(logits))
-            found["logits"] = at_ends if self._group is None else all_reduce(at_ends, self._group)
+            found["logits"] = at_ends if self.group is None else all_reduce(at_ends, self.group)
         flat, labels = logits.flatten(0, 1), own.labels.reshape(-1)
         shard = VocabularyShard.find(flat)
         if columns:

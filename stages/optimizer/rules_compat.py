@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -300,13 +301,13 @@ def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 
 
+@dataclass(eq=False)
 class Noise:
     """Random bits as a function of only seed, shard, parameter and update: replicas round alike,
     and a resumed run needs no saved stream."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._numbers: dict[Tensor, int] = {}
+    seed: int
+    _numbers: dict[Tensor, int] = field(default_factory=dict)
 
     def key(self, parameter: Tensor) -> str | int:
         """The parameter's name, or its number in the order of first calls: DeepSpeed's flat tensors
@@ -316,7 +317,7 @@ class Noise:
 
     def bits(self, parameter: Tensor, like: Tensor, shard: int, step: int) -> Tensor:
         """int32 noise for a parameter's update `step`, uniform in [0, 65536), shaped `like`."""
-        text = f"{self._seed}/{shard}/{self.key(parameter)}/{step}".encode()
+        text = f"{self.seed}/{shard}/{self.key(parameter)}/{step}".encode()
         generator = torch.Generator(like.device)
         generator.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1)
         return torch.randint(

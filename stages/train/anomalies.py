@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -30,9 +30,9 @@ class AnomalyMonitor:
     """The engine's sum over ranks."""
     restore: Callable[[], Progress | None] = lambda: None
     """Restores the newest checkpoint, if there is one (collective)."""
-    loss: float | None = field(default=None, init=False)
+    loss: float | None = None
     """Mean loss of the observed step; None if the policy does not look for spikes."""
-    _spikes: bool = field(default=False, init=False)
+    _spikes: bool = False
 
     def observe(self, part: Tensor, progress: Progress) -> None:
         """Take this rank's part of a step's mean loss before its update (collective)."""

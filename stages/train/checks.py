@@ -153,7 +153,7 @@ HINT = "set packing: false, or another `attention` in the model slot"
 def verify_packing(engine: Engine, data: Data, samples: Iterable[Sample]) -> None:
     """Raise StageError if the loss of a document depends on the one before it (collective).
     Does nothing if none of the first `samples` is packed."""
-    documents = _two_documents(samples) if data.packed else None
+    documents = _two_documents(samples)
     if documents is None:
         return
     first, second = documents

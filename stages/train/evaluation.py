@@ -145,9 +145,9 @@ def record_evaluation(
     return record
 
 
-def reason_to_stop(progress: Progress, stopping: EarlyStopping | None) -> str:
+def reason_to_stop(progress: Progress, stopping: EarlyStopping) -> str:
     """Reason for early stopping; empty if training continues."""
-    if stopping is None or progress.patience.get("evaluations", 0) < stopping.patience:
+    if progress.patience.get("evaluations", 0) < stopping.patience:
         return ""
     known = progress.patience.get("eval_loss")
     since = "was never a number" if known is None else f"has not improved on {known:.4f}"

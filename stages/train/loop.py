@@ -24,6 +24,7 @@ from pipeline import (
     StageError,
     StepCallback,
     TrainedRun,
+    TrainingLength,
     ends_period,
 )
 from pipeline.checkpoint import start_random_streams
@@ -47,7 +48,7 @@ from stages.train.evaluation import (
 )
 from stages.train.report import Reporter, Saves
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES, CausalLmFields
-from stages.train.speed import Profiler, StragglerWatch, known_cost
+from stages.train.speed import Profiler, StragglerWatch, known_cost, known_peak
 from stages.train.step import PendingStep, StepMeter, StepResult, TrainStep
 
 COLLECTED = 50
@@ -70,7 +71,9 @@ class Training:
             )
         self.config, self.ctx, self.data, self.checkpoints = config, ctx, data, checkpoints
         self.measure, self.dist, self.engine = config.measure(model), ctx.dist, engine
-        self.progress, restore = self._restore(model)
+        length = config.length_on(data, checkpoints)
+        self.eval_every = length.in_steps(config.eval_every)
+        self.progress, restore = self._restore(model, length)
         progress = self.progress
         self.feed = Feed(
             config, data, ctx.seed, engine.data_axis, engine.device,
@@ -79,13 +82,15 @@ class Training:
         self.done = Done.of(config, data, progress)
         self.done.require_steps_left(ctx, checkpoints, progress, self.feed.total_steps(progress))
         self.monitor = AnomalyMonitor(config.anomalies, engine.total, restore)
-        self.meter = StepMeter(engine, ctx.dist, progress, known_cost(engine, model))
+        peak = known_peak(engine)
+        cost = None if peak is None else known_cost(engine, model, peak)
+        self.meter = StepMeter(engine, ctx.dist, progress, cost)
         self.train_step = TrainStep(
             engine=engine, objective=config.objective(model), feed=self.feed, plan=plan,
             monitor=self.monitor, meter=self.meter,
         )  # fmt: skip
         folder = ctx.run_dir / (f"profile-{ctx.training}" if ctx.training else "profile")
-        self.profiler = Profiler(config.profile_steps, folder, engine, ctx.dist)
+        self.profiler = Profiler(folder, engine, ctx.dist)
         texts = config.generate
         self.generator = None if texts is None else TextGenerator(texts, model, ctx.seed)
         self.reporter = Reporter(ctx, log_every=config.log_every, total_steps=self.feed.total_steps)
@@ -101,7 +106,9 @@ class Training:
         self.evaluated = "eval_loss" in progress.metrics
         """Whether the current weights have been evaluated."""
 
-    def _restore(self, model: ModelSource) -> tuple[Progress, Callable[[], Progress | None]]:
+    def _restore(
+        self, model: ModelSource, length: TrainingLength
+    ) -> tuple[Progress, Callable[[], Progress | None]]:
         """Restore the newest checkpoint, if there is one (collective). Returns the progress, and a
         function that restores again, for rollbacks. Random streams start from the seed before, as
         restoring replaces them. Records of steps after the checkpoint are dropped; without one all
@@ -109,8 +116,6 @@ class Training:
         ctx, checkpoints = self.ctx, self.checkpoints
         start_random_streams(zlib.crc32(f"{ctx.seed}/{self.engine.random_stream}".encode()))
         identity = lineage(self.config, ctx, self.data, model)
-        length = self.config.length_on(self.data, checkpoints)
-        self.eval_every = length.in_steps(self.config.eval_every)
         checkpoints.begin(length)
         hint = hint_to_retrain(ctx)
         validate = functools.partial(require_same_lineage, identity, ctx.accept, hint=hint)
@@ -125,7 +130,7 @@ class Training:
         """Train to the last step, and save (collective). Raises Interrupted when a rank was asked
         to stop, once all steps that were taken are saved."""
         # The feed's threads read the data, which is closed after this slot.
-        with contextlib.closing(self.feed), self.dist.stop.deferred(), collected_at_steps():
+        with contextlib.closing(self.feed), self.dist.stop.deferred(), collected(as_usual=False):
             self._begin()
             while self._goes_on():
                 self._advance()
@@ -144,12 +149,15 @@ class Training:
         progress = self.progress
         number = progress.step + 1
         self.dist.heartbeat.beat(Phase.STEP, step=number)
-        profiled = self.profiler.due(number)
+        profiled, profile = number in self.config.profile_steps, None
         if profiled:
             self._report()  # so that the device does nothing else
         before = replace(progress)
         with self._reported_on_failure():
-            result, profile = self.profiler.run(number, lambda: self.train_step(progress))
+            if profiled:
+                result, profile = self.profiler.run(number, lambda: self.train_step(progress))
+            else:
+                result = self.train_step(progress)
         if result.anomaly:
             self._recover(result)
             return
@@ -177,7 +185,8 @@ class Training:
         """Check that training can start; evaluate and generate what is asked for before the first
         step, and what an interrupted run missed."""
         progress, config, settings = self.progress, self.config, self.config.generate
-        verify_packing(self.engine, self.data, self.feed.samples(progress.samples))
+        if self.data.packed:
+            verify_packing(self.engine, self.data, self.feed.samples(progress.samples))
         self.callbacks.restore(progress.callbacks)
         self.callbacks.state()  # one that cannot be saved is found before anything is trained
         self.meter.restart(progress)
@@ -205,12 +214,11 @@ class Training:
 
     def _goes_on(self) -> bool:
         """Whether there is another step; reports the reason for an early end (collective)."""
-        progress, total = self.progress, self.feed.total_steps(self.progress)
-
-        def reason() -> str:
-            found = reason_to_stop(progress, self.config.early_stopping)
-            return found or self.callbacks.agree_to_end(self.dist)
-
+        progress, total, reason = self.progress, self.feed.total_steps(self.progress), ""
+        if progress.step < total:
+            if (stopping := self.config.early_stopping) is not None:
+                reason = reason_to_stop(progress, stopping)
+            reason = reason or self.callbacks.agree_to_end(self.dist)
         ended = self.reporter.ends_early(progress, total, reason, self._report)
         return progress.step < total and not ended
 
@@ -281,7 +289,7 @@ class Training:
         self.dist.heartbeat.beat(phase)
         self._report()
         self.reporter.show()
-        with collected_as_usual():
+        with collected(as_usual=True):
             yield
         self.meter.restart(self.progress)
 
@@ -331,33 +339,22 @@ class Training:
 
 
 @contextlib.contextmanager
-def collected_at_steps() -> Iterator[None]:
-    """Collect no cycles in the body but by `collect_after`."""
+def collected(*, as_usual: bool) -> Iterator[None]:
+    """Collect cycles in the body only by `collect_after`, those of before once at its beginning; or
+    `as_usual`, in a pause between steps, and at its end those that died since the pause before."""
     was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
+    if not as_usual:
+        gc.collect()
+    (gc.enable if as_usual else gc.disable)()
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        if as_usual:
+            gc.collect()
+        (gc.enable if was_on else gc.disable)()
 
 
 def collect_after(step: int) -> None:
     """Collect young garbage, if it is time after the step of this number."""
     if step % COLLECTED == 0:
         gc.collect(1)
-
-
-@contextlib.contextmanager
-def collected_as_usual() -> Iterator[None]:
-    """Leave it to Python in the body, which is a pause between steps, and collect afterwards what
-    died since the pause before."""
-    was_on = gc.isenabled()
-    gc.enable()
-    try:
-        yield
-    finally:
-        gc.collect()
-        if not was_on:
-            gc.disable()

@@ -25,36 +25,35 @@ QUIET_SECONDS = 30.0
 """Seconds of training after which the next step has a line, whatever `log_every` says."""
 FEWEST, MOST = 3, 20
 """Steps without a concurrent save, whose median is the baseline step time."""
-MOST_BESIDE = 10_000
+MOST_DURING = 10_000
 """Most steps tracked during one save; the slowdown by longer saves is not reported."""
 
 
+@dataclass(eq=False)
 class Reporter(StepCallback):
     """Writes a record of every step, and shows a line every `log_every` steps, for the first step
     and when no line came for QUIET_SECONDS."""
 
-    def __init__(
-        self, ctx: Context, *, log_every: int, total_steps: Callable[[Progress], int]
-    ) -> None:
-        self._ctx = ctx
-        self._log_every = log_every
-        self._total_steps = total_steps
-        self._unshown: list[Mapping[str, float]] = []
-        self._last, self._total = 0, 0
+    ctx: Context
+    log_every: int
+    total_steps: Callable[[Progress], int]
+    _unshown: list[Mapping[str, float]] = field(default_factory=list)
+    _last: int = 0
+    _total: int = 0
 
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         first = not self._last
-        self._last, self._total = step, self._total_steps(progress)
+        self._last, self._total = step, self.total_steps(progress)
         self.write(step, {**record, "total_steps": self._total}, progress.best)
         self._unshown.append(record)
         silent = sum(one["step_seconds"] for one in self._unshown)
-        if first or silent >= QUIET_SECONDS or step % self._log_every == 0:
+        if first or silent >= QUIET_SECONDS or step % self.log_every == 0:
             self.show()
 
     def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         self.write(step, {**record, "time": time.time()}, progress.best)
         mark = "  (the best so far)" if progress.best.get("step") == step else ""
-        self._ctx.log.info(
+        self.ctx.log.info(
             f"step {step}  eval_loss {record['eval_loss']:.4f}  "
             f"perplexity {record['perplexity']:.2f}{mark}",
             extra=IN_DISPLAY,
@@ -64,7 +63,7 @@ class Reporter(StepCallback):
         """Report a step without update. Its record has the next step's number and no `loss`."""
         self.write(step, facts)
         shown = "  ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
-        self._ctx.log.warning(shown)
+        self.ctx.log.warning(shown)
 
     def generated(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Report texts that were generated."""
@@ -72,24 +71,23 @@ class Reporter(StepCallback):
         for sample in samples:
             answer = sample["text"] if sample["text"].strip() else "(empty answer)"
             text = f"{sample['prompt']} -> {answer}"
-            self._ctx.log.info("step %d  %s", step, text.replace("\n", " "))
+            self.ctx.log.info("step %d  %s", step, text.replace("\n", " "))
 
     def ends_early(
-        self, progress: Progress, total: int, reason: Callable[[], str],
+        self, progress: Progress, total: int, reason: str,
         before: Callable[[], object] = lambda: None,
     ) -> bool:  # fmt: skip
         """Whether training ends before its last step, for a `reason` that is not empty; reports it,
         after calling `before` (collective). It is decided again after a resume, as the recipe may
         have changed; an end that is confirmed keeps its first wording and its record."""
-        known, progress.stopped = progress.stopped, ""
-        if progress.step < total and (found := reason()):
-            progress.stopped = known or found
-        if not progress.stopped:
+        known = progress.stopped
+        progress.stopped = reason and (known or reason)
+        if not reason:
             return False
         before()
         self.show()
         message = "training ends early, at step %d of %d: %s"
-        self._ctx.log.info(message, progress.step, total, progress.stopped)
+        self.ctx.log.info(message, progress.step, total, progress.stopped)
         if not known:
             self.write(progress.step, {"ended_early": progress.stopped})
         return True
@@ -98,15 +96,15 @@ class Reporter(StepCallback):
         """Report that a resumed training has no step to take, with the new total for readers;
         `shortfall` says that its recipe asks for less than is done, if it does."""
         if shortfall:
-            self._ctx.log.warning("%s", shortfall)
+            self.ctx.log.warning("%s", shortfall)
         else:
-            self._ctx.log.info("nothing left to train: step %d of %d", step, total)
-        self._ctx.metrics.write_length(step, total)
+            self.ctx.log.info("nothing left to train: step %d of %d", step, total)
+        self.ctx.metrics.write_length(step, total)
 
     def rewind(self, step: int) -> None:
         """Drop reports of steps after `step`."""
         self._unshown.clear()
-        self._ctx.metrics.rewind(step)
+        self.ctx.metrics.rewind(step)
 
     def show(self) -> None:
         """Show a line for the steps since the last line, if there are any: the last step's numbers,
@@ -130,14 +128,14 @@ class Reporter(StepCallback):
         each = seconds / len(records)
         left = duration((self._total - self._last) * each)
         line = "  ".join([*parts, f"{each:.2f} s/step", f"eta {left}"])
-        self._ctx.log.info(line, extra=IN_DISPLAY)
+        self.ctx.log.info(line, extra=IN_DISPLAY)
 
     def write(self, step: int, record: Mapping[str, Any], best: Mapping[str, Any] = {}) -> None:
         """Write a record, and with it the best evaluation so far."""
         # The best is repeated in every record of a step, so that readers only need the last line.
         repeated = {f"best_{name}": value for name, value in best.items()}
         now = {} if "time" in record else {"time": time.time()}
-        self._ctx.metrics.write_training({"step": step, **now, **record, **repeated})
+        self.ctx.metrics.write_training({"step": step, **now, **record, **repeated})
 
 
 def step_record(
@@ -176,15 +174,13 @@ class Saves(StepCallback):
     reporter: Reporter
     newest: int
     """Step of the newest checkpoint."""
-    _writes: bool = field(default=False, init=False)
+    _writes: bool = False
     """Whether a save may be being written."""
-    _written: list[WrittenCheckpoint] = field(default_factory=list, init=False)
+    _written: list[WrittenCheckpoint] = field(default_factory=list)
     """Saves that are on disk and not yet reported so."""
-    _alone: deque[float] = field(default_factory=lambda: deque(maxlen=MOST), init=False)
+    _undisturbed: deque[float] = field(default_factory=lambda: deque(maxlen=MOST))
     """Seconds of the newest steps without a concurrent save."""
-    _beside: deque[tuple[float, float]] = field(
-        default_factory=lambda: deque(maxlen=MOST_BESIDE), init=False
-    )
+    _during: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MOST_DURING))
     """Beginnings and seconds of the steps since the save that is being written."""
 
     def save(self, progress: Progress) -> None:
@@ -196,7 +192,7 @@ class Saves(StepCallback):
         self._report()
         if progress.step != self.newest:
             self.newest, self._writes = progress.step, True
-            self._beside.clear()
+            self._during.clear()
             self.reporter.write(progress.step, {"checkpoint_stall_seconds": stalled})
 
     def finish(self) -> str:
@@ -213,9 +209,9 @@ class Saves(StepCallback):
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         ended, seconds = record["time"], record["step_seconds"]
         if self._writes and not record.get("profiled"):
-            self._beside.append((ended - seconds, seconds))
+            self._during.append((ended - seconds, seconds))
         elif not record.get("profiled"):
-            self._alone.append(seconds)
+            self._undisturbed.append(seconds)
         self._report(until=ended)
 
     def _report(self, until: float = math.inf) -> None:
@@ -223,7 +219,7 @@ class Saves(StepCallback):
         measured: by how many seconds these were longer than as many steps before, unless too few
         are known."""
         while self._written and (ended := self._written[0].ended) <= until:
-            beside = [seconds for began, seconds in self._beside if began < ended]
+            during = [seconds for began, seconds in self._during if began < ended]
             done = self._written.pop(0)
             record = {
                 "checkpoint_seconds": done.seconds,
@@ -231,11 +227,11 @@ class Saves(StepCallback):
                 "checkpoint_user_seconds": done.user_seconds,
                 "checkpoint_system_seconds": done.system_seconds,
             }
-            if not beside or (len(self._alone) >= FEWEST and len(self._beside) < MOST_BESIDE):
-                usual = statistics.median(self._alone) if beside else 0.0
-                slowed = sum((seconds - usual for seconds in beside), 0.0)
+            if not during or (len(self._undisturbed) >= FEWEST and len(self._during) < MOST_DURING):
+                usual = statistics.median(self._undisturbed) if during else 0.0
+                slowed = sum((seconds - usual for seconds in during), 0.0)
                 record["checkpoint_slowed_seconds"] = slowed
             self.reporter.write(done.step, record)
-            self._alone += [seconds for began, seconds in self._beside if began >= ended]
+            self._undisturbed += [seconds for began, seconds in self._during if began >= ended]
             self._writes = False
-            self._beside.clear()
+            self._during.clear()

@@ -63,31 +63,25 @@ class Profile:
     """Means of the ranks'; NaN if a rank's is not known."""
 
 
+@dataclass(frozen=True)
 class Profiler:
-    """Records some of the steps, and writes each rank's traces to a folder."""
+    """Records steps, and writes each rank's traces to a folder."""
 
-    def __init__(
-        self, steps: Sequence[int], folder: Path, engine: Engine, dist: DistContext
-    ) -> None:
-        self._steps, self._folder, self._engine, self._dist = steps, folder, engine, dist
+    folder: Path
+    engine: Engine
+    dist: DistContext
 
-    def due(self, step: int) -> bool:
-        """Whether the step of this number is recorded."""
-        return step in self._steps
-
-    def run(self, step: int, take: Callable[[], T]) -> tuple[T, Profile | None]:
-        """Call `take`, the step of this number; returns its result. If the step is recorded, write
-        its trace, and return its profile too (collective)."""
-        if not self.due(step):
-            return take(), None
-        device, ranks = self._engine.device, self._dist.world_size
+    def run(self, step: int, take: Callable[[], T]) -> tuple[T, Profile]:
+        """Call `take`, the step of this number, and write its trace; returns the result and its
+        profile (collective)."""
+        device, ranks = self.engine.device, self.dist.world_size
         on_gpu = device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        self._folder.mkdir(exist_ok=True)
-        path = self._folder / f"step-{step:08d}-rank-{self._dist.rank:05d}.json.gz"
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f"step-{step:08d}-rank-{self.dist.rank:05d}.json.gz"
         with self._memory(path, on_gpu=on_gpu), profile(activities=kinds) as recorded:
             # Starting takes some ranks longer than others.
-            self._engine.total(torch.zeros((), device=device))
+            self.engine.total(torch.zeros((), device=device))
             began = time.perf_counter()
             with record_function(STEP):
                 taken = take()
@@ -97,7 +91,7 @@ class Profiler:
         recorded.export_chrome_trace(str(path))
         with gzip.open(path, "rt", encoding="utf-8") as file:
             own = breakdown(json.load(file)["traceEvents"], ranks=ranks)
-        total = self._engine.total(torch.tensor(own, dtype=torch.float64, device=device)) / ranks
+        total = self.engine.total(torch.tensor(own, dtype=torch.float64, device=device)) / ranks
         return taken, Profile(seconds=seconds, shares=Breakdown(*total.tolist()))
 
     @contextlib.contextmanager
@@ -210,12 +204,9 @@ def known_peak(engine: Engine) -> float | None:
     return None if device is None else device.flops
 
 
-def known_cost(engine: Engine, source: ModelSource, peak: float | None = None) -> Cost | None:
-    """Cost of a token of the source's model in an engine, whose device has this peak, by default
-    the known one. None without a peak, and for mixtures of experts."""
-    peak = peak or known_peak(engine)
-    if peak is None:
-        return None
+def known_cost(engine: Engine, source: ModelSource, peak: float) -> Cost | None:
+    """Cost of a token of the source's model in an engine, whose device has this peak; None for
+    mixtures of experts."""
     model = next((m for m in outline(source).modules() if isinstance(m, PreTrainedModel)), None)
     config: Any = None if model is None else model.config.get_text_config()
     if model is None or getattr(config, "num_experts_per_tok", None):
@@ -282,13 +273,15 @@ def stragglers(figures: Sequence[Figures]) -> Iterator[tuple[int, float, str]]:
             yield rank, 1 - 1 / factor, why
 
 
+@dataclass(eq=False)
 class StragglerWatch:
     """Compares the ranks every EVERY steps."""
 
-    def __init__(self, ctx: Context) -> None:
-        self.ctx = ctx
-        self._steps, self._seconds, self._data = 0, 0.0, 0.0
-        self._matrices: tuple[Tensor, Tensor] | None = None
+    ctx: Context
+    _steps: int = 0
+    _seconds: float = 0.0
+    _data: float = 0.0
+    _matrices: tuple[Tensor, Tensor] | None = None
 
     def look(self, step: int, *, seconds: float, data: float) -> bool:
         """Take note of a step that took `seconds`, `data` of them waiting for data on this rank;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -153,7 +153,15 @@ class PendingStep:
     ended: Moment
     trained: tuple[int, int]
     """Target tokens and samples of the time between."""
-    maxima: Callable[[], Maxima]  # see `ask_maxima`
+    peaks: Tensor
+    """The ranks' maxima, once `peaks_asked` is done."""
+    peaks_asked: torch.distributed.Work | None
+
+    def maxima(self) -> Maxima:
+        """Return the greatest of all ranks' numbers; waits for ranks that have not come as far."""
+        if self.peaks_asked is not None:
+            self.peaks_asked.wait()
+        return Maxima(*self.peaks.tolist())
 
 
 class StepMeter:
@@ -195,13 +203,17 @@ class StepMeter:
         `stop`: this one was asked to (collective). The host waits for nothing."""
         device = self._engine.device
         on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        own = Maxima(on_gpu, peak_beyond() or 0, int(stop))
+        # Of the hosts: the device is not asked.
+        peaks, asked = torch.tensor(Maxima(on_gpu, peak_beyond() or 0, int(stop))), None
+        if self.dist.world_size > 1:
+            maximum = torch.distributed.ReduceOp.MAX
+            asked = torch.distributed.all_reduce(peaks, maximum, async_op=True)
         pending = PendingStep(
             before=before, progress=replace(progress, metrics=dict(progress.metrics)),
             result=result, profile=profile, time=time.time(), began=self._since,
             ended=Moment(device),
             trained=(progress.tokens - self._tokens, progress.samples - self._samples),
-            maxima=ask_maxima(own, self.dist.world_size),
+            peaks=peaks, peaks_asked=asked,
         )  # fmt: skip
         self._since, self._tokens, self._samples = pending.ended, progress.tokens, progress.samples
         return pending
@@ -233,19 +245,3 @@ class StepMeter:
                 hint="give it another name, such as reward/margin",
             )
         return record | dict(zip(result.metrics, sums[named:], strict=True))
-
-
-def ask_maxima(own: Maxima, ranks: int) -> Callable[[], Maxima]:
-    """Ask for the greatest of every rank's numbers (collective). The function that is returned
-    waits for ranks that have not come as far, and returns them."""
-    found, work = torch.tensor(own), None  # of the hosts: the device is not asked
-    if ranks > 1:
-        maximum = torch.distributed.ReduceOp.MAX
-        work = torch.distributed.all_reduce(found, maximum, async_op=True)
-
-    def read() -> Maxima:
-        if work is not None:
-            work.wait()
-        return Maxima(*found.tolist())
-
-    return read

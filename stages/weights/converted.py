@@ -67,7 +67,7 @@ class ConvertedReader(JoinedReader):
 
     def __init__(self, base: TensorReader, changes: Iterable[Change]) -> None:
         super().__init__(base)
-        self._base, self._specs = base, {}
+        self._base, self.specs = base, {}
         self._change: dict[str, Change] = {}
         self._results: dict[Change, dict[str, TensorSpec]] = {}
         for change in changes:
@@ -83,7 +83,7 @@ class ConvertedReader(JoinedReader):
                     raise StageError(f"both {self._change[name]} and {change} become {name}")
                 self._change[name] = change
                 self._results[change][name] = TensorSpec(tuple(tensor.shape), tensor.dtype)
-            self._specs |= self._results[change]
+            self.specs |= self._results[change]
         self._runs: dict[Change, Runs | None] = {}
         self._whole: tuple[Change, Mapping[str, Tensor]] | None = None
 

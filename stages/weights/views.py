@@ -58,7 +58,7 @@ class MemoryReader(ListedReader):
         self.specs.clear()
 
 
-class JoinedReader(TensorReader):
+class JoinedReader(ListedReader):
     """Tensors of all `readers`, which it closes; for a name in several, the first reader's."""
 
     closes: Sequence[TensorReader | ExitStack]
@@ -68,17 +68,11 @@ class JoinedReader(TensorReader):
         self.closes = self._readers = readers
         self.as_stored = all(reader.as_stored for reader in readers)
         self._owner = {name: reader for reader in reversed(readers) for name in reader.names()}
-        self._specs = {name: reader.spec(name) for name, reader in self._owner.items()}
+        self.specs = {name: reader.spec(name) for name, reader in self._owner.items()}
 
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
         return sum(reader.bytes_read for reader in self._readers)
-
-    def names(self) -> Collection[str]:
-        return self._specs.keys()
-
-    def spec(self, name: str) -> TensorSpec:
-        return named(self._specs, name)
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         return named(self._owner, name).chunks(name, start, stop)
@@ -98,8 +92,8 @@ class CompletedWeights(JoinedReader, Weights):
         super().__init__(trained, source)
         self.identity, self.closes = trained.identity, [source]
         kept = {*trained.names(), *names}
-        self._specs = {name: spec for name, spec in self._specs.items() if name in kept}
-        self._owner = {name: self._owner[name] for name in self._specs}
+        self.specs = {name: spec for name, spec in self.specs.items() if name in kept}
+        self._owner = {name: self._owner[name] for name in self.specs}
 
 
 class ComputedReader(JoinedReader):
@@ -117,7 +111,7 @@ class ComputedReader(JoinedReader):
         self.as_stored = False  # computing takes longer than sending the result
         self._computed, self._compute = computed, compute
         order = base.names() if names is None else names
-        self._specs = {name: computed.get(name) or self._specs[name] for name in order}
+        self.specs = {name: computed.get(name) or self.specs[name] for name in order}
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         return (self._compute if name in self._computed else super().chunks)(name, start, stop)
@@ -171,7 +165,7 @@ class ExtendedReader(JoinedReader):
     ) -> None:
         super().__init__(base)
         self._base, self._fresh, self._origins = base, fresh, origins
-        self._specs = {name: origin.spec for name, origin in origins.items()}
+        self.specs = {name: origin.spec for name, origin in origins.items()}
         self.closes = [base] if fresh is None else [base, fresh]
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:

@@ -40,7 +40,7 @@ from pipeline import (
 from pipeline.checkpoint import Tile
 from pipeline.utils import HostCopy, local_part
 from stages.batches.layout import padded, sequence_slice
-from stages.model.rotary_compat import depends_on_length, with_positions
+from stages.model.rotary_compat import document_angles, with_positions
 from stages.objectives.compat import known_documents
 from stages.objectives.cross_entropy import StepSums, measured
 from stages.wrap.axes import Axes
@@ -107,7 +107,7 @@ class Passes(ABC):
         self.here = self.axes.coordinates(dist.rank)
         self.counts_rows = self.here.tensor == 0 and self.here.context == 0
         """Whether sums and rows are this rank's to return, of all that compute them alike."""
-        self._by_length = any(map(depends_on_length, self.parts))
+        self._by_length = any(map(document_angles, self.parts))
         """Whether the model has to know how long each document is."""
 
     @abstractmethod

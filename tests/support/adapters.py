@@ -68,9 +68,9 @@ def saved_by_peft(base: Path, source: Any, more: dict[str, Any]) -> tuple[Path, 
     for key, value in more.items():
         setattr(config, key, value)
     plain = AutoModelForCausalLM.from_pretrained(base)
-    if source.quantize is not None:
+    if source.stage.quantize is not None:
         for _, module in quantizable(plain):
-            values = rounded(module.weight.data.reshape(-1), source.quantize)
+            values = rounded(module.weight.data.reshape(-1), source.stage.quantize)
             module.weight.data = values.view(module.weight.shape)
     with quiet():
         model = peft.get_peft_model(plain, config)

@@ -111,7 +111,7 @@ def test_a_snapshot_that_cannot_be_made_hides_nothing(
 def test_a_profiled_step_on_a_gpu_leaves_its_memory(
     tmp_path: Path, calls: list[dict[str, Any]]
 ) -> None:
-    profiler: Any = Profiler((4,), tmp_path, None, None)  # type: ignore[arg-type]
+    profiler: Any = Profiler(tmp_path, None, None)  # type: ignore[arg-type]
     trace = tmp_path / "step-00000004-rank-00000.json.gz"
     with profiler._memory(trace, on_gpu=False):
         pass

@@ -201,6 +201,7 @@ def test_new_rows_that_the_tokenizer_uses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rows", "size"), [(259, 320), (300, 320), (300, 260), (300, None)])
 def test_rows_that_no_token_uses_may_be_random(tmp_path: Path, rows: int, size: int | None) -> None:
     assert frozen(model(tmp_path, rows, vocab_size=size)) == []
+    assert frozen(HfModel(config={"model_type": "llama", "text_config": [1]})) == []
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_an_adapter_of_peft_is_read_and_written_as_peft_does(name: str, tmp_path
     config, fields, more = OF_PEFT[name]
     fresh = adapted(tmp_path, config, **fields)
     folder, model = saved_by_peft(tmp_path / "base", fresh, more)
-    base = fresh.base.base if fresh.quantize else fresh.base
+    base = fresh.base.base if fresh.stage.quantize else fresh.base
     source = Lora(**fields, start_from=str(folder)).run(context(tmp_path), base)
     close(module_with(source, MemoryWeights({})), logits(model), 2e-5)
     if "bias" in more:

@@ -100,8 +100,7 @@ def test_what_is_saved_for_backward(offload: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"activation_checkpointing": ActivationCheckpointing()}, {"compile": Compile()}],
+    "fields", [{"activation_checkpointing": ActivationCheckpointing()}, {"compile": Compile()}]
 )
 def test_a_model_without_blocks_is_refused(fields: dict[str, Any], tmp_path: Any) -> None:
     config = {"model_type": "ctrl", "n_embd": 16, "n_layer": 2, "n_head": 2, "dff": 16,

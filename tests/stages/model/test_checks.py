@@ -70,6 +70,8 @@ ONE: list[tuple[dict[str, Any], str]] = [
     ({"config": LLAMA, "revision": COMMIT}, "revision: `revision` needs `path`"),
     ({"path": "./nowhere"}, "path: no such folder: nowhere"),
     ({"path": "./nowhere.gguf"}, "path: no such file: nowhere.gguf"),
+    ({"path": "~nobody-here/x"}, "path: no such folder: ~nobody-here/x"),
+    ({"config": "~nobody-here/x"}, "config: no such file: ~nobody-here/x"),
     (
         {"path": "owner/name@v1"},
         "path: 'owner/name@v1' is neither a hub id (owner/name) nor a local path "
@@ -83,6 +85,7 @@ ONE: list[tuple[dict[str, Any], str]] = [
         "tokenizer_revision: needs `tokenizer`; the tokenizer in `path` has its `revision`",
     ),
     (HUB | {"tokenizer": "./nowhere"}, "tokenizer: no tokenizer files in nowhere"),
+    (HUB | {"tokenizer": "~nobody-here/x"}, "tokenizer: no tokenizer files in ~nobody-here/x"),
     (
         {"config": TINY, "new_weights": ["a"]},
         "new_weights: `new_weights` needs weights that are loaded",
@@ -118,7 +121,7 @@ def test_several_mistakes_at_once(tmp_path: Path) -> None:
 
     fields: dict[str, Any] = {"new_weights": ["a"], "unused_weights": {"b": "drop"}}
     assert keys(path=str(tmp_path / "x"), revision=COMMIT, tokenizer="./nowhere") == [
-        "revision", "path", "tokenizer",
+        "revision", "path", "tokenizer"
     ]  # fmt: skip
     assert keys(config=TINY, vocab_size=3, **fields) == [*fields, "vocab_size"]
     (tmp_path / "config.json").write_text(json.dumps(TINY))
@@ -190,10 +193,7 @@ LATER = "sees those after it, which it would be trained to predict"
         ({"model_type": "roberta"}, [f"each token of a roberta {LATER}"]),
         ({"model_type": "xlm", "is_decoder": True}, [f"each token of a xlm {LATER}"]),
         ({"model_type": "xlnet"}, [f"each token of a xlnet {LATER}"]),
-        (
-            {"model_type": "prophetnet"},
-            [PADDING],
-        ),
+        ({"model_type": "prophetnet"}, [PADDING]),
         ({"model_type": "roberta", "is_decoder": True}, []),
         ({"model_type": "xlm", "causal": True}, []),
     ],
@@ -282,7 +282,7 @@ def _folder(folder: Path) -> Path:
 
 def _beside(folder: Path, *, init: Any = "pretrained", **slots: Any) -> list[Problem]:
     stage = HfModel(path=str(folder), init=init)
-    return list(checks.beside_problems(stage, plan_view({"model": stage, **slots})))
+    return list(checks.not_read_problems(stage, plan_view({"model": stage, **slots})))
 
 
 def test_an_adapter_next_to_the_weights(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_transformers_reads_quickly_what_the_package_reads(written: Path) -> Non
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     own = gguf.GGUFReader(written)
-    with product.quick_gguf("x.gguf"):
+    with product.quick_gguf():
         quick = gguf.GGUFReader(written)
         found = load_gguf_checkpoint(str(written))
     assert type(quick) is not type(own)
@@ -197,7 +197,7 @@ def test_transformers_reads_quickly_what_the_package_reads(written: Path) -> Non
     whole = written.read_bytes()
     for size in range(24, len(whole) - 40, times(quick=70, full=7)):
         written.write_bytes(whole[:size])
-        with pytest.raises((ValueError, IndexError)), product.quick_gguf("x.gguf"):
+        with pytest.raises((ValueError, IndexError)), product.quick_gguf():
             gguf.GGUFReader(written)
         assert gguf.GGUFReader is type(own)
 

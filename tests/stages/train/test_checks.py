@@ -125,11 +125,11 @@ def test_documents_that_see_each_other_are_found(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = model.forward
-    monkeypatch.setattr(
-        model,
-        "forward",
-        lambda **given: whole(**given, attention_mask=torch.ones_like(given["input_ids"])),
-    )
+
+    def seeing(**given: Any) -> Any:
+        return whole(**given, attention_mask=torch.ones_like(given["input_ids"]))
+
+    monkeypatch.setattr(model, "forward", seeing)
     with pytest.raises(StageError, match="packing: a document sees the one before it"):
         verify_packing(alone(model), PACKED, SAMPLES)
 

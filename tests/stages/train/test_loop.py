@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stages.train.loop import COLLECTED, collect_after, collected_as_usual, collected_at_steps
+from stages.train.loop import COLLECTED, collect_after, collected
 
 
 class Cycle:
@@ -31,7 +31,7 @@ def lost() -> weakref.ref[Cycle]:
 
 
 def test_cycles_are_collected_at_chosen_steps_and_nowhere_else() -> None:
-    with collected_at_steps():
+    with collected(as_usual=False):
         cycle = lost()
         for number in range(1, COLLECTED):
             assert [[] for _ in range(1000)]  # more than Python's threshold
@@ -45,21 +45,21 @@ def test_what_a_start_has_frozen_stays_so() -> None:
     """Otherwise each collection at the end of a run walks all imported modules."""
     gc.freeze()
     frozen = gc.get_freeze_count()
-    with collected_at_steps(), collected_as_usual():
+    with collected(as_usual=False), collected(as_usual=True):
         pass
     assert gc.get_freeze_count() == frozen > 100_000
 
 
 def test_a_pause_collects_as_python_does_and_leaves_nothing_behind() -> None:
-    with collected_at_steps():
+    with collected(as_usual=False):
         old = lost()
         assert not gc.isenabled()
-        with collected_as_usual():
+        with collected(as_usual=True):
             assert gc.isenabled()
         assert not gc.isenabled()
         assert old() is None
 
 
 def test_an_error_gives_collection_back() -> None:
-    with pytest.raises(KeyError), collected_at_steps(), collected_as_usual():
+    with pytest.raises(KeyError), collected(as_usual=False), collected(as_usual=True):
         raise KeyError

@@ -267,7 +267,7 @@ or by how much the steps during it were longer."""
 def test_what_saves_cost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     now, waits, step, began, done = 1000.0, 0.0, 0, 0.0, list[WrittenCheckpoint]()
     monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(report, "MOST_BESIDE", 5)
+    monkeypatch.setattr(report, "MOST_DURING", 5)
     told: list[tuple[int, Any]] = []
 
     def save(progress: Progress) -> None:
