@@ -26,7 +26,7 @@ from pipeline.utils import address_problems, path_problems
 from stages.fields import Period, epoch_problems, mixed_problems
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint import CheckpointManager, Retention
+    from pipeline.checkpoint import Retention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +84,6 @@ class CheckpointSettings:
             yield Problem(key="keep_every", message=message, hint=hint)
 
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
-        return self._open(ctx, engine, model)
-
-    def _open(self, ctx: Context, engine: Engine, model: ModelSource | None) -> CheckpointManager:
-        """The manager itself, also of a stage that derives another one and wraps its result."""
         from pipeline.checkpoint import FULL, SHARDED, CheckpointManager, address
 
         return CheckpointManager(
@@ -106,7 +102,11 @@ class CheckpointSettings:
         self, ctx: Context, engine: Engine, model: ModelSource | None = None
     ) -> Checkpoints:
         """Checkpoints next to the run's own, which are gone when the dry run ends."""
-        made = replace(self, start_from=None)._open(ctx, engine, model)
+        from pipeline.checkpoint import CheckpointManager
+
+        # The manager itself, also of a stage that derives another one and wraps its result.
+        made = CheckpointSettings.run(replace(self, start_from=None), ctx, engine, model)
+        assert isinstance(made, CheckpointManager)
         if ctx.dist.is_main:
             made.discard()  # those that a failed dry run has left
             ctx.on_exit(made.discard)

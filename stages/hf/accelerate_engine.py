@@ -23,7 +23,7 @@ from pipeline import (
 from stages.hf import accelerate_compat as compat
 from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
 from stages.wrap.optimizer_state import make_optimizers
-from stages.wrap.torch_compat import require_reduced, reshard, sharding_facts
+from stages.wrap.torch_compat import require_reduced, sharding_facts
 from stages.wrap.torch_engine import ModulePasses, TorchEngine
 
 
@@ -86,9 +86,6 @@ class AcceleratedEngine(TorchEngine):
     ) -> StepReport:
         require_reduced(self._wrapped)
         return super().step(lr_scales=lr_scales, should_step=should_step)
-
-    def to_sharded(self) -> None:
-        reshard(self._wrapped)
 
     def describe(self) -> Mapping[str, Any]:
         self.to_sharded()

@@ -185,14 +185,6 @@ class Axes:
         found = {"pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
         return {axis: size for axis, size in found.items() if size > 1}
 
-    @classmethod
-    def of(cls, stage: Any, procs: int) -> Axes | None:
-        """The axes that a wrap stage asks for, all that is left being data-parallel; None if the
-        processes do not divide."""
-        sizes = axis_sizes(stage)
-        data, rest = divmod(procs, math.prod(sizes.values()))
-        return None if rest else cls(data=data, **sizes)
-
     def coordinates(self, rank: int) -> Coordinates:
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
@@ -202,20 +194,22 @@ class Axes:
 
 
 def required(stage: Any, procs: int) -> Axes:
-    """The axes that a wrap stage asks for. Raises StageError if the processes do not divide."""
-    axes = Axes.of(stage, procs)
-    if axes is None:
-        sizes = ", ".join(f"{FIELDS[axis]} {size}" for axis, size in axis_sizes(stage).items())
-        raise StageError(f"{procs} processes do not divide into groups ({sizes})")
-    return axes
+    """The axes that a wrap stage asks for, all that is left being data-parallel. Raises StageError
+    if the processes do not divide."""
+    sizes = axis_sizes(stage)
+    data, rest = divmod(procs, math.prod(sizes.values()))
+    if rest:
+        listed = ", ".join(f"{FIELDS[axis]} {size}" for axis, size in sizes.items())
+        raise StageError(f"{procs} processes do not divide into groups ({listed})")
+    return Axes(data=data, **sizes)
 
 
 class OnAxes:
     """A wrap stage with fields of axes; see `pipeline.DividesRanks`."""
 
     def data_ranks(self, procs: int) -> int:
-        axes = Axes.of(self, procs)
-        return 0 if axes is None else axes.data
+        data, rest = divmod(procs, math.prod(axis_sizes(self).values()))
+        return 0 if rest else data
 
 
 def least_microbatches(schedule: str, ranks: int, count: int) -> int:

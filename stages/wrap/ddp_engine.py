@@ -5,7 +5,7 @@
 import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -106,14 +106,14 @@ class DdpEngine(TorchEngine):
         return {"engine": type(self._replica).__name__, **common, "reduce": reduce}
 
 
+@dataclass(eq=False)
 class BucketSums:
     """Lets gradients of several micro-batches add up in the buckets, which exist anyway: elsewhere,
     they would take as much memory again. A single one is written there, which is faster."""
 
-    def __init__(self) -> None:
-        self.places: list[tuple[nn.Parameter, Tensor]] = []
-        """Each parameter's place in a bucket."""
-        self._begun = False
+    places: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    """Each parameter's place in a bucket."""
+    _begun: bool = False
 
     def remember(self, replica: DistributedDataParallel) -> None:
         """Remember where gradients lie in the buckets, if they can add up there."""

@@ -43,13 +43,6 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from (pair for pair in module.named_buffers() if pair[0] in persistent)
 
 
-def aliases(module: nn.Module) -> dict[str, str]:
-    """Tied parameter's name -> the name under which `named_parameters` lists it."""
-    first = {parameter: name for name, parameter in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: first[one] for name, one in every if first[one] != name}
-
-
 def flat(tensor: Tensor) -> Tensor:
     """This process's elements as a live, flat view."""
     return local_part(tensor).detach().view(-1)

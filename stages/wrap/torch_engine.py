@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from pipeline import (
@@ -59,7 +60,7 @@ from stages.wrap.optimizer_state import (
     write_moments,
 )
 from stages.wrap.shards import flat, stored_tensors, tile_fragments, tiles_of
-from stages.wrap.torch_compat import divides_gradients, multiply, step_divided
+from stages.wrap.torch_compat import multiply, step_divided
 
 
 def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
@@ -201,16 +202,13 @@ class TorchEngine(Engine):
         self.data_axis = passes.here.data
         self.random_stream = passes.here.stream
         self.random_streams = passes.axes.ranks // passes.axes.tensor
+        self.averaged_over = passes.axes.data * passes.axes.context
+        """Ranks over which the strategy averages gradients. The loss is multiplied by their number,
+        so that gradients are summed, and stay in the range of narrow dtypes."""
         self._whole, self._scaling = whole, precision.loss_scaling
         self.loss_scale: LossScale | None = None
         if self._scaling is not None:
             self.loss_scale = LossScale(scale=self._scaling.initial_scale, good_steps=0)
-
-    @property
-    def averaged_over(self) -> int:
-        """Ranks over which the strategy averages gradients. The loss is multiplied by their number,
-        so that gradients are summed, and stay in the range of narrow dtypes."""
-        return self.passes.axes.data * self.passes.axes.context
 
     @property
     def _scale(self) -> float:
@@ -306,8 +304,7 @@ class TorchEngine(Engine):
         for (_, part, optimizer), own in zip(self.optimizers, gradients, strict=True):
             # The first update shows what the rule keeps.
             with nullcontext() if self._applied else declared_state(optimizer, part):
-                if divides_gradients(optimizer):
-                    step_divided(optimizer, divisor, left_out=~torch.isfinite(norm))
+                if step_divided(optimizer, divisor, norm):
                     continue
                 if divisor is not None:
                     multiply(own, divisor.reciprocal())
@@ -348,7 +345,12 @@ class TorchEngine(Engine):
         return {"engine": "none", **self.common_facts()}
 
     def to_sharded(self) -> None:
-        """Reshard gathered parameters, which are read and written sharded."""
+        """Reshard gathered parameters, which are read and written sharded; after a forward pass
+        without backward (evaluation) some may remain."""
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     @functools.cached_property
     def _layout(self) -> tuple[EngineState, list[_Stored]]:

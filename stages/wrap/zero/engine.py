@@ -47,7 +47,6 @@ from stages.objectives.cross_entropy import StepSums
 from stages.wrap.axes import Axes, parameter_mesh, required, warn_of_slow_groups
 from stages.wrap.build import (
     build_empty,
-    cast_buffers,
     declared_facts,
     dtype_names,
     materialize,
@@ -65,7 +64,6 @@ from stages.wrap.optimizer_state import (
     group_state,
     groups_of,
     read_moments,
-    require_known,
     require_zeros,
     set_updates,
     write_moments,
@@ -136,7 +134,7 @@ def make_module(
     if stage.stage == 3:
         compute = torch_dtype(precision.compute)
         compat.partition_parameters(module, device, compute, config, groups)
-    materialize(module, device, buffer_device=device)
+    materialize(module, device, precision, buffer_device=device)
     parameter: Any
     for name, parameter in module.named_parameters():
         if (whole := wholes.get(name)) is not None:
@@ -155,7 +153,6 @@ def make_module(
             # are not gathered in backward, so with an adapter the hooks stay.
             if all(parameter.requires_grad for parameter in block.parameters()):
                 deepspeed.utils.set_z3_leaf_module(block, True)
-    cast_buffers(module, precision)
     return module, groups
 
 
@@ -309,7 +306,7 @@ class ZeroEngine(TorchEngine):
     def state(self) -> EngineState:
         counts, names = dict[str, int](), dict[int, list[str]]()
         for flat in self._flats:
-            kept = self._optimizer_state(flat)
+            kept = flat.state(self.plan.parts[0])
             for name in flat.names:
                 made = self._restored.get(name, 0) + self._applied
                 counts[name] = int(kept.get(UPDATES, made))
@@ -339,7 +336,7 @@ class ZeroEngine(TorchEngine):
         for flat in self._flats:
             rule = self.plan.parts[0]
             with flat.present(write=write):
-                state, moments = self._optimizer_state(flat), dict[str, Tensor]()
+                state, moments = flat.state(rule), dict[str, Tensor]()
                 if write:
                     set_updates(state, self._restored[flat.names[0]])
                     # Written as a whole, as blocks of packed values straddle parameters; read in
@@ -351,15 +348,6 @@ class ZeroEngine(TorchEngine):
                     yield from part.fragments({WEIGHT: part.of(flat.tensor), **own})
                 write_moments(state, rule, moments)
         yield from compat.frozen_fragments(self.parts[0], self.zero)
-
-    def _optimizer_state(self, flat: compat.FlatMaster) -> dict[str, Any]:
-        """Optimizer state of a flat master, created as the optimizer's first step would."""
-        optimizer, master, (rule,) = self.zero.optimizer, flat.tensor, self.plan.parts
-        if not optimizer.state[master]:
-            compat.start_optimizer_state(optimizer, master, flat.numel, rule)
-        state: dict[str, Any] = optimizer.state[master]
-        require_known(state, rule, type(optimizer).__name__, master)
-        return state
 
     def weights(self) -> Iterator[Fragment]:
         """This rank's part of every master, frozen parameter and stored buffer, to be overwritten,
