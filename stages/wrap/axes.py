@@ -18,7 +18,6 @@ from annotated_types import Ge
 from pipeline import DataAxis, StageError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from pipeline import Context
@@ -233,18 +232,6 @@ def parameter_mesh(axes: Axes, device: str, shards: int, experts: int = 1) -> De
     sizes |= {"shard": shards // experts} | ({"expert": experts} if experts > 1 else {})
     sizes |= {"tensor": axes.tensor}
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def context_group(axes: Axes, device: str) -> ProcessGroup:
-    """The ranks that share this rank's samples (collective)."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from pipeline.utils import with_values
-
-    sizes = axes.pipeline * axes.data, axes.context, axes.tensor
-    with with_values():
-        mesh = init_device_mesh(device, sizes, mesh_dim_names=("outer", "context", "tensor"))
-        return mesh["context"].get_group()
 
 
 def warn_of_slow_groups(ctx: Context, axes: Axes) -> None:

@@ -23,7 +23,6 @@ from pipeline import (
     EngineMismatch,
     ModelSource,
     NamedParameter,
-    OptimizerPlan,
     Precision,
     dtype_name,
     torch_dtype,
@@ -31,16 +30,11 @@ from pipeline import (
 from pipeline.hardware import model_begins
 from pipeline.utils import replace_text, with_values
 from stages.model.block_changes import around_forward, hooks_before
-from stages.model.declared import FrozenSource, logical_numel, outline
+from stages.model.declared import logical_numel, outline
 from stages.wrap.shards import load_weights, weights_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-def source_of(model: ModelSource, plan: OptimizerPlan) -> ModelSource:
-    """The model as an engine has it: without an optimizer, none of it is trained."""
-    return model if plan.parts else FrozenSource(model)
 
 
 def build_module(

@@ -22,12 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
 
 from pipeline import StageError
+from pipeline.utils import with_values
 from stages.collectives import all_to_all
 from stages.model.rotary_compat import document_angles, document_lengths
 from stages.objectives.compat import flash_documents
-from stages.wrap.axes import Axes, context_group
+from stages.wrap.axes import Axes
 from stages.wrap.types_compat import refuse_type
 
 
@@ -36,8 +38,11 @@ def divide_sequence(model: nn.Module, axes: Axes, device: str) -> ProcessGroup |
     sequence (collective). Raises StageError for a model whose attention cannot be divided."""
     if axes.context == 1:
         return None
-    group = context_group(axes, device)
-    ContextParallel(model, group, axes.tensor)
+    sizes = axes.pipeline * axes.data, axes.context, axes.tensor
+    with with_values():
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=("outer", "context", "tensor"))
+        group = mesh["context"].get_group()
+    DividedAttention(model, group, axes.tensor)
     return group
 
 
@@ -79,7 +84,7 @@ def reason_not_divisible(model: Any) -> str:
     return ""
 
 
-class ContextParallel:
+class DividedAttention:
     """Attention of one model over a sequence; each rank of `group` has a slice of it. The model is
     called with its slice of the tokens, and with `position_ids` of the whole sequence, as
     `sequence_slice` makes them. `tensor` ranks share its heads too. Raises StageError for a model

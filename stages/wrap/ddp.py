@@ -9,7 +9,7 @@ from typing import Annotated
 from annotated_types import Gt
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
-from stages.wrap.axes import ContextParallel, OnAxes, required
+from stages.wrap.axes import ContextParallel, OnAxes
 from stages.wrap.axis_checks import axis_problems, gradient_problems
 
 
@@ -49,7 +49,4 @@ class Ddp(OnAxes):
     ) -> Engine:
         from stages.wrap.ddp_engine import build
 
-        fields = "bucket_cap_mb", "gradient_as_bucket_view", "static_graph"
-        settings = {name: getattr(self, name) for name in (*fields, "find_unused_parameters")}
-        asked = required(self, ctx.dist.world_size)
-        return build(ctx, model, precision, optimizer, asked, settings)
+        return build(self, ctx, model, precision, optimizer)

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 
 from pipeline import Context, ModelSource, OptimizerPlan, Precision, StageError, torch_dtype
 from pipeline.utils import local_part, with_values
-from stages.model.declared import outline
+from stages.model.declared import FrozenSource, outline
 from stages.wrap.axes import (
     FOLDED,
     Axes,
@@ -34,7 +34,7 @@ from stages.wrap.axes import (
     stages_of,
     warn_of_slow_groups,
 )
-from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
+from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.context_compat import divide_sequence
 from stages.wrap.experts_compat import divide_experts
 from stages.wrap.optimizer_state import make_optimizers
@@ -62,8 +62,9 @@ def build(
     """Shard units then the root on the meta device; each rank materializes and loads its shards.
     Raises StageError for shards that do not divide the ranks, or do not divide among the ranks of
     experts."""
-    axes, model = required(config, ctx.dist.world_size), source_of(model, plan)
-    both, device = axes.data * axes.context, ctx.dist.device.type
+    model = model if plan.parts else FrozenSource(model)
+    axes, device = required(config, ctx.dist.world_size), ctx.dist.device.type
+    both = axes.data * axes.context
     shards = config.shards(axes, ctx.dist.local_world_size)
     if both % shards:
         raise StageError(f"{both} processes do not divide into shard groups of {shards}")

@@ -43,6 +43,7 @@ from pipeline import (
     torch_dtype,
 )
 from pipeline.utils import replace_text, with_values
+from stages.model.declared import FrozenSource
 from stages.objectives.cross_entropy import StepSums
 from stages.wrap.axes import Axes, parameter_mesh, required, warn_of_slow_groups
 from stages.wrap.build import (
@@ -53,7 +54,6 @@ from stages.wrap.build import (
     named_parameters,
     parameter_count,
     replace_parameters,
-    source_of,
     verify_engine,
 )
 from stages.wrap.context_compat import divide_sequence
@@ -91,7 +91,7 @@ def build(
     import deepspeed
 
     axes, device = required(stage, ctx.dist.world_size), ctx.dist.device
-    model = source_of(model, plan)
+    model = model if plan.parts else FrozenSource(model)
     # Opened first: this compares the weights with the model.
     with contextlib.closing(model.weights()) as reader:
         module, groups = make_module(stage, ctx, model, precision, config, axes)
@@ -255,7 +255,7 @@ class ZeroEngine(TorchEngine):
         if plan.parts:
             # Groups are renewed when a checkpoint is loaded, base rates are not.
             self._base_rates = [group["lr"] for group in self.zero.optimizer.param_groups]
-            compat.set_loss_scale(self.zero, self._scale)
+            compat.set_loss_scale(self.zero, self.loss_scale.scale)
 
     @property
     def zero(self) -> Any:
@@ -280,7 +280,7 @@ class ZeroEngine(TorchEngine):
         live, optimizer, (rule,) = self.deepspeed, self.zero.optimizer, self.plan.parts
         for group, base in zip(optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * lr_scales[0]
-        scale, update, asked = self._scale, optimizer.step, list[bool]()
+        scale, update, asked = self.loss_scale.scale, optimizer.step, list[bool]()
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             # DeepSpeed updates in several parts, and asks for none where gradients overflowed.
@@ -297,7 +297,7 @@ class ZeroEngine(TorchEngine):
             del optimizer.step
         finite = bool(live.was_step_applied())
         self._adjust_scale(overflowed=not finite)
-        compat.set_loss_scale(self.zero, self._scale)
+        compat.set_loss_scale(self.zero, self.loss_scale.scale)
         applied = finite and all(asked)
         self._applied += applied
         norm = float(live.get_global_grad_norm())
@@ -316,7 +316,8 @@ class ZeroEngine(TorchEngine):
             given = {**self.zero.optimizer.param_groups[at], "lr": self._base_rates[at]}
             groups.append(group_state(self.plan.parts[0], given, names[at]))
         fixed = fixed_state(self.parts[0], groups, compat.full_shape)
-        return dataclasses.replace(fixed, updates=counts, loss_scale=self.loss_scale)
+        scale = None if self._scaling is None else self.loss_scale
+        return dataclasses.replace(fixed, updates=counts, loss_scale=scale)
 
     @property
     def lasting_fragments(self) -> bool:
@@ -330,7 +331,7 @@ class ZeroEngine(TorchEngine):
                 raise CheckpointError(f"{message}: {counts}")
         yield from super().restore(state)
         compat.restore_bias_correction(self.zero.optimizer)
-        compat.set_loss_scale(self.zero, self._scale)
+        compat.set_loss_scale(self.zero, self.loss_scale.scale)
 
     def _fragments(self, *, write: bool) -> Iterator[Fragment]:
         for flat in self._flats:

@@ -8,7 +8,7 @@ import logging
 import os
 import subprocess
 import sys
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,7 +50,9 @@ def keep_operators() -> None:
                 facts.update(Path(builder.deepspeed_src_path(source)).read_bytes())
             complete, digest = library.with_suffix(".complete"), facts.hexdigest()
             if library.exists() and complete.exists() and complete.read_text() == digest:
-                OpBuilder._loaded_ops[builder.name] = kept = _load(library)
+                load = cpp_extension._import_module_from_library  # type: ignore[attr-defined]
+                kept: ModuleType = load(builder.name, str(library.parent), is_python_module=True)
+                OpBuilder._loaded_ops[builder.name] = kept
                 return kept
             # A killed process does not free torch's own lock, and may leave half a library.
             for stale in (library.parent / "lock", complete):
@@ -71,15 +73,6 @@ def keep_operators() -> None:
         return module
 
     OpBuilder.jit_load = jit_load
-
-
-def _load(library: Path) -> ModuleType:
-    spec = util.spec_from_file_location(library.stem, library)
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class _Subprocess:
