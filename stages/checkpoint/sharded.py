@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
@@ -72,10 +72,15 @@ class CheckpointSettings:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from address_problems("start_from", self.start_from)
-        path = self.start_from
-        if path is not None and "://" not in path and not Path(path).expanduser().exists():
-            message = f"{path} does not exist here, and a new run needs it"
+        # pathlib raises for a name that is too long, and for a user who has no home
+        given = self.start_from or "", self.folder or ""
+        begin, folder = map(os.path.expanduser, given)
+        if begin and "://" not in begin and not os.path.exists(begin):  # noqa: PTH110
+            message = f"{self.start_from} does not exist here, and a new run needs it"
             yield Problem(key="start_from", message=message, warning=True)
+        if folder.startswith("~"):
+            message = f"{folder}: no such user here, whose home this would be in"
+            yield Problem(key="folder", message=message)
         yield from mixed_problems(self, plan)
         yield from epoch_problems(plan.readers(self), plan, every=self.every)
         if self.keep_every is not None and isinstance(self.every, str):

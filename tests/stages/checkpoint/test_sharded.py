@@ -104,11 +104,19 @@ def test_addresses(key: str, address: str | None, told: str | None) -> None:
     assert all(problem.hint for problem in found)
 
 
-def test_a_start_that_is_not_there_is_a_warning() -> None:
+@pytest.mark.parametrize("start", ["runs/gone", "~nobody.of.this.name/run", "x" * 300])
+def test_a_start_that_is_not_there_is_a_warning(start: str) -> None:
     """A run that has checkpoints of its own does not need it any more."""
-    (problem,) = ShardedCheckpoint(start_from="runs/gone").check(PLAN)
+    (problem,) = ShardedCheckpoint(start_from=start).check(PLAN)
     assert (problem.key, problem.warning) == ("start_from", True)
-    assert problem.message == "runs/gone does not exist here, and a new run needs it"
+    assert problem.message == f"{start} does not exist here, and a new run needs it"
+
+
+@pytest.mark.parametrize("stage", [ShardedCheckpoint, FullCheckpoint])
+def test_a_folder_of_nobody(stage: Any) -> None:
+    (problem,) = stage(folder="~nobody.of.this.name/x").check(PLAN)
+    assert (problem.key, problem.warning) == ("folder", False)
+    assert problem.message.startswith("~nobody.of.this.name/x: no such user here")
 
 
 def test_the_full_checkpoint_starts_from_the_same() -> None:
