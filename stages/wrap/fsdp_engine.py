@@ -323,10 +323,8 @@ def choose_units(
         raise StageError(f"{type(module).__name__} has no {what}")
     # torch gathers a weight in one unit, which has to hold all of its owners.
     weights = {one: [*one.parameters()] for one in (*units, *ends) if one is not None}
-    closed = {
-        one for one, own in weights.items()
-        if all(owners[parameter] <= {*one.modules()} for parameter in own)
-    }  # fmt: skip
+    held = ((one, {*one.modules()}) for one in weights)
+    closed = {one for one, inside in held if all(owners[own] <= inside for own in weights[one])}
     for unit in units:
         if unit not in closed:
             raise StageError(
@@ -335,7 +333,9 @@ def choose_units(
             )
     if config.units == "block":
         # An end without weights, or with weights of others, is none.
-        first, last = ([one] if one in closed and weights[one] else [] for one in ends)
+        first, last = (
+            [one] if one is not None and one in closed and weights[one] else [] for one in ends
+        )
         units = [*first, *units, *last]
     return units
 
