@@ -146,11 +146,10 @@ def require_known(
             f"{optimizer} keeps {sorted(kept)} for a parameter, its stage declares "
             f"{sorted(part.moments)}; such state cannot be saved"
         )
-    for name in part.moments if parameter is not None else ():
-        shape = tuple(local_part(state[name]).shape)
-        if shape != parameter.shape:
+    for name in part.moments:
+        if parameter is not None and (shape := local_part(state[name]).shape) != parameter.shape:
             raise StageError(
-                f"{optimizer} keeps {name!r} of shape {shape} for a parameter of shape "
+                f"{optimizer} keeps {name!r} of shape {tuple(shape)} for a parameter of shape "
                 f"{tuple(parameter.shape)}; such state cannot be saved"
             )
 

@@ -164,7 +164,7 @@ def set_loss_scale(zero: Any, scale: float) -> None:
     """Set the scale of the next backward, if there is one. Left to itself, DeepSpeed grows the
     scale before it unscales the gradients of the same step, which halves them, and ends the run at
     its least scale."""
-    scaler = getattr(zero, "loss_scaler", None)
+    scaler: Any = getattr(zero, "loss_scaler", None)
     if getattr(scaler, "dynamic", False):
         scaler.cur_scale, scaler.min_scale = scale, 0.0
 

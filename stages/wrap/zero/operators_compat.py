@@ -50,7 +50,7 @@ def keep_operators() -> None:
                 facts.update(Path(builder.deepspeed_src_path(source)).read_bytes())
             complete, digest = library.with_suffix(".complete"), facts.hexdigest()
             if library.exists() and complete.exists() and complete.read_text() == digest:
-                load = cpp_extension._import_module_from_library  # type: ignore[attr-defined]
+                load: Any = cpp_extension._import_module_from_library
                 kept: ModuleType = load(builder.name, str(library.parent), is_python_module=True)
                 OpBuilder._loaded_ops[builder.name] = kept
                 return kept
