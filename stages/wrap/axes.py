@@ -228,10 +228,13 @@ def parameter_mesh(axes: Axes, device: str, shards: int, experts: int = 1) -> De
     `expert` of so many ranks, which are neighbours among the `shards`."""
     from torch.distributed.device_mesh import init_device_mesh
 
+    from pipeline.utils import with_values
+
     sizes = {"pipeline": axes.pipeline, "replicate": axes.data * axes.context // shards}
     sizes |= {"shard": shards // experts} | ({"expert": experts} if experts > 1 else {})
     sizes |= {"tensor": axes.tensor}
-    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    with with_values():
+        return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def warn_of_slow_groups(ctx: Context, axes: Axes) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 )
 
 from pipeline import Context, ModelSource, OptimizerPlan, Precision, StageError, torch_dtype
-from pipeline.utils import local_part, with_values
+from pipeline.utils import local_part
 from stages.model.declared import FrozenSource, outline
 from stages.wrap.axes import (
     FOLDED,
@@ -72,9 +72,8 @@ def build(
     if shards % among:
         raise StageError(f"expert_parallel: {shards} shards do not divide among {among} ranks")
     warn_of_slow_groups(ctx, axes)
-    with with_values():
-        mesh = parameter_mesh(axes, device, shards)
-        experts = parameter_mesh(axes, device, shards, among) if among > 1 else None
+    mesh = parameter_mesh(axes, device, shards)
+    experts = parameter_mesh(axes, device, shards, among) if among > 1 else None
     divider = UnitDivider(config, model, precision, mesh, experts)
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     always = DATA_AXES[config.sharding]

@@ -42,7 +42,7 @@ from pipeline import (
     Unit,
     torch_dtype,
 )
-from pipeline.utils import replace_text, with_values
+from pipeline.utils import replace_text
 from stages.model.declared import FrozenSource
 from stages.objectives.cross_entropy import StepSums
 from stages.wrap.axes import Axes, parameter_mesh, required, warn_of_slow_groups
@@ -164,8 +164,7 @@ def _divide(
     of ranks. Raises StageError for a model that does not divide so."""
     assert stage.tensor_parallel is not None
     warn_of_slow_groups(ctx, axes)
-    with with_values():
-        mesh = parameter_mesh(axes, ctx.dist.device.type, axes.data * axes.context)
+    mesh = parameter_mesh(axes, ctx.dist.device.type, axes.data * axes.context)
     late = stage.stage == 3
     divide_layers(stage.tensor_parallel, module, model.blocks(module), mesh["tensor"], late=late)
     wholes: dict[str, Any] = {name: one.data for name, one in module.named_parameters()}
