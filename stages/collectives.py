@@ -48,6 +48,12 @@ def reduce_scatter(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return _Collective.apply(value, _scattered, _gathered, group, dim % value.dim())  # type: ignore[no-any-return, no-untyped-call]
 
 
+def all_to_all(value: Tensor, group: ProcessGroup) -> Tensor:
+    """Part i of the result is what rank i has as `value[number of this rank]`; its gradient goes
+    back the same way."""
+    return _Collective.apply(value, _exchanged, _exchanged, group, 0)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class _Collective(torch.autograd.Function):
     """An operation on a value, and another on its gradient."""
 
@@ -86,6 +92,13 @@ def _scattered(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     own = torch.empty_like(parts[0])
     reduce_scatter_single(own, parts.flatten(0, 1), group=group)
     return own
+
+
+def _exchanged(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    sent = value.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received
 
 
 def _own_part(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:

@@ -46,13 +46,13 @@ class Trained:
 
 @functools.cache
 def _trained(config: tuple[tuple[str, Any], ...]) -> Trained:
-    from stages.wrap.shards import aliases
+    from stages.wrap.optimizer_state import fixed_state
 
     model = outline(dict(config))
     shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
     decayed = tuple(name for name, shape in shapes.items() if len(shape) > 1)
     others = tuple(name for name in shapes if name not in decayed)
-    return Trained(shapes=shapes, groups=(decayed, others), aliases=aliases(model))
+    return Trained(shapes=shapes, groups=(decayed, others), aliases=fixed_state(model, ()).aliases)
 
 
 def trained(config: Mapping[str, Any]) -> Trained:

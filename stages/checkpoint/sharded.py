@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
@@ -26,7 +26,7 @@ from pipeline.utils import address_problems, path_problems
 from stages.fields import Period, epoch_problems, mixed_problems
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint import CheckpointManager, Retention
+    from pipeline.checkpoint import Retention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +72,15 @@ class CheckpointSettings:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from address_problems("start_from", self.start_from)
-        path = self.start_from
-        if path is not None and "://" not in path and not Path(path).expanduser().exists():
-            message = f"{path} does not exist here, and a new run needs it"
+        # pathlib raises for a name that is too long, and for a user who has no home
+        given = self.start_from or "", self.folder or ""
+        begin, folder = map(os.path.expanduser, given)
+        if begin and "://" not in begin and not os.path.exists(begin):  # noqa: PTH110
+            message = f"{self.start_from} does not exist here, and a new run needs it"
             yield Problem(key="start_from", message=message, warning=True)
+        if folder.startswith("~"):
+            message = f"{folder}: no such user here, whose home this would be in"
+            yield Problem(key="folder", message=message)
         yield from mixed_problems(self, plan)
         yield from epoch_problems(plan.readers(self), plan, every=self.every)
         if self.keep_every is not None and isinstance(self.every, str):
@@ -84,10 +89,6 @@ class CheckpointSettings:
             yield Problem(key="keep_every", message=message, hint=hint)
 
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
-        return self._open(ctx, engine, model)
-
-    def _open(self, ctx: Context, engine: Engine, model: ModelSource | None) -> CheckpointManager:
-        """The manager itself, also of a stage that derives another one and wraps its result."""
         from pipeline.checkpoint import FULL, SHARDED, CheckpointManager, address
 
         return CheckpointManager(
@@ -106,7 +107,11 @@ class CheckpointSettings:
         self, ctx: Context, engine: Engine, model: ModelSource | None = None
     ) -> Checkpoints:
         """Checkpoints next to the run's own, which are gone when the dry run ends."""
-        made = replace(self, start_from=None)._open(ctx, engine, model)
+        from pipeline.checkpoint import CheckpointManager
+
+        # The manager itself, also of a stage that derives another one and wraps its result.
+        made = CheckpointSettings.run(replace(self, start_from=None), ctx, engine, model)
+        assert isinstance(made, CheckpointManager)
         if ctx.dist.is_main:
             made.discard()  # those that a failed dry run has left
             ctx.on_exit(made.discard)

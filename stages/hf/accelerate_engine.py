@@ -21,9 +21,10 @@ from pipeline import (
     StepReport,
 )
 from stages.hf import accelerate_compat as compat
-from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
+from stages.model.declared import FrozenSource
+from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.optimizer_state import make_optimizers
-from stages.wrap.torch_compat import require_reduced, reshard, sharding_facts
+from stages.wrap.torch_compat import require_reduced, sharding_facts
 from stages.wrap.torch_engine import ModulePasses, TorchEngine
 
 
@@ -34,7 +35,7 @@ def build(
     """Build the model, load its weights, and let accelerate wrap it with its optimizer. Raises
     StageError if accelerate would shard a model that is not trained."""
     # Sharding moves each rank's part to the device; a replica lives there from the start.
-    model = source_of(model, plan)
+    model = model if plan.parts else FrozenSource(model)
     module = build_module(ctx, model, precision, home=torch.device("cpu") if sharded else None)
     expected = declared_facts(ctx, precision)
     if not plan.parts:
@@ -86,9 +87,6 @@ class AcceleratedEngine(TorchEngine):
     ) -> StepReport:
         require_reduced(self._wrapped)
         return super().step(lr_scales=lr_scales, should_step=should_step)
-
-    def to_sharded(self) -> None:
-        reshard(self._wrapped)
 
     def describe(self) -> Mapping[str, Any]:
         self.to_sharded()

@@ -18,7 +18,6 @@ from annotated_types import Ge
 from pipeline import DataAxis, StageError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from pipeline import Context
@@ -185,14 +184,6 @@ class Axes:
         found = {"pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
         return {axis: size for axis, size in found.items() if size > 1}
 
-    @classmethod
-    def of(cls, stage: Any, procs: int) -> Axes | None:
-        """The axes that a wrap stage asks for, all that is left being data-parallel; None if the
-        processes do not divide."""
-        sizes = axis_sizes(stage)
-        data, rest = divmod(procs, math.prod(sizes.values()))
-        return None if rest else cls(data=data, **sizes)
-
     def coordinates(self, rank: int) -> Coordinates:
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
@@ -202,20 +193,22 @@ class Axes:
 
 
 def required(stage: Any, procs: int) -> Axes:
-    """The axes that a wrap stage asks for. Raises StageError if the processes do not divide."""
-    axes = Axes.of(stage, procs)
-    if axes is None:
-        sizes = ", ".join(f"{FIELDS[axis]} {size}" for axis, size in axis_sizes(stage).items())
-        raise StageError(f"{procs} processes do not divide into groups ({sizes})")
-    return axes
+    """The axes that a wrap stage asks for, all that is left being data-parallel. Raises StageError
+    if the processes do not divide."""
+    sizes = axis_sizes(stage)
+    data, rest = divmod(procs, math.prod(sizes.values()))
+    if rest:
+        listed = ", ".join(f"{FIELDS[axis]} {size}" for axis, size in sizes.items())
+        raise StageError(f"{procs} processes do not divide into groups ({listed})")
+    return Axes(data=data, **sizes)
 
 
 class OnAxes:
     """A wrap stage with fields of axes; see `pipeline.DividesRanks`."""
 
     def data_ranks(self, procs: int) -> int:
-        axes = Axes.of(self, procs)
-        return 0 if axes is None else axes.data
+        data, rest = divmod(procs, math.prod(axis_sizes(self).values()))
+        return 0 if rest else data
 
 
 def least_microbatches(schedule: str, ranks: int, count: int) -> int:
@@ -235,22 +228,13 @@ def parameter_mesh(axes: Axes, device: str, shards: int, experts: int = 1) -> De
     `expert` of so many ranks, which are neighbours among the `shards`."""
     from torch.distributed.device_mesh import init_device_mesh
 
+    from pipeline.utils import with_values
+
     sizes = {"pipeline": axes.pipeline, "replicate": axes.data * axes.context // shards}
     sizes |= {"shard": shards // experts} | ({"expert": experts} if experts > 1 else {})
     sizes |= {"tensor": axes.tensor}
-    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def context_group(axes: Axes, device: str) -> ProcessGroup:
-    """The ranks that share this rank's samples (collective)."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from pipeline.utils import with_values
-
-    sizes = axes.pipeline * axes.data, axes.context, axes.tensor
     with with_values():
-        mesh = init_device_mesh(device, sizes, mesh_dim_names=("outer", "context", "tensor"))
-        return mesh["context"].get_group()
+        return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def warn_of_slow_groups(ctx: Context, axes: Axes) -> None:

@@ -26,7 +26,7 @@ from stages.wrap.axes import (
     PipelineParallel,
     axis_sizes,
 )
-from stages.wrap.types_compat import NO_BLOCKS, NO_PLAN, REFUSED, SINKS, WITHOUT_GRADIENT
+from stages.wrap.types_compat import NO_BLOCKS, NO_PLAN, REFUSED, SINKS
 
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 Row = tuple[str, str, str]
@@ -106,7 +106,7 @@ def _config_rows(stage: Any, plan: PlanView) -> Iterator[Row]:
     part = config.get("text_config")
     text = part if isinstance(part, Mapping) else config
     if not (model and model.trust_remote_code and "auto_map" in config):
-        yield from _type_rows(stage, _types(config), model.attention if model else "")
+        yield from _type_rows(stage, types_of(config), model.attention if model else "")
     # The first of the names that the config states; 0 if it states none.
     heads, blocks, experts = (
         next((text[name] for name in names if type(text.get(name)) is int), 0)
@@ -131,7 +131,7 @@ def _config_rows(stage: Any, plan: PlanView) -> Iterator[Row]:
         yield "expert_parallel.size", message, ""
 
 
-def _types(config: Mapping[str, Any]) -> set[str]:
+def types_of(config: Mapping[str, Any]) -> set[str]:
     """The types of the model and of its language model, which may be a part of it."""
     kind, part = str(config.get("model_type")), config.get("text_config")
     text = {str(part.get("model_type", f"{kind}_text"))} if isinstance(part, Mapping) else set()
@@ -171,16 +171,3 @@ def _block_rows(field: PipelineParallel, blocks: int, config: Mapping[str, Any])
         message = f"{field.schedule} puts the first and the last pipeline stage on one rank, and "
         message += "the model's head shares the embedding's weight"
         yield "pipeline_parallel.schedule", message, "choose another schedule"
-
-
-def gradient_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
-    """A replica of a model with parameters that get no gradient, for which torch waits."""
-    config, models = config_of(stage, plan), declarations(stage, plan)
-    adapted = any(isinstance(one, traits.FreezesModel) for one in models)
-    if config is None or adapted or stage.static_graph or stage.find_unused_parameters:
-        return
-    for kind in WITHOUT_GRADIENT & _types(config):
-        message = f"some parameters of a {kind} get no gradient from text, and gradients in their "
-        yield Problem(
-            message=f"{message}buckets are not averaged then", hint="set static_graph: true"
-        )

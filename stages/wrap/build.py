@@ -6,7 +6,6 @@ A strategy passes `build_module` its way of sharding; the rest is the same for a
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from pipeline import (
     EngineMismatch,
     ModelSource,
     NamedParameter,
-    OptimizerPlan,
     Precision,
     dtype_name,
     torch_dtype,
@@ -32,16 +30,11 @@ from pipeline import (
 from pipeline.hardware import model_begins
 from pipeline.utils import replace_text, with_values
 from stages.model.block_changes import around_forward, hooks_before
-from stages.model.declared import FrozenSource, logical_numel, outline
+from stages.model.declared import logical_numel, outline
 from stages.wrap.shards import load_weights, weights_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-def source_of(model: ModelSource, plan: OptimizerPlan) -> ModelSource:
-    """The model as an engine has it: without an optimizer, none of it is trained."""
-    return model if plan.parts else FrozenSource(model)
 
 
 def build_module(
@@ -51,39 +44,23 @@ def build_module(
 ) -> nn.Module:  # fmt: skip
     """Build the model, shard it, materialize it and load its weights.
 
-    `shard` shards the module in place while its parameters are on the meta device. `replicas` are
-    the ranks that hold the same shards and share the reading; without, each rank reads its own.
-    Parameters live on `home`, buffers on the run's device, which is the default of `home`. With
-    `casts`, modules compute in the compute dtype; a strategy that casts by itself needs none.
-    Raises StageError for weights that do not fit the model."""
-    shards = [shard or (lambda module: None)]
-    (module,) = build_modules(ctx, model, precision, shards, replicas=replicas, home=home)
+    `shard` shards the module in place, or makes it a part of the model, while its parameters are on
+    the meta device. `replicas` are the ranks that hold the same shards and share the reading;
+    without, each rank reads its own. Parameters live on `home`, buffers on the run's device, which
+    is the default of `home`. With `casts`, modules compute in the compute dtype; a strategy that
+    casts by itself needs none. Raises StageError for weights that do not fit the model."""
+    device = ctx.dist.device
+    # Opened first: this compares the weights with the model.
+    with contextlib.closing(model.weights()) as reader:
+        module = build_empty(model, precision)
+        if shard is not None:
+            with with_values():
+                shard(module)
+        materialize(module, home or device, precision, buffer_device=device)
+        load_weights(weights_of(module), reader, ctx, replicas)
     if casts:
         cast_on_use(module, torch_dtype(precision.compute))
     return module
-
-
-def build_modules(
-    ctx: Context, model: ModelSource, precision: Precision,
-    shards: Iterable[Callable[[nn.Module], None]], *,
-    replicas: ProcessGroup | None = None, home: torch.device | None = None,
-) -> list[nn.Module]:  # fmt: skip
-    """Build the model as `build_module` does, once for each of `shards`, which makes it a part of
-    the model."""
-    device, modules = ctx.dist.device, list[nn.Module]()
-    # Opened first: this compares the weights with the model.
-    with contextlib.closing(model.weights()) as reader:
-        for shard in shards:
-            module = build_empty(model, precision)
-            with with_values():
-                shard(module)
-            materialize(module, home or device, buffer_device=device)
-            modules.append(module)
-        own = itertools.chain.from_iterable(map(weights_of, modules))
-        load_weights(own, reader, ctx, replicas)
-    for module in modules:
-        cast_buffers(module, precision)
-    return modules
 
 
 def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
@@ -102,14 +79,20 @@ def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
     return module
 
 
-def materialize(module: nn.Module, device: torch.device, *, buffer_device: torch.device) -> None:
-    """Give every meta parameter uninitialised storage on `device`; move buffers."""
+def materialize(
+    module: nn.Module, device: torch.device, precision: Precision, *, buffer_device: torch.device
+) -> None:
+    """Give every meta parameter uninitialised storage on `device`; move buffers, and cast floating
+    ones to the policy's buffer dtype. None keeps the model's own."""
     replace_parameters(
         module, lambda _, one: torch.empty_like(one, device=device) if one.is_meta else one
     )
+    dtype = None if precision.buffer is None else torch_dtype(precision.buffer)
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            owner._buffers[name] = None if buffer is None else buffer.to(buffer_device)
+            if buffer is not None:
+                cast = dtype if buffer.is_floating_point() else None
+                owner._buffers[name] = buffer.to(buffer_device, cast)
 
 
 def replace_parameters(module: nn.Module, changed: Callable[[str, nn.Parameter], Tensor]) -> None:
@@ -124,15 +107,6 @@ def replace_parameters(module: nn.Module, changed: Callable[[str, nn.Parameter],
             made[parameter] = value
         owner, _, leaf = name.rpartition(".")
         module.get_submodule(owner)._parameters[leaf] = made[parameter]
-
-
-def cast_buffers(module: nn.Module, precision: Precision) -> None:
-    """Cast floating buffers to the policy's buffer dtype; None keeps the model's own."""
-    if precision.buffer is not None:
-        dtype = torch_dtype(precision.buffer)
-        for buffer in module.buffers():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(dtype)
 
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

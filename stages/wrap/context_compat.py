@@ -22,11 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
 
 from pipeline import StageError
+from pipeline.utils import with_values
+from stages.collectives import all_to_all
 from stages.model.rotary_compat import document_angles, document_lengths
 from stages.objectives.compat import flash_documents
-from stages.wrap.axes import Axes, context_group
+from stages.wrap.axes import Axes
 from stages.wrap.types_compat import refuse_type
 
 
@@ -35,21 +38,26 @@ def divide_sequence(model: nn.Module, axes: Axes, device: str) -> ProcessGroup |
     sequence (collective). Raises StageError for a model whose attention cannot be divided."""
     if axes.context == 1:
         return None
-    group = context_group(axes, device)
-    ContextParallel(model, group, axes.tensor)
+    sizes = axes.pipeline * axes.data, axes.context, axes.tensor
+    with with_values():
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=("outer", "context", "tensor"))
+        group = mesh["context"].get_group()
+    DividedAttention(model, group, axes.tensor)
     return group
 
 
 def require_divisible(model: Any, ranks: int, tensor: int) -> None:
     """Raise StageError unless attention of a transformers model divides among context-parallel
     `ranks`, each with the heads of one of `tensor` ranks."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
     refuse_type("context_parallel", model.config)
     text, among = model.config.get_text_config(), ranks * tensor
     implementation, heads = str(text._attn_implementation), text.num_attention_heads
     # A weight for each head that no token takes (Xiao et al. 2023).
     sinks = any(isinstance(getattr(one, "sinks", None), Tensor) for one in model.modules())
     reason = reason_not_divisible(model)
-    if not reason and mask_function(implementation) is None:
+    if not reason and implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
         reason = f"has no known masks for {implementation}"
     if not reason and heads % among:
         reason = f"has {heads} attention heads, which do not divide among {among} ranks"
@@ -76,15 +84,7 @@ def reason_not_divisible(model: Any) -> str:
     return ""
 
 
-def mask_function(implementation: str) -> Callable[..., Any] | None:
-    """The function that makes masks for an implementation; None if there is none."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    found: Callable[..., Any] | None = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
-    return found
-
-
-class ContextParallel:
+class DividedAttention:
     """Attention of one model over a sequence; each rank of `group` has a slice of it. The model is
     called with its slice of the tokens, and with `position_ids` of the whole sequence, as
     `sequence_slice` makes them. `tensor` ranks share its heads too. Raises StageError for a model
@@ -94,11 +94,11 @@ class ContextParallel:
         self._group = group
         self._index, self._count = dist.get_rank(group), dist.get_world_size(group)
         require_divisible(model, self._count, tensor)
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
         text = model.config.get_text_config()
         self._base = str(text._attn_implementation)
-        self._mask = mask_function(self._base)
+        self._mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[self._base]
         self._positions: Tensor
         """Positions of the whole sequence in the running forward, shape (samples, length)."""
         name = f"ulysses_{group.group_name}_{self._base}"
@@ -132,7 +132,6 @@ class ContextParallel:
         """Called by the model for the mask of its slice; returns the whole sequence's mask."""
         from transformers import masking_utils
 
-        assert self._mask is not None
         changed = {"q_length": kv_length, "attention_mask": None, "mask_function": mask_function}
         # Documents of a sample by positions in them; None if every sample is one document.
         numbers = masking_utils.find_packed_sequence_indices(self._positions)
@@ -201,25 +200,4 @@ def scatter_sequence(output: Tensor, group: ProcessGroup) -> Tensor:
     becomes (samples, length, heads, width)."""
     ranks = dist.get_world_size(group)
     slices = torch.unflatten(output, 1, (ranks, -1)).movedim(1, 0)
-    return all_to_all(slices.contiguous(), group).movedim(0, 2).flatten(2, 3)
-
-
-def all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
-    """Send `parts[i]` to rank i of `group`; part i of the result comes from rank i. Differentiable.
-    `parts` is contiguous."""
-    exchanged: Tensor = _AllToAll.apply(parts, group)  # type: ignore[no-untyped-call]
-    return exchanged
-
-
-class _AllToAll(torch.autograd.Function):
-    """Its own inverse, so its gradient is the same exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group, received = group, torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_to_all(grads[0].contiguous(), ctx.group), None
+    return all_to_all(slices, group).movedim(0, 2).flatten(2, 3)

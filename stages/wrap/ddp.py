@@ -8,9 +8,20 @@ from typing import Annotated
 
 from annotated_types import Gt
 
-from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
-from stages.wrap.axes import ContextParallel, OnAxes, required
-from stages.wrap.axis_checks import axis_problems, gradient_problems
+from pipeline import (
+    Context,
+    Engine,
+    ModelSource,
+    OptimizerPlan,
+    PlanView,
+    Precision,
+    Problem,
+    traits,
+)
+from stages.model.config_checks import config_of, declarations
+from stages.wrap.axes import ContextParallel, OnAxes
+from stages.wrap.axis_checks import axis_problems, types_of
+from stages.wrap.types_compat import WITHOUT_GRADIENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +46,14 @@ class Ddp(OnAxes):
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from axis_problems(self, plan)
-        yield from gradient_problems(self, plan)
+        config, models = config_of(self, plan), declarations(self, plan)
+        adapted = any(isinstance(one, traits.FreezesModel) for one in models)
+        if config is None or adapted or self.static_graph or self.find_unused_parameters:
+            return
+        for kind in WITHOUT_GRADIENT & types_of(config):  # torch waits for every gradient
+            message = f"some parameters of a {kind} get no gradient from text, and gradients in "
+            message += "their buckets are not averaged then"
+            yield Problem(message=message, hint="set static_graph: true")
 
     @property
     def sums_in_buckets(self) -> bool:
@@ -49,7 +67,4 @@ class Ddp(OnAxes):
     ) -> Engine:
         from stages.wrap.ddp_engine import build
 
-        fields = "bucket_cap_mb", "gradient_as_bucket_view", "static_graph"
-        settings = {name: getattr(self, name) for name in (*fields, "find_unused_parameters")}
-        asked = required(self, ctx.dist.world_size)
-        return build(ctx, model, precision, optimizer, asked, settings)
+        return build(self, ctx, model, precision, optimizer)

@@ -5,8 +5,8 @@
 import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed
@@ -25,8 +25,9 @@ from pipeline import (
     dtype_name,
     torch_dtype,
 )
-from stages.wrap.axes import Axes
-from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
+from stages.model.declared import FrozenSource
+from stages.wrap.axes import required
+from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.context_compat import divide_sequence
 from stages.wrap.optimizer_state import make_optimizers
 from stages.wrap.torch_compat import (
@@ -38,14 +39,16 @@ from stages.wrap.torch_compat import (
 )
 from stages.wrap.torch_engine import ModulePasses, TorchEngine
 
+if TYPE_CHECKING:
+    from stages.wrap.ddp import Ddp
+
 
 def build(
-    ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan, axes: Axes,
-    settings: Mapping[str, Any],
-) -> TorchEngine:  # fmt: skip
-    """Replicate the model by `settings` of torch's wrapper; the same values are sent to every rank
-    as weights are loaded."""
-    device, model = ctx.dist.device, source_of(model, plan)
+    config: "Ddp", ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
+) -> TorchEngine:
+    """Replicate the model; the same values are sent to every rank as weights are loaded."""
+    model = model if plan.parts else FrozenSource(model)
+    axes, device = required(config, ctx.dist.world_size), ctx.dist.device
     everyone = torch.distributed.group.WORLD
     module = build_module(ctx, model, precision, replicas=everyone, casts=True)
     group = divide_sequence(module, axes, device.type)
@@ -55,7 +58,10 @@ def build(
             module,
             device_ids=[device] if device.type == "cuda" else None,
             init_sync=False,  # every rank was loaded with the same values
-            **settings,
+            bucket_cap_mb=config.bucket_cap_mb,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            static_graph=config.static_graph,
+            find_unused_parameters=config.find_unused_parameters,
             **no_buffer_sync(),
         )
         if precision.reduce != precision.master:
@@ -106,14 +112,14 @@ class DdpEngine(TorchEngine):
         return {"engine": type(self._replica).__name__, **common, "reduce": reduce}
 
 
+@dataclass(eq=False)
 class BucketSums:
     """Lets gradients of several micro-batches add up in the buckets, which exist anyway: elsewhere,
     they would take as much memory again. A single one is written there, which is faster."""
 
-    def __init__(self) -> None:
-        self.places: list[tuple[nn.Parameter, Tensor]] = []
-        """Each parameter's place in a bucket."""
-        self._begun = False
+    places: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    """Each parameter's place in a bucket."""
+    _begun: bool = False
 
     def remember(self, replica: DistributedDataParallel) -> None:
         """Remember where gradients lie in the buckets, if they can add up there."""

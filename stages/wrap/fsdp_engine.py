@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +23,8 @@ from torch.distributed.fsdp import (
 )
 
 from pipeline import Context, ModelSource, OptimizerPlan, Precision, StageError, torch_dtype
-from pipeline.utils import local_part, with_values
-from stages.model.declared import outline
+from pipeline.utils import local_part
+from stages.model.declared import FrozenSource, outline
 from stages.wrap.axes import (
     FOLDED,
     Axes,
@@ -32,22 +34,18 @@ from stages.wrap.axes import (
     stages_of,
     warn_of_slow_groups,
 )
-from stages.wrap.build import (
-    build_module,
-    build_modules,
-    declared_facts,
-    source_of,
-    verify_engine,
-)
+from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.context_compat import divide_sequence
 from stages.wrap.experts_compat import divide_experts
-from stages.wrap.fsdp_fields import FsdpFields
 from stages.wrap.optimizer_state import make_optimizers
-from stages.wrap.pipeline_split import TiedEmbedding, is_tied, keep_layers, kept
+from stages.wrap.pipeline_split import Absent, TiedEmbedding, is_tied, keep_layers
 from stages.wrap.tensor_divide import divide_layers
 from stages.wrap.tensor_plan import TensorPlan
-from stages.wrap.torch_compat import reshard, sharding_facts
+from stages.wrap.torch_compat import sharding_facts
 from stages.wrap.torch_engine import ModulePasses, Passes, TorchEngine, total_norm
+
+if TYPE_CHECKING:
+    from stages.wrap.fsdp import Fsdp
 
 DATA_AXES = {
     "full_shard": ("shard",),
@@ -59,13 +57,14 @@ DATA_AXES = {
 
 
 def build(
-    config: FsdpFields, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
+    config: Fsdp, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> TorchEngine:
     """Shard units then the root on the meta device; each rank materializes and loads its shards.
     Raises StageError for shards that do not divide the ranks, or do not divide among the ranks of
     experts."""
-    axes, model = required(config, ctx.dist.world_size), source_of(model, plan)
-    both, device = axes.data * axes.context, ctx.dist.device.type
+    model = model if plan.parts else FrozenSource(model)
+    axes, device = required(config, ctx.dist.world_size), ctx.dist.device.type
+    both = axes.data * axes.context
     shards = config.shards(axes, ctx.dist.local_world_size)
     if both % shards:
         raise StageError(f"{both} processes do not divide into shard groups of {shards}")
@@ -73,19 +72,22 @@ def build(
     if shards % among:
         raise StageError(f"expert_parallel: {shards} shards do not divide among {among} ranks")
     warn_of_slow_groups(ctx, axes)
-    with with_values():
-        mesh = parameter_mesh(axes, device, shards)
-        experts = parameter_mesh(axes, device, shards, among) if among > 1 else None
+    mesh = parameter_mesh(axes, device, shards)
+    experts = parameter_mesh(axes, device, shards, among) if among > 1 else None
     divider = UnitDivider(config, model, precision, mesh, experts)
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     always = DATA_AXES[config.sharding]
     facts = {name: size for name, size in sizes.items() if size > 1 or name in always}
+    places: dict[str, Any] = {
+        "replicas": mesh["replicate"].get_group() if "replicate" in always else None,
+        "home": torch.device("cpu") if config.cpu_offload else None,
+    }
     passes: Passes
     tied: TiedEmbedding | None = None
     if axes.pipeline > 1:
-        passes, whole, tied = _stages(ctx, model, precision, divider, mesh, axes, plan)
+        passes, whole, tied = _stages(ctx, model, precision, divider, places, axes, plan)
     else:
-        whole = build_module(ctx, model, precision, shard=divider, **divider.places)
+        whole = build_module(ctx, model, precision, shard=divider, **places)
         group = divide_sequence(whole, axes, device)
         passes = ModulePasses(whole, model.scorer(whole, group=group), ctx.dist, axes)
     optimizers = make_optimizers(plan, whole, passes.parts)
@@ -106,13 +108,13 @@ def build(
 
 def _stages(
     ctx: Context, model: ModelSource, precision: Precision, divider: UnitDivider,
-    mesh: DeviceMesh, axes: Axes, plan: OptimizerPlan,
+    places: Mapping[str, Any], axes: Axes, plan: OptimizerPlan,
 ) -> tuple[Passes, nn.Module, TiedEmbedding | None]:  # fmt: skip
-    """Cut this rank's stages out of the model, divide each, and load them (collective); returns
-    them with the whole model on the meta device, and with the copies of a tied embedding. Raises
-    StageError for a model that does not divide into stages, for a tied embedding whose two stages
-    would be on one rank, and if nothing is trained on this rank or in the first stage, as backward
-    begins with an output that needs a gradient."""
+    """Cut this rank's stages out of the model, divide each, and load them in their `places`
+    (collective); returns them with the whole model on the meta device, and with the copies of a
+    tied embedding. Raises StageError for a model that does not divide into stages, for a tied
+    embedding whose two stages would be on one rank, and if nothing is trained on this rank or in
+    the first stage, as backward begins with an output that needs a gradient."""
     from stages.wrap.pipeline_compat import PipelinePasses, Stage
 
     asked = divider.config.pipeline_parallel
@@ -129,7 +131,7 @@ def _stages(
         TensorPlan(divider.config.tensor_parallel, whole, blocks)
     head = whole.get_input_embeddings().weight.numel()
     block = sum(parameter.numel() for parameter in blocks[0].parameters())
-    group, count = mesh["pipeline"].get_group(), asked.size * asked.per_rank
+    group, count = divider.mesh["pipeline"].get_group(), asked.size * asked.per_rank
     folded, stages = asked.schedule in FOLDED, dict[int, Stage]()
     ranges = layer_ranges(len(blocks), count, head, block)
 
@@ -141,8 +143,10 @@ def _stages(
         divider(module)
 
     numbers = stages_of(group.rank(), asked.size, asked.per_rank, folded=folded)
-    cuts = [functools.partial(make, number=number) for number in numbers]
-    modules: list[Any] = [*build_modules(ctx, model, precision, cuts, **divider.places)]
+    modules = [
+        build_module(ctx, model, precision, shard=functools.partial(make, number=number), **places)
+        for number in numbers
+    ]
     for stage in stages.values():
         among = divide_sequence(stage.module, axes, ctx.dist.device.type)
         if stage.last:
@@ -193,10 +197,6 @@ class FsdpEngine(TorchEngine):
         divided = self.passes.axes.pipeline > 1
         return total_norm([one for one in gradients if one is not copy], divided=divided)
 
-    def to_sharded(self) -> None:
-        for part in self.parts:
-            reshard(part)
-
     def describe(self) -> Mapping[str, Any]:
         self.to_sharded()
         own = (local_part(one) for part in self.parts for one in part.parameters())
@@ -209,59 +209,49 @@ class FsdpEngine(TorchEngine):
         }
 
 
+@dataclass(eq=False)
 class UnitDivider:
     """Divides modules in place, and keeps their units."""
 
-    def __init__(
-        self, config: FsdpFields, model: ModelSource, precision: Precision, mesh: DeviceMesh,
-        experts: DeviceMesh | None,
-    ) -> None:  # fmt: skip
-        """`experts` is the mesh of parameters that are divided by experts."""
-        self.config, self._model, self._precision = config, model, precision
-        self._mesh, self._experts = mesh, experts
-        self.data_mesh = mesh[DATA_AXES[config.sharding]]
-        self.units: list[nn.Module] = []
-        """Units of all modules, inner before outer."""
-        self.reshard_after_forward: set[bool] = set()
-        """Whether units below the roots are resharded between forward and backward."""
-
-    @property
-    def places(self) -> dict[str, Any]:
-        """Keyword arguments of `build_module`: the ranks that share the reading of weights, and the
-        device of parameters."""
-        hybrid = self.data_mesh.ndim == 2
-        return {
-            "replicas": self.data_mesh["replicate"].get_group() if hybrid else None,
-            "home": torch.device("cpu") if self.config.cpu_offload else None,
-        }
+    config: Fsdp
+    model: ModelSource
+    precision: Precision
+    mesh: DeviceMesh
+    of_experts: DeviceMesh | None
+    """The mesh of parameters that are divided by experts."""
+    units: list[nn.Module] = field(default_factory=list)
+    """Units of all modules, inner before outer."""
+    reshard_after_forward: set[bool] = field(default_factory=set)
+    """Whether units below the roots are resharded between forward and backward."""
 
     def __call__(self, module: nn.Module) -> None:
         """Divide a model, or a stage of it."""
-        config, blocks = self.config, kept(self._model.blocks(module))
+        config, axes = self.config, DATA_AXES[self.config.sharding]
+        blocks = [one for one in self.model.blocks(module) if not isinstance(one, Absent)]
         if config.tensor_parallel is not None and config.tensor_parallel.size > 1:
-            compiled = kept(self._model.compiled_modules(module))
-            divide_layers(config.tensor_parallel, module, blocks, self._mesh["tensor"], compiled)
-        experts: list[nn.Module] = []
-        if self._experts is not None:
-            experts = divide_experts(module, self._experts["expert"], self._mesh["tensor"])
-            self._shard(experts, self._experts[DATA_AXES[config.sharding]])
-            shards = self._experts["shard"].size()
+            compiled = self.model.compiled_modules(module)
+            here = [one for one in compiled if not isinstance(one, Absent)]
+            divide_layers(config.tensor_parallel, module, blocks, self.mesh["tensor"], here)
+        mesh, experts = self.mesh[axes], list[nn.Module]()
+        if self.of_experts is not None:
+            experts = divide_experts(module, self.of_experts["expert"], self.mesh["tensor"])
+            self._shard(experts, self.of_experts[axes])
+            shards = self.of_experts["shard"].size()
             for one in experts:
                 assert isinstance(one, FSDPModule)
                 # Gradients of experts already sum the tokens of all ranks of their group.
-                one.set_gradient_divide_factor(float(self.data_mesh.size()))
+                one.set_gradient_divide_factor(float(mesh.size()))
                 # Otherwise torch asks for a reduction that gloo does not have; of one shard it
                 # would divide twice.
                 one.set_force_sum_reduction_for_comms(shards > 1)
-        ends = self._model.ends(module)
-        towers = list(self._model.tower_blocks(module))
+        ends, towers = self.model.ends(module), list(self.model.tower_blocks(module))
         repeated = [*towers, *blocks]
         units = [one for one in choose_units(config, module, repeated, ends) if one not in experts]
         late = kept_units(config, units, repeated)
         early = [one for one in units if one not in late]
-        self._shard(early, self.data_mesh)
-        self._shard(late, self.data_mesh, reshard=False)
-        self._shard([module], self.data_mesh)
+        self._shard(early, mesh)
+        self._shard(late, mesh, reshard=False)
+        self._shard([module], mesh)
         if (embedding := ends[0]) in units:
             # Backward does not gather it: the gradient of a table whose rows are looked up needs
             # indices only.
@@ -277,9 +267,9 @@ class UnitDivider:
 
     def _shard(self, units: Sequence[nn.Module], mesh: DeviceMesh, *, reshard: bool = True) -> None:
         """Make units of modules. Without `reshard` they stay gathered from forward to backward."""
-        compute, reduce = self._precision.compute, self._precision.reduce
         policy = MixedPrecisionPolicy(
-            param_dtype=torch_dtype(compute), reduce_dtype=torch_dtype(reduce)
+            param_dtype=torch_dtype(self.precision.compute),
+            reduce_dtype=torch_dtype(self.precision.reduce),
         )
         offload, config = OffloadPolicy(), self.config
         if config.cpu_offload:
@@ -298,24 +288,20 @@ class UnitDivider:
         block for numbers of tokens and cannot run ahead, and in backward a block needs its experts
         first; so the next block is gathered with its experts while one computes."""
         forward, backward = self.config.forward_prefetch, self.config.backward_prefetch
-        inside = {unit: [one for one in experts if one in set(unit.modules())] for unit in units}
-
-        def with_experts(some: Sequence[nn.Module]) -> list[FSDPModule]:
-            both = [one for unit in some for one in (unit, *inside[unit])]
-            return [one for one in both if isinstance(one, FSDPModule)]
-
-        for place, unit in enumerate(units):
-            assert isinstance(unit, FSDPModule)
+        joined: list[list[Any]] = [
+            [unit, *(one for one in experts if one in set(unit.modules()))] for unit in units
+        ]
+        for place, (unit, *_) in enumerate(joined):
             if forward or experts:
-                ahead = units[place + 1 :][: forward or 1]
-                unit.set_modules_to_forward_prefetch(with_experts(ahead))
+                ahead = joined[place + 1 :][: forward or 1]
+                unit.set_modules_to_forward_prefetch([*itertools.chain(*ahead)])
             if backward != 1 or experts:
-                before = units[:place][::-1][:backward]
-                unit.set_modules_to_backward_prefetch(with_experts(before))
+                before = joined[:place][::-1][:backward]
+                unit.set_modules_to_backward_prefetch([*itertools.chain(*before)])
 
 
 def choose_units(
-    config: FsdpFields, module: nn.Module, blocks: Sequence[nn.Module],
+    config: Fsdp, module: nn.Module, blocks: Sequence[nn.Module],
     ends: tuple[nn.Module | None, nn.Module | None],
 ) -> list[nn.Module]:  # fmt: skip
     """The units in forward order, inner before outer, without the root. With blocks, `ends`
@@ -326,12 +312,6 @@ def choose_units(
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
             owners[parameter].add(owner)
-
-    def closed(unit: nn.Module) -> bool:
-        """Whether `unit` holds all owners of its weights; torch gathers a weight in one unit."""
-        inside = set(unit.modules())
-        return all(owners[parameter] <= inside for parameter in unit.parameters())
-
     if config.units == "block":
         units, what = list(blocks), "transformer blocks; name their classes in `units`"
     else:
@@ -340,8 +320,12 @@ def choose_units(
         what = f"modules of class {', '.join(sorted(named))}"
     if not units:
         raise StageError(f"{type(module).__name__} has no {what}")
+    # torch gathers a weight in one unit, which has to hold all of its owners.
+    weights = {one: [*one.parameters()] for one in (*units, *ends) if one is not None}
+    held = ((one, {*one.modules()}) for one in weights)
+    closed = {one for one, inside in held if all(owners[own] <= inside for own in weights[one])}
     for unit in units:
-        if not closed(unit):
+        if unit not in closed:
             raise StageError(
                 f"{type(unit).__name__} shares a weight with a module outside of it",
                 hint="choose units that hold all owners of a tied weight, or none",
@@ -349,7 +333,7 @@ def choose_units(
     if config.units == "block":
         # An end without weights, or with weights of others, is none.
         first, last = (
-            [one] if one is not None and [*one.parameters()] and closed(one) else [] for one in ends
+            [one] if one is not None and one in closed and weights[one] else [] for one in ends
         )
         units = [*first, *units, *last]
     return units
@@ -363,7 +347,7 @@ def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def kept_units(
-    config: FsdpFields, units: Sequence[nn.Module], blocks: Sequence[nn.Module]
+    config: Fsdp, units: Sequence[nn.Module], blocks: Sequence[nn.Module]
 ) -> list[nn.Module]:
     """The units that stay gathered after forward: the last block and the head, since backward
     begins with them; in a pipeline also the embedding, which the next micro-batch needs."""

@@ -22,7 +22,7 @@ from pipeline import (
 )
 from pipeline.utils import local_part
 from stages.wrap.build import named_parameters
-from stages.wrap.shards import aliases, flat, stored_tensors
+from stages.wrap.shards import flat, stored_tensors
 from stages.wrap.whole_matrices import MatrixExchange
 
 UPDATES = "step"
@@ -131,35 +131,27 @@ def set_updates(state: dict[str, Any], count: int) -> None:
 
 
 def require_known(
-    state: Mapping[str, Any], part: OptimizerPart, optimizer: str, parameter: Tensor
+    state: Mapping[str, Any], part: OptimizerPart, optimizer: str, parameter: Tensor | None = None
 ) -> None:
     """Raise StageError for state other than the part's moments, each of the shape of this rank's
-    part of the `parameter`: a factored second moment cannot be split by parameter. Packed state is
-    the packing's own."""
+    part of the `parameter`: a factored second moment cannot be split by parameter. Without a
+    `parameter`, moments may be missing, which a first update may still make. Packed state is the
+    packing's own."""
     if part.packing is not None:
         return
-    _require_declared(state, part, optimizer)
-    for name in part.moments:
-        shape = tuple(local_part(state[name]).shape)
-        if shape != parameter.shape:
-            raise StageError(
-                f"{optimizer} keeps {name!r} of shape {shape} for a parameter of shape "
-                f"{tuple(parameter.shape)}; such state cannot be saved"
-            )
-
-
-def _require_declared(
-    state: Mapping[str, Any], part: OptimizerPart, optimizer: str, *, least: bool = True
-) -> None:
-    """Raise StageError for keys that the part does not have; with `least`, for
-    missing ones too, which a first update may still make."""
     counted = {UPDATES} if part.counts_updates else set[str]()
     kept = {key for key, value in state.items() if value is not None} - counted
-    if kept - set(part.moments) or (least and kept != set(part.moments)):
+    if kept - set(part.moments) or (parameter is not None and kept != set(part.moments)):
         raise StageError(
             f"{optimizer} keeps {sorted(kept)} for a parameter, its stage declares "
             f"{sorted(part.moments)}; such state cannot be saved"
         )
+    for name in part.moments:
+        if parameter is not None and (shape := local_part(state[name]).shape) != parameter.shape:
+            raise StageError(
+                f"{optimizer} keeps {name!r} of shape {tuple(shape)} for a parameter of shape "
+                f"{tuple(parameter.shape)}; such state cannot be saved"
+            )
 
 
 class _MissingState(KeyError):
@@ -176,14 +168,8 @@ def declared_state(optimizer: Optimizer, part: OptimizerPart) -> Iterator[None]:
     """Raise StageError if the update in the body looks for state that the part does not declare, or
     adds such state to a parameter's, next to these or to a group: no checkpoint would have it, and
     a resume would continue without it. What a rule keeps in its own attributes is not seen."""
-
-    def settings(group: Mapping[str, Any]) -> dict[str, Any]:
-        """A group's numbers and words but its count of updates and its rate, set in each step."""
-        words = {key: one for key, one in group.items() if isinstance(one, int | float | str)}
-        return {key: one for key, one in words.items() if key not in ("lr", UPDATES)}
-
     name, hint = type(optimizer).__name__, "keep it in the state of each parameter, and declare it"
-    groups = [settings(group) for group in optimizer.param_groups]
+    groups = [dict(group) for group in optimizer.param_groups]
     started = {of: state for of, state in optimizer.state.items() if type(state) is dict}
     optimizer.state.update((of, _Started(state)) for of, state in started.items())
     try:
@@ -200,7 +186,9 @@ def declared_state(optimizer: Optimizer, part: OptimizerPart) -> Iterator[None]:
             if isinstance(state, _Started):
                 optimizer.state[of] = dict(state)
     for group, before in zip(optimizer.param_groups, groups, strict=True):
-        if changed := [key for key, now in settings(group).items() if before.get(key) != now]:
+        words = {key: now for key, now in group.items() if isinstance(now, int | float | str)}
+        changed = {key for key, now in words.items() if before.get(key) != now}
+        if changed := changed - {"lr", UPDATES}:  # the rate is set and updates counted each step
             raise StageError(
                 f"{name} keeps {sorted(changed)} in a group of parameters; such state cannot be "
                 "saved",
@@ -212,8 +200,7 @@ def declared_state(optimizer: Optimizer, part: OptimizerPart) -> Iterator[None]:
                 f"{name} keeps {of!r} next to the state of parameters; such state cannot be saved",
                 hint=hint,
             )
-        if part.packing is None:
-            _require_declared(state, part, name, least=False)
+        require_known(state, part, name)
 
 
 def require_zeros(part: OptimizerPart, device: torch.device) -> None:
@@ -222,27 +209,25 @@ def require_zeros(part: OptimizerPart, device: torch.device) -> None:
     update, which reports it."""
     if part.packing is not None:
         return
-
-    def updated(*, started: bool) -> dict[str, Tensor]:
-        """The matrix and its moments after an update."""
-        values = torch.arange(1.0, 65.0, device=device).view(8, 8)
-        parameter = nn.Parameter(values / 64)
-        parameter.grad = values.flip(0) / 64
-        undivided = [lambda given, of, function: ((one, function(of(one))) for one in given)]
-        optimizer = part.build([{"params": [parameter]}], *([] if part.elementwise else undivided))
-        if started:
-            start_state(optimizer, part)
-        optimizer.step()
-        state = optimizer.state[parameter]
-        moments = {name: state[name] for name in part.moments if torch.is_tensor(state.get(name))}
-        return {"": parameter.detach(), **moments}
-
-    same = True
+    undivided = [lambda given, of, function: ((one, function(of(one))) for one in given)]
+    exchange, found, same = [] if part.elementwise else undivided, list[dict[str, Tensor]](), True
     # The random numbers of training stay as they are.
     fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
     with contextlib.suppress(Exception), fork:
-        given, own = updated(started=True), updated(started=False)
-        same = all(torch.equal(given[name], own[name]) for name in given.keys() & own.keys())
+        for started in (True, False):
+            values = torch.arange(1.0, 65.0, device=device).view(8, 8)
+            parameter = nn.Parameter(values / 64)
+            parameter.grad = values.flip(0) / 64
+            optimizer = part.build([{"params": [parameter]}], *exchange)
+            if started:
+                start_state(optimizer, part)
+            optimizer.step()
+            kept = {"": parameter.detach(), **optimizer.state[parameter]}
+            names = (name for name in ("", *part.moments) if torch.is_tensor(kept.get(name)))
+            found.append({name: kept[name] for name in names})
+        given, own = found
+        both = given.keys() & own.keys()
+        same = all(torch.equal(given[name], own[name]) for name in both)
     if not same:
         raise StageError(
             f"{part.algorithm} does not begin with moments of zeros, and its stage says so",
@@ -268,9 +253,11 @@ def fixed_state(
     shape: Callable[[Tensor], tuple[int, ...]] = lambda tensor: tuple(tensor.shape),
 ) -> EngineState:  # fmt: skip
     """The part of a training state that never changes."""
+    first = {parameter: name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
     return EngineState(
         shapes={name: shape(tensor) for name, tensor in stored_tensors(module)},
-        aliases=aliases(module),
+        aliases={name: first[one] for name, one in every if first[one] != name},
         frozen=[name for name, one in module.named_parameters() if not one.requires_grad],
         groups=groups,
         updates={},

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,11 +112,6 @@ def layer_list(model: Any) -> tuple[list[str], str, list[str]]:
         )
     place = parts.index(lists[0])
     return parts[:place], lists[0], parts[place + 1 :]
-
-
-def kept(blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """The blocks that `keep_layers` left."""
-    return [block for block in blocks if not isinstance(block, Absent)]
 
 
 @dataclass(eq=False)

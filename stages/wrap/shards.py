@@ -43,13 +43,6 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from (pair for pair in module.named_buffers() if pair[0] in persistent)
 
 
-def aliases(module: nn.Module) -> dict[str, str]:
-    """Tied parameter's name -> the name under which `named_parameters` lists it."""
-    first = {parameter: name for name, parameter in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: first[one] for name, one in every if first[one] != name}
-
-
 def flat(tensor: Tensor) -> Tensor:
     """This process's elements as a live, flat view."""
     return local_part(tensor).detach().view(-1)
@@ -81,20 +74,9 @@ def part_of(own: Iterable[Tile], start: int, stop: int) -> Iterator[Tile]:
     for tile in own:
         low, high = max(start - begin, 0), min(stop - begin, tile.numel)
         begin += tile.numel
-        if low >= high:
-            continue
-        run = tile.stop - tile.start
-        (first, left), (last, right) = divmod(low, run), divmod(high, run)
-        # Rows: the first without its beginning, those between, the last without its end.
-        spans = [(first, left, right, 1)]
-        if first < last:
-            between = first + (left > 0)
-            spans = [(first, left, run, int(left > 0)), (between, 0, run, last - between)]
-            spans.append((last, 0, right, int(right > 0)))
-        for row, left, right, count in spans:
-            if count:
-                base = tile.start + row * tile.stride
-                yield Tile(base + left, base + right, tile.stride, count)
+        for box in Tile(low, high).boxes(tile.run) if low < high else ():
+            first = tile.element(box.start)
+            yield Tile(first, first + box.run, tile.stride, box.count)
 
 
 def held_ranges(

@@ -7,9 +7,8 @@ strategy stay outside.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -155,7 +154,7 @@ class _Installer:
         elif style == "embedding_rowwise":
             install_embedding(module, self.mesh)
         elif style == "moe_tp_experts":
-            install_experts(module, group)
+            replace_forward(module, functools.partial(divided_experts, group=group))
         elif style == "mla_kv_a_proj":
             rope = config.get_text_config().qk_rope_head_dim
             change(module, after=functools.partial(latent_states, group=group, rope=rope))
@@ -293,19 +292,13 @@ def install_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
     replace_forward(module, around)
 
 
-def install_experts(module: nn.Module, group: ProcessGroup) -> None:
+def divided_experts(forward: Forward, *args: Any, group: ProcessGroup, **kwargs: Any) -> Tensor:
     """Each rank has a part of every expert; states, indices and weights come complete."""
-
-    def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        summed = (
-            sum_gradients(one, group)
-            if isinstance(one, Tensor) and one.is_floating_point()
-            else one
-            for one in args
-        )
-        return all_reduce(forward(*summed, **kwargs), group)
-
-    replace_forward(module, around)
+    summed = (
+        sum_gradients(one, group) if isinstance(one, Tensor) and one.is_floating_point() else one
+        for one in args
+    )
+    return all_reduce(forward(*summed, **kwargs), group)
 
 
 def whole_logits(value: Tensor, *, mesh: DeviceMesh, vocabulary: int) -> Tensor:
@@ -338,18 +331,8 @@ class Streams:
     rank: int
     size: int
 
-    @contextlib.contextmanager
-    def within(self, place: int | None = None) -> Iterator[None]:
-        """Draw other numbers than the other ranks, where all would draw the same; or, inside of
-        such a context, the same numbers at a `place`."""
-        drawn = None if place is not None else int(torch.randint(SEEDS, (), device="cpu"))
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices):
-            self.switch(place or 0, shared=place is not None, drawn=drawn)
-            yield
-
     def switch(self, place: int, *, shared: bool, drawn: int | None = None) -> None:
-        """Inside of `within`: draw a place's numbers up to its end."""
+        """Inside of what `draw_within` has changed: draw a place's numbers up to its end."""
         if drawn is None:
             drawn = torch.initial_seed() // (self.size + 1)
         seed = (drawn + place * STRIDE) % SEEDS
@@ -357,10 +340,16 @@ class Streams:
 
 
 def draw_within(module: nn.Module, streams: Streams, place: int | None = None) -> None:
-    """Run the forward of `module` in a stream (`Streams.within`) while it trains."""
+    """Have the forward of `module`, while it trains, draw other numbers than the other ranks, where
+    all would draw the same; or, inside of such a module, the same numbers at a `place`."""
 
     def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        with streams.within(place) if module.training else contextlib.nullcontext():
+        if not module.training:
+            return forward(*args, **kwargs)
+        drawn = None if place is not None else int(torch.randint(SEEDS, (), device="cpu"))
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):
+            streams.switch(place or 0, shared=place is not None, drawn=drawn)
             return forward(*args, **kwargs)
 
     replace_forward(module, around)

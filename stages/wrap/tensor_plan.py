@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -75,7 +75,7 @@ class TensorPlan:
             name: n for name, n in heads.items() if n and n < size and not size % n
         }
         """Key and value layers with fewer heads than ranks -> number of heads."""
-        check_layers(model, self.styles, size, self.shared_heads)
+        check_layers(model, self.styles, size, {*self.shared_heads, head})
         self.placements: dict[str, Any] = {}
         """Name of every parameter -> placement on the tensor-parallel axis, tied ones by every
         name."""
@@ -212,10 +212,10 @@ def _heads(model: nn.Module, name: str) -> int | None:
 
 
 def check_layers(
-    model: nn.Module, styles: Mapping[str, str], size: int, shared: Mapping[str, int]
+    model: nn.Module, styles: Mapping[str, str], size: int, uneven: Collection[str]
 ) -> None:
-    """Raise StageError for a layer that does not divide among `size` ranks in its style; `shared`
-    ones have fewer heads than ranks."""
+    """Raise StageError for a layer that does not divide among `size` ranks in its style; `uneven`
+    ones, the head and those with fewer heads than ranks, may have parts of different sizes."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, style in styles.items():
         linear, parts = style in (*COLUMNS, *ROWS), size * (2 if style.startswith("packed") else 1)
@@ -236,9 +236,8 @@ def check_layers(
             kind = type(module).__name__
             raise StageError(f"{name}: {style} is for embeddings, this is a {kind}")
         if linear:
-            heads = _heads(model, name) if style == "colwise" and name not in shared else None
-            head = getattr(model, "get_output_embeddings", lambda: None)() is module
-            _check_linear(name, module, style, parts, uneven=head or name in shared)
+            heads = _heads(model, name) if style == "colwise" and name not in uneven else None
+            _check_linear(name, module, style, parts, uneven=name in uneven)
             if heads and heads % size:
                 message = f"{heads} attention heads do not divide among {size} ranks"
                 raise StageError(f"{name}: {message}")

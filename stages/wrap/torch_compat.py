@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from pipeline import StageError, dtype_name
 from pipeline.utils import local_part, plural
@@ -110,21 +109,19 @@ def multiply(tensors: Iterable[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(same, factor.to(device))
 
 
-def divides_gradients(optimizer: Optimizer) -> bool:
-    """Whether `step_divided` can be called: for torch's own fused kernels."""
+def step_divided(optimizer: Any, divisor: Tensor | None, norm: Tensor) -> bool:
+    """Update by gradients over `divisor`, in the kernel that updates; change nothing where their
+    `norm` is not finite. Both are scalars on the device, as torch's GradScaler hands them over.
+    False for all but torch's own fused kernels; nothing is done then."""
     own = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-    return own and all(group["fused"] for group in optimizer.param_groups)
-
-
-def step_divided(optimizer: Optimizer, divisor: Tensor | None, *, left_out: Tensor) -> None:
-    """Update by gradients over `divisor`, in the kernel that updates; change nothing where
-    `left_out` is true. Both are scalars on the device, as torch's GradScaler hands them over."""
-    given: Any = optimizer
-    given.grad_scale, given.found_inf = divisor, left_out.float()
+    if not own or not all(group["fused"] for group in optimizer.param_groups):
+        return False
+    optimizer.grad_scale, optimizer.found_inf = divisor, (~torch.isfinite(norm)).float()
     try:
         optimizer.step()
     finally:
-        del given.grad_scale, given.found_inf
+        del optimizer.grad_scale, optimizer.found_inf
+    return True
 
 
 def sharding_facts(roots: Sequence[nn.Module]) -> dict[str, Any]:
@@ -141,13 +138,6 @@ def sharding_facts(roots: Sequence[nn.Module]) -> dict[str, Any]:
         "reduce": sorted({dtype_name(g.mp_policy.reduce_dtype) for g in groups}),
         "cpu_offload": all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups),
     }
-
-
-def reshard(model: nn.Module) -> None:
-    """Free gathered units; after a forward pass without backward (evaluation) some may remain."""
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
 
 
 def sum_in_reduce_dtype(model: nn.Module) -> None:

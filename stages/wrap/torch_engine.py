@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from pipeline import (
@@ -59,7 +60,7 @@ from stages.wrap.optimizer_state import (
     write_moments,
 )
 from stages.wrap.shards import flat, stored_tensors, tile_fragments, tiles_of
-from stages.wrap.torch_compat import divides_gradients, multiply, step_divided
+from stages.wrap.torch_compat import multiply, step_divided
 
 
 def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
@@ -201,21 +202,13 @@ class TorchEngine(Engine):
         self.data_axis = passes.here.data
         self.random_stream = passes.here.stream
         self.random_streams = passes.axes.ranks // passes.axes.tensor
-        self._whole, self._scaling = whole, precision.loss_scaling
-        self.loss_scale: LossScale | None = None
-        if self._scaling is not None:
-            self.loss_scale = LossScale(scale=self._scaling.initial_scale, good_steps=0)
-
-    @property
-    def averaged_over(self) -> int:
+        self.averaged_over = passes.axes.data * passes.axes.context
         """Ranks over which the strategy averages gradients. The loss is multiplied by their number,
         so that gradients are summed, and stay in the range of narrow dtypes."""
-        return self.passes.axes.data * self.passes.axes.context
-
-    @property
-    def _scale(self) -> float:
+        self._whole, self._scaling = whole, precision.loss_scaling
+        scale = 1.0 if self._scaling is None else self._scaling.initial_scale
+        self.loss_scale = LossScale(scale=scale, good_steps=0)
         """The factor by which losses are multiplied now; 1 without loss scaling."""
-        return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
         """Surround one forward and backward; in the `last` of a step, gradients must be reduced
@@ -225,7 +218,7 @@ class TorchEngine(Engine):
     def accumulate(
         self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
     ) -> LossParts:
-        factor = self.averaged_over * self._scale
+        factor = self.averaged_over * self.loss_scale.scale
         sums = StepSums(objective, self.device, counts, factor=factor)
         return self.passes.train(batches, sums, self.microbatch, Tensor.backward)
 
@@ -250,7 +243,7 @@ class TorchEngine(Engine):
             "buffers": dtype_names(one for part in self.parts for one in part.buffers()),
             "parameters": sum(map(parameter_count, self.parts)),
             "trained_parameters": sum(parameter.numel() for parameter in trained),
-            "loss_scaling": self.loss_scale is not None,
+            "loss_scaling": self._scaling is not None,
         }
 
     def step(
@@ -263,10 +256,10 @@ class TorchEngine(Engine):
                 group["lr"] = group["initial_lr"] * lr_scales[number]
             parameters = (one for group in optimizer.param_groups for one in group["params"])
             gradients.append([one.grad for one in parameters if one.grad is not None])
-        scale = self._scale
+        scale = self.loss_scale.scale
         norm = self.gradient_norm(list(itertools.chain(*gradients))) / scale
         sent = HostCopy(norm)
-        overflowed = self.loss_scale is not None and not math.isfinite(sent)
+        overflowed = self._scaling is not None and not math.isfinite(sent)
         # Without a guard and loss scaling the host waits for nothing.
         applied = not overflowed and (should_step is None or should_step(float(sent)))
         if applied:
@@ -281,7 +274,7 @@ class TorchEngine(Engine):
         """Dynamic loss scaling (Micikevicius et al. 2018, Mixed Precision Training, section 3.2):
         after a step, halve the factor by which losses are multiplied, so that gradients stay in the
         range of fp16, if one overflowed, and double it after `growth_interval` steps without."""
-        if self._scaling is None or self.loss_scale is None:
+        if self._scaling is None:
             return
         scale, good_steps = self.loss_scale.scale, self.loss_scale.good_steps + 1
         if overflowed:
@@ -306,8 +299,7 @@ class TorchEngine(Engine):
         for (_, part, optimizer), own in zip(self.optimizers, gradients, strict=True):
             # The first update shows what the rule keeps.
             with nullcontext() if self._applied else declared_state(optimizer, part):
-                if divides_gradients(optimizer):
-                    step_divided(optimizer, divisor, left_out=~torch.isfinite(norm))
+                if step_divided(optimizer, divisor, norm):
                     continue
                 if divisor is not None:
                     multiply(own, divisor.reciprocal())
@@ -323,7 +315,8 @@ class TorchEngine(Engine):
                 state, rule = live.optimizer.state[tensor], type(live.optimizer).__name__
                 require_known(state, live.plan, rule, local_part(tensor))
                 counts[name] = int(state.get(UPDATES, counts[name]))
-        return dataclasses.replace(fixed, updates=counts, loss_scale=self.loss_scale)
+        scale = None if self._scaling is None else self.loss_scale
+        return dataclasses.replace(fixed, updates=counts, loss_scale=scale)
 
     def fragments(self) -> Iterator[Fragment]:
         return self._fragments(write=False)
@@ -348,7 +341,12 @@ class TorchEngine(Engine):
         return {"engine": "none", **self.common_facts()}
 
     def to_sharded(self) -> None:
-        """Reshard gathered parameters, which are read and written sharded."""
+        """Reshard gathered parameters, which are read and written sharded; after a forward pass
+        without backward (evaluation) some may remain."""
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     @functools.cached_property
     def _layout(self) -> tuple[EngineState, list[_Stored]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import Precision, planning
 from pipeline.planning import IN_BACKWARD, Division, Item, ModelShape, Moment, Topology, Weight
-from stages.wrap.axes import caveats, context_group, parameter_mesh, required
+from stages.wrap.axes import caveats, parameter_mesh, required
 
 if TYPE_CHECKING:
     from pipeline import MicroBatch
@@ -45,7 +45,7 @@ class ModelParts(Division):
     def divide(
         self, model: Any, blocks: Sequence[Any]
     ) -> tuple[Mapping[str, str], Mapping[str, int]]:
-        from stages.wrap.context_compat import ContextParallel
+        from stages.wrap.context_compat import divide_sequence
         from stages.wrap.experts_compat import divide_experts
         from stages.wrap.tensor_divide import divide_layers
 
@@ -60,9 +60,7 @@ class ModelParts(Division):
             own = {parameter for module in dispatched for parameter in module.parameters()}
             experts = {name: self.experts for name, one in model.named_parameters() if one in own}
             groups[meshes["expert"].get_group().group_name] = "tokens of experts"
-        if axes.context > 1:
-            group = context_group(axes, "cpu")
-            ContextParallel(model, group, axes.tensor)
+        if (group := divide_sequence(model, axes, "cpu")) is not None:
             groups[group.group_name] = "states of attention"
         return groups, experts
 

@@ -59,33 +59,26 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
 """Field of an axis -> type of the language model -> why. Each continues "a TYPE"."""
 
 
-def _set(kinds: str) -> frozenset[str]:
-    return frozenset(kinds.split())
-
-
-SINKS = _set("flint gpt_oss granite_swa granitemoe_swa mimo_v2_flash")
-"""Types whose attention has a weight for each head that no token takes."""
-
-NO_PLAN = _set(
-    """bart bigbird_pegasus biogpt bitnet blenderbot blenderbot-small bloom blt codegen ctrl falcon
-    falcon_mamba gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox_japanese gptj jetmoe mamba marian mbart
-    mllama modernbert-decoder moshi mpt mvp openai-gpt opt pegasus persimmon plbart
-    recurrent_gemma rwkv stablelm trocr whisper xglm xlstm zamba2 zaya"""
+SINKS, NO_PLAN, NO_BLOCKS, WITHOUT_GRADIENT = (
+    frozenset(kinds.split())
+    for kinds in (
+        # Attention has a weight for each head that no token takes.
+        "flint gpt_oss granite_swa granitemoe_swa mimo_v2_flash",
+        # transformers has no plan of tensor parallelism.
+        "bart bigbird_pegasus biogpt bitnet blenderbot blenderbot-small bloom blt codegen ctrl "
+        "falcon falcon_mamba gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox_japanese gptj jetmoe mamba "
+        "marian mbart mllama modernbert-decoder moshi mpt mvp openai-gpt opt pegasus persimmon "
+        "plbart recurrent_gemma rwkv stablelm trocr whisper xglm xlstm zamba2 zaya",
+        # transformers does not say which modules are blocks.
+        "bert-generation big_bird biogpt blenderbot blenderbot-small ctrl electra marian "
+        "megatron-bert mvp openai-gpt pegasus rembert roberta-prelayernorm roc_bert roformer xmod",
+        # Parameters get no gradient from text: attention to an encoder or an image, and what
+        # chooses tokens without being trained by the loss.
+        "axk2 bart bigbird_pegasus blenderbot blenderbot-small deepseek_v32 deepseek_v4 "
+        "dots3_note_text glm_moe_dsa hy_v4 marian mbart mllama mvp pegasus plbart trocr whisper",
+    )
 )
-"""Types for which transformers has no plan of tensor parallelism."""
-
-NO_BLOCKS = _set(
-    """bert-generation big_bird biogpt blenderbot blenderbot-small ctrl electra marian
-    megatron-bert mvp openai-gpt pegasus rembert roberta-prelayernorm roc_bert roformer xmod"""
-)
-"""Types of whose modules transformers does not say which are blocks."""
-
-WITHOUT_GRADIENT = _set(
-    """axk2 bart bigbird_pegasus blenderbot blenderbot-small deepseek_v32 deepseek_v4
-    dots3_note_text glm_moe_dsa hy_v4 marian mbart mllama mvp pegasus plbart trocr whisper"""
-)
-"""Types with parameters that get no gradient from text: attention to an encoder or an image, and
-what chooses tokens without being trained by the loss."""
+"""Types of the language model about which each is true."""
 
 
 def refuse_type(field: str, config: Any) -> None:

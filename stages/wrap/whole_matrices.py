@@ -11,6 +11,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -28,12 +29,12 @@ LOCAL_ELEMENTS = 1 << 25
 take about four times their memory."""
 
 
+@dataclass(eq=False)
 class MatrixExchange:
     """The `WholeMatrices` of plain tensors, which all ranks hold, and of DTensors."""
 
-    def __init__(self) -> None:
-        self._buckets: dict[tuple[int, ...], list[_Bucket]] = {}
-        self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
+    _buckets: dict[tuple[int, ...], list[_Bucket]] = field(default_factory=dict)
+    _groups: dict[tuple[int, ...], ProcessGroup | None] = field(default_factory=dict)
 
     def __call__(
         self,

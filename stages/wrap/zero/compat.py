@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from pipeline import WEIGHT, DistContext, Fragment, OptimizerPart, StageError, dtype_name
 from pipeline.checkpoint import Tile
 from stages.wrap.build import replace_parameters
+from stages.wrap.optimizer_state import UPDATES, require_known
 from stages.wrap.shards import part_of, stored_tensors, tile_fragments, tiles_of
 from stages.wrap.zero.operators_compat import keep_operators
 
@@ -149,7 +150,7 @@ def facts(live: Any) -> dict[str, Any]:
         "offload_param": on_parameters,
         "max_grad_norm": zero.clip_grad or None,
         "accumulation": "managed" if live.managed_gradient_accumulation() else "unmanaged",
-        "loss_scaling": is_scaling(zero),
+        "loss_scaling": bool(getattr(getattr(zero, "loss_scaler", None), "dynamic", False)),
     }
 
 
@@ -159,33 +160,13 @@ def running_grad_norm(live: Any) -> float:
     return float(live.optimizer._global_grad_norm)
 
 
-def is_scaling(zero: Any) -> bool:
-    """Whether losses are scaled, by a scale that may change."""
-    return bool(getattr(getattr(zero, "loss_scaler", None), "dynamic", False))
-
-
 def set_loss_scale(zero: Any, scale: float) -> None:
     """Set the scale of the next backward, if there is one. Left to itself, DeepSpeed grows the
     scale before it unscales the gradients of the same step, which halves them, and ends the run at
     its least scale."""
-    if is_scaling(zero):
-        zero.loss_scaler.cur_scale, zero.loss_scaler.min_scale = scale, 0.0
-
-
-def start_optimizer_state(
-    optimizer: Any, master: Tensor, elements: int, part: OptimizerPart
-) -> None:
-    """Create the state that the optimizer's first step would for a flat master of `elements`."""
-    device = master.device
-    own_kernel = type(optimizer).__module__.startswith("deepspeed.")
-    dtype = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else master.dtype
-    on_device = any(group.get("fused") for group in optimizer.param_groups)
-    count = 0 if own_kernel else torch.zeros((), device=device if on_device else "cpu")
-    if part.packing is None:
-        moments = {n: torch.zeros(elements, dtype=dtype, device=device) for n in part.moments}
-    else:
-        moments = part.packing.start(master.detach(), elements)
-    optimizer.state[master] = {"step": count, **moments} if part.counts_updates else moments
+    scaler: Any = getattr(zero, "loss_scaler", None)
+    if getattr(scaler, "dynamic", False):
+        scaler.cur_scale, scaler.min_scale = scale, 0.0
 
 
 def quiet() -> AbstractContextManager[Any]:
@@ -247,6 +228,25 @@ class FlatMaster:
     def tensor(self) -> Tensor:
         """The flat tensor itself, which is the key of its optimizer state."""
         return master_partitions(self.zero)[self.number]
+
+    def state(self, part: OptimizerPart) -> dict[str, Any]:
+        """The optimizer's state of the flat tensor, created as the first step would. Raises
+        StageError for what the part does not declare."""
+        optimizer, master = self.zero.optimizer, self.tensor
+        state: dict[str, Any] = optimizer.state[master]
+        if not state:
+            wide = getattr(optimizer, "fp32_optimizer_states", False)
+            like = master.new_empty(0, dtype=torch.float32 if wide else master.dtype)
+            on_device = any(group.get("fused") for group in optimizer.param_groups)
+            count = torch.zeros((), device=master.device if on_device else "cpu")
+            own_kernel = type(optimizer).__module__.startswith("deepspeed.")
+            state |= {UPDATES: 0 if own_kernel else count} if part.counts_updates else {}
+            if part.packing is None:
+                state |= {name: like.new_zeros(self.numel) for name in part.moments}
+            else:
+                state |= part.packing.start(master.detach(), self.numel)
+        require_known(state, part, type(optimizer).__name__, master)
+        return state
 
     @contextlib.contextmanager
     def present(self, *, write: bool) -> Iterator[None]:

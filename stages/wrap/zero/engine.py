@@ -42,19 +42,18 @@ from pipeline import (
     Unit,
     torch_dtype,
 )
-from pipeline.utils import replace_text, with_values
+from pipeline.utils import replace_text
+from stages.model.declared import FrozenSource
 from stages.objectives.cross_entropy import StepSums
 from stages.wrap.axes import Axes, parameter_mesh, required, warn_of_slow_groups
 from stages.wrap.build import (
     build_empty,
-    cast_buffers,
     declared_facts,
     dtype_names,
     materialize,
     named_parameters,
     parameter_count,
     replace_parameters,
-    source_of,
     verify_engine,
 )
 from stages.wrap.context_compat import divide_sequence
@@ -65,7 +64,6 @@ from stages.wrap.optimizer_state import (
     group_state,
     groups_of,
     read_moments,
-    require_known,
     require_zeros,
     set_updates,
     write_moments,
@@ -93,7 +91,7 @@ def build(
     import deepspeed
 
     axes, device = required(stage, ctx.dist.world_size), ctx.dist.device
-    model = source_of(model, plan)
+    model = model if plan.parts else FrozenSource(model)
     # Opened first: this compares the weights with the model.
     with contextlib.closing(model.weights()) as reader:
         module, groups = make_module(stage, ctx, model, precision, config, axes)
@@ -136,7 +134,7 @@ def make_module(
     if stage.stage == 3:
         compute = torch_dtype(precision.compute)
         compat.partition_parameters(module, device, compute, config, groups)
-    materialize(module, device, buffer_device=device)
+    materialize(module, device, precision, buffer_device=device)
     parameter: Any
     for name, parameter in module.named_parameters():
         if (whole := wholes.get(name)) is not None:
@@ -155,7 +153,6 @@ def make_module(
             # are not gathered in backward, so with an adapter the hooks stay.
             if all(parameter.requires_grad for parameter in block.parameters()):
                 deepspeed.utils.set_z3_leaf_module(block, True)
-    cast_buffers(module, precision)
     return module, groups
 
 
@@ -167,8 +164,7 @@ def _divide(
     of ranks. Raises StageError for a model that does not divide so."""
     assert stage.tensor_parallel is not None
     warn_of_slow_groups(ctx, axes)
-    with with_values():
-        mesh = parameter_mesh(axes, ctx.dist.device.type, axes.data * axes.context)
+    mesh = parameter_mesh(axes, ctx.dist.device.type, axes.data * axes.context)
     late = stage.stage == 3
     divide_layers(stage.tensor_parallel, module, model.blocks(module), mesh["tensor"], late=late)
     wholes: dict[str, Any] = {name: one.data for name, one in module.named_parameters()}
@@ -258,7 +254,7 @@ class ZeroEngine(TorchEngine):
         if plan.parts:
             # Groups are renewed when a checkpoint is loaded, base rates are not.
             self._base_rates = [group["lr"] for group in self.zero.optimizer.param_groups]
-            compat.set_loss_scale(self.zero, self._scale)
+            compat.set_loss_scale(self.zero, self.loss_scale.scale)
 
     @property
     def zero(self) -> Any:
@@ -283,7 +279,7 @@ class ZeroEngine(TorchEngine):
         live, optimizer, (rule,) = self.deepspeed, self.zero.optimizer, self.plan.parts
         for group, base in zip(optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * lr_scales[0]
-        scale, update, asked = self._scale, optimizer.step, list[bool]()
+        scale, update, asked = self.loss_scale.scale, optimizer.step, list[bool]()
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             # DeepSpeed updates in several parts, and asks for none where gradients overflowed.
@@ -300,7 +296,7 @@ class ZeroEngine(TorchEngine):
             del optimizer.step
         finite = bool(live.was_step_applied())
         self._adjust_scale(overflowed=not finite)
-        compat.set_loss_scale(self.zero, self._scale)
+        compat.set_loss_scale(self.zero, self.loss_scale.scale)
         applied = finite and all(asked)
         self._applied += applied
         norm = float(live.get_global_grad_norm())
@@ -309,7 +305,7 @@ class ZeroEngine(TorchEngine):
     def state(self) -> EngineState:
         counts, names = dict[str, int](), dict[int, list[str]]()
         for flat in self._flats:
-            kept = self._optimizer_state(flat)
+            kept = flat.state(self.plan.parts[0])
             for name in flat.names:
                 made = self._restored.get(name, 0) + self._applied
                 counts[name] = int(kept.get(UPDATES, made))
@@ -319,7 +315,8 @@ class ZeroEngine(TorchEngine):
             given = {**self.zero.optimizer.param_groups[at], "lr": self._base_rates[at]}
             groups.append(group_state(self.plan.parts[0], given, names[at]))
         fixed = fixed_state(self.parts[0], groups, compat.full_shape)
-        return dataclasses.replace(fixed, updates=counts, loss_scale=self.loss_scale)
+        scale = None if self._scaling is None else self.loss_scale
+        return dataclasses.replace(fixed, updates=counts, loss_scale=scale)
 
     @property
     def lasting_fragments(self) -> bool:
@@ -333,13 +330,13 @@ class ZeroEngine(TorchEngine):
                 raise CheckpointError(f"{message}: {counts}")
         yield from super().restore(state)
         compat.restore_bias_correction(self.zero.optimizer)
-        compat.set_loss_scale(self.zero, self._scale)
+        compat.set_loss_scale(self.zero, self.loss_scale.scale)
 
     def _fragments(self, *, write: bool) -> Iterator[Fragment]:
         for flat in self._flats:
             rule = self.plan.parts[0]
             with flat.present(write=write):
-                state, moments = self._optimizer_state(flat), dict[str, Tensor]()
+                state, moments = flat.state(rule), dict[str, Tensor]()
                 if write:
                     set_updates(state, self._restored[flat.names[0]])
                     # Written as a whole, as blocks of packed values straddle parameters; read in
@@ -351,15 +348,6 @@ class ZeroEngine(TorchEngine):
                     yield from part.fragments({WEIGHT: part.of(flat.tensor), **own})
                 write_moments(state, rule, moments)
         yield from compat.frozen_fragments(self.parts[0], self.zero)
-
-    def _optimizer_state(self, flat: compat.FlatMaster) -> dict[str, Any]:
-        """Optimizer state of a flat master, created as the optimizer's first step would."""
-        optimizer, master, (rule,) = self.zero.optimizer, flat.tensor, self.plan.parts
-        if not optimizer.state[master]:
-            compat.start_optimizer_state(optimizer, master, flat.numel, rule)
-        state: dict[str, Any] = optimizer.state[master]
-        require_known(state, rule, type(optimizer).__name__, master)
-        return state
 
     def weights(self) -> Iterator[Fragment]:
         """This rank's part of every master, frozen parameter and stored buffer, to be overwritten,

@@ -8,7 +8,7 @@ import logging
 import os
 import subprocess
 import sys
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,14 +38,21 @@ def keep_operators() -> None:
 
     @functools.wraps(compiling)
     def jit_load(builder: Any, verbose: bool = True) -> ModuleType:
-        root = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", _folder()))
+        # For these packages, this CPU and this compiler, which torch's cache mixes.
+        facts = hashlib.sha256(_facts().encode())
+        own = cache_folder() / "operators" / facts.hexdigest()[:16]
+        root = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own)))
         library = root / builder.name / f"{builder.name}.so"
         library.parent.mkdir(parents=True, exist_ok=True)
         with library.with_suffix(".lock").open("w") as file:
             wait_for_lock(file)
-            complete, digest = library.with_suffix(".complete"), _digest(builder)
+            for source in builder.sources():
+                facts.update(Path(builder.deepspeed_src_path(source)).read_bytes())
+            complete, digest = library.with_suffix(".complete"), facts.hexdigest()
             if library.exists() and complete.exists() and complete.read_text() == digest:
-                OpBuilder._loaded_ops[builder.name] = kept = _load(library)
+                load: Any = cpp_extension._import_module_from_library
+                kept: ModuleType = load(builder.name, str(library.parent), is_python_module=True)
+                OpBuilder._loaded_ops[builder.name] = kept
                 return kept
             # A killed process does not free torch's own lock, and may leave half a library.
             for stale in (library.parent / "lock", complete):
@@ -66,23 +73,6 @@ def keep_operators() -> None:
         return module
 
     OpBuilder.jit_load = jit_load
-
-
-def _load(library: Path) -> ModuleType:
-    spec = util.spec_from_file_location(library.stem, library)
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _digest(builder: Any) -> str:
-    """Hash of an operator's sources and circumstances: others need another compilation."""
-    digest = hashlib.sha256(_facts().encode())
-    for source in builder.sources():
-        digest.update(Path(builder.deepspeed_src_path(source)).read_bytes())
-    return digest.hexdigest()
 
 
 class _Subprocess:
@@ -126,12 +116,8 @@ def ninja() -> str:
     return next(own, "ninja")
 
 
-def _folder() -> str:
-    """The folder for these packages, this CPU and this compiler, which torch's cache mixes."""
-    return str(cache_folder() / "operators" / hashlib.sha256(_facts().encode()).hexdigest()[:16])
-
-
 def _facts() -> str:
+    """The circumstances of an operator: others need another compilation."""
     import cpuinfo
     import deepspeed
 

@@ -24,22 +24,17 @@ from tests.support.state import Setting, hashed, load_run, make_engine, save_run
 PLAN = plan_view({})
 
 
-def train(dist: DistContext, folder: str, **checkpoint: Any) -> list[dict[str, Any]]:
+def train_keeping_the_best(dist: DistContext, folder: str) -> list[dict[str, Any]]:
     """Train 12 steps that soon overshoot, evaluating every 3 and saving every 2."""
-    ctx = context(dist, folder)
-    setting = Setting(wrap="ddp")
+    ctx, setting = context(dist, folder), Setting(wrap="ddp")
     plan = AdamW(lr=0.05, schedule="constant", warmup_steps=0).run(ctx)
     engine = make_engine(ctx, setting, plan)
-    checkpoints = ShardedCheckpoint(every=2, **checkpoint).run(ctx, engine)
+    checkpoints = ShardedCheckpoint(every=2, keep=1, keep_best=1).run(ctx, engine)
     loop = TrainCausalLm(global_batch_size=4, steps=12, eval_every=3)
     loop.run(ctx, engine, toy_data(), plan, checkpoints, source(ctx, setting))
     checkpoints.close()
     engine.close()
     return list(records(ctx.run_dir / "metrics.jsonl"))
-
-
-def train_keeping_the_best(dist: DistContext, folder: str) -> list[dict[str, Any]]:
-    return train(dist, folder, keep=1, keep_best=1)
 
 
 def test_the_best_by_heldout_loss_is_kept(tmp_path: Path) -> None:
@@ -48,10 +43,8 @@ def test_the_best_by_heldout_loss_is_kept(tmp_path: Path) -> None:
     assert sorted(heldout) == [3, 6, 9, 12]
     assert min(heldout, key=lambda step: heldout[step]) == 3  # between the steps of `every`
     assert [line["best_step"] for line in lines if "eval_loss" in line] == [3, 3, 3, 3]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        "step-00000003",
-        "step-00000012",
-    ]
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000012"]
 
 
 def test_a_run_can_start_from_another_runs_newest(tmp_path: Path) -> None:
@@ -104,11 +97,18 @@ def test_addresses(key: str, address: str | None, told: str | None) -> None:
     assert all(problem.hint for problem in found)
 
 
-def test_a_start_that_is_not_there_is_a_warning() -> None:
+@pytest.mark.parametrize("start", ["runs/gone", "~nobody.of.this.name/run", "x" * 300])
+def test_a_start_that_is_not_there_is_a_warning(start: str) -> None:
     """A run that has checkpoints of its own does not need it any more."""
-    (problem,) = ShardedCheckpoint(start_from="runs/gone").check(PLAN)
+    (problem,) = ShardedCheckpoint(start_from=start).check(PLAN)
     assert (problem.key, problem.warning) == ("start_from", True)
-    assert problem.message == "runs/gone does not exist here, and a new run needs it"
+    assert problem.message == f"{start} does not exist here, and a new run needs it"
+
+
+def test_a_folder_of_nobody() -> None:
+    (problem,) = ShardedCheckpoint(folder="~nobody.of.this.name/x").check(PLAN)
+    assert (problem.key, problem.warning) == ("folder", False)
+    assert problem.message.startswith("~nobody.of.this.name/x: no such user here")
 
 
 def test_the_full_checkpoint_starts_from_the_same() -> None:

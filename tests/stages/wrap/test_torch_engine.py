@@ -25,7 +25,7 @@ from stages.optimizer import Lion
 from stages.optimizer.adamw import AdamW
 from stages.wrap.axes import Axes
 from stages.wrap.optimizer_state import make_optimizers
-from stages.wrap.torch_compat import divides_gradients, multiply
+from stages.wrap.torch_compat import multiply, step_divided
 from stages.wrap.torch_engine import ModulePasses, TorchEngine, total_norm
 from tests.support.batches import micro_batch
 from tests.support.processes import run_ranks
@@ -193,7 +193,7 @@ def test_only_the_kernels_of_torch_are_handed_the_limit() -> None:
         torch.optim.SGD(weights): False,
         Own(weights, fused=True): False,
     }
-    assert {one: divides_gradients(one) for one in kinds} == kinds
+    assert {one: step_divided(one, None, torch.ones(())) for one in kinds} == kinds
 
 
 def three(own: Any, whole: Any, request: Any) -> Scores:
