@@ -304,21 +304,21 @@ def remedies(memory_plan: MemoryPlan, base: SearchBase) -> Iterator[Candidate]:
     own = relaxed(most_saving(base, {}))
     if own.fits:
         yield own
-    train, topology = planned(memory_plan.plan), memory_plan.topology
-    wrap = None if train is None else memory_plan.plan.wrap_of(train)
-    others, slot = list[Strategy](), ""
-    if wrap is not None:
-        own_fields = vars(wrap.stage).items()
-        others = [
-            one
-            for one in in_order(base.registry)
-            if one.use != wrap.use or not one.fields.items() <= own_fields
-        ]
-        slot = wrap.slot
-    tried, _ = choose(base, suited(others, topology), slot)
+    plan, topology = memory_plan.plan, memory_plan.topology
+    train = planned(plan.of_training(memory_plan.training) if memory_plan.training else plan)
+    wrap = None if train is None else plan.wrap_of(train)
+    if wrap is None:
+        return
+    own_fields = vars(wrap.stage).items()
+    others = [
+        one
+        for one in in_order(base.registry)
+        if one.use != wrap.use or not one.fields.items() <= own_fields
+    ]
+    tried, _ = choose(base, suited(others, topology), wrap.slot)
     if tried and tried[0].fits:
         yield tried[0]
-    sharded = [{slot: one.generous} for one in others if one.order == Tier.SHARDED]
+    sharded = [{wrap.slot: one.generous} for one in others if one.order == Tier.SHARDED]
     for start in ({}, *sharded) if topology.device != "cpu" else ():
         candidate = on_more_nodes(base, topology, start)
         if candidate is not None:

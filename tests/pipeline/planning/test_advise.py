@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ import yaml
 from click.testing import Result
 from memories.cases import LLAMA_8B, LLAMA_70B
 
+from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import Registry
 from pipeline.commands.advise import write_recipe
+from pipeline.planning import search
 from pipeline.planning.hardware import HardwareOptions, Margins
+from pipeline.planning.shapes import Topology
 from tests.support.command import pipe
 
 LLAMA = {
@@ -88,6 +92,23 @@ def test_what_is_advised_fits_and_every_remedy_is_one(tmp_path: Path) -> None:
         hosts = [held["bytes"] for held in again["host"].values()]
         assert remedy["host_bytes"] == max(hosts) < 8 << 30
         assert remedy["device_bytes"] <= 0.2 * (1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("training", "slot"), [("train", "wrap"), ("chat", "wrap_chat"), ("", "wrap_chat")]
+)
+def test_another_strategy_is_for_the_training_that_needs_most(
+    training: str, slot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_file(Path(__file__).parents[3] / "recipes/two_trainings.yaml", forecast=True)
+    here, changed = Topology(ranks=2, local_ranks=2, device="cpu"), list[str]()
+    told: Any = SimpleNamespace(plan=plan, training=training, topology=here)
+    base: Any = SimpleNamespace(registry=Registry.installed())
+    monkeypatch.setattr(search, "most_saving", lambda *_: SimpleNamespace(fits=False))
+    monkeypatch.setattr(search, "relaxed", lambda found: found)
+    monkeypatch.setattr(search, "choose", lambda *given: (changed.append(given[2]), ([], []))[1])
+    assert [*search.remedies(told, base)] == []
+    assert changed == [slot]
 
 
 def advised(
