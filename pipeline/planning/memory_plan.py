@@ -143,8 +143,8 @@ def estimate_plan(plan: Plan, machines: HardwareOptions, margins: Margins) -> Me
     """Estimate a checked recipe. Of several trainings, it is the plan of the one that needs most:
     they follow each other. One without a planner is not counted. Raises PipeError."""
     known, slots = Planners.installed(), training_slots(plan.view.wiring)
-    trains = [planned for planned in plan.slots if planned.slot in slots]
-    told = [step.slot for step in trains if step.use in known]
+    trains = [one for one in plan.slots if one.slot in slots]
+    told = [one.slot for one in trains if one.use in known]
     if len(told) < 2:
         return _estimated(plan, machines, margins)
     found = [

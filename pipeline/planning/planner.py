@@ -174,10 +174,10 @@ class Planners(Plugins[type[Planner[Any]]]):
     def of(self, plan: Plan) -> dict[str, Any]:
         """Slot -> the planner of its stage, for slots whose stages have one, or need none."""
         found = {}
-        for planned in plan.slots:
-            kind = self.find(planned.use)
-            if kind is not None or getattr(planned.stage, "nothing_to_plan", False):
-                found[planned.slot] = (kind or Planner)(planned.stage)
+        for one in plan.slots:
+            kind = self.find(one.use)
+            if kind is not None or getattr(one.stage, "nothing_to_plan", False):
+                found[one.slot] = (kind or Planner)(one.stage)
         return found
 
 
@@ -239,20 +239,20 @@ def forecasts(
     """The results `known` and each planner's forecast by slot; and a sentence for each slot without
     a forecast, which names what it lacks. Raises the planners' errors."""
     results, mute = Results(known), dict[str, str]()
-    for planned in plan.slots:
-        planner = planners.get(planned.slot)
+    for one in plan.slots:
+        planner = planners.get(one.slot)
         if planner is None:
-            mute[planned.slot] = no_planner(planned)
+            mute[one.slot] = no_planner(one)
         elif hasattr(planner, "forecast"):
             missing = ", ".join(results.missing(planner, "forecast"))
-            silent = " and ".join(mute[slot] for slot in mute if slot in planned.inputs.values())
+            silent = " and ".join(mute[slot] for slot in mute if slot in one.inputs.values())
             if not missing:
-                results[planned.slot] = results.call(planner, "forecast", topology)
+                results[one.slot] = results.call(planner, "forecast", topology)
             elif silent:
-                mute[planned.slot] = f"{silent}, and slot `{planned.slot}` needs it ({missing})"
+                mute[one.slot] = f"{silent}, and slot `{one.slot}` needs it ({missing})"
             else:
                 why = f"needs forecasts that no earlier slot provides: {missing}"
-                mute[planned.slot] = f"slot `{planned.slot}` ({planned.use}) {why}"
+                mute[one.slot] = f"slot `{one.slot}` ({one.use}) {why}"
     return results, mute
 
 
