@@ -257,7 +257,7 @@ class _Stage:
 
     def run(self, kind: forecast.Kind, when: Moment) -> Iterator[list[Item]]:
         """Items of the stage and of the running micro-batch at each moment of a pass."""
-        kept = Counter({} if kind in ("forward", "reduce") else self._kept)
+        kept = Counter(self._kept if kind not in ("forward", "reduce") else {})
         if kind == "weights":
             kept[LOGITS] = 0
         elif kind == "inputs":

@@ -24,6 +24,7 @@ from pipeline.planning.memory_plan import MemoryPlan, check, estimate_plan
 from pipeline.planning.planner import AWAY, Planners, Saving, Strategy, Tier, in_order, planned
 from pipeline.planning.report import memory
 from pipeline.planning.shapes import Topology
+from pipeline.recipe.fields import adapter
 from pipeline.utils.activities import activity
 
 LONGER = 1.1
@@ -298,6 +299,11 @@ def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]
     return [one for one in strategies if differs(one.order, one.axes)]
 
 
+def _has_fields(stage: Any, fields: Mapping[str, Any]) -> bool:
+    made = adapter(type(stage)).validate_python(dict(fields), strict=False)
+    return all(getattr(made, name) == getattr(stage, name) for name in fields)
+
+
 def remedies(memory_plan: MemoryPlan, base: SearchBase) -> Iterator[Candidate]:
     """Changes with which a recipe would fit, at most one of each kind: savings of its stages,
     another strategy, more nodes. Raises PipeError if the recipe itself cannot be planned."""
@@ -309,11 +315,10 @@ def remedies(memory_plan: MemoryPlan, base: SearchBase) -> Iterator[Candidate]:
     wrap = None if train is None else plan.wrap_of(train)
     if wrap is None:
         return
-    own_fields = vars(wrap.stage).items()
     others = [
         one
         for one in in_order(base.registry)
-        if one.use != wrap.use or not one.fields.items() <= own_fields
+        if one.use != wrap.use or not _has_fields(wrap.stage, one.fields)
     ]
     tried, _ = choose(base, suited(others, topology), wrap.slot)
     if tried and tried[0].fits:

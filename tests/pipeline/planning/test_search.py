@@ -116,9 +116,7 @@ def test_what_is_saved_is_needed(needs: int, saves: Mapping[str, int]) -> None:
     fields = [one.what for one in found.saved]
     narrowed = [saves[name] for name in ("moments", "frozen") if name in fields]
     assert len(narrowed) == (too_much > 0)
-    if (
-        not found.memory_plan.roomy
-    ):  # nothing that only costs time is left out, if it saves something
+    if not found.memory_plan.roomy:  # nothing that only costs time is left out, if it saves any
         assert {"smaller", *(name for name in ("again", "chunk") if saves[name])} <= {*fields}
         return
     assert not any(found.without(one).memory_plan.roomy for one in found.saved)

@@ -11,19 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from memories.cases import (
-    DORA,
-    EAGER,
-    GRADIENTS_ONLY,
-    HYBRID,
-    LATE,
-    LLAMA_1B,
-    NARROW,
-    Case,
-    hub,
-    llama,
-    own,
-)
+from memories import cases
+from memories.cases import DORA, EAGER, GRADIENTS_ONLY, HYBRID, LATE, NARROW, Case, hub, llama, own
 from memories.compare import job, profile_and_trace
 
 from pipeline import planning
@@ -268,7 +257,7 @@ def test_one_ranks_part_takes_what_the_oracle_takes(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", LARGE)
 def test_a_wide_model_too(name: str) -> None:
-    assert apart(model=hub(LLAMA_1B, again=1), ranks=4, length=192, **LARGE[name]) < BOUND
+    assert apart(model=hub(cases.LLAMA_1B, again=1), ranks=4, length=192, **LARGE[name]) < BOUND
 
 
 profiles = st.builds(
