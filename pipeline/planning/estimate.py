@@ -7,7 +7,7 @@ A rank that has the whole model is the only stage of a pipeline.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.chain.artifacts import Results
@@ -93,59 +93,52 @@ def combine(topology: Topology, results: Results) -> Estimate:
     for extra in extras:
         for phase in extra.phases:
             host.setdefault(phase, Counter(base))[extra.what] += extra.bytes
-    steps = [_RankStep(profile, one, step) for one in ranks_of(profile, share, step.microbatches)]
-    slowest = max(steps, key=lambda one: one.total("products"))
-    waiting = round(slowest.total("offloaded", "forward"))
+    every = ranks_of(profile, share, step.microbatches)
+    found = (_of_rank(profile, one, step, share.updated) for one in every)
+    work, waiting, traffic = max(found, key=lambda one: one[0].products)
     copies = share.copies(step.microbatches)
     return Estimate(
         device=peaks["device"],
         host={phase: Held.of(items) for phase, items in host.items()},
         offloaded={item: size * ranks for item, size in disk.items()},
         storage=[extra for extra in extras if not extra.phases],
-        traffic=slowest.traffic(),
+        traffic=traffic,
         copies=replace(copies, up=copies.up + waiting, down=copies.down + waiting),
         step=step,
-        work=Work(
-            moved=2 * slowest.total("made") + share.updated,
-            idle=slowest.rank.idle,
-            **{name: slowest.total(name) for name in ("products", "attention", "again")},
-        ),
+        work=work,
         caveats=(*profile.model.caveats, *results.each(str), *share.caveats),
     )
 
 
-class _RankStep:
-    def __init__(self, profile: Profile, rank: forecast.PipelineRank, step: Step) -> None:
-        self.rank = rank
-        self._profiles = [profile.of_stage(one) for one in rank.stages]
-        # Stages take micro-batches of equal shapes.
-        samples = rank.microbatches * step.micro_batch
-        self._samples = samples if rank.ranks > 1 else step.of_rank
+def _of_rank(
+    profile: Profile, rank: forecast.PipelineRank, step: Step, updated: int
+) -> tuple[Work, int, list[Traffic]]:
+    """Work of a rank in a step, bytes that wait on its host for backward, and its traffic: of
+    shards, inside of the model, and of hidden states; equal kinds as one."""
+    profiles, sums = [profile.of_stage(one) for one in rank.stages], Counter[Traffic]()
+    # Stages take micro-batches of equal shapes.
+    samples = rank.microbatches * step.micro_batch if rank.ranks > 1 else step.of_rank
 
-    def _of_step(self, line: Line) -> float:
-        return line.fixed * self.rank.microbatches + line.each * self._samples
+    def total(lines: Iterable[Line]) -> float:
+        return sum(one.fixed * rank.microbatches + one.each * samples for one in lines)
 
-    def total(self, name: str, event: str = "") -> float:
-        """An amount of the profile over all micro-batches, at all events or one."""
-        return sum(self._of_step(one.total(name, event)) for one in self._profiles)
-
-    def traffic(self) -> list[Traffic]:
-        """Traffic of shards, inside of the model, and of hidden states; equal kinds as one."""
-        rank, sums = self.rank, Counter[Traffic]()
-        for stage in rank.stages:
-            for one in stage.memory.traffic(rank.microbatches):
-                sums[replace(one, bytes=0)] += one.bytes
-        for profile in self._profiles:
-            for _, part, count in profile.counted():
-                for kind, size in part.exchanges:
-                    sums[kind] += round(self._of_step(Line(size.fixed * count, size.each * count)))
-        if rank.ranks > 1:
-            hidden = Traffic(
-                collective="send", bytes=0, ranks=rank.ranks, apart=rank.apart,
-                what="hidden states and their gradients",
-            )  # fmt: skip
-            sums[hidden] += sum(one.hidden * one.received for one in rank.stages) * self._samples
-        return [replace(kind, bytes=size) for kind, size in sums.items()]
+    for stage in rank.stages:
+        for one in stage.memory.traffic(rank.microbatches):
+            sums[replace(one, bytes=0)] += one.bytes
+    for _, part, count in (found for one in profiles for found in one.counted()):
+        for kind, size in part.exchanges:
+            sums[kind] += round(total([Line(size.fixed * count, size.each * count)]))
+    if rank.ranks > 1:
+        hidden = Traffic(
+            collective="send", bytes=0, ranks=rank.ranks, apart=rank.apart,
+            what="hidden states and their gradients",
+        )  # fmt: skip
+        sums[hidden] += sum(one.hidden * one.received for one in rank.stages) * samples
+    fields = ("products", "attention", "again", "made")
+    amounts = {name: total(one.total(name) for one in profiles) for name in fields}
+    work = Work(moved=2 * amounts.pop("made") + updated, idle=rank.idle, **amounts)
+    waiting = round(total(one.total("offloaded", "forward") for one in profiles))
+    return work, waiting, [replace(kind, bytes=size) for kind, size in sums.items()]
 
 
 def step_peaks(
