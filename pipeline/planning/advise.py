@@ -143,8 +143,8 @@ def _other_ways(
     task: AdviceRequest, based: Callable[..., SearchBase], chosen: Candidate,
     strategies: Sequence[Strategy], topology: Topology,
 ) -> Iterator[str]:  # fmt: skip
-    """More nodes, or low-rank updates, where the choice gives up more than time. based: the request
-    with changes, in a file of a name."""
+    """More nodes, or low-rank updates, where the choice costs more than time. based: makes the
+    request with changes, in a file of that name."""
     on_gpus = chosen.fits and chosen.strategy.order < Tier.OFFLOADED
     starts = [{WRAP: one.generous} for one in strategies if one.order == Tier.SHARDED]
     if task.on_gpus and (chosen.narrow or not on_gpus) and starts:
