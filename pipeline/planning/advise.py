@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,9 +16,10 @@ from pipeline.execution.in_process import scratch_context
 from pipeline.planning import search
 from pipeline.planning.hardware import HardwareOptions, Margins, resolve_topology
 from pipeline.planning.memory_plan import MemoryPlan
-from pipeline.planning.planner import Tier, in_order
+from pipeline.planning.planner import Strategy, Tier, in_order
 from pipeline.planning.report import memory, spare
 from pipeline.planning.search import Candidate, SearchBase, overrides
+from pipeline.planning.shapes import Topology
 from pipeline.recipe.dump import render
 
 if TYPE_CHECKING:
@@ -104,7 +105,6 @@ def advise(
         raise UsageError("no installed stage offers a strategy")
     home, task = task.folder, replace(task, folder=None)  # drafts lie in a temporary folder
     topology = resolve_topology(machines, task.ranks, "cuda" if task.on_gpus else "cpu")
-    known = search.suited(strategies, topology)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data.jsonl"
         data.write_text(EXAMPLE, "utf-8")
@@ -123,29 +123,13 @@ def advise(
             if own:
                 said = "; ".join(one.message for one in own)
                 raise UsageError(said, hint=own[0].hint) from error
-        tried, refused = search.choose(base, known, WRAP)
+        tried, refused = search.choose(base, search.suited(strategies, topology), WRAP)
         if not tried:
             raise UsageError("\n".join(["no strategy can be planned", *refused]))
         chosen, fits = tried[0], tried[0].fits
-        on_gpus = fits and chosen.strategy.order < Tier.OFFLOADED
-        rest: list[str] = []
-        starts = [{WRAP: one.generous} for one in strategies if one.order == Tier.SHARDED]
-        if task.on_gpus and (chosen.narrow or not on_gpus) and starts:
-            # Enough samples for any number of nodes; memory hardly depends on it.
-            batch = task.global_batch or search.MOST_NODES * topology.local_ranks
-            nodes = based("nodes.yaml", global_batch=batch)
-            more = search.on_more_nodes(nodes, topology, starts[0])
-            if more is not None:
-                count = more.memory_plan.topology.nodes
-                rest += [f"without offloading and narrower dtypes, it fits on {count} nodes"]
-        if not task.lora and not on_gpus:
-            near = [one for one in known if one.order < Tier.OFFLOADED]
-            low, _ = search.choose(based("low_rank.yaml", lora=True), near, WRAP)
-            if low and low[0].fits:
-                rest += [f"low-rank updates (--lora) would fit with {_line(low[0])}"]
-        others = tried[fits:]
+        rest = [*_other_ways(task, based, chosen, strategies, topology)]
         for able, title in ((True, "fits too:"), (False, "needs too much, with all savings:")):
-            found = [f"  {_line(one)}" for one in others if one.fits is able]
+            found = [f"  {_line(one)}" for one in tried[fits:] if one.fits is able]
             rest += [title, *found] if found else []
         rest += [f"refused: {one}" for one in refused]
         if not fits:
@@ -153,6 +137,29 @@ def advise(
         reasons = [*Templates.finetune().explained(task, _slots(task, chosen.changes))]
         lines = [*reasons, *task.reasons, *_explained(chosen, tried), *rest]
         return drafted(replace(task, folder=home), chosen.changes, lines), lines
+
+
+def _other_ways(
+    task: AdviceRequest, based: Callable[..., SearchBase], chosen: Candidate,
+    strategies: Sequence[Strategy], topology: Topology,
+) -> Iterator[str]:  # fmt: skip
+    """More nodes, or low-rank updates, where the choice costs more than time. based: makes the
+    request with changes, in a file of that name."""
+    on_gpus = chosen.fits and chosen.strategy.order < Tier.OFFLOADED
+    starts = [{WRAP: one.generous} for one in strategies if one.order == Tier.SHARDED]
+    if task.on_gpus and (chosen.narrow or not on_gpus) and starts:
+        # Enough samples for any number of nodes; memory hardly depends on it.
+        batch = task.global_batch or search.MOST_NODES * topology.local_ranks
+        nodes = based("nodes.yaml", global_batch=batch)
+        more = search.on_more_nodes(nodes, topology, starts[0])
+        if more is not None:
+            count = more.memory_plan.topology.nodes
+            yield f"without offloading and narrower dtypes, it fits on {count} nodes"
+    if not task.lora and not on_gpus:
+        near = [one for one in search.suited(strategies, topology) if one.order < Tier.OFFLOADED]
+        low, _ = search.choose(based("low_rank.yaml", lora=True), near, WRAP)
+        if low and low[0].fits:
+            yield f"low-rank updates (--lora) would fit with {_line(low[0])}"
 
 
 def _explained(chosen: Candidate, tried: Sequence[Candidate]) -> Iterator[str]:

@@ -7,7 +7,7 @@ A rank that has the whole model is the only stage of a pipeline.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.chain.artifacts import Results
@@ -26,8 +26,6 @@ PLACES: dict[str, Sequence[forecast.Place]] = {
     "device": ("device",), "host": ("host",), "disk": ("disk",), "both": ("device", "host"),
 }  # fmt: skip
 """Places by name; `both` are the first two together."""
-ENDING = ("backward", "inputs", "weights")
-"""Kinds of passes that need what forward has kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,59 +93,52 @@ def combine(topology: Topology, results: Results) -> Estimate:
     for extra in extras:
         for phase in extra.phases:
             host.setdefault(phase, Counter(base))[extra.what] += extra.bytes
-    steps = [_RankStep(profile, one, step) for one in ranks_of(profile, share, step.microbatches)]
-    slowest = max(steps, key=lambda one: one.total("products"))
-    waiting = round(slowest.total("offloaded", "forward"))
+    every = ranks_of(profile, share, step.microbatches)
+    found = (_of_rank(profile, one, step, share.updated) for one in every)
+    work, waiting, traffic = max(found, key=lambda one: one[0].products)
     copies = share.copies(step.microbatches)
     return Estimate(
         device=peaks["device"],
         host={phase: Held.of(items) for phase, items in host.items()},
         offloaded={item: size * ranks for item, size in disk.items()},
         storage=[extra for extra in extras if not extra.phases],
-        traffic=slowest.traffic(),
+        traffic=traffic,
         copies=replace(copies, up=copies.up + waiting, down=copies.down + waiting),
         step=step,
-        work=Work(
-            moved=2 * slowest.total("made") + share.updated,
-            idle=slowest.rank.idle,
-            **{name: slowest.total(name) for name in ("products", "attention", "again")},
-        ),
+        work=work,
         caveats=(*profile.model.caveats, *results.each(str), *share.caveats),
     )
 
 
-class _RankStep:
-    def __init__(self, profile: Profile, rank: forecast.PipelineRank, step: Step) -> None:
-        self.rank = rank
-        self._profiles = [profile.of_stage(one) for one in rank.stages]
-        # Stages take micro-batches of equal shapes.
-        samples = rank.microbatches * step.micro_batch
-        self._samples = samples if rank.ranks > 1 else step.of_rank
+def _of_rank(
+    profile: Profile, rank: forecast.PipelineRank, step: Step, updated: int
+) -> tuple[Work, int, list[Traffic]]:
+    """Work of a rank in a step, bytes that wait on its host for backward, and its traffic: of
+    shards, inside of the model, and of hidden states; equal kinds as one."""
+    profiles, sums = [profile.of_stage(one) for one in rank.stages], Counter[Traffic]()
+    # Stages take micro-batches of equal shapes.
+    samples = rank.microbatches * step.micro_batch if rank.ranks > 1 else step.of_rank
 
-    def _of_step(self, line: Line) -> float:
-        return line.fixed * self.rank.microbatches + line.each * self._samples
+    def total(lines: Iterable[Line]) -> float:
+        return sum(one.fixed * rank.microbatches + one.each * samples for one in lines)
 
-    def total(self, name: str, event: str = "") -> float:
-        """An amount of the profile over all micro-batches, at all events or one."""
-        return sum(self._of_step(one.total(name, event)) for one in self._profiles)
-
-    def traffic(self) -> list[Traffic]:
-        """Traffic of shards, inside of the model, and of hidden states; equal kinds as one."""
-        rank, sums = self.rank, Counter[Traffic]()
-        for stage in rank.stages:
-            for one in stage.memory.traffic(rank.microbatches):
-                sums[replace(one, bytes=0)] += one.bytes
-        for profile in self._profiles:
-            for _, part, count in profile.counted():
-                for kind, size in part.exchanges:
-                    sums[kind] += round(self._of_step(Line(size.fixed * count, size.each * count)))
-        if rank.ranks > 1:
-            hidden = Traffic(
-                collective="send", bytes=0, ranks=rank.ranks, apart=rank.apart,
-                what="hidden states and their gradients",
-            )  # fmt: skip
-            sums[hidden] += sum(one.hidden * one.received for one in rank.stages) * self._samples
-        return [replace(kind, bytes=size) for kind, size in sums.items()]
+    for stage in rank.stages:
+        for one in stage.memory.traffic(rank.microbatches):
+            sums[replace(one, bytes=0)] += one.bytes
+    for _, part, count in (found for one in profiles for found in one.counted()):
+        for kind, size in part.exchanges:
+            sums[kind] += round(total([Line(size.fixed * count, size.each * count)]))
+    if rank.ranks > 1:
+        hidden = Traffic(
+            collective="send", bytes=0, ranks=rank.ranks, apart=rank.apart,
+            what="hidden states and their gradients",
+        )  # fmt: skip
+        sums[hidden] += sum(one.hidden * one.received for one in rank.stages) * samples
+    fields = ("products", "attention", "again", "made")
+    amounts = {name: total(one.total(name) for one in profiles) for name in fields}
+    work = Work(moved=2 * amounts.pop("made") + updated, idle=rank.idle, **amounts)
+    waiting = round(total(one.total("offloaded", "forward") for one in profiles))
+    return work, waiting, [replace(kind, bytes=size) for kind, size in sums.items()]
 
 
 def step_peaks(
@@ -178,9 +169,7 @@ def ranks_of(
     first, which finds no gradients, and the last need no more memory than these."""
     count = min(microbatches, 2)
     kinds: Sequence[forecast.Kind] = ("forward", "backward")
-    passes = [
-        forecast.Pass(kind, 0, n, last=n == count - 1) for n in range(count) for kind in kinds
-    ]
+    passes = [forecast.Pass(kind, 0, last=n == count - 1) for n in range(count) for kind in kinds]
     whole = forecast.PipelineStage(blocks=range(len(profile.model.blocks)), memory=share)
     single = forecast.PipelineRank(stages=[whole], passes=passes, microbatches=microbatches)
     return share.pipeline(microbatches) or [single]
@@ -210,15 +199,11 @@ def moments(
             # The first that hold the most in one of the places.
             best = [max(found, key=lambda items: _bytes(items, at)) for at in PLACES if found]
             known[key] = [each for each in found if any(each is items for items in best)]
-        for other in stages:  # those that do not run, and micro-batches that do not
-            for batch, kept in other.waiting.items():
-                if not (other is stage and batch == one.microbatch and one.kind in ENDING):
-                    others += _items(kept)
-            if other is not stage:
-                others += other.held(Moment("rest", "head", other.first, other.last))
+        for other in stages:
+            others += other.waits(one.kind if other is stage else None)
         phase = forecast.FORWARD if one.kind == "forward" else forecast.BACKWARD
         yield from ((phase, [*items, *others, *passing]) for items in known[key])
-        stage.move(one)
+        stage.move(one.kind)
     yield forecast.UPDATE, [*all_at("step"), *passing]
     for phase in (forecast.UPDATE, forecast.SAVE, forecast.RESUME):
         yield phase, [*all_at("between"), *passing]
@@ -226,38 +211,35 @@ def moments(
 
 def _events(
     kind: forecast.Kind, stage: forecast.PipelineStage
-) -> Iterator[tuple[forecast.Event, forecast.Unit]]:
+) -> list[tuple[forecast.Event, forecast.Unit]]:
     units: list[forecast.Unit] = ["embeddings", *range(len(stage.blocks))]
     units += ["head"] if stage.last else []
+    if kind == "weights":
+        return [("weights", "head")]
+    if kind == "reduce":
+        return [("reduce", unit) for unit in units]
     if kind == "forward":
-        for unit in units:
-            yield "gather", unit
-            yield "forward", unit
-        if stage.last:
-            yield "loss", "head"
-    elif kind in ("backward", "inputs"):
-        if stage.last:
-            yield "begin", "head"
-        yield from ((event, unit) for unit in reversed(units) for event in forecast.IN_BACKWARD)
-    elif kind == "reduce":
-        yield from (("reduce", unit) for unit in units)
-    elif kind == "weights":
-        yield "weights", "head"
+        ran: Sequence[forecast.Event] = ("gather", "forward")
+        found = [(event, unit) for unit in units for event in ran]
+        return [*found, ("loss", "head")] if stage.last else found
+    found = [(event, unit) for unit in reversed(units) for event in forecast.IN_BACKWARD]
+    return [("begin", "head"), *found] if stage.last else found
 
 
 class _Stage:
     """A stage of a rank between its passes. first: no gradient is waiting; last: all are reduced.
-    waiting: bytes that micro-batches between forward and backward keep, by micro-batch and item."""
+    ahead, halved: micro-batches between forward and backward, and between halves of backward."""
 
     def __init__(
         self, profile: Profile, of: forecast.PipelineStage, averaged: int, samples: int
     ) -> None:
         self._profile, self._of, self._averaged, self._samples = profile, of, averaged, samples
-        self.first, self.last, self.waiting = True, False, dict[int, Counter[str]]()
+        self.first, self.last, self.ahead, self.halved = True, False, 0, 0
         self._kept = Counter[str]()
         """Bytes that a micro-batch keeps from forward to backward, by item."""
         for event, unit in _events("forward", of):
             self._count(self._kept, event, unit)
+        self._deferred = of.deferred * samples
 
     def held(self, moment: Moment) -> Iterator[Item]:
         """Items of the strategy, and the averages of the weights that the rank updates."""
@@ -268,11 +250,11 @@ class _Stage:
 
     def run(self, kind: forecast.Kind, when: Moment) -> Iterator[list[Item]]:
         """Items of the stage and of the running micro-batch at each moment of a pass."""
-        kept = Counter(self._kept if kind in ENDING else {})
+        kept = Counter(self._kept if kind not in ("forward", "reduce") else {})
         if kind == "weights":
             kept[LOGITS] = 0
         elif kind == "inputs":
-            kept[DEFERRED] = self._of.deferred * self._samples
+            kept[DEFERRED] = self._deferred
         for event, unit in _events(kind, self._of):
             if event == "reduce":  # the head's backward is over
                 kept[KEPT] += kept.pop(LOGITS, 0)
@@ -298,17 +280,22 @@ class _Stage:
         kept[LOGITS if unit == "head" else KEPT] += part.kept.at(self._samples)
         kept[OFFLOADED] += part.offloaded.at(self._samples)
 
-    def move(self, done: forecast.Pass) -> None:
-        if done.kind == "forward":
-            self.waiting[done.microbatch] = self._kept
-        elif done.kind in ("backward", "weights"):
-            self.waiting.pop(done.microbatch, None)
-            self.first = False
-        elif done.kind == "inputs":
-            more = {LOGITS: 0, DEFERRED: self._of.deferred * self._samples}
-            self.waiting[done.microbatch] = Counter({**self._kept, **more})
-        self.last = self.last or done.kind == "reduce"
+    def waits(self, running: forecast.Kind | None) -> Iterator[Item]:
+        """Items of all micro-batches but the running one; and of the stage, if another runs."""
+        later = {**self._kept, LOGITS: 0, DEFERRED: self._deferred}
+        yield from _items(self._kept, self.ahead - (running in ("backward", "inputs")))
+        yield from _items(later, self.halved - (running == "weights"))
+        if running is None:
+            yield from self.held(Moment("rest", "head", self.first, self.last))
+
+    def move(self, done: forecast.Kind) -> None:
+        self.ahead += (done == "forward") - (done in ("backward", "inputs"))
+        self.halved += (done == "inputs") - (done == "weights")
+        self.first &= done not in ("backward", "weights")
+        self.last |= done == "reduce"
 
 
-def _items(kept: Counter[str]) -> list[Item]:
-    return [Item(name, "host" if name == OFFLOADED else "device", n) for name, n in kept.items()]
+def _items(kept: Mapping[str, int], times: int = 1) -> list[Item]:
+    """Items of what so many micro-batches keep."""
+    known = kept.items() if times else ()
+    return [Item(name, "host" if name == OFFLOADED else "device", n * times) for name, n in known]

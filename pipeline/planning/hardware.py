@@ -232,10 +232,9 @@ def margins_for(
         )
     if found is not None:
         run, measured = found
+        lost = max(measured.reserved_bytes / measured.allocated_bytes - 1, 0.0)
         margins = Margins(
-            overhead=measured.beside_bytes,
-            fragmentation=max(measured.reserved_bytes / measured.allocated_bytes - 1, 0.0),
-            source=f"measured by run {run}",
+            overhead=measured.beside_bytes, fragmentation=lost, source=f"measured by run {run}",
             headroom=0.0,
-        )
+        )  # fmt: skip
     return margins if overhead is None else replace(margins, overhead=round(overhead * GIB))

@@ -143,8 +143,8 @@ def estimate_plan(plan: Plan, machines: HardwareOptions, margins: Margins) -> Me
     """Estimate a checked recipe. Of several trainings, it is the plan of the one that needs most:
     they follow each other. One without a planner is not counted. Raises PipeError."""
     known, slots = Planners.installed(), training_slots(plan.view.wiring)
-    trains = [planned for planned in plan.slots if planned.slot in slots]
-    told = [step.slot for step in trains if step.use in known]
+    trains = [one for one in plan.slots if one.slot in slots]
+    told = [one.slot for one in trains if one.use in known]
     if len(told) < 2:
         return _estimated(plan, machines, margins)
     found = [
@@ -152,11 +152,9 @@ def estimate_plan(plan: Plan, machines: HardwareOptions, margins: Margins) -> Me
         for slot in told
     ]
 
-    def needs(one: MemoryPlan) -> tuple[bool, int, int]:
-        on_cpu, host = one.topology.device == "cpu", one.estimate.host_peak
-        return bool(one.short), 0 if on_cpu else one.needed, host
-
-    most = max(found, key=needs)
+    on_cpu = plan.view.device == "cpu"
+    needs = [(bool(o.short), 0 if on_cpu else o.needed, o.estimate.host_peak) for o in found]
+    most = found[needs.index(max(needs))]
     caveats = [*most.estimate.caveats, *(no_planner(one) for one in trains if one.slot not in told)]
     estimate = replace(most.estimate, caveats=caveats)
     return replace(most, estimate=estimate, others=tuple(one for one in found if one is not most))

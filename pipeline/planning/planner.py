@@ -165,11 +165,7 @@ class Planners(Plugins[type[Planner[Any]]]):
 
     group = "pipe.planners"
     noun = "planner of stage"
-
-    def fault(self, loaded: Any) -> str:
-        """The reason why an object is not a planner; empty for a planner."""
-        is_planner = isinstance(loaded, type) and issubclass(loaded, Planner)
-        return "" if is_planner else "is not a Planner"
+    base = Planner
 
     def find(self, use: str) -> type[Planner[Any]] | None:
         """The planner's class of a stage; None without one. Raises PluginError."""
@@ -178,10 +174,10 @@ class Planners(Plugins[type[Planner[Any]]]):
     def of(self, plan: Plan) -> dict[str, Any]:
         """Slot -> the planner of its stage, for slots whose stages have one, or need none."""
         found = {}
-        for planned in plan.slots:
-            kind = self.find(planned.use)
-            if kind is not None or getattr(planned.stage, "nothing_to_plan", False):
-                found[planned.slot] = (kind or Planner)(planned.stage)
+        for one in plan.slots:
+            kind = self.find(one.use)
+            if kind is not None or getattr(one.stage, "nothing_to_plan", False):
+                found[one.slot] = (kind or Planner)(one.stage)
         return found
 
 
@@ -211,16 +207,12 @@ class Job:
         if division is not None:
             topology = dataclasses.replace(topology, stages=division.stages)
         results, _ = forecasts(plan, topology, planners, Results())
-        samples, step = results.latest(SampleShape), results.latest(Step)
-        if samples is None:
-            why = "; ".join(silent[one.slot] for one in plan.giving(Data) if one.slot in silent)
-            raise UsageError(
-                "nothing can be planned without the length of samples: "
-                f"{why or 'the recipe has no data slot'}"
-            )
+        why = "; ".join(silent[one.slot] for one in plan.giving(Data) if one.slot in silent)
+        lacks = f"the length of samples: {why or 'the recipe has no data slot'}"
         return cls(
-            plan=plan, topology=topology, planners=planners, samples=samples, step=step,
-            division=division,
+            plan=plan, topology=topology, planners=planners, division=division,
+            samples=results.require(SampleShape, f"nothing can be planned without {lacks}"),
+            step=results.latest(Step),
         )  # fmt: skip
 
 
@@ -247,21 +239,20 @@ def forecasts(
     """The results `known` and each planner's forecast by slot; and a sentence for each slot without
     a forecast, which names what it lacks. Raises the planners' errors."""
     results, mute = Results(known), dict[str, str]()
-    for planned in plan.slots:
-        planner = planners.get(planned.slot)
+    for one in plan.slots:
+        planner = planners.get(one.slot)
         if planner is None:
-            mute[planned.slot] = no_planner(planned)
+            mute[one.slot] = no_planner(one)
         elif hasattr(planner, "forecast"):
             missing = ", ".join(results.missing(planner, "forecast"))
-            silent = " and ".join(mute[slot] for slot in mute if slot in planned.inputs.values())
+            silent = " and ".join(mute[slot] for slot in mute if slot in one.inputs.values())
             if not missing:
-                results[planned.slot] = results.call(planner, "forecast", topology)
+                results[one.slot] = results.call(planner, "forecast", topology)
             elif silent:
-                mute[planned.slot] = f"{silent}, and slot `{planned.slot}` needs it ({missing})"
+                mute[one.slot] = f"{silent}, and slot `{one.slot}` needs it ({missing})"
             else:
-                named = f"slot `{planned.slot}` ({planned.use})"
                 why = f"needs forecasts that no earlier slot provides: {missing}"
-                mute[planned.slot] = f"{named} {why}"
+                mute[one.slot] = f"slot `{one.slot}` ({one.use}) {why}"
     return results, mute
 
 
@@ -318,15 +309,13 @@ def strategies(registry: Registry) -> dict[str, Strategy]:
         known = {field.name for field in dataclasses.fields(kind)}
         for name, preset in presets(planners, use).items():
             if not {*preset.fields, *preset.at_first} <= known:
-                raise PluginError(
-                    f"stage `{use}` of {entry}: its preset `{name}` has fields that it has not"
-                )
+                what = f"its preset `{name}` has fields that it has not"
+                raise PluginError(f"stage `{use}` of {entry}: {what}")
             if name in found:
                 other = found[name].use
-                raise PluginError(
-                    f"strategy `{name}` is offered by {other} and by {use}",
-                    hint=f"uninstall one of {registry.entry(other)} and {entry}",
-                )
+                hint = f"uninstall one of {registry.entry(other)} and {entry}"
+                why = f"is offered by {other} and by {use}"
+                raise PluginError(f"strategy `{name}` {why}", hint=hint)
             found[name] = Strategy(name=name, use=use, **vars(preset))
     return found
 

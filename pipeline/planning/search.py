@@ -24,6 +24,7 @@ from pipeline.planning.memory_plan import MemoryPlan, check, estimate_plan
 from pipeline.planning.planner import AWAY, Planners, Saving, Strategy, Tier, in_order, planned
 from pipeline.planning.report import memory
 from pipeline.planning.shapes import Topology
+from pipeline.recipe.fields import adapter
 from pipeline.utils.activities import activity
 
 LONGER = 1.1
@@ -298,27 +299,31 @@ def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]
     return [one for one in strategies if differs(one.order, one.axes)]
 
 
+def _has_fields(stage: Any, fields: Mapping[str, Any]) -> bool:
+    made = adapter(type(stage)).validate_python(dict(fields), strict=False)
+    return all(getattr(made, name) == getattr(stage, name) for name in fields)
+
+
 def remedies(memory_plan: MemoryPlan, base: SearchBase) -> Iterator[Candidate]:
     """Changes with which a recipe would fit, at most one of each kind: savings of its stages,
     another strategy, more nodes. Raises PipeError if the recipe itself cannot be planned."""
     own = relaxed(most_saving(base, {}))
     if own.fits:
         yield own
-    train, topology = planned(memory_plan.plan), memory_plan.topology
-    wrap = None if train is None else memory_plan.plan.wrap_of(train)
-    others, slot = list[Strategy](), ""
-    if wrap is not None:
-        own_fields = vars(wrap.stage).items()
-        others = [
-            one
-            for one in in_order(base.registry)
-            if one.use != wrap.use or not one.fields.items() <= own_fields
-        ]
-        slot = wrap.slot
-    tried, _ = choose(base, suited(others, topology), slot)
+    plan, topology = memory_plan.plan, memory_plan.topology
+    train = planned(plan.of_training(memory_plan.training) if memory_plan.training else plan)
+    wrap = None if train is None else plan.wrap_of(train)
+    if wrap is None:
+        return
+    others = [
+        one
+        for one in in_order(base.registry)
+        if one.use != wrap.use or not _has_fields(wrap.stage, one.fields)
+    ]
+    tried, _ = choose(base, suited(others, topology), wrap.slot)
     if tried and tried[0].fits:
         yield tried[0]
-    sharded = [{slot: one.generous} for one in others if one.order == Tier.SHARDED]
+    sharded = [{wrap.slot: one.generous} for one in others if one.order == Tier.SHARDED]
     for start in ({}, *sharded) if topology.device != "cpu" else ():
         candidate = on_more_nodes(base, topology, start)
         if candidate is not None:

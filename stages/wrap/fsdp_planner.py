@@ -14,7 +14,7 @@ from pipeline import Precision, planning
 from pipeline.planning import IN_BACKWARD, ModelShape, Moment, Pass, SampleShape, Tier, Topology
 from stages.wrap.axes import FOLDED, layer_ranges, least_microbatches, required, stages_of
 from stages.wrap.fsdp import Fsdp
-from stages.wrap.torch_planner import EMBEDDINGS, ROOT, TorchMemory, UnitAmounts, model_parts
+from stages.wrap.torch_planner import EMBEDDINGS, ROOT, TorchMemory, UnitAmounts, WrapPlanner
 
 WHOLE = {"reduce_every_microbatch": False}
 """Fields that keep gradients whole until a step's last micro-batch, where they are reduced."""
@@ -40,7 +40,9 @@ Orders = Sequence[Sequence[tuple[planning.Kind, int, int, int]]]
 """The passes of each rank: kind, number of the stage on its rank and among all, micro-batch."""
 
 
-class FsdpPlanner(planning.Planner[Fsdp]):
+class FsdpPlanner(WrapPlanner):
+    stage: Fsdp
+
     @classmethod
     def presets(cls) -> planning.Presets:
         found = {
@@ -68,10 +70,6 @@ class FsdpPlanner(planning.Planner[Fsdp]):
         if not self.stage.reduce_every_microbatch and self.stage.pipeline_parallel is None:
             fields, what = {"reduce_every_microbatch": True}, "gradients reduced every micro-batch"
             yield planning.Saving(planning.REDUCE, what, fields)
-
-    def division(self, topology: Topology) -> planning.Division | None:
-        axes = required(self.stage, topology.ranks)
-        return model_parts(self.stage, topology, self.stage.shards(axes, topology.local_ranks))
 
     def forecast(
         self, topology: Topology, profile: planning.Profile, precision: Precision,
@@ -106,7 +104,7 @@ class Sharded(TorchMemory):
         )  # fmt: skip
         self._whole = self._amounts(lambda w: w.bytes(self._sizes.compute))
         """Bytes of whole units in the compute dtype."""
-        self._stays = stage.sharding not in ("full_shard", "hybrid_shard")
+        self._stays = not stage.gathers_again
         """Whether units that forward has gathered stay until backward."""
         self._late = not stage.reduce_every_microbatch
         self._kept = len(self._model.blocks) - (stage.units == "block")
@@ -119,28 +117,13 @@ class Sharded(TorchMemory):
         return ROOT if at_root and moment.event == "reduce" else place
 
     def _running(self, moment: Moment, place: int) -> tuple[int, int, int]:
-        whole, trained, stage, event = self._whole, self._trained, self._stage, moment.event
-        c, r, through = self._sizes.compute, self._sizes.reduce, event == "reduce"
-        backward, done = event in IN_BACKWARD, moment.last or not self._late
-        # Gathered are the root, and the unit that runs, or those up to it.
-        first = EMBEDDINGS if self._stays else min(place, self._kept)
-        gathered = whole[ROOT] + whole.between(first, place + (not through))
-        if backward and place < 0:  # a table is not gathered for that
-            gathered = whole[ROOT] * (not through)
-            gathered += whole[EMBEDDINGS] * (self._stays and place == ROOT)
-        # Buffers that units are gathered into: of the one that runs, and those ahead.
-        buffers = 0
-        if event in ("gather", "forward"):
-            # While a unit is gathered, the buffer of the one before it is still there.
-            before = (1 if place or whole[EMBEDDINGS] else 2) * (event == "gather")
-            buffers = whole.between(place - before, place + 1 + bool(stage.forward_prefetch))
-        elif backward and not self._stays:
-            buffers = whole.between(max(place - stage.backward_prefetch, 0), min(place, self._kept))
-        buffers *= self._shards > 1
+        trained, through = self._trained, moment.event == "reduce"
+        backward, done = moment.event in IN_BACKWARD, moment.last or not self._late
+        c, r, buffers = self._sizes.compute, self._sizes.reduce, self._buffers(moment.event, place)
         if backward and done:  # the gradients that were reduced last
             # Shards that replicas have averaged stay, if master gradients are other tensors.
             others = self._sizes.master != r or self._home == "host" or not moment.first
-            replicas = others and stage.sharding in ("no_shard", "hybrid_shard")
+            replicas = others and self._stage.sharding in ("no_shard", "hybrid_shard")
             buffers += r * self._own.after(place) * replicas
             buffers += r * trained[place + (not through)]
             buffers += self._new_shard(place, c) * through
@@ -152,7 +135,27 @@ class Sharded(TorchMemory):
         own = trained[place] * (through and (moment.first or not self._late))
         own += trained[EMBEDDINGS] * (through and place == ROOT)
         own += self._head * (backward and moment.unit != "head" and not (through and place < 0))
-        return gathered, buffers, r * waits + c * own
+        return self._gathered(moment.event, place), buffers, r * waits + c * own
+
+    def _gathered(self, event: str, place: int) -> int:
+        """Bytes of the root, and of the unit that runs, or of those up to it."""
+        whole, through = self._whole, event == "reduce"
+        if event in IN_BACKWARD and place < 0:  # a table is not gathered for that
+            table = whole[EMBEDDINGS] * (self._stays and place == ROOT)
+            return whole[ROOT] * (not through) + table
+        first = EMBEDDINGS if self._stays else min(place, self._kept)
+        return whole[ROOT] + whole.between(first, place + (not through))
+
+    def _buffers(self, event: str, place: int) -> int:
+        """Bytes of the buffers that units are gathered into: the one that runs, and those ahead."""
+        whole, stage = self._whole, self._stage
+        if self._shards > 1 and event in ("gather", "forward"):
+            # While a unit is gathered, the buffer of the one before it is still there.
+            before = (1 if place or whole[EMBEDDINGS] else 2) * (event == "gather")
+            return whole.between(place - before, place + 1 + bool(stage.forward_prefetch))
+        if self._shards > 1 and event in IN_BACKWARD and not self._stays:
+            return whole.between(max(place - stage.backward_prefetch, 0), min(place, self._kept))
+        return 0
 
     def _new_shard(self, place: int, size: int) -> int:
         """Bytes that a unit's shard takes beyond its whole gradients, in numbers of `size` bytes.
@@ -222,9 +225,7 @@ class StageShards(Sharded):
     def _running(self, moment: Moment, place: int) -> tuple[int, int, int]:
         c, r, trained, whole = self._sizes.compute, self._sizes.reduce, self._trained, self._whole
         backward, through = moment.event in IN_BACKWARD, moment.event == "reduce"
-        if moment.event == "rest" and moment.last:
-            return 0, 0, 0
-        if moment.last:  # reduced: the root first, then units in order
+        if moment.last:  # reduced: the root first, then units in order; all of them at rest
             gathered = whole.between(max(place + 1, EMBEDDINGS), self._end)
             reducing = r * trained[place] + self._new_shard(place, r)
             return gathered, reducing * through, r * trained.between(place, self._end) * through

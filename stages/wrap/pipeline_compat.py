@@ -164,10 +164,9 @@ class PipelinePasses(Passes):
 BACKWARD = {"SEND_B", "RECV_B", "I", "W", "B", "BW", "REDUCE_GRAD"}
 """Actions of a schedule that take part in backward only."""
 KINDS = {
-    "F": "forward", "B": "backward", "I": "inputs", "W": "weights", "UNSHARD": "gather",
-    "RESHARD": "release", "REDUCE_GRAD": "reduce",
+    "F": "forward", "B": "backward", "I": "inputs", "W": "weights", "REDUCE_GRAD": "reduce",
 }  # fmt: skip
-"""Actions of torch's schedules other than communication between stages."""
+"""Actions of torch's schedules that compute or reduce; a plan takes stages as gathered."""
 
 
 @contextlib.contextmanager

@@ -21,18 +21,20 @@ ROOT, EMBEDDINGS = -2, -1
 """Places of the root, which has the weights outside of other units, and of the embeddings."""
 
 
-def model_parts(stage: Any, topology: Topology, shards: int = 1) -> Division | None:
-    """The division that a wrap stage asks for, of whose ranks `shards` share the parameters; None
-    if every rank computes all of the model."""
-    parts = ModelParts(stage, topology, shards)
-    return parts if parts.axes.data < parts.axes.ranks or parts.experts > 1 else None
+class WrapPlanner(planning.Planner[Any]):
+    """Planner of a stage that may have axes."""
+
+    def division(self, topology: Topology) -> Division | None:
+        parts = ModelParts(self.stage, topology)
+        return parts if parts.axes.data < parts.axes.ranks or parts.experts > 1 else None
 
 
 class ModelParts(Division):
     """Divides layers, sequences and experts as a wrap stage asks for it and the engines do it."""
 
-    def __init__(self, stage: Any, topology: Topology, shards: int) -> None:
-        self.axes, self.shards = required(stage, topology.ranks), shards
+    def __init__(self, stage: Any, topology: Topology) -> None:
+        self.axes, of = required(stage, topology.ranks), getattr(stage, "shards", None)
+        self.shards = 1 if of is None else of(self.axes, topology.local_ranks)
         self.tensor = getattr(stage, "tensor_parallel", None) if self.axes.tensor > 1 else None
         block = getattr(stage, "expert_parallel", None)
         self.experts, self.stages = 1 if block is None else int(block.size), self.axes.pipeline
@@ -235,16 +237,13 @@ class Replicated(TorchMemory):
             )  # fmt: skip
 
 
-class DdpPlanner(planning.Planner[Any]):
+class DdpPlanner(WrapPlanner):
     stage: Ddp
 
     @classmethod
     def presets(cls) -> planning.Presets:
         what = "every rank holds everything"
         return {"ddp": planning.Preset(order=planning.Tier.REPLICATED, what=what)}
-
-    def division(self, topology: Topology) -> Division | None:
-        return model_parts(self.stage, topology)
 
     def forecast(
         self, topology: Topology, profile: planning.Profile, precision: Precision,

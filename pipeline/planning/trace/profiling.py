@@ -9,27 +9,12 @@ from typing import Any
 
 from pipeline.chain.artifacts import Results
 from pipeline.errors import StageError
-from pipeline.planning.forecast import (
-    BACKWARD,
-    FORWARD,
-    Line,
-    Part,
-    Peak,
-    Profile,
-    Traffic,
-    fullest,
-)
+from pipeline.planning import forecast
+from pipeline.planning.forecast import BACKWARD, FORWARD, Line, Part, Peak, Profile
 from pipeline.planning.planner import Job, TraceScope
 from pipeline.planning.shapes import ModelShape, Weight
-from pipeline.planning.trace.run import (
-    BareModel,
-    Structure,
-    context,
-    declare,
-    kinds,
-    run,
-    structure,
-)
+from pipeline.planning.trace import run as tracing
+from pipeline.planning.trace.run import BareModel, Structure, structure
 from pipeline.planning.trace.torch_compat import Link
 from pipeline.planning.trace.tracker import HEAD, INPUT, LOSS, START, Stretch
 
@@ -50,11 +35,11 @@ UNEVEN = "experts that get more tokens than others: routing is taken to be balan
 def profile(job: Job) -> Profile:
     """Run the parts of a job's model. Raises StageError for a model that needs values, and
     UsageError for a recipe without a model."""
-    with context(job) as ctx:
-        source = declare(job, Results.of(TraceScope()), ctx)  # in full depth
+    with tracing.context(job) as ctx:
+        source = tracing.declare(job, Results.of(TraceScope()), ctx)  # in full depth
     whole = structure(source.skeleton)
-    numbers = kinds(whole.signatures)
-    first = [numbers.index(kind) for kind in range(max(numbers, default=-1) + 1)]
+    numbers = tracing.kinds(whole.signatures)
+    first = [numbers.index(kind) for kind in sorted({*numbers})]
     # One more: no kind is measured on the last block that runs.
     parts = _Parts(_runs(job, whole, max(first, default=-1) + 2))
     where: dict[str, tuple[str, Any]] = dict(ROOT)
@@ -74,7 +59,7 @@ def _runs(job: Job, whole: Structure, blocks: int) -> list[BareModel]:
     """Run one micro-batch of each size through the first `blocks` blocks, or through all if a
     shallower model has other blocks. Raises StageError if even all differ."""
     for depth in dict.fromkeys([min(blocks, len(whole.blocks)), None]):
-        found = [run(job, TraceScope(blocks=depth, samples=size)) for size in SAMPLES]
+        found = [tracing.run(job, TraceScope(blocks=depth, samples=size)) for size in SAMPLES]
         here = structure(found[0].source.skeleton)
         if here.root == whole.root and here.signatures == whole.signatures[: len(here.blocks)]:
             return found
@@ -125,7 +110,7 @@ class _Parts:
         exchanges = []
         for link in dict.fromkeys(what for one in two[1] for what in one.work):
             if isinstance(link, Link) and link.group in self.bare.groups and len(link.ranks) > 1:
-                kind = Traffic(
+                kind = forecast.Traffic(
                     collective=link.collective, bytes=0, ranks=len(link.ranks), waits=True,
                     apart=link.ranks[1] - link.ranks[0], what=self.bare.groups[link.group],
                 )  # fmt: skip
@@ -133,7 +118,7 @@ class _Parts:
         return Part(
             kept=_line(*(e.device - b.device for e, b in zip(end, base, strict=True))),
             offloaded=_line(*(e.host - b.host for e, b in zip(end, base, strict=True))),
-            peaks=fullest(self._peaks(two, [one.device for one in base])),
+            peaks=forecast.fullest(self._peaks(two, [one.device for one in base])),
             **{field: total(field) for field in ("products", "attention", "again", "made")},
             exchanges=tuple(exchanges),
         )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pipeline import Precision, planning
 from pipeline.planning import IN_BACKWARD, Item, ModelShape, Moment, Place, Tier, Topology, Unit
 from stages.wrap.axes import caveats, required
-from stages.wrap.torch_planner import model_parts
+from stages.wrap.torch_planner import WrapPlanner
 from stages.wrap.zero import Zero
 from stages.wrap.zero.fields import uses_cpu_adam
 
@@ -30,19 +30,17 @@ OFFERS: dict[str, tuple[int, dict[str, object], str]] = {
     "zero3-offload-all": (Tier.MORE_OFFLOADED, BOTH, "shards, state and parameters in host memory"),
     "zero3-nvme": (Tier.OFFLOADED_TO_DISK, DISK, "state on a disk (path), parameters on the host"),
 }
-PRESETS = {
-    name: planning.Preset(order=order, what=what, fields=fields)
-    for name, (order, fields, what) in OFFERS.items()
-}
 
 
-class ZeroPlanner(planning.Planner[Zero]):
+class ZeroPlanner(WrapPlanner):
+    stage: Zero
+
     @classmethod
     def presets(cls) -> planning.Presets:
-        return PRESETS
-
-    def division(self, topology: Topology) -> planning.Division | None:
-        return model_parts(self.stage, topology)
+        return {
+            name: planning.Preset(order=order, what=what, fields=fields)
+            for name, (order, fields, what) in OFFERS.items()
+        }
 
     def forecast(
         self, topology: Topology, profile: planning.Profile, precision: Precision,

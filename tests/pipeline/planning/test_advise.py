@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ import yaml
 from click.testing import Result
 from memories.cases import LLAMA_8B, LLAMA_70B
 
+from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import Registry
 from pipeline.commands.advise import write_recipe
+from pipeline.planning import search
 from pipeline.planning.hardware import HardwareOptions, Margins
+from pipeline.planning.shapes import Topology
 from tests.support.command import pipe
 
 LLAMA = {
@@ -88,6 +92,44 @@ def test_what_is_advised_fits_and_every_remedy_is_one(tmp_path: Path) -> None:
         hosts = [held["bytes"] for held in again["host"].values()]
         assert remedy["host_bytes"] == max(hosts) < 8 << 30
         assert remedy["device_bytes"] <= 0.2 * (1 << 30)
+
+
+def tried(
+    patch: pytest.MonkeyPatch, recipe: str, *overrides: str, training: str = ""
+) -> tuple[str, list[str]]:
+    """Return the slot and the strategies that are tried for a recipe that does not fit."""
+    plan = plan_file(Path(__file__).parents[3] / "recipes" / recipe, overrides, forecast=True)
+    there, found = Topology(ranks=16, local_ranks=8, device="cuda"), list[Any]()
+    told: Any = SimpleNamespace(plan=plan, training=training, topology=there)
+    base: Any = SimpleNamespace(registry=Registry.installed())
+    patch.setattr(search, "most_saving", lambda *_: SimpleNamespace(fits=False))
+    patch.setattr(search, "on_more_nodes", lambda *_: None)
+    patch.setattr(search, "choose", lambda *given: (found.extend(given[1:]), ([], []))[1])
+    assert [*search.remedies(told, base)] == []
+    return found[1], [one.name for one in found[0]]
+
+
+@pytest.mark.parametrize(("training", "slot"), [("train", "wrap"), ("chat", "wrap_chat")])
+def test_another_strategy_is_for_the_training_that_needs_most(
+    training: str, slot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tried(monkeypatch, "two_trainings.yaml", training=training)[0] == slot
+
+
+@pytest.mark.parametrize(
+    ("wrap", "own"),
+    [
+        ({"use": "wrap.fsdp"}, "fsdp"),
+        ({"use": "wrap.fsdp", "tensor_parallel": {"size": 2}}, "fsdp-tp2"),
+        ({"use": "wrap.zero", "stage": 3, "offload_optimizer": {}}, "zero3-offload"),
+    ],
+)
+def test_a_recipes_own_strategy_is_no_other(
+    wrap: dict[str, Any], own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, names = tried(monkeypatch, "llama8b_fsdp.yaml", f"wrap={json.dumps(wrap)}")
+    assert own not in names
+    assert {"ddp", "fsdp-hybrid", "fsdp-tp4", "zero3-nvme"} <= {*names}
 
 
 def advised(

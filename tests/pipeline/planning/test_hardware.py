@@ -17,16 +17,9 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.doctor.report import MachineReport
 from pipeline.errors import UsageError
 from pipeline.execution.gpu_records import read_record, record_memory
+from pipeline.planning import hardware
 from pipeline.planning.forecast import Held
-from pipeline.planning.hardware import (
-    Hardware,
-    HardwareOptions,
-    Margins,
-    Rate,
-    margins_for,
-    resolve_hardware,
-    resolve_topology,
-)
+from pipeline.planning.hardware import Hardware, HardwareOptions, Margins, Rate, margins_for
 from pipeline.planning.memory_plan import shortages
 from pipeline.planning.shapes import Topology
 from tests.support.command import pipe
@@ -53,21 +46,21 @@ def test_machines_that_are_asked_about() -> None:
     given = {"gpus": 4, "nodes": 2, "memory": 60, "host_memory": 500, "interconnect": 50}
     machines = HardwareOptions(gpu="H100", **given)
     assert (machines.on_gpus, machines.procs) == (True, 8)
-    site = resolve_topology(machines, 8, "cuda")
+    site = hardware.resolve_topology(machines, 8, "cuda")
     assert (site.ranks, site.local_ranks, site.nodes) == (8, 4, 2)
-    found = resolve_hardware(machines, site, compute="bf16")
+    found = hardware.resolve_hardware(machines, site, compute="bf16")
     assert (found.device_memory, found.host_memory) == (60 * GIB, 500 * GIB)
     assert found.peak == 989.5e12
     assert found.rates["compute"] == Rate(989.5e12, "data sheet")
     assert found.rates["network between nodes"] == Rate(50e9, "rate as given")
-    assert resolve_hardware(machines, site, compute="fp32").rates["compute"].value == 67e12
+    assert hardware.resolve_hardware(machines, site, compute="fp32").rates["compute"].value == 67e12
     four = HardwareOptions(nodes=4)
-    assert (four.procs, resolve_topology(four, 32, "cuda").local_ranks) == (32, 8)
+    assert (four.procs, hardware.resolve_topology(four, 32, "cuda").local_ranks) == (32, 8)
 
 
 def test_a_measured_machine_goes_before_data_sheets() -> None:
     machines = HardwareOptions(gpu="H100", machine=machine(), host_memory=50, disk=3)
-    found = resolve_hardware(machines, NODE, compute="bf16")
+    found = hardware.resolve_hardware(machines, NODE, compute="bf16")
     assert (found.device_memory, found.host_memory) == (78 * GIB, 50 * GIB)
     measured = {part: rate.value for part, rate in found.rates.items() if rate.measured}
     assert measured == {"compute": 7e14, "network inside nodes": 3.5e11, "PCIe to the GPU": 5e10}
@@ -78,7 +71,7 @@ def test_a_measured_machine_goes_before_data_sheets() -> None:
 
 def test_a_gpu_without_bf16_computes_it_as_slowly_as_fp32() -> None:
     def rate(compute: str, **machines: Any) -> Rate:
-        found = resolve_hardware(HardwareOptions(**machines), NODE, compute=compute)
+        found = hardware.resolve_hardware(HardwareOptions(**machines), NODE, compute=compute)
         return found.rates["compute"]
 
     sheet = rate("bf16", gpu="V100 32G")
@@ -114,7 +107,7 @@ def test_an_unknown_gpu_is_refused_at_once(gpu: str, hint: str) -> None:
 )
 def test_what_contradicts_itself_is_refused(machines: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        resolve_hardware(HardwareOptions(**machines), NODE, compute="bf16")
+        hardware.resolve_hardware(HardwareOptions(**machines), NODE, compute="bf16")
 
 
 @pytest.mark.parametrize(

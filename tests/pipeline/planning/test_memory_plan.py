@@ -258,12 +258,11 @@ def test_each_of_two_trainings_is_planned() -> None:
     """The one that needs most in full, whichever it is."""
     both = RECIPES / "two_trainings.yaml"
     small = ["model.path=null", f"model.config={json.dumps(LLAMA)}", "model.chat_template=null"]
-    for most, other in (("train", "chat"), ("chat", "train")):
-        lengths = {
-            "novel": 2048 if most == "train" else 64,
-            "tickets": 64 if most == "train" else 2048,
-        }
-        fields = [*small, *(f"{slot}.sequence_length={size}" for slot, size in lengths.items())]
+    for most, other, of_most, of_other in (
+        ("train", "chat", "novel", "tickets"), ("chat", "train", "tickets", "novel"),
+    ):  # fmt: skip
+        lengths = f"{of_most}.sequence_length=2048", f"{of_other}.sequence_length=64"
+        fields = [*small, *lengths]
         record = planned(both, *fields, "--gpu", "H100", *MACHINE)
         assert record["training"] == most
         assert record["step"]["tokens"] == 8 * 2048

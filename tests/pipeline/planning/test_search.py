@@ -13,20 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import Problem, RecipeError, StageError
-from pipeline.planning import planner
+from pipeline.planning import planner, search
 from pipeline.planning.hardware import HardwareOptions
 from pipeline.planning.planner import Planners, Saving, Strategy, Tier
-from pipeline.planning.search import (
-    Candidate,
-    Changes,
-    SearchBase,
-    best,
-    choose,
-    most_saving,
-    on_more_nodes,
-    relaxed,
-    suited,
-)
+from pipeline.planning.search import Candidate, Changes, SearchBase, best, choose, relaxed, suited
 from pipeline.planning.shapes import Topology
 from pipeline.planning.step_time import StepTime
 
@@ -118,7 +108,7 @@ def planners(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_is_saved_is_needed(needs: int, saves: Mapping[str, int]) -> None:
     base = Fake(needs={"": needs}, saves=saves)
-    found = relaxed(most_saving(base, {}))
+    found = relaxed(search.most_saving(base, {}))
     too_much = needs - saves["again"] - saves["chunk"] - 4 - ROOM
     if not found.fits:
         assert too_much > max(saves["moments"], saves["frozen"])
@@ -126,9 +116,7 @@ def test_what_is_saved_is_needed(needs: int, saves: Mapping[str, int]) -> None:
     fields = [one.what for one in found.saved]
     narrowed = [saves[name] for name in ("moments", "frozen") if name in fields]
     assert len(narrowed) == (too_much > 0)
-    if (
-        not found.memory_plan.roomy
-    ):  # nothing that only costs time is left out, if it saves something
+    if not found.memory_plan.roomy:  # nothing that only costs time is left out, if it saves any
         assert {"smaller", *(name for name in ("again", "chunk") if saves[name])} <= {*fields}
         return
     assert not any(found.without(one).memory_plan.roomy for one in found.saved)
@@ -155,14 +143,14 @@ def test_what_costs_time_is_saved_before_what_is_computed(
     needs: int, cannot: dict[str, Any], expected: str
 ) -> None:
     base = Fake(needs={"": needs}, **cannot)
-    assert " ".join(one.what for one in relaxed(most_saving(base, {})).saved) == expected
-    assert not most_saving(base, {}, planner.AWAY).narrow
+    assert " ".join(one.what for one in relaxed(search.most_saving(base, {})).saved) == expected
+    assert not search.most_saving(base, {}, planner.AWAY).narrow
 
 
 def test_what_saves_nothing_is_left_out() -> None:
     """Not even where there is no head-room."""
     few = dict.fromkeys(SAVED, 1) | {"again": 0}
-    found = relaxed(most_saving(Fake(needs={"": 15}, saves=few), {}))
+    found = relaxed(search.most_saving(Fake(needs={"": 15}, saves=few), {}))
     assert (found.fits, found.memory_plan.roomy) == (True, False)
     assert "again" not in [one.what for one in found.saved]
 
@@ -224,7 +212,7 @@ def test_the_strategy_that_gives_up_least(needs: Sequence[int], expected: str) -
 @pytest.mark.parametrize(("needs", "nodes"), [(30, 2), (100, 8), (22 * 512, 512), (22 * 513, None)])
 def test_the_fewest_nodes_with_what_costs_time_alone(needs: int, nodes: int | None) -> None:
     node = Topology(ranks=8, local_ranks=8, device="cuda")
-    found = on_more_nodes(Fake(needs={"": needs}), node, {})
+    found = search.on_more_nodes(Fake(needs={"": needs}), node, {})
     assert (found and found.base.machines.nodes) == nodes
 
 

@@ -11,37 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from memories.cases import (
-    DORA,
-    EAGER,
-    GRADIENTS_ONLY,
-    HYBRID,
-    LATE,
-    LLAMA_1B,
-    NARROW,
-    Case,
-    hub,
-    llama,
-    own,
-)
+from memories import cases
+from memories.cases import DORA, EAGER, GRADIENTS_ONLY, HYBRID, LATE, NARROW, Case, hub, llama, own
 from memories.compare import job, profile_and_trace
 
+from pipeline import planning
 from pipeline.contracts.optimizer import Precision
 from pipeline.planning.estimate import AVERAGE, Estimate, ask_planners, combine, step_peaks
-from pipeline.planning.forecast import (
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    SAVE,
-    UPDATE,
-    Held,
-    Line,
-    Moment,
-    Part,
-    Peak,
-    Profile,
-    StrategyMemory,
-)
+from pipeline.planning.forecast import Held, Line, Moment, Part, Peak, Profile, StrategyMemory
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Topology, Weight
 from pipeline.planning.trace.profiling import profile as profile_of
 from stages.average.ema import EmaAverage
@@ -119,8 +96,9 @@ def test_states_are_those_of_the_zero_paper(wrap: Any, sharded: bool, ranks: int
     moments; stage 3 shards all of it."""
     profile = model(blocks=4, rows=512, words=1024)
     each = (2 * 1024 + 4 * 512) * 64 // (ranks if sharded else 1)
-    held = peaks(profile, share(wrap, profile, ranks))[UPDATE].items
-    assert held == {PARAMETERS: 4 * each, GRADIENTS: 4 * each, OPTIMIZER: 8 * each}
+    held = peaks(profile, share(wrap, profile, ranks))[planning.UPDATE].items
+    states = planning.PARAMETERS, planning.GRADIENTS, planning.OPTIMIZER
+    assert held == dict(zip(states, (4 * each, 4 * each, 8 * each), strict=True))
 
 
 def test_a_block_in_backward_by_hand() -> None:
@@ -144,7 +122,7 @@ def test_an_average_is_four_bytes_of_what_a_rank_updates(wrap: Any) -> None:
     elements, place = averaged.masters
     assert elements == profile.model.trained // (1 if isinstance(wrap, Ddp) else 4)
     found = step_peaks(profile, averaged, samples=1, microbatches=1)[place]
-    assert found[SAVE].items[AVERAGE] == 4 * elements
+    assert found[planning.SAVE].items[AVERAGE] == 4 * elements
     assert plain.averaged == 0
 
 
@@ -279,7 +257,7 @@ def test_one_ranks_part_takes_what_the_oracle_takes(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", LARGE)
 def test_a_wide_model_too(name: str) -> None:
-    assert apart(model=hub(LLAMA_1B, again=1), ranks=4, length=192, **LARGE[name]) < BOUND
+    assert apart(model=hub(cases.LLAMA_1B, again=1), ranks=4, length=192, **LARGE[name]) < BOUND
 
 
 profiles = st.builds(
