@@ -27,6 +27,7 @@ from stages.data import sources, tokenize
 from stages.data.cache import Counts, cache_errors, cache_folder, prepare_locally
 from stages.data.documents import DocumentEntries
 from stages.data.fields import StreamFields
+from stages.data.rows import KNOWN
 from stages.data.samples import CountedSamples, Indices, TokenBlocks, block_count
 from stages.data.sources import Part, Patterns, Source
 from stages.digests import content_digest, digest
@@ -79,8 +80,8 @@ def list_shards(patterns: Patterns) -> list[Shard]:
             raise StageError(f"no such file: {pattern}")
         found.update((shard.address, shard) for shard in matches)
     for address in found:
-        for problem in sources.kind_problems("shards", address):
-            raise StageError(problem.message, hint=problem.hint)
+        if not address.endswith(KNOWN):
+            raise StageError(f"{address}: unknown kind of file", hint=sources.CONVERT)
     return list(found.values())
 
 
