@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from pipeline import Context
     from pipeline.planning import AdviceRequest
 
-TOKENS = 8192
-"""Tokens of a forward pass on one GPU, if the request does not say: enough to keep it busy."""
-TOKENS_ON_CPUS = 1024
-"""The same on CPUs, which a single short sample keeps waiting for memory."""
+MOST_TOKENS = {True: 8192, False: 1024}
+"""Tokens of a forward pass, if the request does not say, on one GPU: enough to keep it busy; or on
+CPUs, which a single short sample keeps waiting for memory."""
 SEQUENCE = 4096
 """Tokens of a sample, if neither the request nor its data says."""
 FEW = 2_000_000_000
@@ -43,7 +42,7 @@ class Finetune:
     def __call__(self, request: AdviceRequest) -> Mapping[str, Mapping[str, Any]]:
         """Return the slots, with an empty one for the strategy."""
         chosen, found = _choices(request), request.survey
-        most = request.micro_batch or max(_most_tokens(request) // chosen.sequence, 1)
+        most = request.micro_batch or max(MOST_TOKENS[request.on_gpus] // chosen.sequence, 1)
         # The attention that the architecture has, where it is not the default.
         kind = (config_at_hand(HfModel(**request.model)) or {}).get("model_type")
         best = suited_attention(str(kind), "cuda" if request.on_gpus else "cpu")
@@ -124,7 +123,7 @@ class Finetune:
             yield f"{name} {'null' if value is None else value}: {chosen.why[name]}"
         if "generate" in train:
             yield "generate: a question from the data, answered before and after training"
-        most = f"at most {_most_tokens(request):,} tokens per pass"
+        most = f"at most {MOST_TOKENS[request.on_gpus]:,} tokens per pass"
         yield f"micro_batch_size {train['micro_batch_size']}: {most}"
         rate, other = _rate(request), _rate(replace(request, lora=not lora))[0]
         others = "all weights" if lora else "LoRA"
@@ -155,10 +154,6 @@ def _choices(request: AdviceRequest) -> Choices:
         )
     batch, length = request.global_batch, request.sequence
     return choose(request.survey, sequence=length, batch=batch, ranks=request.ranks)
-
-
-def _most_tokens(request: AdviceRequest) -> int:
-    return TOKENS if request.on_gpus else TOKENS_ON_CPUS
 
 
 def _rate(request: AdviceRequest) -> tuple[float, str]:

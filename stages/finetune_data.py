@@ -52,11 +52,13 @@ class _Some:
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
-        self._share, self._characters, self._random = 1.0, 0, random.Random(0)
+        self.share = 1.0
+        """Of the rows that were added; 1 if all are here."""
+        self._characters, self._random = 0, random.Random(0)
 
     def add(self, row: Row) -> None:
         """Keep a row, or not."""
-        if self._random.random() >= self._share:
+        if self._random.random() >= self.share:
             return
         self.rows.append(row)
         self._characters += _characters(row.value)
@@ -64,12 +66,7 @@ class _Some:
             chosen = [one for one in self.rows if self._random.random() < 0.5]
             self.rows = chosen or self.rows[-1:]  # a row of any size is better than none
             self._characters = sum(_characters(one.value) for one in self.rows)
-            self._share /= 2
-
-    @property
-    def whole(self) -> bool:
-        """Whether all rows are here."""
-        return self._share == 1
+            self.share /= 2
 
 
 def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
@@ -108,15 +105,12 @@ def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
         for what, count, first in mistakes.kinds()
     )
     if not lengths:
-        if not forms and not broken:
-            raise UsageError(f"{file} has no rows")
-        what = broken[0].what if broken else "they have no tokens"
-        raise UsageError(f"no row of {file} can be trained on: {what}")
+        raise UsageError(f"no row of {file} can be trained on: {broken[0].what}")
     first = min(empty, key=lambda row: row.number, default=None)
     short = (_prompt(row) for row in found if source)
     return DataSurvey(
         form=FORMS[form], rows=sum(forms.values()) + rows, lengths=sorted(lengths), broken=broken,
-        all_read=kept.whole and source is not None, running=form == "text", template=template,
+        all_read=kept.share == 1 and source is not None, running=form == "text", template=template,
         empty=None if first is None
         else Broken(EMPTY, len(empty), f"{Path(first.file).name}:{first.number}"),
         prompt=next(filter(None, short), None), **facts,

@@ -109,9 +109,8 @@ def name_problems(names: Names) -> Iterator[Problem]:
     for key in names.columns:
         if key not in (*_ROW, *_MESSAGE):
             known = (*_ROW, *_MESSAGE)
-            hint = did_you_mean(key, known) or f"known: {', '.join(known)}"
             message = "is not a key of a row or a message"
-            yield Problem(message=message, key=f"columns.{key}", hint=hint)
+            yield Problem(message=message, key=f"columns.{key}", hint=did_you_mean(key, known))
     for level in (_ROW, _MESSAGE):
         seen: dict[str, str] = {}
         for key, name in names.columns.items():
@@ -121,7 +120,7 @@ def name_problems(names: Names) -> Iterator[Problem]:
     roles = (*ROLES, _CALL, *names.roles)
     for name, role in names.role_names.items():
         if role not in roles:
-            hint = did_you_mean(role, roles) or f"known: {', '.join(roles)}; `roles` adds others"
+            hint = f"{did_you_mean(role, roles)}; `roles` adds others"
             yield Problem(message=f"{role!r} is not a role", key=f"role_names.{name}", hint=hint)
 
 
@@ -296,8 +295,8 @@ def _role(row: Row, role: Any, where: str, names: Names, more: Sequence[str] = (
     text = names.role_names.get(text, text)
     known = (*more, *ROLES, *names.roles)
     if text not in known:
-        hint = did_you_mean(text, known) or "`role_names` says which role is meant by a name"
-        raise row.error(f"`{where}` is {text!r}, which is not a known role", hint=hint)
+        message = f"`{where}` is {text!r}, which is not a known role"
+        raise row.error(message, hint=did_you_mean(text, known))
     return text
 
 

@@ -84,13 +84,10 @@ class Mistakes:
         self._varied = set[str]()
         """Kinds whose mistakes differ in their words."""
         self._kinds = Counter[str]()
+        self.count = 0
+        """Number of rows with a mistake."""
         self._errors: list[DataError] = []
         """The first mistakes that were found, at most MOST."""
-
-    @property
-    def count(self) -> int:
-        """Number of rows with a mistake."""
-        return self._kinds.total()
 
     @property
     def enough(self) -> bool:
@@ -112,6 +109,7 @@ class Mistakes:
         if self._place(error) < self._place(known):
             self._first[kind] = error
         self._kinds[kind] += 1
+        self.count += 1
         if len(self._errors) < MOST:
             self._errors.append(error)
 
@@ -125,11 +123,19 @@ class Mistakes:
         """Return the index of the part of a name."""
         return self._numbers[str(file)]
 
-    def check(self, rows: int) -> None:
-        """Raise the DataError of the only mistake, or BadRows; nothing where rows are dropped.
-        `rows`: number of rows that were read, including those with mistakes."""
-        if self._treatment == "drop" or not self.count:
-            return
+    def check(self, rows: int) -> list[Note]:
+        """Return notes on the rows that were dropped. Where mistakes are errors, raises the
+        DataError of the only one, or BadRows. `rows`: number of rows that were read, including
+        those with mistakes."""
+        if not self.count:
+            return []
+        kinds = [*self.kinds()]
+        if self._treatment == "drop":
+            what = "that cannot be trained on"
+            return [
+                Note(f"dropped {counted(n, 'rows')} {what}: {words}", *self._place(one))
+                for words, n, one in kinds
+            ]
         first = sorted(self._errors, key=self._place)[:SHOWN]
         if self.count == 1:
             raise first[0]
@@ -139,21 +145,13 @@ class Mistakes:
         elif self.count > len(first):
             head += f": the first {len(first)}"
         lines = [f"{head}:", *(f"  {_cut(str(error))}" for error in first)]
-        if len(self._kinds) < len(first):
-            common = [*self.kinds()][:SHOWN]
+        if len(kinds) < len(first):
+            common = kinds[:SHOWN]
             lines += ["by kind:", *(f"  {counted(n, 'rows')}: {words}" for words, n, _ in common)]
             if rest := self.count - sum(count for _, count, _ in common):
                 lines.append(f"  {counted(rest, 'rows')} of other kinds")
         lines.append("`bad_rows: drop` leaves such rows out")
         raise BadRows("\n".join(lines), rows=first, kinds=self._kinds)
-
-    def notes(self) -> list[Note]:
-        """Return what was dropped, as notes on the source."""
-        what = "that cannot be trained on"
-        return [
-            Note(f"dropped {counted(n, 'rows')} {what}: {words}", *self._place(first))
-            for words, n, first in self.kinds()
-        ]
 
     def kinds(self) -> Iterator[tuple[str, int, DataError]]:
         """Yield each kind of mistake in words, its number, and the first; most frequent first."""

@@ -28,8 +28,9 @@ from pipeline import (
     Samples,
     StageError,
 )
+from pipeline.utils import cache_folder
 from stages.data import tokenize
-from stages.data.cache import Counts, Entry, VerifiedArray, cache_folder, prepare, prepare_locally
+from stages.data.cache import Counts, Entry, VerifiedArray, prepare, prepare_locally
 from stages.data.fields import Selection
 from stages.data.mistakes import NOTES, Note, together
 from stages.data.sources import OpenedSource, Source
@@ -70,9 +71,12 @@ class MaskedSamples(CountedSamples):
     """Samples `first` ... `first` + `count` - 1 of an entry of rows."""
 
     def __init__(self, entry: Entry, dtype: str, first: int, count: int) -> None:
-        self._targets = entry.array(TARGETS, "<i4")[first : first + count]
-        self._tokens, self._trained = entry.array(TOKENS, dtype), entry.array(TRAINED, "u1")
-        self._offsets = entry.array(OFFSETS, "<i8")[first : first + count + 1]
+        self._targets = VerifiedArray(entry.folder / TARGETS, "<i4")[first : first + count]
+        self._tokens, self._trained = (
+            VerifiedArray(entry.folder / TOKENS, dtype),
+            VerifiedArray(entry.folder / TRAINED, "u1"),
+        )
+        self._offsets = VerifiedArray(entry.folder / OFFSETS, "<i8")[first : first + count + 1]
         """Start of each sample's tokens, and end of the last."""
 
     def __len__(self) -> int:
@@ -105,8 +109,10 @@ class PackedSamples(CountedSamples):
     row is cut, and none predicts the first token of the next."""
 
     def __init__(self, rows: Samples, entry: Entry) -> None:
-        self._rows, self._members = rows, entry.array(ROWS, "<i8")[:]
-        self._offsets, self._targets = (entry.array(n, "<i8")[:] for n in (OFFSETS, TARGETS))
+        self._rows, self._members = rows, VerifiedArray(entry.folder / ROWS, "<i8")[:]
+        self._offsets, self._targets = (
+            VerifiedArray(entry.folder / n, "<i8")[:] for n in (OFFSETS, TARGETS)
+        )
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -177,13 +183,9 @@ class TokenBlocks(CountedSamples):
     def __len__(self) -> int:
         return self._count
 
-    def _bounds(self, indices: Any) -> tuple[Any, Any]:
-        """Return the start and end in the stream of one window, or of an array of them."""
-        starts = (self._first + self.within(indices)) * self._length
-        return starts, np.minimum(starts + self._length + 1, len(self._tokens))
-
     def counted(self, indices: Indices) -> Indices:
-        begin, end = self._bounds(indices)
+        begin = (self._first + self.within(indices)) * self._length
+        end = np.minimum(begin + self._length + 1, len(self._tokens))
         counts = np.array([(end - begin - 1).sum(), len(indices)])
         if self._starts is not None:
             first, last, after = np.searchsorted(self._starts, [begin + 1, end - 1, end])
@@ -191,7 +193,8 @@ class TokenBlocks(CountedSamples):
         return counts
 
     def __getitem__(self, index: int) -> Sample:
-        start, stop = map(int, self._bounds(index))
+        start = int(self._first + self.within(index)) * self._length
+        stop = min(start + self._length + 1, len(self._tokens))
         window = np.asarray(self._tokens[start:stop], dtype=np.int64)
         inputs, labels = window[:-1], window[1:]
         if self._starts is None:
@@ -258,8 +261,12 @@ def mixed(
 class Entries(ABC):
     """Tokenises sources into cache entries, and opens them as samples."""
 
-    def __init__(self, ctx: Context, model: ModelSource) -> None:
+    def __init__(self, ctx: Context, model: ModelSource, cache: str | None) -> None:
+        """`cache` is the folder of the entries, else the user's is."""
         self.ctx, self.model, self.tokenizer = ctx, model, model.tokenizer()
+        self.cache = Path(cache).expanduser() if cache else cache_folder()
+        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        self.pad_id = next(int(token) for token in known if token is not None)
 
     @abstractmethod
     def key(self, opened: OpenedSource) -> str:
@@ -289,16 +296,16 @@ class Entries(ABC):
         """Return the number of first samples, near `count`, that may be parted from the rest."""
         return count
 
-    def open(self, sources: Sequence[Source], cache: str | None) -> list[Entry]:
+    def open(self, sources: Sequence[Source]) -> list[Entry]:
         """Return the cache entries of sources, tokenised if they are absent (collective). Raises
         the DataError or BadRows of all sources together."""
         opened = list(map(OpenedSource, sources))
-        folder, errors, log = cache_folder(cache), list[DataError | BadRows](), self.ctx.log
+        errors, log = list[DataError | BadRows](), self.ctx.log
         if len(sources) > 1:  # all, whatever is wrong with others
             with self.ctx.dist.rank0_first() as main:
                 for each in opened if main else ():
                     try:
-                        prepare_locally(folder, self.key(each), partial(self.build, each))
+                        prepare_locally(self.cache, self.key(each), partial(self.build, each))
                     except (DataError, BadRows) as error:
                         errors.append(error)
                 if errors:
@@ -307,7 +314,7 @@ class Entries(ABC):
         for each in opened:
             started = time.monotonic()
             key, build = partial(self.key, each), partial(self.build, each)
-            entries.append(entry := prepare(self.ctx, folder, key, build))
+            entries.append(entry := prepare(self.ctx, self.cache, key, build))
             tokenize.check_ids(self.model, entry.counts["largest"])
             seconds = time.monotonic() - started
             log.info("%s: %s, %.1f s", each.source, ", ".join(self.told(entry.counts)), seconds)
@@ -316,14 +323,14 @@ class Entries(ABC):
             )
             if self.ctx.dist.is_main and (entry.folder / NOTES).exists():
                 names = [part.name for part in each.parts]
-                for note in json.loads(entry.array(NOTES, "u1")[:].tobytes()):
+                for note in json.loads(VerifiedArray(entry.folder / NOTES, "u1")[:].tobytes()):
                     log.warning("%s", Note(**note).told(names))
         return entries
 
     def data(self, fields: Selection, *, packed: bool) -> Data:
         """Return the samples of a stage's sources (collective)."""
-        sources, fraction = fields.trained_on(), fields.heldout_fraction
-        entries = self.open((*sources, *fields.held_out()), fields.cache)
+        (sources, heldout), fraction = fields.all_sources(), fields.heldout_fraction
+        entries = self.open((*sources, *heldout))
         train, held = list[CountedSamples](), list[CountedSamples]()
         for entry in entries[: len(sources)]:
             size = self.size(entry)
@@ -333,9 +340,9 @@ class Entries(ABC):
                     f"holding out {fraction:g} of {size} samples leaves none to train on",
                     hint="use more data, shorter samples or `heldout_files`",
                 )
-            cut = self.cut(entry, size - last)
+            cut = self.cut(entry, size - last) if last else size
             train.append(self.samples(entry, 0, cut))
-            if fraction:
+            if last:
                 held.append(self.samples(entry, cut, size - cut))
         for entry in entries[len(sources) :]:
             held.append(self.samples(entry, 0, self.size(entry)))
@@ -343,7 +350,7 @@ class Entries(ABC):
         return Data(
             train=mixed(train, weights),
             heldout=mixed(held) if held else None,
-            pad_id=tokenize.pad_id(self.tokenizer),
+            pad_id=self.pad_id,
             packed=packed,
             identity={
                 "weights": json.dumps(weights),

@@ -65,7 +65,7 @@ def find_files(patterns: Patterns) -> list[Path]:
     matches of a pattern are sorted, and end after MOST_FILES + 1. Patterns without a match are
     skipped."""
     found: dict[Path, None] = {}
-    for pattern in map(os.path.expanduser, each_pattern(patterns)):  # noqa: PTH111 (not a path)
+    for pattern in map(os.path.expanduser, each_pattern(patterns)):
         names = {pattern} if Path(pattern).is_file() else set[str]()
         if not names and not _EVERYTHING.match(pattern):
             for name in glob.iglob(pattern, recursive=True):  # noqa: PTH207 (absolute patterns)

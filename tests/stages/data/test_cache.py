@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline import StageError
+from pipeline.utils import cache_folder
 from stages.data import cache
 from stages.data.cache import VerifiedArray, write_sums
 from stages.data.documents import DocumentEntries
@@ -244,7 +245,7 @@ def test_machines_without_a_common_disk(tmp_path: Path) -> None:
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.cache_folder() == tmp_path / "pipetrain"
+    assert cache_folder() == tmp_path / "pipetrain"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache.cache_folder() == tmp_path / "home/.cache/pipetrain"
+    assert cache_folder() == tmp_path / "home/.cache/pipetrain"
