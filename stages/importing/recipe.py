@@ -159,9 +159,9 @@ def _put_wrap(draft: Draft) -> None:
         (use == "wrap.zero", "whole_layers", "deepspeed.tensor"),
     ):
         draft.drop(why(reason), *(one for one in axes if _ranks(draft, one) > 1), when=not taken)
-    for axis, field in (("ring", "context"), ("sequence", "context")):
-        _put_axis(draft, f"parallel.{axis}", field)
-    _put_axis(draft, "deepspeed.tensor", "tensor")
+    for axis in filter(lambda axis: _ranks(draft, axis) > 1, SHARING):
+        field = "tensor" if axis.endswith(".tensor") else "context"
+        draft.put(f"wrap.{field}_parallel.size", _ranks(draft, axis), axis)
     axes = ["parallel.replicate", *SHARING]
     procs, ranks = draft.request.procs or draft.value("procs"), _ranks(draft, *axes)
     if procs is not None and procs % ranks:
@@ -174,11 +174,6 @@ def _ranks(draft: Draft, *axes: str) -> int:
     return math.prod(int(draft.value(axis, 1)) for axis in axes)
 
 
-def _put_axis(draft: Draft, axis: str, field: str) -> None:
-    if (size := _ranks(draft, axis)) > 1:
-        draft.put(f"wrap.{field}_parallel.size", size, axis)
-
-
 def _put_fsdp_axes(draft: Draft) -> None:
     procs, total = draft.value("procs"), _ranks(draft, *FSDP_AXES)
     replicate, shard, _, context = (_ranks(draft, axis) for axis in FSDP_AXES)
@@ -186,14 +181,11 @@ def _put_fsdp_axes(draft: Draft) -> None:
         draft.drop(why("unequal_sizes", total, procs), *filter(draft.given, FSDP_AXES))
     elif replicate > 1 and shard == 1 and total > replicate:
         draft.drop(why("only_sharded"), *FSDP_AXES[2:])
-    else:
-        _put_axis(draft, "parallel.tensor", "tensor")
-        _put_axis(draft, "parallel.context", "context")
-        if replicate > 1:
-            draft.drop(why("idle"), "fsdp.sharding")
-            draft.put("wrap.sharding", "hybrid_shard", "parallel.replicate")
-            if draft.known("parallel.shard"):  # ranks that share a sample share its shards too
-                draft.put("wrap.shard_size", shard * context, "parallel.shard")
+    elif replicate > 1:
+        draft.drop(why("idle"), "fsdp.sharding")
+        draft.put("wrap.sharding", "hybrid_shard", "parallel.replicate")
+        if draft.known("parallel.shard"):  # ranks that share a sample share its shards too
+            draft.put("wrap.shard_size", shard * context, "parallel.shard")
 
 
 def part_of_epoch(part: Fraction) -> str:
@@ -240,9 +232,8 @@ def _put_train(draft: Draft) -> None:
         draft.drop(why("replaced", "--procs"), "procs")
         draft.put("launch.procs", procs)
     else:
-        draft.default(
-            "procs", 1, "distributed_type is NO", when=draft.value("distributed") == "one"
-        )
+        alone = draft.value("distributed") == "one"
+        draft.default("procs", 1, "distributed_type is NO", when=alone)
         draft.copy("procs", "launch.procs")
     procs = procs or draft.value("procs")
     facts = ("global_batch", "train.micro_batch_size", "accumulation", "procs")

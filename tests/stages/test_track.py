@@ -185,6 +185,26 @@ def test_trackio_of_two_runs_whose_folders_have_the_same_name(
 
 
 @pytest.mark.parametrize("stage", [TrackTensorboard, TrackMlflow, TrackWandb, TrackTrackio])
+@pytest.mark.parametrize(
+    ("stage", "made"),
+    [
+        (TrackSqlite(file="~/runs.sqlite"), "runs.sqlite"),
+        (TrackTensorboard(folder="~/boards"), "boards/my-run"),
+        (TrackMlflow(tracking_uri="sqlite:///../mlflow.db", artifacts="~/files"), "files"),
+    ],
+)  # fmt: skip
+def test_a_tilde_is_the_home(
+    stage: TrackerStage, made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("home", "work"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "work")
+    tracked(stage, tmp_path / "run")
+    assert (tmp_path / "home" / made).exists()
+    assert not list((tmp_path / "work").iterdir())
+
+
 def test_a_package_that_is_missing_is_found_before_the_start(
     stage: type[TrackerStage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
