@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.finetune_choices import BATCH, Choices, DataSurvey, choose
+from stages.finetune_choices import DataSurvey, choose
 from stages.model.compat import suited_attention
 from stages.model.files import config_at_hand
 from stages.model.hf import HfModel
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 MOST_TOKENS = {True: 8192, False: 1024}
 """Tokens of a forward pass, if the request does not say, on one GPU: enough to keep it busy; or on
 CPUs, which a single short sample keeps waiting for memory."""
-SEQUENCE = 4096
-"""Tokens of a sample, if neither the request nor its data says."""
 FEW = 2_000_000_000
 """Parameters up to which all weights are trained, unless the request says."""
 SMALL = 1_000_000_000
@@ -41,7 +39,8 @@ class Finetune:
 
     def __call__(self, request: AdviceRequest) -> Mapping[str, Mapping[str, Any]]:
         """Return the slots, with an empty one for the strategy."""
-        chosen, found = _choices(request), request.survey
+        found, batch = request.survey, request.global_batch
+        chosen = choose(found, sequence=request.sequence, batch=batch, ranks=request.ranks)
         most = request.micro_batch or max(MOST_TOKENS[request.on_gpus] // chosen.sequence, 1)
         # The attention that the architecture has, where it is not the default.
         kind = (config_at_hand(HfModel(**request.model)) or {}).get("model_type")
@@ -111,7 +110,8 @@ class Finetune:
         if request.survey is None:
             return
         yield from request.survey.lines()
-        chosen = _choices(request)
+        length, batch = request.sequence, request.global_batch
+        chosen = choose(request.survey, sequence=length, batch=batch, ranks=request.ranks)
         train, optimizer, lora = slots["train"], slots["optimizer"], request.lora
         values = {
             "sequence_length": chosen.sequence, "bad_rows": chosen.bad_rows,
@@ -143,17 +143,6 @@ class Finetune:
         yield f"export.dtype {dtype}: half the size of fp32, as most models have it"
         if request.survey.template:
             yield f"chat_template {request.survey.template}: the tokenizer has none"
-
-
-def _choices(request: AdviceRequest) -> Choices:
-    """The numbers by the data, or the defaults without it."""
-    if request.survey is None:
-        return Choices(
-            sequence=request.sequence or SEQUENCE,
-            batch=request.global_batch or max(BATCH, request.ranks),
-        )
-    batch, length = request.global_batch, request.sequence
-    return choose(request.survey, sequence=length, batch=batch, ranks=request.ranks)
 
 
 def _rate(request: AdviceRequest) -> tuple[float, str]:

@@ -14,7 +14,7 @@ import numpy as np
 from pipeline import Context, ModelSource, StageError
 from pipeline.utils import activity, counted
 from stages.data import encode, samples, tokenize
-from stages.data.cache import KEYS, Counts, Entry, VerifiedArray, prepare
+from stages.data.cache import KEYS, Counts, Entry, prepare
 from stages.data.fields import ChatFields
 from stages.data.forms import rows_with_forms
 from stages.data.mistakes import Mistake, Mistakes, Note, write_notes
@@ -214,19 +214,6 @@ class ChatEntries(Entries):
 
     def size(self, entry: Entry) -> int:
         return entry.counts["samples"]
-
-    def cut(self, entry: Entry, count: int) -> int:
-        """Return the number of first samples nearest to `count` after which a row ends: of a
-        conversation whose turns are samples, none is held out while others are trained on."""
-        if not (entry.folder / samples.ROWS).exists():
-            return count
-        starts = VerifiedArray(entry.folder / samples.ROWS, "<i8")[:]
-        if len(starts) == 1:
-            raise StageError(
-                "holding out a part of one conversation leaves none to train on",
-                hint="use more data or `heldout_files`",
-            )
-        return int(starts[1:][np.abs(starts[1:] - count).argmin()])
 
     def samples(self, entry: Entry, first: int, count: int) -> CountedSamples:
         rows = samples.MaskedSamples(entry, self.dtype, first, count)

@@ -44,7 +44,12 @@ Indices = NDArray[np.int64]
 
 
 class CountedSamples(Samples):
-    """Samples whose targets and documents are known without reading them."""
+    """Samples whose number, targets and documents are known without reading them."""
+
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
 
     @abstractmethod
     def counted(self, indices: Indices) -> Indices:
@@ -71,6 +76,7 @@ class MaskedSamples(CountedSamples):
     """Samples `first` ... `first` + `count` - 1 of an entry of rows."""
 
     def __init__(self, entry: Entry, dtype: str, first: int, count: int) -> None:
+        self.size = count
         self._targets = VerifiedArray(entry.folder / TARGETS, "<i4")[first : first + count]
         self._tokens, self._trained = (
             VerifiedArray(entry.folder / TOKENS, dtype),
@@ -78,9 +84,6 @@ class MaskedSamples(CountedSamples):
         )
         self._offsets = VerifiedArray(entry.folder / OFFSETS, "<i8")[first : first + count + 1]
         """Start of each sample's tokens, and end of the last."""
-
-    def __len__(self) -> int:
-        return len(self._targets)
 
     def counted(self, indices: Indices) -> Indices:
         return np.array([self._targets[self.within(indices)].sum(), len(indices)])
@@ -113,9 +116,7 @@ class PackedSamples(CountedSamples):
         self._offsets, self._targets = (
             VerifiedArray(entry.folder / n, "<i8")[:] for n in (OFFSETS, TARGETS)
         )
-
-    def __len__(self) -> int:
-        return len(self._targets)
+        self.size = len(self._targets)
 
     def counted(self, indices: Indices) -> Indices:
         rows = self._offsets[self.within(indices) + 1] - self._offsets[indices]
@@ -178,10 +179,7 @@ class TokenBlocks(CountedSamples):
         starts: NDArray[Any] | None = None,
     ) -> None:
         self._tokens, self._length, self._first, self._starts = tokens, length, first, starts
-        self._count = block_count(len(tokens), length) - first if count is None else count
-
-    def __len__(self) -> int:
-        return self._count
+        self.size = block_count(len(tokens), length) - first if count is None else count
 
     def counted(self, indices: Indices) -> Indices:
         begin = (self._first + self.within(indices)) * self._length
@@ -224,9 +222,7 @@ class Mixture(CountedSamples):
 
     def __init__(self, parts: Sequence[CountedSamples], counts: Sequence[int]) -> None:
         self._parts, self._starts = parts, [0, *itertools.accumulate(counts)]
-
-    def __len__(self) -> int:
-        return self._starts[-1]
+        self.size = self._starts[-1]
 
     def __getitem__(self, index: int) -> Sample:
         part = bisect.bisect_right(self._starts, self.within(index)) - 1
@@ -293,8 +289,17 @@ class Entries(ABC):
         """Open some samples of an entry (collective)."""
 
     def cut(self, entry: Entry, count: int) -> int:
-        """Return the number of first samples, near `count`, that may be parted from the rest."""
-        return count
+        """Return the number of first samples nearest to `count` after which a row ends: of a
+        conversation whose turns are samples, none is held out while others are trained on."""
+        if not (entry.folder / ROWS).exists():
+            return count
+        starts = VerifiedArray(entry.folder / ROWS, "<i8")[:]
+        if len(starts) == 1:
+            raise StageError(
+                "holding out a part of one conversation leaves none to train on",
+                hint="use more data or `heldout_files`",
+            )
+        return int(starts[1:][np.abs(starts[1:] - count).argmin()])
 
     def open(self, sources: Sequence[Source]) -> list[Entry]:
         """Return the cache entries of sources, tokenised if they are absent (collective). Raises
