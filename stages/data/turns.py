@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -244,7 +243,7 @@ class Turns:
         with contextlib.suppress(Refused):
             asked = self.rendered.of(self.chat, user)
             asking = self.rendered.of(self.chat, user, prompt=True)
-            common = len(os.path.commonprefix([asked, asking]))
+            common = _common(asked, asking)
             prompt = asking[common if common == len(asked) else self._complete(asking, common) :]
             for header in (prompt, _OPENED.sub("", prompt)):
                 place = self.text.find(header, 0, end)
@@ -285,7 +284,7 @@ class Turns:
             return -1
         here, there = (whole.ends[anchor], part.ends[anchor]) if anchor else (0, 0)
         rest = part.text[there:]
-        common = len(os.path.commonprefix([rest, whole.text[here:]]))
+        common = _common(rest, whole.text[here:])
         if common < len(rest):
             common = self._complete(rest, common)
             if other_end and self.special.search(rest, common):
@@ -330,3 +329,9 @@ class Turns:
         except Refused:
             return None
         return found
+
+
+def _common(one: str, other: str) -> int:
+    """Return the number of characters that two texts begin with in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
