@@ -143,7 +143,7 @@ class ChatEntries(Entries):
         results = tokenize.map_batches(encoder.batch, batches, self.fields.workers)
         counts, times, first = self._write(folder, results, mistakes)
         notes = mistakes.check(counts["rows"]) + [
-            Note(text, mistakes.part(row.file), row.number, place, _KEPT if place else "")
+            Note(text, *mistakes.place(row.file, row.number), place, _KEPT if place else "")
             for text, row, place in (
                 (what.format(counted(times[what], "rows")), *seen) for what, seen in first.items()
             )

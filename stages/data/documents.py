@@ -186,7 +186,7 @@ class DocumentEntries(Entries):
         notes = mistakes.check(counts["documents"] + mistakes.count)
         if changed is not None:
             said = f"{counted(counts[CHANGED], 'documents')} {tokenize.FORMATTED}"
-            notes.append(Note(said, mistakes.part(changed.file), changed.row))
+            notes.append(Note(said, *mistakes.place(changed.file, changed.row)))
         return counts | ({BAD: mistakes.count} if mistakes.count else {}), notes
 
     def write(self, folder: Path, documents: Iterable[Document]) -> tuple[Counts, Document | None]:

@@ -106,7 +106,7 @@ class Mistakes:
         known = self._first.setdefault(kind, error)
         if known.message != error.message:
             self._varied.add(kind)
-        if self._place(error) < self._place(known):
+        if self.place(error.file, error.row) < self.place(known.file, known.row):
             self._first[kind] = error
         self._kinds[kind] += 1
         self.count += 1
@@ -119,9 +119,9 @@ class Mistakes:
             raise error
         self.add(error)
 
-    def part(self, file: str | Path) -> int:
-        """Return the index of the part of a name."""
-        return self._numbers[str(file)]
+    def place(self, file: str | Path, row: int | None) -> tuple[int, int]:
+        """Return the index of the part of a name, and the number of the row, as in a Note."""
+        return self._numbers[str(file)], row or 0
 
     def check(self, rows: int) -> list[Note]:
         """Return notes on the rows that were dropped. Where mistakes are errors, raises the
@@ -133,10 +133,12 @@ class Mistakes:
         if self._treatment == "drop":
             what = "that cannot be trained on"
             return [
-                Note(f"dropped {counted(n, 'rows')} {what}: {words}", *self._place(one))
+                Note(
+                    f"dropped {counted(n, 'rows')} {what}: {words}", *self.place(one.file, one.row)
+                )
                 for words, n, one in kinds
             ]
-        first = sorted(self._errors, key=self._place)[:SHOWN]
+        first = sorted(self._errors, key=lambda each: self.place(each.file, each.row))[:SHOWN]
         if self.count == 1:
             raise first[0]
         head = f"{self.count:,} of {counted(rows, 'rows')} cannot be trained on"
@@ -158,9 +160,6 @@ class Mistakes:
         for kind, count in self._kinds.most_common():
             first = self._first[kind]
             yield _cut(kind if kind in self._varied else first.message), count, first
-
-    def _place(self, error: DataError) -> tuple[int, int]:
-        return self.part(error.file), error.row or 0
 
 
 def together(errors: Sequence[DataError | BadRows]) -> DataError | BadRows:
