@@ -261,8 +261,6 @@ class Entries(ABC):
         """`cache` is the folder of the entries, else the user's is."""
         self.ctx, self.model, self.tokenizer = ctx, model, model.tokenizer()
         self.cache = Path(cache).expanduser() if cache else cache_folder()
-        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
-        self.pad_id = next(int(token) for token in known if token is not None)
 
     @abstractmethod
     def key(self, opened: OpenedSource) -> str:
@@ -304,25 +302,25 @@ class Entries(ABC):
     def open(self, sources: Sequence[Source]) -> list[Entry]:
         """Return the cache entries of sources, tokenised if they are absent (collective). Raises
         the DataError or BadRows of all sources together."""
-        opened = list(map(OpenedSource, sources))
-        errors, log = list[DataError | BadRows](), self.ctx.log
-        if len(sources) > 1:  # all, whatever is wrong with others
-            with self.ctx.dist.rank0_first() as main:
-                for each in opened if main else ():
-                    try:
-                        prepare_locally(self.cache, self.key(each), partial(self.build, each))
-                    except (DataError, BadRows) as error:
-                        errors.append(error)
-                if errors:
-                    raise together(errors)
-        entries = list[Entry]()
-        for each in opened:
-            started = time.monotonic()
+        opened, seconds = list(map(OpenedSource, sources)), [0.0] * len(sources)
+        errors, entries, log = list[DataError | BadRows](), list[Entry](), self.ctx.log
+        with self.ctx.dist.rank0_first() as main:
+            for number, each in enumerate(opened if main else ()):
+                started = time.monotonic()
+                try:  # all, whatever is wrong with others
+                    prepare_locally(self.cache, self.key(each), partial(self.build, each))
+                except (DataError, BadRows) as error:
+                    errors.append(error)
+                seconds[number] = time.monotonic() - started
+            if errors:
+                raise together(errors)
+        for each, took in zip(opened, seconds, strict=True):
+            started = time.monotonic() - took
             key, build = partial(self.key, each), partial(self.build, each)
             entries.append(entry := prepare(self.ctx, self.cache, key, build))
             tokenize.check_ids(self.model, entry.counts["largest"])
-            seconds = time.monotonic() - started
-            log.info("%s: %s, %.1f s", each.source, ", ".join(self.told(entry.counts)), seconds)
+            took, words = time.monotonic() - started, ", ".join(self.told(entry.counts))
+            log.info("%s: %s, %.1f s", each.source, words, took)
             log.debug(
                 "%s: largest id %d, in %s", each.source, entry.counts["largest"], entry.folder
             )
@@ -355,7 +353,7 @@ class Entries(ABC):
         return Data(
             train=mixed(train, weights),
             heldout=mixed(held) if held else None,
-            pad_id=self.pad_id,
+            pad_id=tokenize.pad_id(self.tokenizer),
             packed=packed,
             identity={
                 "weights": json.dumps(weights),

@@ -393,7 +393,7 @@ def stream_data(fields: StreamFields, ctx: Context, model: ModelSource) -> Data:
     return Data(
         train=StreamSamples(store, fields.window, fields.ahead),
         heldout=held,
-        pad_id=documents.pad_id,
+        pad_id=tokenize.pad_id(documents.tokenizer),
         packed=fields.documents_apart,
         identity=identity,
     )

@@ -56,6 +56,12 @@ def id_dtype(tokenizer: Any, vocab_size: int = 0) -> str:
     return "<u2" if largest < 1 << 16 else "<u4"
 
 
+def pad_id(tokenizer: Any) -> int:
+    """Return the padding token's id, else the end token's, else 0."""
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(token) for token in known if token is not None)
+
+
 def required_id(tokenizer: Any, name: str, field: str) -> int:
     """Return the id of `bos_token` or `eos_token`. Raises StageError, which names the field."""
     token = getattr(tokenizer, f"{name}_id")

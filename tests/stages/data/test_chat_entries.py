@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline import NO_TARGET, Context, Data, Sample
+from stages.data.chat_entries import ChatEntries
+from stages.data.fields import ChatSource
 from stages.data.stages import ChatData
 from stages.model.hf import HfModel
 from tests.stages.data.conftest import Chats, trained_ids
@@ -94,6 +97,25 @@ def test_an_assistant_message_may_hold_only_a_tool_call(chats: Chats) -> None:
     messages = [HELLO[0], {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
     row = {"messages": messages, "tools": []}
     assert trained_ids(only(chats.run(row, chat_template=template))) == [*ids("f"), STOP]
+
+
+def test_the_time_of_each_source(
+    chats: Chats, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = ChatEntries.build
+
+    def slow(self: ChatEntries, opened: Any, folder: Path) -> Any:
+        time.sleep(0.3)
+        return build(self, opened, folder)
+
+    monkeypatch.setattr(ChatEntries, "build", slow)
+    caplog.set_level(logging.INFO)
+    files = [chats.stage(row, name=f"{n}.jsonl").files for n, row in enumerate((ONE, TWO))]
+    sources = [ChatSource(files=each) for each in files]
+    chats.run(files=(), sources=tuple(sources))
+    seconds = re.findall(r"jsonl: 1 row .*, (\d+\.\d) s$", caplog.text, re.MULTILINE)
+    assert len(seconds) == 2
+    assert min(map(float, seconds)) >= 0.3
 
 
 def test_prompt_and_completion(chats: Chats) -> None:
