@@ -16,7 +16,7 @@ FEW_LONG = 0.95
 UNIT = 64
 """Sequence lengths are multiples of it, as kernels like them."""
 LONGEST = 4096
-"""Longest sequence that is chosen, and that of unknown data; `--seq` sets longer ones."""
+"""Longest sequence that is chosen, and the length without a survey; `--seq` sets longer ones."""
 BLOCK = 2048
 """Tokens of a block of running text."""
 BLOCKS = 100

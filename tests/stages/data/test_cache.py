@@ -21,20 +21,13 @@ from tests.stages.data.conftest import Chats
 from tests.stages.data.fakes import FakeSource, ids
 from tests.support.damage import flip
 from tests.support.processes import run_ranks
-from tests.support.runs import context
+from tests.support.runs import context, spied
 
 
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Return the folder of every tokenisation."""
-    folders, write = list[Path](), DocumentEntries.write
-
-    def counted(self: DocumentEntries, folder: Path, *more: Any) -> Any:
-        folders.append(folder)
-        return write(self, folder, *more)
-
-    monkeypatch.setattr(DocumentEntries, "write", counted)
-    return folders
+    return spied(monkeypatch, DocumentEntries, "write", lambda _, folder, *rest: folder)
 
 
 def read(chats: Chats, **fields: Any) -> list[int]:

@@ -20,6 +20,7 @@ from stages.data.stages import ChatData
 from stages.model.hf import HfModel
 from tests.stages.data.conftest import Chats, trained_ids
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
+from tests.support.runs import spied
 from tests.support.tier import times
 
 START, STOP = SPECIAL["<|s|>"], SPECIAL["<|e|>"]
@@ -102,20 +103,12 @@ def test_an_assistant_message_may_hold_only_a_tool_call(chats: Chats) -> None:
 def test_the_time_of_each_source(
     chats: Chats, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = ChatEntries.build
-
-    def slow(self: ChatEntries, opened: Any, folder: Path) -> Any:
-        time.sleep(0.3)
-        return build(self, opened, folder)
-
-    monkeypatch.setattr(ChatEntries, "build", slow)
+    spied(monkeypatch, ChatEntries, "build", lambda *_: time.sleep(0.3))  # builds slowly
     caplog.set_level(logging.INFO)
     files = [chats.stage(row, name=f"{n}.jsonl").files for n, row in enumerate((ONE, TWO))]
-    sources = [ChatSource(files=each) for each in files]
-    chats.run(files=(), sources=tuple(sources))
+    chats.run(files=(), sources=tuple(ChatSource(files=each) for each in files))
     seconds = re.findall(r"jsonl: 1 row .*, (\d+\.\d) s$", caplog.text, re.MULTILINE)
-    assert len(seconds) == 2
-    assert min(map(float, seconds)) >= 0.3
+    assert (len(seconds), min(map(float, seconds)) >= 0.3) == (2, True)
 
 
 def test_prompt_and_completion(chats: Chats) -> None:
