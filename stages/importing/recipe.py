@@ -32,7 +32,7 @@ def compose(draft: Draft, name: str, put_data: Callable[[Draft], None]) -> Draft
     put_data(draft)
     _put_optimizer(draft)
     _put_wrap(draft)
-    draft.slot("checkpoint", "checkpoint.sharded")
+    draft.put("checkpoint.use", "checkpoint.sharded")
     _put_period(draft, "save", "checkpoint.every")
     # a slot for each tracker: `track`, or `track_wandb` and the like if there are several
     asked = {*draft.value("report_to", [])}
@@ -42,7 +42,7 @@ def compose(draft: Draft, name: str, put_data: Callable[[Draft], None]) -> Draft
     used = [name for name in TRACKERS if name in asked or draft.value(f"{name}.use")]
     for name in used:
         slot, use = "track" if len(used) == 1 else f"track_{name}", f"{name}.use"
-        draft.slot(slot, f"track.{name}", use, *["report_to"] * (name in asked))
+        draft.put(f"{slot}.use", f"track.{name}", use, *["report_to"] * (name in asked))
         for fact in draft.facts(f"{name}."):
             if fact != use:
                 draft.copy(fact, f"{slot}.{fact.removeprefix(f'{name}.')}")
@@ -50,8 +50,8 @@ def compose(draft: Draft, name: str, put_data: Callable[[Draft], None]) -> Draft
         if runs and name != "tensorboard" and not draft.known(f"{name}.name"):
             draft.put(f"{slot}.name", str(runs[0].value), "name")
     _put_train(draft)
-    draft.slot("consolidate", "consolidate.stream")
-    draft.slot("export", "export.safetensors")
+    draft.put("consolidate.use", "consolidate.stream")
+    draft.put("export.use", "export.safetensors")
     strategy = draft.slots["wrap"]["use"].removeprefix("wrap.")
     for fact in draft.facts(""):
         slot, dot, field = fact.partition(".")
@@ -64,7 +64,7 @@ def compose(draft: Draft, name: str, put_data: Callable[[Draft], None]) -> Draft
 
 def _put_model(draft: Draft) -> None:
     """Fill the slots `model`, `adapter` and `precision`."""
-    draft.slot("model", "model.hf")
+    draft.put("model.use", "model.hf")
     name, revision = draft.value("model"), draft.value("revision")
     if draft.request.model is not None:
         draft.drop(why("replaced", "--model"), "model", "revision")
@@ -79,7 +79,7 @@ def _put_model(draft: Draft) -> None:
         if revision:
             draft.put("model.revision", revision, "revision")
     if draft.value("adapter"):
-        draft.slot("adapter", "adapter.lora", "adapter")
+        draft.put("adapter.use", "adapter.lora", "adapter")
         draft.set_defaults("adapter", {}, "TRL's default")
         draft.lacks("adapter.targets")
         if draft.value("quantize"):
@@ -88,7 +88,7 @@ def _put_model(draft: Draft) -> None:
     else:
         draft.drop(why("unsaid_adapter"), *draft.facts("adapter."), when=not draft.known("adapter"))
         draft.drop(why("trained_in_4_bits"), "quantize")
-    draft.slot("precision", "precision.policy")
+    draft.put("precision.use", "precision.policy")
     draft.default("precision.compute", "fp32", "no mixed precision is asked for")
     compute = draft.value("precision.compute")
     draft.drop(why("no_fp32"), "precision.tf32", when=compute != "fp32")
@@ -97,7 +97,7 @@ def _put_model(draft: Draft) -> None:
 
 
 def _put_optimizer(draft: Draft) -> None:
-    draft.slot("optimizer", "optimizer.adamw", "optimizer", "optim")
+    draft.put("optimizer.use", "optimizer.adamw", "optimizer", "optim")
     for name, value in draft.value("optim", {}).items():
         draft.put(f"optimizer.{name}", value, "optim")
     for foreign in draft.of(FOREIGN)[:1]:
@@ -134,7 +134,7 @@ def _put_wrap(draft: Draft) -> None:
     else:
         draft.drop(why("other_strategy", asked), stage, when=draft.value(stage))
         use = "wrap.ddp" if asked in (None, "one") else str(asked)
-    draft.slot("wrap", use, "distributed", "strategy")
+    draft.put("wrap.use", use, "distributed", "strategy")
     policy, classes = draft.value("policy"), draft.value("classes")
     if use == "wrap.zero":
         draft.default(stage, 2, "accelerate's default")
@@ -218,7 +218,7 @@ def _put_period(draft: Draft, event: str, key: str) -> bool:
 
 def _put_train(draft: Draft) -> None:
     """Fill the slot `train`, and `launch.procs`."""
-    draft.slot("train", "train.causal_lm")
+    draft.put("train.use", "train.causal_lm")
     planned, steps = draft.value("schedule_steps"), draft.value("train.steps")
     if planned is not None and not (draft.given("train.steps") or draft.given("train.epochs")):
         draft.put("train.steps", planned, "schedule_steps")

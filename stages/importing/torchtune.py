@@ -111,7 +111,7 @@ class Torchtune(RecipeTranslator):
 
     def finish(self, draft: Draft) -> None:
         if draft.given("export.adapter") and "adapter" in draft.slots:
-            draft.slot("export", "export.adapter", "export.adapter")
+            draft.put("export.use", "export.adapter", "export.adapter")
         if draft.slots["train"].get("epochs") != 1:
             draft.put("checkpoint.every", "1 epoch", note="torchtune saves after each epoch")
         draft.lacks("data.sequence_length")
