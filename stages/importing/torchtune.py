@@ -167,9 +167,9 @@ def _resolved(content: Mapping[str, Any]) -> dict[str, Any]:
         for part in reference[1].split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         is_value = not (found is None or isinstance(found, Mapping | list))
-        return json.dumps(str(found))[1:-1] if is_value else reference[0]
+        return json.dumps(str(found), ensure_ascii=False)[1:-1] if is_value else reference[0]
 
-    text = json.dumps(content)
+    text = json.dumps(content, ensure_ascii=False)
     for _ in range(10):  # as many may follow one another
         text = re.sub(r"\$\{([\w.]+)\}", named, text)
     resolved: dict[str, Any] = json.loads(text)
