@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import Problem
-from pipeline.utils import did_you_mean
+from pipeline.utils import closest, did_you_mean
 from stages.data.rows import Row, children, kind, parsed_json, require, require_text
 
 Messages = Sequence[Mapping[str, Any]]
@@ -106,9 +106,9 @@ def _nulls(row: dict[str, Any], contents: set[str]) -> Iterator[str]:
 
 def name_problems(names: Names) -> Iterator[Problem]:
     """Yield mistakes in `columns` and `role_names`."""
+    known = (*_ROW, *_MESSAGE)
     for key in names.columns:
-        if key not in (*_ROW, *_MESSAGE):
-            known = (*_ROW, *_MESSAGE)
+        if key not in known:
             message = "is not a key of a row or a message"
             yield Problem(message=message, key=f"columns.{key}", hint=did_you_mean(key, known))
     for level in (_ROW, _MESSAGE):
@@ -120,7 +120,8 @@ def name_problems(names: Names) -> Iterator[Problem]:
     roles = (*ROLES, _CALL, *names.roles)
     for name, role in names.role_names.items():
         if role not in roles:
-            hint = f"{did_you_mean(role, roles)}; `roles` adds others"
+            more = "" if closest(role, roles) else "; `roles` adds others"
+            hint = did_you_mean(role, roles) + more
             yield Problem(message=f"{role!r} is not a role", key=f"role_names.{name}", hint=hint)
 
 
