@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import operator
 import os
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from pipeline.utils import cache_folder, replace_text
 SETTLED = 60.0
 """Seconds. The digest of a file is not kept if the file was changed less than this before it was
 read: a later change could get the same time stamp."""
+_STAMP = operator.attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
 
 
 def digest(parts: object) -> str:
@@ -35,12 +37,9 @@ def file_digests(paths: Sequence[Path]) -> list[str]:
         kept = json.loads(record.read_text("utf-8"))
         known = kept["files"] if digest(kept["files"]) == kept["digest"] else {}
 
-    def stamp(path: Path) -> list[int]:
-        found = path.stat()
-        return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        stamps = dict(zip(named, pool.map(stamp, named.values()), strict=True))
+        stats = pool.map(Path.stat, named.values())
+        stamps = {name: [*_STAMP(found)] for name, found in zip(named, stats, strict=True)}
         new = [name for name, at in stamps.items() if known.get(name, [None])[0] != at]
         contents = pool.map(content_digest, (named[name] for name in new))
         read = {name: [stamps[name], content] for name, content in zip(new, contents, strict=True)}
@@ -48,7 +47,7 @@ def file_digests(paths: Sequence[Path]) -> list[str]:
     settled = {
         name: [at, content]
         for name, (at, content) in found.items()
-        if at == stamp(named[name]) and max(at[1:3]) / 1e9 < now - SETTLED
+        if at == [*_STAMP(named[name].stat())] and max(at[1:3]) / 1e9 < now - SETTLED
     }
     if settled != known:
         text = json.dumps({"files": settled, "digest": digest(settled)})

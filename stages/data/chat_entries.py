@@ -212,10 +212,8 @@ class ChatEntries(Entries):
         counts["dropped"] += mistakes.count
         return counts, times, first
 
-    def size(self, entry: Entry) -> int:
-        return entry.counts["samples"]
-
-    def samples(self, entry: Entry, first: int, count: int) -> CountedSamples:
+    def samples(self, entry: Entry, first: int = 0, count: int | None = None) -> CountedSamples:
+        count = entry.counts["samples"] - first if count is None else count
         rows = samples.MaskedSamples(entry, self.dtype, first, count)
         if not self.fields.packing:
             return rows

@@ -147,9 +147,6 @@ class DocumentEntries(Entries):
         yield counted(counts["documents"], "documents")
         yield counted(counts["tokens"], "tokens")
 
-    def size(self, entry: Entry) -> int:
-        return len(self.samples(entry))
-
     def samples(self, entry: Entry, first: int = 0, count: int | None = None) -> TokenBlocks:
         starts = (
             VerifiedArray(entry.folder / STARTS, "<i8")[:]

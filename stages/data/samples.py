@@ -279,18 +279,12 @@ class Entries(ABC):
         """Return everything that decides the samples of entries, but weights and held-out parts."""
 
     @abstractmethod
-    def size(self, entry: Entry) -> int:
-        """Return the number of an entry's samples, unpacked."""
+    def samples(self, entry: Entry, first: int = 0, count: int | None = None) -> CountedSamples:
+        """Open some samples of an entry, or all from `first` on (collective)."""
 
-    @abstractmethod
-    def samples(self, entry: Entry, first: int, count: int) -> CountedSamples:
-        """Open some samples of an entry (collective)."""
-
-    def cut(self, entry: Entry, count: int) -> int:
+    def row_end(self, entry: Entry, count: int) -> int:
         """Return the number of first samples nearest to `count` after which a row ends: of a
         conversation whose turns are samples, none is held out while others are trained on."""
-        if not (entry.folder / ROWS).exists():
-            return count
         starts = VerifiedArray(entry.folder / ROWS, "<i8")[:]
         if len(starts) == 1:
             raise StageError(
@@ -336,19 +330,22 @@ class Entries(ABC):
         entries = self.open((*sources, *heldout))
         train, held = list[CountedSamples](), list[CountedSamples]()
         for entry in entries[: len(sources)]:
-            size = self.size(entry)
+            # Rows are counted in their entry; the number of blocks follows from their length.
+            size = entry.counts.get("samples") or len(self.samples(entry))
             last = max(1, round(size * fraction)) if fraction > 0 else 0
             if last >= size:
                 raise StageError(
                     f"holding out {fraction:g} of {size} samples leaves none to train on",
                     hint="use more data, shorter samples or `heldout_files`",
                 )
-            cut = self.cut(entry, size - last) if last else size
+            cut = size - last
+            if last and (entry.folder / ROWS).exists():
+                cut = self.row_end(entry, cut)
             train.append(self.samples(entry, 0, cut))
             if last:
                 held.append(self.samples(entry, cut, size - cut))
         for entry in entries[len(sources) :]:
-            held.append(self.samples(entry, 0, self.size(entry)))
+            held.append(self.samples(entry))
         weights = [source.weight for source in sources]
         return Data(
             train=mixed(train, weights),
