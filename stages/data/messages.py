@@ -141,12 +141,6 @@ class Conversation:
     rendered: dict[tuple[int, bool], str] = field(init=False, default_factory=dict, compare=False)
     """Known texts of its first messages, by number and whether a generation prompt follows."""
 
-    def until(self, index: int) -> Conversation:
-        """Return the conversation up to a message, the only one that is trained on."""
-        messages, first = self.messages[: index + 1], min(self.first, index)
-        silent = frozenset(range(index))
-        return dataclasses.replace(self, messages=messages, first=first, silent=silent)
-
     def assistant_turns(self) -> list[int]:
         """Return the indices of the assistant's messages."""
         return [index for index, each in enumerate(self.messages) if each["role"] == "assistant"]
