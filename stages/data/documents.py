@@ -148,12 +148,9 @@ class DocumentEntries(Entries):
         yield counted(counts["tokens"], "tokens")
 
     def samples(self, entry: Entry, first: int = 0, count: int | None = None) -> TokenBlocks:
-        starts = (
-            VerifiedArray(entry.folder / STARTS, "<i8")[:]
-            if self.settings.documents_apart
-            else None
-        )
-        tokens = VerifiedArray(entry.folder / TOKENS, self.dtype)
+        tokens, starts = VerifiedArray(entry.folder / TOKENS, self.dtype), None
+        if self.settings.documents_apart:
+            starts = VerifiedArray(entry.folder / STARTS, "<i8")[:]
         return TokenBlocks(tokens, self.settings.sequence_length, first, count, starts=starts)
 
     def build(self, opened: OpenedSource, folder: Path) -> Counts:

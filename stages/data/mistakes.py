@@ -131,11 +131,9 @@ class Mistakes:
             return []
         kinds = [*self.kinds()]
         if self._treatment == "drop":
-            what = "that cannot be trained on"
+            said = "dropped {} that cannot be trained on: {}"
             return [
-                Note(
-                    f"dropped {counted(n, 'rows')} {what}: {words}", *self.place(one.file, one.row)
-                )
+                Note(said.format(counted(n, "rows"), words), *self.place(one.file, one.row))
                 for words, n, one in kinds
             ]
         first = sorted(self._errors, key=lambda each: self.place(each.file, each.row))[:SHOWN]

@@ -44,9 +44,10 @@ Indices = NDArray[np.int64]
 
 
 class CountedSamples(Samples):
-    """Samples whose number, targets and documents are known without reading them."""
+    """Samples whose targets and documents are known without reading them."""
 
     size: int
+    """Number of samples, which a stream does not know."""
 
     def __len__(self) -> int:
         return self.size
@@ -78,10 +79,8 @@ class MaskedSamples(CountedSamples):
     def __init__(self, entry: Entry, dtype: str, first: int, count: int) -> None:
         self.size = count
         self._targets = VerifiedArray(entry.folder / TARGETS, "<i4")[first : first + count]
-        self._tokens, self._trained = (
-            VerifiedArray(entry.folder / TOKENS, dtype),
-            VerifiedArray(entry.folder / TRAINED, "u1"),
-        )
+        self._tokens = VerifiedArray(entry.folder / TOKENS, dtype)
+        self._trained = VerifiedArray(entry.folder / TRAINED, "u1")
         self._offsets = VerifiedArray(entry.folder / OFFSETS, "<i8")[first : first + count + 1]
         """Start of each sample's tokens, and end of the last."""
 
