@@ -43,7 +43,7 @@ def file_digests(paths: Sequence[Path]) -> list[str]:
         new = [name for name, at in stamps.items() if known.get(name, [None])[0] != at]
         contents = pool.map(content_digest, (named[name] for name in new))
         read = {name: [stamps[name], content] for name, content in zip(new, contents, strict=True)}
-    found = {name: read.get(name) or known[name] for name in named}
+    found: dict[str, list[Any]] = {name: read.get(name) or known[name] for name in named}
     settled = {
         name: [at, content]
         for name, (at, content) in found.items()
