@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.finetune_choices import BATCH, Choices, DataSurvey, choose
+from stages.finetune_choices import DataSurvey, choose
 from stages.model.compat import suited_attention
 from stages.model.hf import HfModel
 
@@ -16,12 +16,9 @@ if TYPE_CHECKING:
     from pipeline import Context
     from pipeline.planning import AdviceRequest
 
-TOKENS = 8192
-"""Tokens of a forward pass on one GPU, if the request does not say: enough to keep it busy."""
-TOKENS_ON_CPUS = 1024
-"""The same on CPUs, which a single short sample keeps waiting for memory."""
-SEQUENCE = 4096
-"""Tokens of a sample, if neither the request nor its data says."""
+MOST_TOKENS = {True: 8192, False: 1024}
+"""Tokens of a forward pass, if the request does not say, on one GPU: enough to keep it busy; or on
+CPUs, which a single short sample keeps waiting for memory."""
 FEW = 2_000_000_000
 """Parameters up to which all weights are trained, unless the request says."""
 SMALL = 1_000_000_000
@@ -41,8 +38,9 @@ class Finetune:
 
     def __call__(self, request: AdviceRequest) -> Mapping[str, Mapping[str, Any]]:
         """Return the slots, with an empty one for the strategy."""
-        chosen, found = _choices(request), request.survey
-        most = request.micro_batch or max(_most_tokens(request) // chosen.sequence, 1)
+        found, batch = request.survey, request.global_batch
+        chosen = choose(found, sequence=request.sequence, batch=batch, ranks=request.ranks)
+        most = request.micro_batch or max(MOST_TOKENS[request.on_gpus] // chosen.sequence, 1)
         # The attention that the architecture has, where it is not the default.
         kind = (HfModel(**request.model).config_at_hand() or {}).get("model_type")
         best = suited_attention(str(kind), "cuda" if request.on_gpus else "cpu")
@@ -111,7 +109,8 @@ class Finetune:
         if request.survey is None:
             return
         yield from request.survey.lines()
-        chosen = _choices(request)
+        length, batch = request.sequence, request.global_batch
+        chosen = choose(request.survey, sequence=length, batch=batch, ranks=request.ranks)
         train, optimizer, lora = slots["train"], slots["optimizer"], request.lora
         values = {
             "sequence_length": chosen.sequence, "bad_rows": chosen.bad_rows,
@@ -123,7 +122,7 @@ class Finetune:
             yield f"{name} {'null' if value is None else value}: {chosen.why[name]}"
         if "generate" in train:
             yield "generate: a question from the data, answered before and after training"
-        most = f"at most {_most_tokens(request):,} tokens per pass"
+        most = f"at most {MOST_TOKENS[request.on_gpus]:,} tokens per pass"
         yield f"micro_batch_size {train['micro_batch_size']}: {most}"
         rate, other = _rate(request), _rate(replace(request, lora=not lora))[0]
         others = "all weights" if lora else "LoRA"
@@ -143,21 +142,6 @@ class Finetune:
         yield f"export.dtype {dtype}: half the size of fp32, as most models have it"
         if request.survey.template:
             yield f"chat_template {request.survey.template}: the tokenizer has none"
-
-
-def _choices(request: AdviceRequest) -> Choices:
-    """The numbers by the data, or the defaults without it."""
-    if request.survey is None:
-        return Choices(
-            sequence=request.sequence or SEQUENCE,
-            batch=request.global_batch or max(BATCH, request.ranks),
-        )
-    batch, length = request.global_batch, request.sequence
-    return choose(request.survey, sequence=length, batch=batch, ranks=request.ranks)
-
-
-def _most_tokens(request: AdviceRequest) -> int:
-    return TOKENS if request.on_gpus else TOKENS_ON_CPUS
 
 
 def _rate(request: AdviceRequest) -> tuple[float, str]:

@@ -16,7 +16,7 @@ FEW_LONG = 0.95
 UNIT = 64
 """Sequence lengths are multiples of it, as kernels like them."""
 LONGEST = 4096
-"""Longest sequence that is chosen; `--seq` sets longer ones."""
+"""Longest sequence that is chosen, and the length without a survey; `--seq` sets longer ones."""
 BLOCK = 2048
 """Tokens of a block of running text."""
 BLOCKS = 100
@@ -91,11 +91,6 @@ class DataSurvey:
         """Length that this share of the rows does not exceed."""
         return self.lengths[min(math.ceil(share * len(self.lengths)), len(self.lengths)) - 1]
 
-    def longer(self, length: int) -> int:
-        """Rows that are longer."""
-        share = sum(one > length for one in self.lengths) / len(self.lengths)
-        return round(share * self.usable)
-
     def lines(self) -> Iterator[str]:
         """Yield the survey in words."""
         broken = self.rows - self.usable
@@ -146,8 +141,12 @@ class Choices:
     why: Mapping[str, str] = field(default_factory=dict)
 
 
-def choose(survey: DataSurvey, *, sequence: int | None, batch: int | None, ranks: int) -> Choices:
+def choose(
+    survey: DataSurvey | None, *, sequence: int | None, batch: int | None, ranks: int
+) -> Choices:
     """Choose what is not given: tokens of a sample and, on `ranks` processes, samples of a step."""
+    if survey is None:
+        return Choices(sequence=sequence or LONGEST, batch=batch or max(BATCH, ranks))
     length, covers = _sequence(survey, sequence)
     count = _blocks(survey.tokens, length) if survey.running else survey.usable
     fraction = HELD if count * HELD <= MOST_HELD else float(f"{MOST_HELD / count:.1g}")
@@ -206,7 +205,8 @@ def _sequence(survey: DataSurvey, given: int | None) -> tuple[int, str]:
     if survey.lengths[-1] <= 1.25 * length:
         length = survey.lengths[-1]
     chosen = given or max(2, min(most, -(-length // UNIT) * UNIT))
-    if not (longer := survey.longer(chosen)):
+    share = sum(one > chosen for one in survey.lengths) / len(survey.lengths)
+    if not (longer := round(share * survey.usable)):
         return chosen, "all rows fit"
     cut = f"{counted(longer, 'rows')} {'is' if longer == 1 else 'are'} longer and cut"
     return chosen, f"covers {100 * (1 - longer / survey.usable):.4g} % of the rows; {cut}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,30 +48,25 @@ FORMS: Mapping[str, str] = {
 NEED_TEMPLATE = ("messages", "sharegpt", "prompt/completion", "alpaca")
 
 
-class _Some:
-    """Some of the rows that are added, chosen at random but the same each time, as far as there is
-    room for them: rows that alternate would deceive an even choice."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self._share, self._characters, self._random = 1.0, 0, random.Random(0)
-
-    def add(self, row: Row) -> None:
-        """Keep a row, or not."""
-        if self._random.random() >= self._share:
-            return
-        self.rows.append(row)
-        self._characters += _characters(row.value)
-        if len(self.rows) > 2 * MEASURED or self._characters > MOST_CHARACTERS:
-            chosen = [one for one in self.rows if self._random.random() < 0.5]
-            self.rows = chosen or self.rows[-1:]  # a row of any size is better than none
-            self._characters = sum(_characters(one.value) for one in self.rows)
-            self._share /= 2
-
-    @property
-    def whole(self) -> bool:
-        """Whether all rows are here."""
-        return self._share == 1
+def _some(rows: Iterable[Row], forms: Counter[str]) -> tuple[list[Row], bool]:
+    """Count the forms of rows; return as many of these as there is room for, and whether they are
+    all. They are chosen at random but the same each time: rows that alternate would deceive an even
+    choice."""
+    kept, share, size, at_random = list[Row](), 1.0, 0, random.Random(0)
+    with activity("reading rows", unit="rows") as doing:
+        for row in rows:
+            forms[row.form] += 1
+            doing.advance(1)
+            if at_random.random() >= share:
+                continue
+            kept.append(row)
+            size += _characters(row.value)
+            if len(kept) > 2 * MEASURED or size > MOST_CHARACTERS:
+                chosen = [one for one in kept if at_random.random() < 0.5]
+                kept = chosen or kept[-1:]  # a row of any size is better than none
+                size = sum(_characters(one.value) for one in kept)
+                share /= 2
+    return kept, share == 1
 
 
 def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
@@ -88,13 +84,9 @@ def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
             ids = plain_ids(source.tokenizer(), [share])[0]
             length = len(ids) * len(text) // max(len(share), 1)
         return DataSurvey(form="plain text", rows=1, lengths=[length + END], running=True, **facts)
-    mistakes, kept, forms = Mistakes([part], "drop"), _Some(), dict[str, int]()
-    with activity("reading rows", unit="rows") as doing:
-        for row in rows_with_forms([part], None, Names(), mistakes):
-            forms[row.form] = forms.get(row.form, 0) + 1
-            kept.add(row)
-            doing.advance(1)
-    rows, found, template, empty = mistakes.count, [*kept.rows], None, list[Row]()
+    mistakes, forms = Mistakes([part], "drop"), Counter[str]()
+    found, all_kept = _some(rows_with_forms([part], None, Names(), mistakes), forms)
+    rows, template, empty = mistakes.count, None, list[Row]()
     lengths, form = list[int](), max(forms, key=lambda one: forms[one], default="")
     if source is None:
         lengths = [_characters(row.value) // CHARACTERS_A_TOKEN + 8 for row in found]
@@ -109,15 +101,12 @@ def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
         for what, count, first in mistakes.kinds()
     )
     if not lengths:
-        if not forms and not broken:
-            raise UsageError(f"{file} has no rows")
-        what = broken[0].what if broken else "they have no tokens"
-        raise UsageError(f"no row of {file} can be trained on: {what}")
+        raise UsageError(f"no row of {file} can be trained on: {broken[0].what}")
     first = min(empty, key=lambda row: row.number, default=None)
     short = (_prompt(row) for row in found if source)
     return DataSurvey(
-        form=FORMS[form], rows=sum(forms.values()) + rows, lengths=sorted(lengths), broken=broken,
-        all_read=kept.whole and source is not None, running=form == "text", template=template,
+        form=FORMS[form], rows=forms.total() + rows, lengths=sorted(lengths), broken=broken,
+        all_read=all_kept and source is not None, running=form == "text", template=template,
         empty=None if first is None
         else Broken(EMPTY, len(empty), f"{Path(first.file).name}:{first.number}"),
         prompt=next(filter(None, short), None), **facts,

@@ -49,24 +49,37 @@ class Limited:
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         """`name` says whose templates the function renders."""
         self._function, self._name = function, name
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._owner = self._child = 0
         self._pipe: Connection | None = None
 
-    def start(self) -> None:
-        """Start the process now instead of at the first call."""
+    def start(self) -> Connection:
+        """Start the process, if it is not there, now instead of at the first call."""
         with self._guard:
-            self._pipe = self._pipe or self._start()
+            if self._pipe is not None:
+                return self._pipe
+            self._pipe, theirs = multiprocessing.Pipe()
+            parent = os.getpid()
+            child = os.fork()
+            if child == 0:
+                try:
+                    die_with(parent)
+                    _serve(self._function, theirs)
+                finally:
+                    os._exit(0)
+            theirs.close()
+            self._owner, self._child = parent, child
+            return self._pipe
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. Raises TemplateLimitError, and what the function raises."""
         if self._owner not in (0, os.getpid()):  # a copy, whose lock another thread may have held
             self._end()
-            self._guard = threading.Lock()
+            self._guard = threading.RLock()
         limit = f"{SECONDS} s of a processor or {MEMORY >> 30} GiB of memory"
         answer: dict[str, Any] = {"limit": limit}
         with self._guard:
-            pipe = self._pipe or self._start()
+            pipe = self.start()
             try:
                 pipe.send_bytes(pickle.dumps((args, kwargs)))
                 if not pipe.poll(WAIT):
@@ -84,23 +97,6 @@ class Limited:
             raise TemplateLimitError(message)
         return answer["returned"]
 
-    def __del__(self) -> None:
-        self._end()
-
-    def _start(self) -> Connection:
-        self._pipe, theirs = multiprocessing.Pipe()
-        parent = os.getpid()
-        child = os.fork()
-        if child == 0:
-            try:
-                die_with(parent)
-                _serve(self._function, theirs)
-            finally:
-                os._exit(0)
-        theirs.close()
-        self._owner, self._child = parent, child
-        return self._pipe
-
     def _end(self) -> None:
         """End the process, if it is ours. The pipe closes itself, as it may have done already where
         both are garbage at once."""
@@ -109,6 +105,8 @@ class Limited:
                 os.kill(self._child, signal.SIGKILL)
                 os.waitpid(self._child, 0)
         self._owner, self._pipe = 0, None
+
+    __del__ = _end
 
 
 def _serve(function: Callable[..., Any], pipe: Connection) -> None:

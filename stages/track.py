@@ -71,13 +71,15 @@ class MlflowTracker(Tracker):
         from mlflow.tracking import MlflowClient
 
         own = self.settings
-        self._client = client = MlflowClient(tracking_uri=own.tracking_uri)
+        places = (own.tracking_uri, own.artifacts)  # folders or addresses
+        uri, artifacts = (each and os.path.expanduser(each) for each in places)  # noqa: PTH111
+        self._client = client = MlflowClient(tracking_uri=uri)
         self._id = state.get("run_id")
         if not self._id:
             name = own.experiment or str(run.recipe["name"])
             known = client.get_experiment_by_name(name)
             number = known and known.experiment_id
-            number = number or client.create_experiment(name, artifact_location=own.artifacts)
+            number = number or client.create_experiment(name, artifact_location=artifacts)
             self._id = client.create_run(number, run_name=own.name or run.name).info.run_id
         fields = dict(_flat(run.recipe))
         known = client.get_run(self._id).data.params
@@ -135,7 +137,7 @@ class TrackSqlite(TrackerStage):
     """The file; it is made if it is not there."""
 
     def tracker(self) -> Tracker:
-        return SqliteTracker(Path(self.file))
+        return SqliteTracker(Path(self.file).expanduser())
 
 
 @dataclass
@@ -202,7 +204,8 @@ class TensorboardTracker(Tracker):
         given = state.get("folder") and str(Path(state["folder"]))
         if self.parent and not given:
             for number in itertools.count(1):  # another run may have a folder of this name
-                folder = Path(self.parent) / (f"{run.name}-{number}" if number > 1 else run.name)
+                name = f"{run.name}-{number}" if number > 1 else run.name
+                folder = Path(self.parent).expanduser() / name
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir(parents=True)
                     given = str(folder)
@@ -262,7 +265,7 @@ class TrackioTracker(Tracker):
     def open(self, run: RunFacts, state: Mapping[str, Any]) -> Mapping[str, Any]:
         own = self.settings
         if own.folder is not None:
-            os.environ["TRACKIO_DIR"] = own.folder
+            os.environ["TRACKIO_DIR"] = str(Path(own.folder).expanduser())
         import trackio
 
         name = state.get("name") or f"{own.name or run.name}-{secrets.token_hex(3)}"

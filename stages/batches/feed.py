@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pipeline import Data, DataAxis, MicroBatch, Progress, Sample, StageError, Unit
-from stages.batches.layout import count_units, micro_batch, read
+from stages.batches.layout import micro_batch, read
 from stages.fields import BatchPlan
 
 WAIT = "pipe: wait for data"
@@ -53,11 +53,6 @@ class BatchStats(NamedTuple):
     """Sum of the squared lengths of samples, to which the cost of attention is proportional."""
     seconds: float = 0.0
     """Time that training waited for them."""
-
-    @classmethod
-    def total(cls, parts: Iterable[BatchStats]) -> BatchStats:
-        """The sums of several."""
-        return cls(*map(sum, zip(*parts, strict=True)))
 
 
 class Feed:
@@ -107,7 +102,11 @@ class Feed:
     def unit_counts(self, position: int, units: Iterable[Unit] = ()) -> dict[Unit, int]:
         """Target tokens of the step on all ranks, and its numbers of other units, by arithmetic."""
         indices = self._indices(position, self.samples_in_step(position))
-        return count_units(self._data, self._data.train, indices, units)
+        found: dict[Unit, int] = {"targets": self._data.train.total_targets(indices)}
+        if {"rows", "groups"} & {*units}:
+            found["rows"] = self._data.train.total_rows(indices)
+            found["groups"] = found["rows"] // self._data.group
+        return found
 
     def samples(self, position: int) -> Iterator[Sample]:
         """The samples from `position` on, one after another, without end."""

@@ -7,17 +7,16 @@ a wrong number would scale the gradient, and no one would see it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline import NO_TARGET, Data, DataError, MicroBatch, Sample, Samples, Unit
+from pipeline import NO_TARGET, Data, DataError, MicroBatch, Sample, Samples
 
 PADDING = {"labels": NO_TARGET}
 """Value that fills a per-token column; 0 (False) fills all others, and token ids where no one asks
@@ -279,17 +278,6 @@ def _of_tokens(data: Data, index: int, sample: Sample) -> Iterator[Mistake]:
         if name in sample.tokens:
             message = f"sample {index} has a further column {name!r}, a name that is taken"
             yield message, "give it another name"
-
-
-def count_units(
-    data: Data, samples: Samples, indices: NDArray[np.int64], units: Iterable[Unit]
-) -> dict[Unit, int]:
-    """Number of target tokens, and of other units, in samples, which may repeat."""
-    found: dict[Unit, int] = {"targets": samples.total_targets(indices)}
-    if {"rows", "groups"} & {*units}:
-        found["rows"] = samples.total_rows(indices)
-        found["groups"] = found["rows"] // data.group
-    return found
 
 
 def _columns(sample: Sample) -> dict[str, str]:

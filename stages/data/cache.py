@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest
 
-from pipeline import Context, StageError, utils
-from pipeline.utils import in_short
+from pipeline import Context, StageError
+from pipeline.utils import in_short, sync
 from stages.digests import digest
 
 if TYPE_CHECKING:
@@ -47,15 +47,6 @@ class Entry:
     folder: Path
     key: str
     counts: Counts
-
-    def array(self, name: str, dtype: str) -> VerifiedArray:
-        """Open one of the entry's arrays."""
-        return VerifiedArray(self.folder / name, dtype)
-
-
-def cache_folder(given: str | None = None) -> Path:
-    """Return the folder that a `cache` field names, or else the user's."""
-    return Path(given).expanduser() if given else utils.cache_folder()
 
 
 @contextlib.contextmanager
@@ -121,7 +112,7 @@ def prepare_locally(folder: Path, key: str, build: Build) -> Entry:
                 meta["digest"] = digest(meta)
                 (partial / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
                 for path in partial.iterdir():
-                    utils.sync(path)
+                    sync(path)
                 if final.exists() and _complete(final) is None:
                     shutil.rmtree(final)
                 try:

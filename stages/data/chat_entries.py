@@ -14,7 +14,7 @@ import numpy as np
 from pipeline import Context, ModelSource, StageError
 from pipeline.utils import activity, counted
 from stages.data import encode, samples, tokenize
-from stages.data.cache import KEYS, Counts, Entry, cache_folder, prepare
+from stages.data.cache import KEYS, Counts, Entry, prepare
 from stages.data.fields import ChatFields
 from stages.data.forms import rows_with_forms
 from stages.data.mistakes import Mistake, Mistakes, Note, write_notes
@@ -59,7 +59,7 @@ class ChatEntries(Entries):
 
     def __init__(self, fields: ChatFields, ctx: Context, model: ModelSource) -> None:
         """Raise StageError for a slow tokenizer."""
-        super().__init__(ctx, model)
+        super().__init__(ctx, model, fields.cache)
         self.fields = fields
         if not self.tokenizer.is_fast:
             raise StageError(
@@ -142,8 +142,8 @@ class ChatEntries(Entries):
         batches = iter(lambda: list(itertools.islice(rows, _BATCH)), [])
         results = tokenize.map_batches(encoder.batch, batches, self.fields.workers)
         counts, times, first = self._write(folder, results, mistakes)
-        notes = mistakes.notes() + [
-            Note(text, mistakes.part(row.file), row.number, place, _KEPT if place else "")
+        notes = mistakes.check(counts["rows"]) + [
+            Note(text, *mistakes.place(row.file, row.number), place, _KEPT if place else "")
             for text, row, place in (
                 (what.format(counted(times[what], "rows")), *seen) for what, seen in first.items()
             )
@@ -165,7 +165,7 @@ class ChatEntries(Entries):
         mistakes: Mistakes,
     ) -> tuple[Counts, Counter[str], dict[str, tuple[Row, str]]]:
         """Write batches of rows with their samples as the files of MaskedSamples, and the index of
-        each row's first sample if a row has several. Raises the error of the mistakes. Returns
+        each row's first sample if a row has several; add mistakes to `mistakes`. Returns
         `rows`, `samples`, `tokens`, `targets`, `largest` (id), `long` (rows that were truncated or
         dropped), `dropped`, BAD, NULLS, CHANGED, CUT, each of DROPPED, and the rows of each form;
         the rows with each of `_changes`; and the first of these, with its place."""
@@ -208,35 +208,19 @@ class ChatEntries(Entries):
         if len(starts) < len(targets):
             np.array(starts, "<i8").tofile(folder / samples.ROWS)
         counts["rows"] += mistakes.count
-        mistakes.check(counts["rows"])
         counts |= {"samples": len(targets), "targets": sum(targets), BAD: mistakes.count}
         counts["dropped"] += mistakes.count
         return counts, times, first
 
-    def size(self, entry: Entry) -> int:
-        return entry.counts["samples"]
-
-    def cut(self, entry: Entry, count: int) -> int:
-        """Return the number of first samples nearest to `count` after which a row ends: of a
-        conversation whose turns are samples, none is held out while others are trained on."""
-        if count == self.size(entry) or not (entry.folder / samples.ROWS).exists():
-            return count
-        starts = entry.array(samples.ROWS, "<i8")[:]
-        if len(starts) == 1:
-            raise StageError(
-                "holding out a part of one conversation leaves none to train on",
-                hint="use more data or `heldout_files`",
-            )
-        return int(starts[1:][np.abs(starts[1:] - count).argmin()])
-
-    def samples(self, entry: Entry, first: int, count: int) -> CountedSamples:
+    def samples(self, entry: Entry, first: int = 0, count: int | None = None) -> CountedSamples:
+        count = entry.counts["samples"] - first if count is None else count
         rows = samples.MaskedSamples(entry, self.dtype, first, count)
         if not self.fields.packing:
             return rows
         length = self.fields.sequence_length
         packs = prepare(
             self.ctx,
-            cache_folder(self.fields.cache),
+            self.cache,
             lambda: digest(["packing", KEYS, entry.key, first, count, length]),
             lambda folder: rows.write_packs(folder, length),
         )

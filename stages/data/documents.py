@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pipeline import Context, DataError, ModelSource
 from pipeline.utils import activity, counted
 from stages.data import tokenize
-from stages.data.cache import KEYS, Counts, Entry
+from stages.data.cache import KEYS, Counts, Entry, VerifiedArray
 from stages.data.fields import DocumentSettings
 from stages.data.mistakes import Enough, Mistakes, Note, write_notes
 from stages.data.rows import TEXT, Row, raised, read_text, require_text
@@ -103,10 +103,11 @@ class DocumentEntries(Entries):
     """Tokenises the documents of sources, each source as one stream."""
 
     def __init__(
-        self, settings: DocumentSettings, workers: int | None, ctx: Context, model: ModelSource
-    ) -> None:
+        self, settings: DocumentSettings, cache: str | None, workers: int | None, ctx: Context,
+        model: ModelSource,
+    ) -> None:  # fmt: skip
         """Raise StageError if the tokenizer lacks the start or end token that is set."""
-        super().__init__(ctx, model)
+        super().__init__(ctx, model, cache)
         self.settings, self.workers = settings, workers
         identity = tokenize.tokenizer_identity(self.tokenizer)
         ctx.dist.require_same("tokenizer", {"tokenizer": identity})
@@ -146,12 +147,10 @@ class DocumentEntries(Entries):
         yield counted(counts["documents"], "documents")
         yield counted(counts["tokens"], "tokens")
 
-    def size(self, entry: Entry) -> int:
-        return len(self.samples(entry))
-
     def samples(self, entry: Entry, first: int = 0, count: int | None = None) -> TokenBlocks:
-        starts = entry.array(STARTS, "<i8")[:] if self.settings.documents_apart else None
-        tokens = entry.array(TOKENS, self.dtype)
+        tokens, starts = VerifiedArray(entry.folder / TOKENS, self.dtype), None
+        if self.settings.documents_apart:
+            starts = VerifiedArray(entry.folder / STARTS, "<i8")[:]
         return TokenBlocks(tokens, self.settings.sequence_length, first, count, starts=starts)
 
     def build(self, opened: OpenedSource, folder: Path) -> Counts:
@@ -178,11 +177,10 @@ class DocumentEntries(Entries):
             mistakes=mistakes,
         )  # fmt: skip
         counts, changed = self.write(folder, watch(documents))
-        mistakes.check(counts["documents"] + mistakes.count)
-        notes = mistakes.notes()
+        notes = mistakes.check(counts["documents"] + mistakes.count)
         if changed is not None:
             said = f"{counted(counts[CHANGED], 'documents')} {tokenize.FORMATTED}"
-            notes.append(Note(said, mistakes.part(changed.file), changed.row))
+            notes.append(Note(said, *mistakes.place(changed.file, changed.row)))
         return counts | ({BAD: mistakes.count} if mistakes.count else {}), notes
 
     def write(self, folder: Path, documents: Iterable[Document]) -> tuple[Counts, Document | None]:

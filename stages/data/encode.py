@@ -119,8 +119,14 @@ class RowEncoder:
         for row in rows:
             example = _tried(self._example, row)
             if self.fields.turns == "each" and isinstance(example, Conversation):
-                turns = self._trained_turns(example)
-                examples.append([example.until(turn) for turn in turns] or [example])
+                each = [  # up to a turn, the only one that is trained on
+                    dataclasses.replace(
+                        example, messages=example.messages[: turn + 1],
+                        first=min(example.first, turn), silent=frozenset(range(turn)),
+                    )
+                    for turn in self._trained_turns(example)
+                ]  # fmt: skip
+                examples.append(each or [example])
             else:
                 examples.append([example])
         flat = [*itertools.chain.from_iterable(examples)]

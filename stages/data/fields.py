@@ -55,15 +55,10 @@ class Selection:
                         named_by=f"{key}.{number}.dataset", key=f"{key}.{number}.revision",
                     )  # fmt: skip
 
-    def trained_on(self) -> tuple[Source, ...]:
-        """Return the sources to train on."""
-        return self.sources or (Source(files=self.files),)
-
-    def held_out(self) -> tuple[Source, ...]:
-        """Return the sources to evaluate on."""
-        if self.heldout_files:
-            return (Source(files=self.heldout_files),)
-        return self.heldout_sources
+    def all_sources(self) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
+        """Return the sources to train on, and those to evaluate on."""
+        held = (Source(files=self.heldout_files),) if self.heldout_files else self.heldout_sources
+        return self.sources or (Source(files=self.files),), held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,8 +231,8 @@ def _mistakes(source: Source) -> Iterator[Problem]:
 
 def _repeated(fields: Selection) -> Iterator[Problem]:
     """Yield files and splits that are trained on twice, or are both trained on and held out."""
-    trained, seen = fields.trained_on(), dict[object, int]()
-    for index, source in enumerate((*trained, *fields.held_out())):
+    (trained, held), seen = fields.all_sources(), dict[object, int]()
+    for index, source in enumerate((*trained, *held)):
         split = (source.dataset, source.config, source.split)
         files = [(path.resolve(), str(path)) for path in find_files(source.files)]
         for content, name in [(split, str(source))] if source.dataset else files:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import Problem
-from pipeline.utils import did_you_mean
+from pipeline.utils import closest, did_you_mean
 from stages.data.rows import Row, children, kind, parsed_json, require, require_text
 
 Messages = Sequence[Mapping[str, Any]]
@@ -106,12 +106,11 @@ def _nulls(row: dict[str, Any], contents: set[str]) -> Iterator[str]:
 
 def name_problems(names: Names) -> Iterator[Problem]:
     """Yield mistakes in `columns` and `role_names`."""
+    known = (*_ROW, *_MESSAGE)
     for key in names.columns:
-        if key not in (*_ROW, *_MESSAGE):
-            known = (*_ROW, *_MESSAGE)
-            hint = did_you_mean(key, known) or f"known: {', '.join(known)}"
+        if key not in known:
             message = "is not a key of a row or a message"
-            yield Problem(message=message, key=f"columns.{key}", hint=hint)
+            yield Problem(message=message, key=f"columns.{key}", hint=did_you_mean(key, known))
     for level in (_ROW, _MESSAGE):
         seen: dict[str, str] = {}
         for key, name in names.columns.items():
@@ -121,7 +120,8 @@ def name_problems(names: Names) -> Iterator[Problem]:
     roles = (*ROLES, _CALL, *names.roles)
     for name, role in names.role_names.items():
         if role not in roles:
-            hint = did_you_mean(role, roles) or f"known: {', '.join(roles)}; `roles` adds others"
+            more = "" if closest(role, roles) else "; `roles` adds others"
+            hint = did_you_mean(role, roles) + more
             yield Problem(message=f"{role!r} is not a role", key=f"role_names.{name}", hint=hint)
 
 
@@ -140,12 +140,6 @@ class Conversation:
     `chat_template_kwargs`."""
     rendered: dict[tuple[int, bool], str] = field(init=False, default_factory=dict, compare=False)
     """Known texts of its first messages, by number and whether a generation prompt follows."""
-
-    def until(self, index: int) -> Conversation:
-        """Return the conversation up to a message, the only one that is trained on."""
-        messages, first = self.messages[: index + 1], min(self.first, index)
-        silent = frozenset(range(index))
-        return dataclasses.replace(self, messages=messages, first=first, silent=silent)
 
     def assistant_turns(self) -> list[int]:
         """Return the indices of the assistant's messages."""
@@ -296,8 +290,8 @@ def _role(row: Row, role: Any, where: str, names: Names, more: Sequence[str] = (
     text = names.role_names.get(text, text)
     known = (*more, *ROLES, *names.roles)
     if text not in known:
-        hint = did_you_mean(text, known) or "`role_names` says which role is meant by a name"
-        raise row.error(f"`{where}` is {text!r}, which is not a known role", hint=hint)
+        message = f"`{where}` is {text!r}, which is not a known role"
+        raise row.error(message, hint=did_you_mean(text, known))
     return text
 
 

@@ -84,13 +84,10 @@ class Mistakes:
         self._varied = set[str]()
         """Kinds whose mistakes differ in their words."""
         self._kinds = Counter[str]()
+        self.count = 0
+        """Number of rows with a mistake."""
         self._errors: list[DataError] = []
         """The first mistakes that were found, at most MOST."""
-
-    @property
-    def count(self) -> int:
-        """Number of rows with a mistake."""
-        return self._kinds.total()
 
     @property
     def enough(self) -> bool:
@@ -109,9 +106,10 @@ class Mistakes:
         known = self._first.setdefault(kind, error)
         if known.message != error.message:
             self._varied.add(kind)
-        if self._place(error) < self._place(known):
+        if self.place(error.file, error.row) < self.place(known.file, known.row):
             self._first[kind] = error
         self._kinds[kind] += 1
+        self.count += 1
         if len(self._errors) < MOST:
             self._errors.append(error)
 
@@ -121,16 +119,24 @@ class Mistakes:
             raise error
         self.add(error)
 
-    def part(self, file: str | Path) -> int:
-        """Return the index of the part of a name."""
-        return self._numbers[str(file)]
+    def place(self, file: str | Path, row: int | None) -> tuple[int, int]:
+        """Return the index of the part of a name, and the number of the row, as in a Note."""
+        return self._numbers[str(file)], row or 0
 
-    def check(self, rows: int) -> None:
-        """Raise the DataError of the only mistake, or BadRows; nothing where rows are dropped.
-        `rows`: number of rows that were read, including those with mistakes."""
-        if self._treatment == "drop" or not self.count:
-            return
-        first = sorted(self._errors, key=self._place)[:SHOWN]
+    def check(self, rows: int) -> list[Note]:
+        """Return notes on the rows that were dropped. Where mistakes are errors, raises the
+        DataError of the only one, or BadRows. `rows`: number of rows that were read, including
+        those with mistakes."""
+        if not self.count:
+            return []
+        kinds = [*self.kinds()]
+        if self._treatment == "drop":
+            said = "dropped {} that cannot be trained on: {}"
+            return [
+                Note(said.format(counted(n, "rows"), words), *self.place(one.file, one.row))
+                for words, n, one in kinds
+            ]
+        first = sorted(self._errors, key=lambda each: self.place(each.file, each.row))[:SHOWN]
         if self.count == 1:
             raise first[0]
         head = f"{self.count:,} of {counted(rows, 'rows')} cannot be trained on"
@@ -139,30 +145,19 @@ class Mistakes:
         elif self.count > len(first):
             head += f": the first {len(first)}"
         lines = [f"{head}:", *(f"  {_cut(str(error))}" for error in first)]
-        if len(self._kinds) < len(first):
-            common = [*self.kinds()][:SHOWN]
+        if len(kinds) < len(first):
+            common = kinds[:SHOWN]
             lines += ["by kind:", *(f"  {counted(n, 'rows')}: {words}" for words, n, _ in common)]
             if rest := self.count - sum(count for _, count, _ in common):
                 lines.append(f"  {counted(rest, 'rows')} of other kinds")
         lines.append("`bad_rows: drop` leaves such rows out")
         raise BadRows("\n".join(lines), rows=first, kinds=self._kinds)
 
-    def notes(self) -> list[Note]:
-        """Return what was dropped, as notes on the source."""
-        what = "that cannot be trained on"
-        return [
-            Note(f"dropped {counted(n, 'rows')} {what}: {words}", *self._place(first))
-            for words, n, first in self.kinds()
-        ]
-
     def kinds(self) -> Iterator[tuple[str, int, DataError]]:
         """Yield each kind of mistake in words, its number, and the first; most frequent first."""
         for kind, count in self._kinds.most_common():
             first = self._first[kind]
             yield _cut(kind if kind in self._varied else first.message), count, first
-
-    def _place(self, error: DataError) -> tuple[int, int]:
-        return self.part(error.file), error.row or 0
 
 
 def together(errors: Sequence[DataError | BadRows]) -> DataError | BadRows:

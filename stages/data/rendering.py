@@ -59,7 +59,7 @@ def layouts(messages: Messages) -> Iterator[Messages]:
                 {**message, **(empty if is_silent else {})}
                 for message, is_silent in zip(messages, silent, strict=True)
             ]
-            yield [_with_text_calls(message) for message in filled] if as_text else filled
+            yield [_with_text_arguments(message) for message in filled] if as_text else filled
     thoughts = [next(filter(message.get, REASONING), None) for message in messages]
     for key in REASONING if any(thoughts) else ():
         yield [
@@ -73,22 +73,17 @@ def layouts(messages: Messages) -> Iterator[Messages]:
     ]
 
 
-def _with_text_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    changed = dict(message)
-    if message.get("tool_calls"):
-        changed["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
-    if isinstance(message.get("function_call"), Mapping):
-        changed["function_call"] = _with_text_arguments(message["function_call"])
+def _with_text_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message, or a call, with the arguments of its calls as JSON text."""
+    changed = dict(given)
+    if given.get("tool_calls"):
+        changed["tool_calls"] = [_with_text_arguments(call) for call in given["tool_calls"]]
+    for key in ("function_call", "function"):
+        if isinstance(given.get(key), Mapping):
+            changed[key] = _with_text_arguments(given[key])
+    if isinstance(given.get("arguments"), Mapping):
+        changed["arguments"] = json.dumps(given["arguments"], ensure_ascii=False)
     return changed
-
-
-def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as JSON text."""
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_text_arguments(call["function"])}
-    if not isinstance(call.get("arguments"), Mapping):
-        return dict(call)
-    return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
 
 
 def prints_python(messages: Messages, text: str) -> bool:

@@ -152,28 +152,6 @@ class _Repeat:
     key: str
 
 
-class _RepeatError(ValueError):
-    """An object has a key twice."""
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise _RepeatError
-    return found
-
-
-def _marked(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Repeat:
-    keys = [key for key, _ in pairs]
-    repeated = (key for key in keys if keys.count(key) > 1)
-    return dict(pairs) if len(set(keys)) == len(keys) else _Repeat(next(repeated))
-
-
-_PLAIN = json.JSONDecoder(object_pairs_hook=_once)
-_MARKING = json.JSONDecoder(object_pairs_hook=_marked)
-"""Decodes texts that `_PLAIN` refuses, to say where a key is twice."""
-
-
 def parsed_json(row: Row, value: Any, what: str = "") -> Any:
     """Return the value of a JSON text in a row, or another value as it is; `what` names it unless
     it is the whole row. Raises the row's error if the text is not JSON, or has an object with a key
@@ -184,11 +162,18 @@ def parsed_json(row: Row, value: Any, what: str = "") -> Any:
 
 def _decoded(row: Row, text: str, what: str = "") -> tuple[Any, bool]:
     """Return the value of a JSON text, and whether a _Repeat stands for an object within it."""
+    repeats = list[_Repeat]()
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Repeat:
+        found = dict(pairs)
+        if len(found) == len(pairs):
+            return found
+        keys = [key for key, _ in pairs]
+        repeats.append(_Repeat(next(key for key in keys if keys.count(key) > 1)))
+        return repeats[-1]
+
     try:
-        try:
-            return _PLAIN.decode(text), False
-        except _RepeatError:
-            return _MARKING.decode(text), True
+        return json.loads(text, object_pairs_hook=once), bool(repeats)
     except json.JSONDecodeError as error:
         # Rows are lines, so only the file of an array has further ones.
         line = f"line {error.lineno}, " if error.lineno > 1 else ""

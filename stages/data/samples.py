@@ -28,8 +28,9 @@ from pipeline import (
     Samples,
     StageError,
 )
+from pipeline.utils import cache_folder
 from stages.data import tokenize
-from stages.data.cache import Counts, Entry, VerifiedArray, cache_folder, prepare, prepare_locally
+from stages.data.cache import Counts, Entry, VerifiedArray, prepare, prepare_locally
 from stages.data.fields import Selection
 from stages.data.mistakes import NOTES, Note, together
 from stages.data.sources import OpenedSource, Source
@@ -44,6 +45,12 @@ Indices = NDArray[np.int64]
 
 class CountedSamples(Samples):
     """Samples whose targets and documents are known without reading them."""
+
+    size: int
+    """Number of samples, which a stream does not know."""
+
+    def __len__(self) -> int:
+        return self.size
 
     @abstractmethod
     def counted(self, indices: Indices) -> Indices:
@@ -70,13 +77,12 @@ class MaskedSamples(CountedSamples):
     """Samples `first` ... `first` + `count` - 1 of an entry of rows."""
 
     def __init__(self, entry: Entry, dtype: str, first: int, count: int) -> None:
-        self._targets = entry.array(TARGETS, "<i4")[first : first + count]
-        self._tokens, self._trained = entry.array(TOKENS, dtype), entry.array(TRAINED, "u1")
-        self._offsets = entry.array(OFFSETS, "<i8")[first : first + count + 1]
+        self.size = count
+        self._targets = VerifiedArray(entry.folder / TARGETS, "<i4")[first : first + count]
+        self._tokens = VerifiedArray(entry.folder / TOKENS, dtype)
+        self._trained = VerifiedArray(entry.folder / TRAINED, "u1")
+        self._offsets = VerifiedArray(entry.folder / OFFSETS, "<i8")[first : first + count + 1]
         """Start of each sample's tokens, and end of the last."""
-
-    def __len__(self) -> int:
-        return len(self._targets)
 
     def counted(self, indices: Indices) -> Indices:
         return np.array([self._targets[self.within(indices)].sum(), len(indices)])
@@ -105,11 +111,11 @@ class PackedSamples(CountedSamples):
     row is cut, and none predicts the first token of the next."""
 
     def __init__(self, rows: Samples, entry: Entry) -> None:
-        self._rows, self._members = rows, entry.array(ROWS, "<i8")[:]
-        self._offsets, self._targets = (entry.array(n, "<i8")[:] for n in (OFFSETS, TARGETS))
-
-    def __len__(self) -> int:
-        return len(self._targets)
+        self._rows, self._members = rows, VerifiedArray(entry.folder / ROWS, "<i8")[:]
+        self._offsets, self._targets = (
+            VerifiedArray(entry.folder / n, "<i8")[:] for n in (OFFSETS, TARGETS)
+        )
+        self.size = len(self._targets)
 
     def counted(self, indices: Indices) -> Indices:
         rows = self._offsets[self.within(indices) + 1] - self._offsets[indices]
@@ -172,18 +178,11 @@ class TokenBlocks(CountedSamples):
         starts: NDArray[Any] | None = None,
     ) -> None:
         self._tokens, self._length, self._first, self._starts = tokens, length, first, starts
-        self._count = block_count(len(tokens), length) - first if count is None else count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def _bounds(self, indices: Any) -> tuple[Any, Any]:
-        """Return the start and end in the stream of one window, or of an array of them."""
-        starts = (self._first + self.within(indices)) * self._length
-        return starts, np.minimum(starts + self._length + 1, len(self._tokens))
+        self.size = block_count(len(tokens), length) - first if count is None else count
 
     def counted(self, indices: Indices) -> Indices:
-        begin, end = self._bounds(indices)
+        begin = (self._first + self.within(indices)) * self._length
+        end = np.minimum(begin + self._length + 1, len(self._tokens))
         counts = np.array([(end - begin - 1).sum(), len(indices)])
         if self._starts is not None:
             first, last, after = np.searchsorted(self._starts, [begin + 1, end - 1, end])
@@ -191,7 +190,8 @@ class TokenBlocks(CountedSamples):
         return counts
 
     def __getitem__(self, index: int) -> Sample:
-        start, stop = map(int, self._bounds(index))
+        start = int(self._first + self.within(index)) * self._length
+        stop = min(start + self._length + 1, len(self._tokens))
         window = np.asarray(self._tokens[start:stop], dtype=np.int64)
         inputs, labels = window[:-1], window[1:]
         if self._starts is None:
@@ -221,9 +221,7 @@ class Mixture(CountedSamples):
 
     def __init__(self, parts: Sequence[CountedSamples], counts: Sequence[int]) -> None:
         self._parts, self._starts = parts, [0, *itertools.accumulate(counts)]
-
-    def __len__(self) -> int:
-        return self._starts[-1]
+        self.size = self._starts[-1]
 
     def __getitem__(self, index: int) -> Sample:
         part = bisect.bisect_right(self._starts, self.within(index)) - 1
@@ -258,8 +256,10 @@ def mixed(
 class Entries(ABC):
     """Tokenises sources into cache entries, and opens them as samples."""
 
-    def __init__(self, ctx: Context, model: ModelSource) -> None:
+    def __init__(self, ctx: Context, model: ModelSource, cache: str | None) -> None:
+        """`cache` is the folder of the entries, else the user's is."""
         self.ctx, self.model, self.tokenizer = ctx, model, model.tokenizer()
+        self.cache = Path(cache).expanduser() if cache else cache_folder()
 
     @abstractmethod
     def key(self, opened: OpenedSource) -> str:
@@ -278,67 +278,73 @@ class Entries(ABC):
         """Return everything that decides the samples of entries, but weights and held-out parts."""
 
     @abstractmethod
-    def size(self, entry: Entry) -> int:
-        """Return the number of an entry's samples, unpacked."""
+    def samples(self, entry: Entry, first: int = 0, count: int | None = None) -> CountedSamples:
+        """Open some samples of an entry, or all from `first` on (collective)."""
 
-    @abstractmethod
-    def samples(self, entry: Entry, first: int, count: int) -> CountedSamples:
-        """Open some samples of an entry (collective)."""
+    def row_end(self, entry: Entry, count: int) -> int:
+        """Return the number of first samples nearest to `count` after which a row ends: of a
+        conversation whose turns are samples, none is held out while others are trained on."""
+        starts = VerifiedArray(entry.folder / ROWS, "<i8")[:]
+        if len(starts) == 1:
+            raise StageError(
+                "holding out a part of one conversation leaves none to train on",
+                hint="use more data or `heldout_files`",
+            )
+        return int(starts[1:][np.abs(starts[1:] - count).argmin()])
 
-    def cut(self, entry: Entry, count: int) -> int:
-        """Return the number of first samples, near `count`, that may be parted from the rest."""
-        return count
-
-    def open(self, sources: Sequence[Source], cache: str | None) -> list[Entry]:
+    def open(self, sources: Sequence[Source]) -> list[Entry]:
         """Return the cache entries of sources, tokenised if they are absent (collective). Raises
         the DataError or BadRows of all sources together."""
-        opened = list(map(OpenedSource, sources))
-        folder, errors, log = cache_folder(cache), list[DataError | BadRows](), self.ctx.log
-        if len(sources) > 1:  # all, whatever is wrong with others
-            with self.ctx.dist.rank0_first() as main:
-                for each in opened if main else ():
-                    try:
-                        prepare_locally(folder, self.key(each), partial(self.build, each))
-                    except (DataError, BadRows) as error:
-                        errors.append(error)
-                if errors:
-                    raise together(errors)
-        entries = list[Entry]()
-        for each in opened:
-            started = time.monotonic()
+        opened, seconds = list(map(OpenedSource, sources)), [0.0] * len(sources)
+        errors, entries, log = list[DataError | BadRows](), list[Entry](), self.ctx.log
+        with self.ctx.dist.rank0_first() as main:
+            for number, each in enumerate(opened if main else ()):
+                started = time.monotonic()
+                try:  # all, whatever is wrong with others
+                    prepare_locally(self.cache, self.key(each), partial(self.build, each))
+                except (DataError, BadRows) as error:
+                    errors.append(error)
+                seconds[number] = time.monotonic() - started
+            if errors:
+                raise together(errors)
+        for each, took in zip(opened, seconds, strict=True):
+            started = time.monotonic() - took
             key, build = partial(self.key, each), partial(self.build, each)
-            entries.append(entry := prepare(self.ctx, folder, key, build))
+            entries.append(entry := prepare(self.ctx, self.cache, key, build))
             tokenize.check_ids(self.model, entry.counts["largest"])
-            seconds = time.monotonic() - started
-            log.info("%s: %s, %.1f s", each.source, ", ".join(self.told(entry.counts)), seconds)
+            took, words = time.monotonic() - started, ", ".join(self.told(entry.counts))
+            log.info("%s: %s, %.1f s", each.source, words, took)
             log.debug(
                 "%s: largest id %d, in %s", each.source, entry.counts["largest"], entry.folder
             )
             if self.ctx.dist.is_main and (entry.folder / NOTES).exists():
                 names = [part.name for part in each.parts]
-                for note in json.loads(entry.array(NOTES, "u1")[:].tobytes()):
+                for note in json.loads(VerifiedArray(entry.folder / NOTES, "u1")[:].tobytes()):
                     log.warning("%s", Note(**note).told(names))
         return entries
 
     def data(self, fields: Selection, *, packed: bool) -> Data:
         """Return the samples of a stage's sources (collective)."""
-        sources, fraction = fields.trained_on(), fields.heldout_fraction
-        entries = self.open((*sources, *fields.held_out()), fields.cache)
+        (sources, heldout), fraction = fields.all_sources(), fields.heldout_fraction
+        entries = self.open((*sources, *heldout))
         train, held = list[CountedSamples](), list[CountedSamples]()
         for entry in entries[: len(sources)]:
-            size = self.size(entry)
+            # Rows are counted in their entry; the number of blocks follows from their length.
+            size = entry.counts.get("samples") or len(self.samples(entry))
             last = max(1, round(size * fraction)) if fraction > 0 else 0
             if last >= size:
                 raise StageError(
                     f"holding out {fraction:g} of {size} samples leaves none to train on",
                     hint="use more data, shorter samples or `heldout_files`",
                 )
-            cut = self.cut(entry, size - last)
+            cut = size - last
+            if last and (entry.folder / ROWS).exists():
+                cut = self.row_end(entry, cut)
             train.append(self.samples(entry, 0, cut))
-            if fraction:
+            if last:
                 held.append(self.samples(entry, cut, size - cut))
         for entry in entries[len(sources) :]:
-            held.append(self.samples(entry, 0, self.size(entry)))
+            held.append(self.samples(entry))
         weights = [source.weight for source in sources]
         return Data(
             train=mixed(train, weights),

@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from pipeline import ENDLESS, Context, Data, ModelSource, Sample, SampleOrder, StageError, in_words
 from pipeline.utils import append_line, counted, open_address, read_lines, wait_for_lock
 from stages.data import sources, tokenize
-from stages.data.cache import Counts, cache_errors, cache_folder, prepare_locally
+from stages.data.cache import Counts, cache_errors, prepare_locally
 from stages.data.documents import DocumentEntries
 from stages.data.fields import StreamFields
+from stages.data.rows import KNOWN
 from stages.data.samples import CountedSamples, Indices, TokenBlocks, block_count
 from stages.data.sources import Part, Patterns, Source
 from stages.digests import content_digest, digest
@@ -79,8 +80,8 @@ def list_shards(patterns: Patterns) -> list[Shard]:
             raise StageError(f"no such file: {pattern}")
         found.update((shard.address, shard) for shard in matches)
     for address in found:
-        for problem in sources.kind_problems("shards", address):
-            raise StageError(problem.message, hint=problem.hint)
+        if not address.endswith(KNOWN):
+            raise StageError(f"{address}: unknown kind of file", hint=sources.CONVERT)
     return list(found.values())
 
 
@@ -367,13 +368,13 @@ class StreamSamples(CountedSamples):
 def stream_data(fields: StreamFields, ctx: Context, model: ModelSource) -> Data:
     """Return the data of `data.stream` (collective)."""
     # one worker, this thread: processes must not be forked in the middle of training
-    documents = DocumentEntries(fields, 1, ctx, model)
+    documents = DocumentEntries(fields, fields.cache, 1, ctx, model)
     main = ctx.dist.is_main
     text = json.dumps(list_shards(fields.shards)) if main else None
     listed = [Shard(*each) for each in json.loads(ctx.dist.broadcast_str(text))]
     ctx.dist.require_same("shards", {"their sizes, beginnings and ends": edges(listed)})
     place = digest([str(ctx.run_dir.resolve()), ctx.slot])
-    folder = cache_folder(fields.cache) / f"stream-{place[:16]}"
+    folder = documents.cache / f"stream-{place[:16]}"
     store = ShardStore(listed, folder, documents, capacity=(fields.ahead + 2) * fields.window)
     ctx.on_exit(store.close)
     ctx.log.info("stream: %d shards, %d bytes", len(listed), sum(each.size for each in listed))
@@ -386,7 +387,7 @@ def stream_data(fields: StreamFields, ctx: Context, model: ModelSource) -> Data:
         **documents.settings_identity,
     }
     if fields.heldout_files:
-        (entry,) = documents.open([Source(files=fields.heldout_files)], fields.cache)
+        (entry,) = documents.open([Source(files=fields.heldout_files)])
         held = documents.samples(entry)
         identity["heldout"] = documents.content(entry)
     return Data(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import glob
 import hashlib
-import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -24,6 +23,8 @@ from stages.fields import instead_of_variable
 Patterns = str | tuple[str, ...]
 MOST_FILES = 100_000
 """Most files of a pattern."""
+CONVERT = "convert it to one of: " + " ".join(KNOWN)
+"""Hint for a file of no kind that can be read."""
 _EVERYTHING = re.compile(r"/\*\*(/|\Z)")
 """Beginning of a pattern that searches all folders of the machine."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -61,20 +62,19 @@ def each_pattern(patterns: Patterns) -> tuple[str, ...]:
 
 def find_files(patterns: Patterns) -> list[Path]:
     """Return the files that paths and glob patterns match, in the order given, each file once; the
-    matches of a pattern are sorted. Patterns without a match are skipped."""
-    found = (path for pattern in each_pattern(patterns) for path in _matches(pattern))
-    return list(dict.fromkeys(found))
-
-
-def _matches(pattern: str) -> list[Path]:
-    expanded = os.path.expanduser(pattern)  # noqa: PTH111 (a pattern is not a path)
-    if Path(expanded).is_file():
-        return [Path(expanded)]
-    if _EVERYTHING.match(expanded):
-        return []
-    found = glob.iglob(expanded, recursive=True)  # noqa: PTH207 (absolute patterns)
-    names = (name for name in found if Path(name).is_file())
-    return [Path(name) for name in sorted(itertools.islice(names, MOST_FILES + 1))]
+    matches of a pattern are sorted, and end after MOST_FILES + 1. Patterns without a match are
+    skipped."""
+    found: dict[Path, None] = {}
+    for pattern in map(os.path.expanduser, each_pattern(patterns)):
+        names = {pattern} if Path(pattern).is_file() else set[str]()
+        if not names and not _EVERYTHING.match(pattern):
+            for name in glob.iglob(pattern, recursive=True):  # noqa: PTH207 (absolute patterns)
+                if Path(name).is_file():
+                    names.add(name)
+                if len(names) > MOST_FILES:
+                    break
+        found |= dict.fromkeys(map(Path, sorted(names)))
+    return list(found)
 
 
 def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
@@ -83,7 +83,7 @@ def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
         yield Problem(message="no file is named", key=key)
     seen: set[Path] = set()
     for pattern in each_pattern(patterns):
-        matches = _matches(pattern)
+        matches = find_files(pattern)
         if _EVERYTHING.match(pattern):
             hint = "name the folder that holds the files, as in /data/**/*.jsonl"
             yield Problem(message=f"{pattern} looks through the whole machine", key=key, hint=hint)
@@ -94,7 +94,9 @@ def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
         elif not matches:
             yield Problem(message=f"no such file: {pattern}", key=key, hint=_instead(pattern))
         for path in matches:
-            yield from kind_problems(key, str(path))
+            if not path.name.endswith(KNOWN):
+                message = f"{path}: unknown kind of file"
+                yield Problem(message=message, key=key, hint=CONVERT)
             if path.resolve() in seen:
                 yield Problem(message=f"{path} is named twice", key=key)
             seen.add(path.resolve())
@@ -120,13 +122,6 @@ def _instead(pattern: str) -> str:
     if _HUB_NAME.fullmatch(pattern) and not pattern.endswith(KNOWN):
         hint = f"a data set of the hub: `sources: [{{dataset: {pattern}, split: train}}]`; {hint}"
     return hint
-
-
-def kind_problems(key: str, name: str) -> Iterator[Problem]:
-    """Yield the mistake of a path or address whose ending is of no kind that can be read."""
-    if not name.endswith(KNOWN):
-        hint = "convert it to one of: " + " ".join(KNOWN)
-        yield Problem(message=f"{name}: unknown kind of file", key=key, hint=hint)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class TextData(DocumentSettings, Selection):
         """Tokenise once, then map the tokens. Raises DataError for a file that cannot be used."""
         from stages.data.documents import DocumentEntries
 
-        work = DocumentEntries(self, self.workers, ctx, model)
+        work = DocumentEntries(self, self.cache, self.workers, ctx, model)
         return work.data(self, packed=self.documents_apart)
 
 
@@ -124,7 +124,8 @@ class ChatData(ChatFields):
                     yield replace(problem, key=f"{key}.{index}.{problem.key}")
         forms: set[str | None] = {self.form}
         if self.form is None:
-            firsts = ((find_files(one.files)[:1], self.names(one)) for one in self.trained_on())
+            trained, _ = self.all_sources()
+            firsts = ((find_files(one.files)[:1], self.names(one)) for one in trained)
             forms = {first_form(path, names) for paths, names in firsts for path in paths}
         laid_out = {"messages", "sharegpt"}
         laid_out |= {"prompt/completion", "alpaca"} if self.template else set()

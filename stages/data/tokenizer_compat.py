@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -72,15 +72,14 @@ def backend(tokenizer: Any) -> Any | None:
 
 def _steps(part: Any) -> list[Mapping[str, Any]]:
     """Return the settings of each step of a part, which may be a sequence or None."""
-
-    def flat(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        if state["type"] != "Sequence":
-            yield state
+    steps = list[Mapping[str, Any]]()
+    left = [] if part is None else [json.loads(part.__getstate__())]
+    while left:
+        state = left.pop()
+        steps += [state] if state["type"] != "Sequence" else []
         for name in ("normalizers", "pretokenizers", "processors"):
-            for child in state.get(name, ()):
-                yield from flat(child)
-
-    return [] if part is None else [*flat(json.loads(part.__getstate__()))]
+            left += reversed(state.get(name, ()))
+    return steps
 
 
 def token_sizes(tokenizer: Any) -> tuple[NDArray[np.int64], str] | None:

@@ -57,19 +57,16 @@ class Accelerate:
 
         path = Path(self.config).expanduser()
         content = read_config(path).content
+        sharded = str(content.get("distributed_type")).upper() == "FSDP"
         ctx.dist.require_same("accelerate configuration", content)
-        return build(path, ctx, model, precision, optimizer, sharded=_kind(content) == "FSDP")
-
-
-def _kind(content: Mapping[str, Any]) -> str:
-    return str(content.get("distributed_type")).upper()
+        return build(path, ctx, model, precision, optimizer, sharded=sharded)
 
 
 def _problems(
     file: str, content: Mapping[str, Any], plan: PlanView, policy: Any
 ) -> Iterator[tuple[str, str]]:
     """Message and hint of every problem of a configuration file next to a precision `policy`."""
-    kind = _kind(content)
+    kind = str(content.get("distributed_type")).upper()
     if "distributed_type" not in content:
         yield f"{file} is not an accelerate configuration: no distributed_type", ""
         return

@@ -38,8 +38,7 @@ class HfTrainer(TrainerFields):
         yield from heldout_problems(self, plan, ["eval_every"] if self.eval_every else [])
         for name in self.arguments:
             if name not in FREE:
-                similar = closest(name, FREE)
-                hint = f"did you mean `{similar}`?" if similar else ""
+                hint = f"did you mean `{near}`?" if (near := closest(name, FREE)) else ""
                 if name == "report_to":
                     hint = "add a slot before train, such as track: {use: track.wandb}"
                 message = "is not a TrainingArgument, or is set by a slot of the recipe"

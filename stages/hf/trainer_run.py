@@ -260,7 +260,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         advance(self.progress, self.loader.feed)
-        stats = BatchStats.total(self.loader.taken)
+        stats = BatchStats(*map(sum, zip(*self.loader.taken, strict=True)))
         self.loader.taken.clear()
         sums = torch.tensor([*stats, self._dist.stop.asked], dtype=torch.float64)
         if self._dist.world_size > 1:

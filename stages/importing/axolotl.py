@@ -73,10 +73,8 @@ class Axolotl(RecipeTranslator):
         draft.read(file.path.name, content, every)
         draft.set_defaults("axolotl", self.table, OWN)
         # Texts see each other at most in `pretraining_dataset`.
-        packed, streamed = (
-            bool(draft.value("data.packing", False)),
-            content.get("pretraining_dataset"),
-        )
+        packed = bool(draft.value("data.packing", False))
+        streamed = content.get("pretraining_dataset")
         if streamed:
             draft.rename("apart", "data.documents_apart", content=packed and draft.value("apart"))
         cold = not (draft.given("warmup_steps") or draft.given("warmup_ratio"))
@@ -98,12 +96,9 @@ class Axolotl(RecipeTranslator):
         # in fp32 of it.
         given = content.get("fsdp_config")
         block = given if isinstance(given, Mapping) else {}
-        version = (
-            content.get("fsdp_version") or block.get("fsdp_version") or block.get("version") or 1
-        )
-        upcast = content.get("deepspeed") or (
-            (block or content.get("fsdp")) and str(version) != "2"
-        )
+        versions = (content.get("fsdp_version"), block.get("fsdp_version"), block.get("version"))
+        old = "2" not in map(str, [*filter(None, versions)][:1])
+        upcast = content.get("deepspeed") or ((block or content.get("fsdp")) and old)
         whole = not draft.value("adapter", False) and draft.value("precision.compute") == "bf16"
         held = "axolotl holds the weights in bf16; fp32 keeps small updates"
         draft.default("precision.master", "bf16", held, when=whole and not upcast)

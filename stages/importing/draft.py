@@ -161,14 +161,12 @@ class Draft:
                 entry.outcome, entry.why, entry.hint = said.outcome, said.why, said.hint
                 entry.blocks, entry.to = said.blocks, {}
 
-    def slot(self, name: str, use: str, *facts: str) -> None:
-        """Add a slot, which follows from `facts`."""
-        self.slots[name] = {}
-        self.put(f"{name}.use", use, *facts)
-
     def put(self, key: str, value: Any, *facts: str, note: str = "") -> None:
-        """Set a value, which follows from `facts`, with a comment about its source."""
+        """Set a value, which follows from `facts`, with a comment about its source; a slot begins
+        with its `use`."""
         *outer, last = path = key.split(".")
+        if last == "use":
+            self.slots[outer[0]] = {}
         in_slot = path[0] in self.slots
         block = self.slots if in_slot else self.header
         for part in outer:

@@ -32,7 +32,7 @@ def compose(draft: Draft, name: str, put_data: Callable[[Draft], None]) -> Draft
     put_data(draft)
     _put_optimizer(draft)
     _put_wrap(draft)
-    draft.slot("checkpoint", "checkpoint.sharded")
+    draft.put("checkpoint.use", "checkpoint.sharded")
     _put_period(draft, "save", "checkpoint.every")
     # a slot for each tracker: `track`, or `track_wandb` and the like if there are several
     asked = {*draft.value("report_to", [])}
@@ -42,7 +42,7 @@ def compose(draft: Draft, name: str, put_data: Callable[[Draft], None]) -> Draft
     used = [name for name in TRACKERS if name in asked or draft.value(f"{name}.use")]
     for name in used:
         slot, use = "track" if len(used) == 1 else f"track_{name}", f"{name}.use"
-        draft.slot(slot, f"track.{name}", use, *["report_to"] * (name in asked))
+        draft.put(f"{slot}.use", f"track.{name}", use, *["report_to"] * (name in asked))
         for fact in draft.facts(f"{name}."):
             if fact != use:
                 draft.copy(fact, f"{slot}.{fact.removeprefix(f'{name}.')}")
@@ -50,8 +50,8 @@ def compose(draft: Draft, name: str, put_data: Callable[[Draft], None]) -> Draft
         if runs and name != "tensorboard" and not draft.known(f"{name}.name"):
             draft.put(f"{slot}.name", str(runs[0].value), "name")
     _put_train(draft)
-    draft.slot("consolidate", "consolidate.stream")
-    draft.slot("export", "export.safetensors")
+    draft.put("consolidate.use", "consolidate.stream")
+    draft.put("export.use", "export.safetensors")
     strategy = draft.slots["wrap"]["use"].removeprefix("wrap.")
     for fact in draft.facts(""):
         slot, dot, field = fact.partition(".")
@@ -64,7 +64,7 @@ def compose(draft: Draft, name: str, put_data: Callable[[Draft], None]) -> Draft
 
 def _put_model(draft: Draft) -> None:
     """Fill the slots `model`, `adapter` and `precision`."""
-    draft.slot("model", "model.hf")
+    draft.put("model.use", "model.hf")
     name, revision = draft.value("model"), draft.value("revision")
     if draft.request.model is not None:
         draft.drop(why("replaced", "--model"), "model", "revision")
@@ -79,7 +79,7 @@ def _put_model(draft: Draft) -> None:
         if revision:
             draft.put("model.revision", revision, "revision")
     if draft.value("adapter"):
-        draft.slot("adapter", "adapter.lora", "adapter")
+        draft.put("adapter.use", "adapter.lora", "adapter")
         draft.set_defaults("adapter", {}, "TRL's default")
         draft.lacks("adapter.targets")
         if draft.value("quantize"):
@@ -88,7 +88,7 @@ def _put_model(draft: Draft) -> None:
     else:
         draft.drop(why("unsaid_adapter"), *draft.facts("adapter."), when=not draft.known("adapter"))
         draft.drop(why("trained_in_4_bits"), "quantize")
-    draft.slot("precision", "precision.policy")
+    draft.put("precision.use", "precision.policy")
     draft.default("precision.compute", "fp32", "no mixed precision is asked for")
     compute = draft.value("precision.compute")
     draft.drop(why("no_fp32"), "precision.tf32", when=compute != "fp32")
@@ -97,7 +97,7 @@ def _put_model(draft: Draft) -> None:
 
 
 def _put_optimizer(draft: Draft) -> None:
-    draft.slot("optimizer", "optimizer.adamw", "optimizer", "optim")
+    draft.put("optimizer.use", "optimizer.adamw", "optimizer", "optim")
     for name, value in draft.value("optim", {}).items():
         draft.put(f"optimizer.{name}", value, "optim")
     for foreign in draft.of(FOREIGN)[:1]:
@@ -134,7 +134,7 @@ def _put_wrap(draft: Draft) -> None:
     else:
         draft.drop(why("other_strategy", asked), stage, when=draft.value(stage))
         use = "wrap.ddp" if asked in (None, "one") else str(asked)
-    draft.slot("wrap", use, "distributed", "strategy")
+    draft.put("wrap.use", use, "distributed", "strategy")
     policy, classes = draft.value("policy"), draft.value("classes")
     if use == "wrap.zero":
         draft.default(stage, 2, "accelerate's default")
@@ -159,9 +159,9 @@ def _put_wrap(draft: Draft) -> None:
         (use == "wrap.zero", "whole_layers", "deepspeed.tensor"),
     ):
         draft.drop(why(reason), *(one for one in axes if _ranks(draft, one) > 1), when=not taken)
-    for axis, field in (("ring", "context"), ("sequence", "context")):
-        _put_axis(draft, f"parallel.{axis}", field)
-    _put_axis(draft, "deepspeed.tensor", "tensor")
+    for axis in filter(lambda axis: _ranks(draft, axis) > 1, SHARING):
+        field = "tensor" if axis.endswith(".tensor") else "context"
+        draft.put(f"wrap.{field}_parallel.size", _ranks(draft, axis), axis)
     axes = ["parallel.replicate", *SHARING]
     procs, ranks = draft.request.procs or draft.value("procs"), _ranks(draft, *axes)
     if procs is not None and procs % ranks:
@@ -174,11 +174,6 @@ def _ranks(draft: Draft, *axes: str) -> int:
     return math.prod(int(draft.value(axis, 1)) for axis in axes)
 
 
-def _put_axis(draft: Draft, axis: str, field: str) -> None:
-    if (size := _ranks(draft, axis)) > 1:
-        draft.put(f"wrap.{field}_parallel.size", size, axis)
-
-
 def _put_fsdp_axes(draft: Draft) -> None:
     procs, total = draft.value("procs"), _ranks(draft, *FSDP_AXES)
     replicate, shard, _, context = (_ranks(draft, axis) for axis in FSDP_AXES)
@@ -186,14 +181,11 @@ def _put_fsdp_axes(draft: Draft) -> None:
         draft.drop(why("unequal_sizes", total, procs), *filter(draft.given, FSDP_AXES))
     elif replicate > 1 and shard == 1 and total > replicate:
         draft.drop(why("only_sharded"), *FSDP_AXES[2:])
-    else:
-        _put_axis(draft, "parallel.tensor", "tensor")
-        _put_axis(draft, "parallel.context", "context")
-        if replicate > 1:
-            draft.drop(why("idle"), "fsdp.sharding")
-            draft.put("wrap.sharding", "hybrid_shard", "parallel.replicate")
-            if draft.known("parallel.shard"):  # ranks that share a sample share its shards too
-                draft.put("wrap.shard_size", shard * context, "parallel.shard")
+    elif replicate > 1:
+        draft.drop(why("idle"), "fsdp.sharding")
+        draft.put("wrap.sharding", "hybrid_shard", "parallel.replicate")
+        if draft.known("parallel.shard"):  # ranks that share a sample share its shards too
+            draft.put("wrap.shard_size", shard * context, "parallel.shard")
 
 
 def part_of_epoch(part: Fraction) -> str:
@@ -226,7 +218,7 @@ def _put_period(draft: Draft, event: str, key: str) -> bool:
 
 def _put_train(draft: Draft) -> None:
     """Fill the slot `train`, and `launch.procs`."""
-    draft.slot("train", "train.causal_lm")
+    draft.put("train.use", "train.causal_lm")
     planned, steps = draft.value("schedule_steps"), draft.value("train.steps")
     if planned is not None and not (draft.given("train.steps") or draft.given("train.epochs")):
         draft.put("train.steps", planned, "schedule_steps")
@@ -240,9 +232,8 @@ def _put_train(draft: Draft) -> None:
         draft.drop(why("replaced", "--procs"), "procs")
         draft.put("launch.procs", procs)
     else:
-        draft.default(
-            "procs", 1, "distributed_type is NO", when=draft.value("distributed") == "one"
-        )
+        alone = draft.value("distributed") == "one"
+        draft.default("procs", 1, "distributed_type is NO", when=alone)
         draft.copy("procs", "launch.procs")
     procs = procs or draft.value("procs")
     facts = ("global_batch", "train.micro_batch_size", "accumulation", "procs")

@@ -59,7 +59,7 @@ def _put_files(draft: Draft, files: list[str], *facts: str) -> bool:
         for row in itertools.islice(rows(Path(found[0])), 1) if found else ():
             chat = any(one != "text" and row.value.keys() >= {*keys} for one, keys in KEYS.items())
     if files:
-        draft.slot("data", "data.chat" if chat else "data.text")
+        draft.put("data.use", "data.chat" if chat else "data.text")
         draft.put("data.files", files, *facts)
     return bool(files)
 
@@ -73,7 +73,7 @@ def script_data(draft: Draft) -> None:
     elif draft.given("data"):
         _put_files(draft, [draft.value("data")], "data")
     elif not draft.given("dataset"):
-        draft.slot("data", "data.text")
+        draft.put("data.use", "data.text")
         draft.lacks("data.files", "text.files")
     elif is_local(name):
         _put_files(draft, _local_files(name), "dataset")
@@ -82,7 +82,7 @@ def script_data(draft: Draft) -> None:
     else:
         # A script of transformers for plain text has blocks, a script of TRL has rows.
         blocks = any(entry.key == "block_size" for entry in draft.of("data.sequence_length"))
-        draft.slot("data", "data.text" if blocks else "data.chat")
+        draft.put("data.use", "data.text" if blocks else "data.chat")
         config = {"config": draft.value("dataset.config")} if draft.known("dataset.config") else {}
         split, held = draft.value("dataset.split", "train"), draft.value("dataset.heldout")
         for key, fact, part in (("sources", "split", split), ("heldout_sources", "heldout", held)):
@@ -114,7 +114,7 @@ def several(draft: Draft) -> None:
         facts, keys = [f"{one}style" for one in sets], [f"{one}text_key" for one in sets]
         running = {style == RUNNING for style in styles.values()}
         draft.drop(why("mixed_rows"), *facts, when=len(running) == 2)
-        draft.slot("data", "data.text" if True in running else "data.chat", *facts)
+        draft.put("data.use", "data.text" if True in running else "data.chat", *facts)
         if False in running:
             forms = {
                 one: draft.value(f"{one}form") if style in (None, "", RUNNING) else style

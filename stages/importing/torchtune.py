@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -110,7 +111,7 @@ class Torchtune(RecipeTranslator):
 
     def finish(self, draft: Draft) -> None:
         if draft.given("export.adapter") and "adapter" in draft.slots:
-            draft.slot("export", "export.adapter", "export.adapter")
+            draft.put("export.use", "export.adapter", "export.adapter")
         if draft.slots["train"].get("epochs") != 1:
             draft.put("checkpoint.every", "1 epoch", note="torchtune saves after each epoch")
         draft.lacks("data.sequence_length")
@@ -165,15 +166,11 @@ def _resolved(content: Mapping[str, Any]) -> dict[str, Any]:
         found: Any = content
         for part in reference[1].split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
-        return reference[0] if found is None or isinstance(found, Mapping | list) else str(found)
+        is_value = not (found is None or isinstance(found, Mapping | list))
+        return json.dumps(str(found), ensure_ascii=False)[1:-1] if is_value else reference[0]
 
-    def resolved(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: resolved(one) for key, one in value.items()}
-        if isinstance(value, list):
-            return [resolved(one) for one in value]
-        for _ in range(10 if isinstance(value, str) else 0):  # as many may follow one another
-            value = re.sub(r"\$\{([\w.]+)\}", named, value)
-        return value
-
-    return {key: resolved(one) for key, one in content.items()}
+    text = json.dumps(content, ensure_ascii=False)
+    for _ in range(10):  # as many may follow one another
+        text = re.sub(r"\$\{([\w.]+)\}", named, text)
+    resolved: dict[str, Any] = json.loads(text)
+    return resolved

@@ -94,7 +94,7 @@ class TrainStep:
         parts = self.engine.accumulate(batches(), self.objective, counts=counts)
         loss, *more = (parts.terms[unit] / counts[unit] for unit in units)
         loss = sum(more, loss)
-        stats = BatchStats.total(batch_stats)
+        stats = BatchStats(*map(sum, zip(*batch_stats, strict=True)))
         monitor.observe(loss, progress)
         measured = [parts.sums[name] / counts[unit] for name, unit in metrics.items()]
         sums = self.meter.start_reduction(loss, stats, measured)

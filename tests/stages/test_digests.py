@@ -10,6 +10,7 @@ import pytest
 
 from stages import digests
 from stages.digests import file_digests
+from tests.support.runs import spied
 
 
 @pytest.fixture
@@ -17,14 +18,7 @@ def read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Record the names of the files that are read; written files count as written long ago."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(digests, "SETTLED", -60.0)
-    content, names = digests.content_digest, []
-
-    def watched(path: Path) -> str:
-        names.append(path.name)
-        return content(path)
-
-    monkeypatch.setattr(digests, "content_digest", watched)
-    return names
+    return spied(monkeypatch, digests, "content_digest", lambda path: path.name)
 
 
 @pytest.fixture

@@ -36,9 +36,10 @@ def tracked(stage: TrackerStage, folder: Path) -> None:
         tracker.close(outcome)
 
 
-def test_sqlite(tmp_path: Path) -> None:
+def test_sqlite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / "runs.sqlite"
-    tracked(TrackSqlite(file=str(file)), tmp_path / "run")
+    tracked(TrackSqlite(file="~/runs.sqlite"), tmp_path / "run")
     found = sqlite3.connect(file)
     rows = found.execute("select step, value from metrics where name = 'loss' order by step")
     assert dict(rows.fetchall()) == LOSSES
@@ -78,9 +79,12 @@ def test_tensorboard_in_a_run_that_was_moved(tmp_path: Path) -> None:
     assert len(list((after / "tensorboard").iterdir())) == 2
 
 
-def test_tensorboard_of_two_runs_whose_folders_have_the_same_name(tmp_path: Path) -> None:
+def test_tensorboard_of_two_runs_whose_folders_have_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     for project in ("a", "b"):
-        tracked(TrackTensorboard(folder=str(tmp_path / "all")), tmp_path / project)
+        tracked(TrackTensorboard(folder="~/all"), tmp_path / project)
     assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["my-run", "my-run-2"]
 
 
@@ -103,11 +107,13 @@ def opened(stage: TrackerStage, folder: Path, state: Mapping[str, Any]) -> Mappi
     return dict(found)
 
 
-def test_mlflow(tmp_path: Path) -> None:
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.tracking import MlflowClient
 
+    monkeypatch.setenv("HOME", str(tmp_path))
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    tracked(TrackMlflow(tracking_uri=uri, artifacts=str(tmp_path / "files")), tmp_path / "run")
+    tracked(TrackMlflow(tracking_uri=uri, artifacts="~/files"), tmp_path / "run")
+    assert (tmp_path / "files").is_dir()
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("made")
     (run,) = client.search_runs([experiment.experiment_id])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from pipeline import testing
@@ -51,6 +52,19 @@ def context(dist: DistContext, run_dir: str | Path, seed: int = 7) -> Context:
     log = logging.getLogger("pipe.test")
     log.setLevel(logging.CRITICAL)
     return replace(testing.context(run_dir, seed=seed, dist=dist), log=log)
+
+
+def spied(patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]) -> list[Any]:
+    """Return a list that grows by what `note` makes of the arguments of each call of a function,
+    unless that is None."""
+    original, found = getattr(owner, name), []
+
+    def called(*given: Any, **named: Any) -> Any:
+        found.extend(each for each in [note(*given)] if each is not None)
+        return original(*given, **named)
+
+    patch.setattr(owner, name, called)
+    return found
 
 
 class ListedSamples(Samples):

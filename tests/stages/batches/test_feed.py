@@ -19,7 +19,7 @@ from pipeline.contracts.sample_order import SampleOrder
 from pipeline.contracts.training import Progress
 from stages.batches.feed import Feed, microbatch_ranges
 from stages.fields import BatchPlan
-from tests.support.runs import ToySamples, toy_data
+from tests.support.runs import ToySamples, spied, toy_data
 from tests.support.tier import examples
 
 ALONE, CPU = DataAxis(index=0, count=1), torch.device("cpu")
@@ -128,15 +128,8 @@ def test_an_epoch_ends_at_its_last_sample_also_after_steps_of_another_size() -> 
     assert feed.total_steps(Progress(step=15, samples=100)) == 15
 
 
-def test_a_step_asks_the_order_once(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    asked: list[tuple[int, int]] = []
-    original = SampleOrder.indices
-
-    def indices(self: SampleOrder, start: int, count: int) -> NDArray[np.int64]:
-        asked.append((start, count))
-        return original(self, start, count)
-
-    monkeypatch.setattr(SampleOrder, "indices", indices)
+def test_a_step_asks_the_order_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = spied(monkeypatch, SampleOrder, "indices", lambda _, start, count: (start, count))
     feed = Feed(BatchPlan(global_batch_size=4, steps=9), toy_data(), 3, ALONE, CPU)
     for step in range(3):
         feed.unit_counts(4 * step)["targets"]

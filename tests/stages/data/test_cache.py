@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline import StageError
+from pipeline.utils import cache_folder
 from stages.data import cache
 from stages.data.cache import VerifiedArray, write_sums
 from stages.data.documents import DocumentEntries
@@ -20,20 +21,13 @@ from tests.stages.data.conftest import Chats
 from tests.stages.data.fakes import FakeSource, ids
 from tests.support.damage import flip
 from tests.support.processes import run_ranks
-from tests.support.runs import context
+from tests.support.runs import context, spied
 
 
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Return the folder of every tokenisation."""
-    folders, write = list[Path](), DocumentEntries.write
-
-    def counted(self: DocumentEntries, folder: Path, *more: Any) -> Any:
-        folders.append(folder)
-        return write(self, folder, *more)
-
-    monkeypatch.setattr(DocumentEntries, "write", counted)
-    return folders
+    return spied(monkeypatch, DocumentEntries, "write", lambda _, folder, *rest: folder)
 
 
 def read(chats: Chats, **fields: Any) -> list[int]:
@@ -244,7 +238,7 @@ def test_machines_without_a_common_disk(tmp_path: Path) -> None:
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.cache_folder() == tmp_path / "pipetrain"
+    assert cache_folder() == tmp_path / "pipetrain"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache.cache_folder() == tmp_path / "home/.cache/pipetrain"
+    assert cache_folder() == tmp_path / "home/.cache/pipetrain"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline import NO_TARGET, Context, Data, Sample
+from stages.data.chat_entries import ChatEntries
+from stages.data.fields import ChatSource
 from stages.data.stages import ChatData
 from stages.model.hf import HfModel
 from tests.stages.data.conftest import Chats, trained_ids
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
+from tests.support.runs import spied
 from tests.support.tier import times
 
 START, STOP = SPECIAL["<|s|>"], SPECIAL["<|e|>"]
@@ -94,6 +98,17 @@ def test_an_assistant_message_may_hold_only_a_tool_call(chats: Chats) -> None:
     messages = [HELLO[0], {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
     row = {"messages": messages, "tools": []}
     assert trained_ids(only(chats.run(row, chat_template=template))) == [*ids("f"), STOP]
+
+
+def test_the_time_of_each_source(
+    chats: Chats, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spied(monkeypatch, ChatEntries, "build", lambda *_: time.sleep(0.3))  # builds slowly
+    caplog.set_level(logging.INFO)
+    files = [chats.stage(row, name=f"{n}.jsonl").files for n, row in enumerate((ONE, TWO))]
+    chats.run(files=(), sources=tuple(ChatSource(files=each) for each in files))
+    seconds = re.findall(r"jsonl: 1 row .*, (\d+\.\d) s$", caplog.text, re.MULTILINE)
+    assert (len(seconds), min(map(float, seconds)) >= 0.3) == (2, True)
 
 
 def test_prompt_and_completion(chats: Chats) -> None:

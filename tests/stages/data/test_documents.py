@@ -206,7 +206,7 @@ def test_documents_are_the_same_in_pieces(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer_compat, "PIECE", 1)
         patch.setattr(documents, "_BATCH", batch)
-        work = documents.DocumentEntries(TextData(files="-", append_eos=end), 1, ctx, source)
+        work = documents.DocumentEntries(TextData(files="-", append_eos=end), None, 1, ctx, source)
         counts, _ = work.write(folder, [documents.Document(text, "-", 0) for text in texts])
     assert np.fromfile(folder / TOKENS, "<u2").tolist() == [each for s in streams for each in s]
     wanted = [int(b) for b, stream in zip(begins, streams, strict=True) if stream]

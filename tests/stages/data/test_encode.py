@@ -16,6 +16,7 @@ from stages.data.mistakes import Mistake
 from stages.data.rendering import Renderer
 from stages.data.tokenize import TextTokenizer
 from tests.stages.data.conftest import Chats
+from tests.support.runs import spied
 from tests.support.tier import examples
 
 
@@ -55,19 +56,8 @@ def test_the_rows_of_a_batch_are_encoded_together(
     chats: Chats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is wrong with some of them, and whatever arguments of the template they have."""
-    sizes, rendered = list[int](), list[int]()
-    encode, apply = TextTokenizer.__call__, Renderer.apply
-
-    def tokenised(self: TextTokenizer, texts: list[str]) -> Any:
-        sizes.append(len(texts))
-        return encode(self, texts)
-
-    def counted(self: Renderer, chat: Any, messages: Any, **more: Any) -> Any:
-        rendered.append(len(messages))
-        return apply(self, chat, messages, **more)
-
-    monkeypatch.setattr(TextTokenizer, "__call__", tokenised)
-    monkeypatch.setattr(Renderer, "apply", counted)
+    sizes = spied(monkeypatch, TextTokenizer, "__call__", lambda _, texts: len(texts))
+    rendered = spied(monkeypatch, Renderer, "apply", lambda _, chat, messages: len(messages))
     says = {"user": "What is it?", "assistant": "It is that."}
     plain = {"messages": [{"role": role, "content": text} for role, text in says.items()] * 2}
     tools = [{**plain, "tools": [{"name": name}]} for name in "fg"]

@@ -212,7 +212,7 @@ def test_only_data_whose_tokens_have_changed_are_other_data(chats: Chats) -> Non
     for name, more in (("a.parquet", ""), ("a.jsonl", "-nulls:1")):
         stage = chats.stage(FILLED, name=name)
         work = ChatEntries(stage, chats.ctx, FakeSource(TOOLS))
-        earlier = work.key(OpenedSource(*stage.trained_on())).partition("-")[0]
+        earlier = work.key(OpenedSource(*stage.all_sources()[0])).partition("-")[0]
         data = stage.run(chats.ctx, FakeSource(TOOLS))
         assert data.identity["contents"] == digest([earlier + more])
 

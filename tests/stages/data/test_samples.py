@@ -220,15 +220,10 @@ class Numbers(CountedSamples):
     """`count` samples, each with its own number as its only token, from `first` on."""
 
     def __init__(self, first: int, count: int) -> None:
-        self._numbers = np.arange(first, first + count)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
+        self._numbers, self.size = np.arange(first, first + count), count
 
     def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = self._numbers[index : index + 1]
+        number = self._numbers[self.within(index) : index + 1]
         return Sample(input_ids=number, labels=number)
 
     def counted(self, indices: Any) -> Any:

@@ -33,7 +33,7 @@ from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
 from tests.support.processes import run_ranks
-from tests.support.runs import context
+from tests.support.runs import context, spied
 from tests.support.state import Setting, make_engine, source
 
 LENGTH, WINDOW, SEED = 4, 3, 11
@@ -118,16 +118,15 @@ def test_without_shuffle_it_is_the_files_in_order(ctx: Context, folder: Path) ->
 def built(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     """Return the names of the shards of `folder` that are read; a thread of an earlier test may
     still read."""
-    names: list[str] = []
-    build = shards.ShardStore._build
+    return built_of(folder, monkeypatch)
 
-    def counted(self: Any, shard: Any, entry: Path) -> Any:
-        if Path(shard.address).parent == folder:
-            names.append(Path(shard.address).name)
-        return build(self, shard, entry)
 
-    monkeypatch.setattr(shards.ShardStore, "_build", counted)
-    return names
+def built_of(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    def name(store: Any, shard: Any, entry: Path) -> str | None:
+        path = Path(shard.address)
+        return path.name if path.parent == folder else None
+
+    return spied(patch, shards.ShardStore, "_build", name)
 
 
 def test_a_resumed_run_reads_its_window_alone(ctx: Context, folder: Path, built: list[str]) -> None:
@@ -236,14 +235,7 @@ def test_the_feed_of_any_number_of_ranks(ctx: Context, folder: Path) -> None:
 
 
 def rank_of_two(dist: Any, folder: str, run_dir: str) -> Any:
-    names: list[str] = []
-    build = shards.ShardStore._build
-
-    def counted(self: Any, shard: Any, place: Path) -> Any:
-        names.append(Path(shard.address).name)
-        return build(self, shard, place)
-
-    shards.ShardStore._build = counted  # type: ignore[method-assign]
+    names = built_of(Path(folder), pytest.MonkeyPatch())
     data, _ = opened(stream(Path(folder), ahead=2), context(dist, run_dir))
     found = taken(data, 0, 60)
     dist.barrier()

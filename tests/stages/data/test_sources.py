@@ -46,7 +46,8 @@ def test_matches_are_sorted_by_name_and_are_files(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     os.mkfifo(tmp_path / "b.txt")
     (tmp_path / "c.txt").symlink_to("/dev/zero")
-    found = find_files(f"{tmp_path}/**/*.txt")
+    found = find_files(f"{tmp_path}/**/**/*.txt")
+    assert not list(file_problems("files", f"{tmp_path}/**/**/*.txt"))
     assert [str(each.relative_to(tmp_path)) for each in found] == ["a-b.txt", "a.txt", "a/x.txt"]
 
 

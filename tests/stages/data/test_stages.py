@@ -86,9 +86,11 @@ def test_each_turn_and_every_token_exclude_each_other() -> None:
     [
         ({"columns": {"mesages": "x"}}, "columns.mesages", "is not a key of a row or a"),
         ({"columns": {"prompt": "x", "text": "x"}}, "columns.text", "'x' is `prompt` already"),
-        ({"role_names": {"bot": "asistant"}}, "role_names.bot", "'asistant' is not a role"),
+        ({"role_names": {"bot": "asistant"}}, "role_names.bot",
+         "'asistant' is not a role (did you mean `assistant`?)"),
         ({"sources": (ChatSource(files="a.txt", role_names={"bot": "x"}),), "files": ()},
-         "sources.0.role_names.bot", "'x' is not a role"),
+         "sources.0.role_names.bot", "'x' is not a role (known here: system, developer, "
+         "user, assistant, tool, function_call; `roles` adds others)"),
     ],
 )  # fmt: skip
 def test_mistakes_in_names(
@@ -98,7 +100,7 @@ def test_mistakes_in_names(
     Path("a.txt").write_text("x")
     (problem,) = ChatData(**{"files": "a.txt", **fields}).check(plan_view())
     assert problem.key == key
-    assert problem.message.startswith(message)
+    assert f"{problem.message} ({problem.hint})".startswith(message)
 
 
 def test_the_recipe_s_check_knows_the_fields() -> None:
