@@ -177,8 +177,7 @@ def sync_tree(folder: Path) -> None:
 
 def sync(path: Path) -> None:
     """Force a file's content, or a folder's entries, also after a rename, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with naming(path), contextlib.ExitStack() as stack:
+        descriptor = os.open(path, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
