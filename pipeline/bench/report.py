@@ -186,7 +186,14 @@ def _bottleneck(row: Row, m: RunMeasurement) -> str:
 
 def as_json(session: Benchmark, rows: Sequence[Row], plot: str | None = None) -> str:
     """The JSON of the rows so far; `plot` is the picture's file, if it is drawn."""
-    plan, length = session.plan, session.length
+    plan, length, shown_rows = session.plan, session.length, []
+    for row in rows:  # the numbers of a failed run are null
+        numbers: dict[str, Any] = dict.fromkeys(field.name for field in fields(RunMeasurement))
+        if row.measured:
+            numbers = asdict(row.measured)
+            numbers["memory"]["ratio"] = row.measured.memory.ratio
+        head = {key: value for key, value in vars(row).items() if key != "measured"}
+        shown_rows.append({**head, "error": row.error or None, **numbers})
     content = {
         "schema_version": SCHEMA_VERSION,
         "recipe": plan.recipe.name,
@@ -198,22 +205,12 @@ def as_json(session: Benchmark, rows: Sequence[Row], plot: str | None = None) ->
         "threads": session.threads,
         "packages": versions(),
         "folder": str(session.folder),
-        "rows": [_json_row(row) for row in rows],
+        "rows": shown_rows,
         "missing": [row.label for row in session.rows[len(rows) :]],
         "verdict": verdict(rows),
         "plot": plot,
     }
     return json.dumps(content, indent=1, allow_nan=False)
-
-
-def _json_row(row: Row) -> dict[str, Any]:
-    """A row of the JSON; the numbers of a failed run are null."""
-    numbers: dict[str, Any] = dict.fromkeys(field.name for field in fields(RunMeasurement))
-    if row.measured:
-        numbers = asdict(row.measured)
-        numbers["memory"]["ratio"] = row.measured.memory.ratio
-    head = {key: value for key, value in vars(row).items() if key != "measured"}
-    return {**head, "error": row.error or None, **numbers}
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:

@@ -143,11 +143,12 @@ def status(run: Path, follow: bool, as_json: bool) -> None:
         _draw(found, follow=follow)
         return
     training = found.training
+    running = (slot for slot, one in found.slots.items() if one.state == "running")
     facts = {
         "schema_version": 1,
         "folder": str(found.folder),
         "state": found.state,
-        "slot": found.running,
+        "slot": next(running, None),
         "activity": found.activity() or None,
         "training": training.slot or None,
         "step": training.step or None,

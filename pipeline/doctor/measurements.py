@@ -70,10 +70,6 @@ class RankResults:
     printed: str = ""
     """End of the output of the rank that failed."""
 
-    @property
-    def all_records(self) -> tuple[dict[str, Any], ...]:
-        return tuple(record for rank in self.records for record in rank)
-
 
 def measure(target: str, settings: Mapping[str, Any], *, procs: int, seconds: float) -> RankResults:
     """Call `target`, a `module:function(settings, record)`, in `procs` processes at once.
