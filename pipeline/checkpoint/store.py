@@ -26,7 +26,8 @@ from pipeline.utils.files import PAGE, let_group, naming, remove_folder
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 """Most digits of a step: no training has 10^18 steps, and other tools can count them."""
-_LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
+LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
+"""Folders that are left of a write or a removal that was cut short."""
 _ASIDE = re.compile(r"step-\d{8,}\.damaged-\d+")
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _REFUSED = _UNSUPPORTED | {errno.ENOMEM}
@@ -58,11 +59,6 @@ def steps_in_order(names: Iterable[str]) -> list[str]:
     """The names that a checkpoint can have, oldest first."""
     steps = ((step_number(name), name) for name in names)
     return [name for _, name in sorted((step, name) for step, name in steps if step is not None)]
-
-
-def is_leftover(name: str) -> bool:
-    """Whether a folder is left of a write or a removal that was cut short."""
-    return _LEFTOVER.fullmatch(name) is not None
 
 
 class Transaction(NamedTuple):
@@ -187,7 +183,7 @@ class LocalStore:
 
     def clean(self) -> None:
         """Remove what unfinished attempts and deletions left. Only while no one writes."""
-        for path in self._named(_LEFTOVER):
+        for path in self._named(LEFTOVER):
             remove_folder(path)
 
     def _named(self, pattern: re.Pattern[str]) -> list[Path]:

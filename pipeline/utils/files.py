@@ -99,12 +99,6 @@ def replace_bytes(path: Path, content: bytes, *, mode: int | None = None) -> Non
     temporary.replace(path)
 
 
-def overwrite(path: Path, text: str) -> None:
-    """Replace the text of a file that is there, in one step; permissions and links to it stay."""
-    real = path.resolve(strict=True)
-    replace_bytes(real, text.encode(), mode=real.stat().st_mode)
-
-
 def remove_folder(path: Path) -> None:
     """Remove a folder as far as that is possible. Anything else at its place stays: to open a named
     pipe, as rmtree does, waits without end."""
