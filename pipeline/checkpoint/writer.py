@@ -171,7 +171,7 @@ def main(argument: str) -> None:
     requests, answers = sys.stdin.buffer, sys.stdout.buffer  # UTF-8, whatever the locale
     setup = WriterSetup.model_validate_json(message["setup"])
     # populated now, or the first save has all the page faults
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
     size = max(setup.buffer_size, 1)
     buffer = memoryview(mmap.mmap(message["buffer"], size, flags=flags, prot=mmap.PROT_READ))
 

@@ -86,7 +86,6 @@ class Objective(Protocol):
 
     def __call__(self, scores: Scores, batch: MicroBatch) -> LossParts:
         """Judge a micro-batch. Every rank that shares it computes the same."""
-        ...
 
 
 class Measure(Protocol):
@@ -98,7 +97,6 @@ class Measure(Protocol):
 
     def __call__(self, scores: Scores, batch: MicroBatch) -> Tensor:
         """Measure each row; shape (rows, width)."""
-        ...
 
 
 class Scorer(Protocol):
@@ -110,4 +108,3 @@ class Scorer(Protocol):
         """Run the model on `own`, this rank's slice of the sequences of `whole`, or all of it.
         `inputs` are its arguments instead of the token ids. Raises StageError for scores that the
         model does not have."""
-        ...

@@ -140,7 +140,7 @@ class LinePipe:
     def __init__(self) -> None:
         self._read, self.write = os.pipe()
         os.set_blocking(self._read, False)
-        with contextlib.suppress(OSError, AttributeError):
+        with contextlib.suppress(OSError):
             fcntl.fcntl(self._read, fcntl.F_SETPIPE_SZ, self.SIZE)
         self._rest, self._closed = b"", False
 
