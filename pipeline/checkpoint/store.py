@@ -134,9 +134,9 @@ class LocalStore:
         path = self._root / name / file
         partial = path.with_name(path.name + ".partial")
         partial.unlink(missing_ok=True)
-        with naming(partial), files.opened(partial, "xb") as file:
-            files.write_at(file.fileno(), 0, memoryview(data))
-            os.fsync(file.fileno())
+        with naming(partial), files.opened(partial, "xb") as stream:
+            files.write_at(stream.fileno(), 0, memoryview(data))
+            os.fsync(stream.fileno())
         # Opened before the rename: rank 0 moves the folder when it sees the last report.
         with naming(path.parent), contextlib.ExitStack() as stack:
             folder = os.open(path.parent, os.O_RDONLY)

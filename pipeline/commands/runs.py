@@ -341,11 +341,7 @@ def compare(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
         raise click.UsageError("name two runs or more: pipe compare RUN RUN (pipe ls lists them)")
     hide_environment()
     histories = [History(run) for run in runs]
-    tables = {
-        "recipes": comparison.recipe_differences(histories),
-        "environments": comparison.environment_differences(histories),
-        "results": comparison.results(histories),
-    }
+    tables = {**comparison.differences(histories), "results": comparison.results(histories)}
     names = [history.name for history in histories]
     if as_json:
         rows = {title: [asdict(row) for row in found] for title, found in tables.items()}
