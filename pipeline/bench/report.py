@@ -14,6 +14,7 @@ import click
 
 from pipeline.bench.session import SPREAD_STEPS, Benchmark, Row, RunMeasurement, Speed
 from pipeline.errors import StageError, in_words, system_errors_as
+from pipeline.hardware.gpus import GIB
 from pipeline.utils.files import replace_text
 from pipeline.utils.packages import optional, versions
 from pipeline.utils.text import align, plural
@@ -27,7 +28,6 @@ MEMORY = {
     "more than the predicted tensors, so without a ratio",
 }
 """Description of `Memory.kind`."""
-GIB = 1 << 30
 COLUMNS: Mapping[str, tuple[str, Callable[[Row, RunMeasurement], float | None]]] = {
     "tokens/s": ("{:,.0f}", lambda row, m: m.tokens_per_second.median),
     "+-": ("{:.0%}", lambda row, m: m.tokens_per_second.spread),
