@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import file_layout
 from pipeline.checkpoint.division import Piece, Tile
-from pipeline.checkpoint.file_layout import SUM_BYTES, block_sums, tile_in_file
+from pipeline.checkpoint.file_layout import block_sums, tile_in_file
 from pipeline.checkpoint.formats import Formats, Reading, StateSource
 from pipeline.checkpoint.location import Store, open_checkpoint
 from pipeline.checkpoint.manifest import BLOCK, MANIFEST, MAX_ELEMENTS, SUMS, Damaged, Manifest
@@ -24,6 +24,8 @@ from pipeline.checkpoint.store import step_number
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import page_aligned
 
+SUM_BYTES = 8
+"""Bytes of a block's checksum."""
 LONG = 1 << 20
 """Bytes between two runs that are not read along with them."""
 
