@@ -63,7 +63,8 @@ def most_processes() -> int | None:
 def usable_cores() -> float:
     """Cores that processes here may use together: this process's affinity, or a control group's
     quota, which need not be whole."""
-    cores = [float(len(os.sched_getaffinity(0)))]
+    given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = [float(given or 1)]
     for folder, old in _groups("cpu"):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if old else ("cpu.max",)
         with contextlib.suppress(OSError, ValueError):  # "max", or -1, is no quota

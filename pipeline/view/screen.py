@@ -122,13 +122,16 @@ class Screen:
                 self._failed = True
                 with contextlib.suppress(Exception):
                     self._view.abandon()
-                self._lines.appendleft(f"the display has ended: {in_words(error)}")
-                self._pass_on()
+                _say(f"the display has ended: {in_words(error)}")
 
     def _pass_on(self) -> None:
         while self._lines:
-            with contextlib.suppress(Exception):
-                print(shown(self._lines.popleft()), file=sys.stderr, flush=True)
+            _say(self._lines.popleft())
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(Exception):
+        print(shown(line), file=sys.stderr, flush=True)
 
 
 class LinePipe:
