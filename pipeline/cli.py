@@ -9,6 +9,7 @@ SIGINT, 143 SIGTERM, 129 SIGHUP).
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -22,7 +23,7 @@ import click
 from pipeline.errors import PipeError, UsageError, in_words, is_user_error
 from pipeline.execution.rank_logging import quiet_loggers
 from pipeline.utils.activities import Activity, show_in
-from pipeline.utils.packages import gc_rarely
+from pipeline.utils.packages import RARELY
 from pipeline.utils.terminal import bare, redact_output, shown
 from pipeline.utils.text import duration
 
@@ -144,7 +145,7 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         redact_output()
-        gc_rarely()
+        gc.set_threshold(*RARELY)
         return super().main(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -55,9 +55,9 @@ def environment() -> Iterator[None]:
     start, hide the values of others, and choose what is shown."""
     kept = (os.environ, terminal._hidden, terminal._guessed)
     before, typed = [dict(each) for each in kept], set(terminal._typed)
-    shows = terminal.display()
+    shows = terminal.shows
     yield
-    terminal.set_display(shows)
+    terminal.shows = shows
     for each, content in zip(kept, before, strict=True):
         each.clear()
         each.update(content)

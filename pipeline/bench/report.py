@@ -14,6 +14,7 @@ import click
 
 from pipeline.bench.session import SPREAD_STEPS, Benchmark, Row, RunMeasurement, Speed
 from pipeline.errors import StageError, in_words, system_errors_as
+from pipeline.hardware.gpus import GIB
 from pipeline.utils.files import replace_text
 from pipeline.utils.packages import optional, versions
 from pipeline.utils.text import align, plural
@@ -27,7 +28,6 @@ MEMORY = {
     "more than the predicted tensors, so without a ratio",
 }
 """Description of `Memory.kind`."""
-GIB = 1 << 30
 COLUMNS: Mapping[str, tuple[str, Callable[[Row, RunMeasurement], float | None]]] = {
     "tokens/s": ("{:,.0f}", lambda row, m: m.tokens_per_second.median),
     "+-": ("{:.0%}", lambda row, m: m.tokens_per_second.spread),
@@ -186,7 +186,14 @@ def _bottleneck(row: Row, m: RunMeasurement) -> str:
 
 def as_json(session: Benchmark, rows: Sequence[Row], plot: str | None = None) -> str:
     """The JSON of the rows so far; `plot` is the picture's file, if it is drawn."""
-    plan, length = session.plan, session.length
+    plan, length, shown_rows = session.plan, session.length, []
+    for row in rows:  # the numbers of a failed run are null
+        numbers: dict[str, Any] = dict.fromkeys(field.name for field in fields(RunMeasurement))
+        if row.measured:
+            numbers = asdict(row.measured)
+            numbers["memory"]["ratio"] = row.measured.memory.ratio
+        head = {key: value for key, value in vars(row).items() if key != "measured"}
+        shown_rows.append({**head, "error": row.error or None, **numbers})
     content = {
         "schema_version": SCHEMA_VERSION,
         "recipe": plan.recipe.name,
@@ -198,22 +205,12 @@ def as_json(session: Benchmark, rows: Sequence[Row], plot: str | None = None) ->
         "threads": session.threads,
         "packages": versions(),
         "folder": str(session.folder),
-        "rows": [_json_row(row) for row in rows],
+        "rows": shown_rows,
         "missing": [row.label for row in session.rows[len(rows) :]],
         "verdict": verdict(rows),
         "plot": plot,
     }
     return json.dumps(content, indent=1, allow_nan=False)
-
-
-def _json_row(row: Row) -> dict[str, Any]:
-    """A row of the JSON; the numbers of a failed run are null."""
-    numbers: dict[str, Any] = dict.fromkeys(field.name for field in fields(RunMeasurement))
-    if row.measured:
-        numbers = asdict(row.measured)
-        numbers["memory"]["ratio"] = row.measured.memory.ratio
-    head = {key: value for key, value in vars(row).items() if key != "measured"}
-    return {**head, "error": row.error or None, **numbers}
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:

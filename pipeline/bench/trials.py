@@ -50,15 +50,11 @@ class TrialRecipe:
     text: str
 
 
-def require_measurable(plan: Plan) -> None:
-    """Raise UsageError for a recipe without a strategy, or whose training cannot be shortened."""
-    _wrap_slot(plan)
-    shortened_slots(plan, Trial(steps=1))
-
-
-def require_unchanged(plan: Plan, overrides: Sequence[str]) -> None:
-    """Raise UsageError for an override of the slot that strategies replace."""
+def require_measurable(plan: Plan, overrides: Sequence[str] = ()) -> None:
+    """Raise UsageError for a recipe without a strategy, or whose training cannot be shortened; with
+    strategies that replace the recipe's, also for one of the `overrides` that changes its slot."""
     slot = _wrap_slot(plan).slot
+    shortened_slots(plan, Trial(steps=1))
     for override in overrides:
         if override.partition("=")[0].partition(".")[0] == slot:
             raise UsageError(

@@ -28,8 +28,6 @@ from pipeline.utils.files import PAGE
 
 CHUNK: Final = 256 * BLOCK
 """Bytes that are read, written or verified at a time."""
-SUM_BYTES = 8
-"""Bytes of a block's checksum."""
 ALIGN = 4096
 """Data of a file begins at a multiple of this."""
 PASSAGE = 1 << 30

@@ -87,15 +87,14 @@ class CheckpointManager(Checkpoints):
                 self.store.clean()
         # Prefix of this run's transactions, the same on all ranks.
         self._identity = dist.broadcast_str(uuid.uuid4().hex[:12] if dist.is_main else None)
-        sees = False  # whether this rank sees what rank 0 writes
         with system_errors_as(CheckpointError):
             trial = self.store.begin(step_name(0), self._identity)
             if dist.is_main:
                 self.store.put(*trial.at("seen"), b"")
         dist.barrier()
-        with system_errors_as(CheckpointError), contextlib.suppress(FileNotFoundError):
-            sees = self.store.get(*trial.at("seen")) == b""
-        seen = dist.gather(sees)
+        with system_errors_as(CheckpointError):
+            sees = self.store.size(*trial.at("seen")) is not None
+        seen = dist.gather(sees)  # whether each rank sees what rank 0 writes
         self.store.abandon(trial)
         if not all(seen):
             place = self.store.locate("")

@@ -245,15 +245,12 @@ class Manifest(_Model):
         """Yield the mistakes, which `dump` never writes: names that lead out of the folder, pieces
         out of their files, tensors that are not whole."""
         names = [*(file.name for file in self.files), *(part.sums for part in self.parts)]
-        for name in names:
-            if not _NAME.fullmatch(name):
-                yield f"names a file outside of its folder: {name!r}"
-        for name, count in Counter([*names, *(tensor.key for tensor in self.tensors)]).items():
-            if count > 1:
-                yield f"has two entries for {name}"
-        for file in self.files:
-            if file.data_start > file.size:
-                yield f"{file.name}: its header is longer than the file"
+        foreign_names = (name for name in names if not _NAME.fullmatch(name))
+        yield from (f"names a file outside of its folder: {name!r}" for name in foreign_names)
+        entries = Counter([*names, *(tensor.key for tensor in self.tensors)]).items()
+        yield from (f"has two entries for {name}" for name, count in entries if count > 1)
+        headless = (file for file in self.files if file.data_start > file.size)
+        yield from (f"{file.name}: its header is longer than the file" for file in headless)
         for tensor in self.tensors:
             if tensor.numel >= MAX_ELEMENTS:
                 yield f"{tensor.key}: {tensor.numel} elements"
@@ -261,9 +258,6 @@ class Manifest(_Model):
             known = not in_parts or len(self.files) == len(self.parts)
             if not known or (tensor.file or 0) >= len(self.files):
                 yield f"{tensor.key}: lies in an unknown file"
-        yield from self._problems_of_division()
-
-    def _problems_of_division(self) -> Iterator[str]:
         listed_pieces = list(itertools.chain(*(part.pieces for part in self.parts)))
         for number, file, _, start, stop in listed_pieces:
             if number >= len(self.tensors) or file >= len(self.files) or start >= stop:

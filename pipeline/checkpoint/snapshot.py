@@ -180,7 +180,7 @@ class Snapshot:
                 while number >= HALVES and announced < number:
                     self._announce(writer, request, announced)
                     announced += 1
-                    failed = writer.wait_written() if announced >= HALVES else None
+                    failed = writer.wait() if announced >= HALVES else None
                     if failed is not None:
                         return failed
                 self._copy(write, tile, tensor)

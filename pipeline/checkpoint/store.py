@@ -26,7 +26,8 @@ from pipeline.utils.files import PAGE, let_group, naming, remove_folder
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 """Most digits of a step: no training has 10^18 steps, and other tools can count them."""
-_LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
+LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
+"""Folders that are left of a write or a removal that was cut short."""
 _ASIDE = re.compile(r"step-\d{8,}\.damaged-\d+")
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _REFUSED = _UNSUPPORTED | {errno.ENOMEM}
@@ -58,11 +59,6 @@ def steps_in_order(names: Iterable[str]) -> list[str]:
     """The names that a checkpoint can have, oldest first."""
     steps = ((step_number(name), name) for name in names)
     return [name for _, name in sorted((step, name) for step, name in steps if step is not None)]
-
-
-def is_leftover(name: str) -> bool:
-    """Whether a folder is left of a write or a removal that was cut short."""
-    return _LEFTOVER.fullmatch(name) is not None
 
 
 class Transaction(NamedTuple):
@@ -99,7 +95,7 @@ class LocalStore:
         if not self._root.is_dir():
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
             let_group(self._root, self._root.parent)
-            _sync(self._root.parent)
+            files.sync(self._root.parent)
         folder.mkdir(exist_ok=True, mode=0o700)
         let_group(folder, folder.parent)
         return Transaction(name, folder.name, "")
@@ -108,7 +104,7 @@ class LocalStore:
         """Make the checkpoint appear; when this returns, it survives a power loss."""
         self.put(transaction.folder, MANIFEST, manifest)
         (self._root / transaction.folder).rename(self._root / transaction.name)
-        _sync(self._root)
+        files.sync(self._root)
 
     def abandon(self, transaction: Transaction) -> None:
         """Remove a transaction's files, as far as that is possible; raises nothing."""
@@ -138,8 +134,9 @@ class LocalStore:
         path = self._root / name / file
         partial = path.with_name(path.name + ".partial")
         partial.unlink(missing_ok=True)
-        with _new_file(partial, len(data), shared=False, direct=False) as write:
-            write(0, memoryview(data))
+        with naming(partial), files.opened(partial, "xb") as stream:
+            files.write_at(stream.fileno(), 0, memoryview(data))
+            os.fsync(stream.fileno())
         # Opened before the rename: rank 0 moves the folder when it sees the last report.
         with naming(path.parent), contextlib.ExitStack() as stack:
             folder = os.open(path.parent, os.O_RDONLY)
@@ -170,7 +167,7 @@ class LocalStore:
         paths = (self._root / f"{name}.damaged-{count}" for count in itertools.count(1))
         aside = next(path for path in paths if not path.exists())
         (self._root / name).rename(aside)
-        _sync(self._root)
+        files.sync(self._root)
         return str(aside)
 
     def quarantined(self) -> Sequence[str]:
@@ -181,12 +178,12 @@ class LocalStore:
         """Remove a checkpoint; a crash in between never leaves part of one under its name."""
         doomed = self._root / f"{name}.deleted-{os.getpid()}"
         (self._root / name).rename(doomed)
-        _sync(self._root)  # or a power loss may bring the name back, with some of the files gone
+        files.sync(self._root)  # or a power loss may bring the name back, with some files gone
         shutil.rmtree(doomed)
 
     def clean(self) -> None:
         """Remove what unfinished attempts and deletions left. Only while no one writes."""
-        for path in self._named(_LEFTOVER):
+        for path in self._named(LEFTOVER):
             remove_folder(path)
 
     def _named(self, pattern: re.Pattern[str]) -> list[Path]:
@@ -196,12 +193,12 @@ class LocalStore:
 
 
 @contextlib.contextmanager
-def _new_file(path: Path, size: int, *, shared: bool, direct: bool = True) -> Iterator[Sink]:
+def _new_file(path: Path, size: int, *, shared: bool) -> Iterator[Sink]:
     """A new file, which is durable after the body, or closed if that raises.
 
-    With `direct`, whole pages go to the disk from where they are in memory, if file system and disk
-    take them so. That takes a fraction of the processors' time: nothing is copied, no memory is
-    looked for and given back, and nothing is left for the system to write after the program.
+    Whole pages go to the disk from where they are in memory, if file system and disk take them so.
+    That takes a fraction of the processors' time: nothing is copied, no memory is looked for and
+    given back, and nothing is left for the system to write after the program.
     """
     flags, past_cache = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, -1
     has_worked = False  # the disk has taken pages directly
@@ -235,10 +232,9 @@ def _new_file(path: Path, size: int, *, shared: bool, direct: bool = True) -> It
         if size and not shared:
             with _where_supported(path):
                 os.posix_fallocate(file, 0, size)
-        if direct:
-            with _where_supported(path):
-                past_cache = os.open(path, flags | os.O_DIRECT)
-                descriptors.callback(os.close, past_cache)
+        with _where_supported(path):
+            past_cache = os.open(path, flags | os.O_DIRECT)
+            descriptors.callback(os.close, past_cache)
         yield write
         with naming(path):
             os.fsync(file)
@@ -258,8 +254,3 @@ def _where_supported(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def _sync(folder: Path) -> None:
-    with naming(folder):
-        files.sync(folder)

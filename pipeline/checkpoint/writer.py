@@ -128,7 +128,7 @@ class WriterProcess:
         except BrokenPipeError:
             raise self._dead() from None
 
-    def wait_written(self) -> SaveResult | None:
+    def wait(self) -> SaveResult | None:
         """Wait until one more round is in the files; the result, if that has failed, or if it was
         the last. Raises CheckpointError when the writer is dead."""
         line: bytes = self._output.readline()
@@ -141,12 +141,6 @@ class WriterProcess:
         output = select.poll()  # select() refuses descriptors above 1023
         output.register(self._output, select.POLLIN | select.POLLHUP)
         return self.wait() if output.poll(0) else None
-
-    def wait(self) -> SaveResult:
-        """The result. Raises CheckpointError when the writer is dead."""
-        result = self.wait_written()
-        assert result is not None
-        return result
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
@@ -177,7 +171,7 @@ def main(argument: str) -> None:
     requests, answers = sys.stdin.buffer, sys.stdout.buffer  # UTF-8, whatever the locale
     setup = WriterSetup.model_validate_json(message["setup"])
     # populated now, or the first save has all the page faults
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
     size = max(setup.buffer_size, 1)
     buffer = memoryview(mmap.mmap(message["buffer"], size, flags=flags, prot=mmap.PROT_READ))
 

@@ -36,7 +36,7 @@ from pipeline.recipe.load import HEADER_KEYS, reserved
 from pipeline.recipe.nodes import leaves
 from pipeline.utils import terminal
 from pipeline.utils.files import check_writable
-from pipeline.utils.terminal import bare, set_display
+from pipeline.utils.terminal import bare
 from pipeline.utils.text import align, plural
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def plan(
     if quiet and as_json:
         raise click.UsageError("--quiet excludes --json")
     if quiet:
-        set_display("quiet")
+        terminal.shows = "quiet"
     machines, margins = options.machines(**hardware)
     with system_errors_as(UsageError):
         check_writable(out) if out else None

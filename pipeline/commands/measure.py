@@ -70,9 +70,7 @@ def bench(
     require_no_launcher("pipe bench")
     registry = options.registry()
     plan = resolved(plan_recipe(recipe, overrides, registry=registry), {})
-    trials.require_measurable(plan)
-    if strategies:
-        trials.require_unchanged(plan, overrides)
+    trials.require_measurable(plan, overrides if strategies else ())
     trials.say_which(plan)
     compared = chosen(strategies, registry) if strategies else [trials.own_strategy(plan)]
     wrong = [text for text in procs if not text.isdecimal() or int(text) < 1]

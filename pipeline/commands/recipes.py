@@ -20,7 +20,7 @@ import click
 from pipeline.commands import options
 from pipeline.commands.options import PATH, Count, option
 from pipeline.errors import Problem, RecipeError, UsageError, system_errors_as
-from pipeline.utils.files import overwrite
+from pipeline.utils.files import replace_bytes
 from pipeline.utils.text import align, plural, shown_path
 
 if TYPE_CHECKING:
@@ -114,8 +114,9 @@ def pin(recipe: Path) -> None:
         texts[file] = text
         lines.append(f"written: {key}: {commit} in {file}")
     with system_errors_as(UsageError):
-        for file, text in texts.items():
-            overwrite(file, text)
+        for file, text in texts.items():  # permissions and links to it stay
+            real = file.resolve(strict=True)
+            replace_bytes(real, text.encode(), mode=real.stat().st_mode)
     click.echo("\n".join(lines))
     left = [str(name) for _, name in _hub_names(load_recipe(recipe)) if not name.pinned]
     if left:

@@ -51,8 +51,8 @@ def ls(runs: Path, as_json: bool) -> None:
         raise UsageError(f"{runs} is a run", hint=f"pipe status {shlex.quote(str(runs))}")
     if not runs.is_dir() and runs != Path(DEFAULT):
         raise UsageError(f"{runs}: no such folder")
-    closed: list[Path] = []
-    found = sorted(_runs_in(runs, closed), key=lambda run: run["started"])
+    described = list(_runs_in(runs))
+    found = sorted(filter(None, described), key=lambda run: run["started"])
     if as_json:
         click.echo(json.dumps(found, indent=1))
         return
@@ -69,15 +69,16 @@ def ls(runs: Path, as_json: bool) -> None:
         click.echo("  ".join(field for field in fields if field))
         if run["damage"]:
             click.echo(f"  {run['damage']}", err=True)
-    if closed:
-        click.echo(f"{plural(len(closed), 'folder')} of others cannot be read", err=True)
+    if None in described:
+        closed = plural(described.count(None), "folder")
+        click.echo(f"{closed} of others cannot be read", err=True)
     elif not found:
         click.echo(f"no runs in {runs}", err=True)
 
 
-def _runs_in(root: Path, closed: list[Path]) -> Iterator[dict[str, Any]]:
-    """Yield descriptions of runs; add the folders to `closed` that others have not opened. A run
-    that cannot be read is not a reason to list no other."""
+def _runs_in(root: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield descriptions of runs; None for a folder that others have not opened. A run that cannot
+    be read is not a reason to list no other."""
     from pipeline.execution import rundir
 
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
@@ -85,7 +86,7 @@ def _runs_in(root: Path, closed: list[Path]) -> Iterator[dict[str, Any]]:
             if (folder / rundir.RECIPE).is_file():
                 yield _described(folder)
         except PermissionError:
-            closed.append(folder)
+            yield None
         except Exception as error:
             nothing = dict.fromkeys(("slot", "training", "step", "loss", "best", "ended_early"))
             started = folder.stat().st_mtime
@@ -143,11 +144,12 @@ def status(run: Path, follow: bool, as_json: bool) -> None:
         _draw(found, follow=follow)
         return
     training = found.training
+    running = (slot for slot, one in found.slots.items() if one.state == "running")
     facts = {
         "schema_version": 1,
         "folder": str(found.folder),
         "state": found.state,
-        "slot": found.running,
+        "slot": next(running, None),
         "activity": found.activity() or None,
         "training": training.slot or None,
         "step": training.step or None,
@@ -318,8 +320,7 @@ def report(run: Path, out: Path | None, opens: bool) -> None:
 
         address = page.resolve().as_uri()
         displays = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
-        graphical = sys.platform != "linux" or any(os.environ.get(name) for name in displays)
-        if not graphical or not webbrowser.open(address):
+        if not any(map(os.environ.get, displays)) or not webbrowser.open(address):
             click.echo(f"no browser can be opened from here: open {address}", err=True)
 
 
@@ -341,11 +342,7 @@ def compare(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
         raise click.UsageError("name two runs or more: pipe compare RUN RUN (pipe ls lists them)")
     hide_environment()
     histories = [History(run) for run in runs]
-    tables = {
-        "recipes": comparison.recipe_differences(histories),
-        "environments": comparison.environment_differences(histories),
-        "results": comparison.results(histories),
-    }
+    tables = {**comparison.differences(histories), "results": comparison.results(histories)}
     names = [history.name for history in histories]
     if as_json:
         rows = {title: [asdict(row) for row in found] for title, found in tables.items()}

@@ -8,6 +8,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from pipeline.utils.foreign import BLOCK, is_number, is_text, open_regular
 from pipeline.utils.text import plural
 
 
+@dataclass(eq=False)
 class Metrics:
     """Append-only metrics of a run. A path of None makes every call do nothing (ranks above 0)."""
 
-    def __init__(self, path: Path | None, training: str = "") -> None:
-        """Records are of the slot `training`; empty for a recipe's first training."""
-        self.path, self.training = path, training
+    path: Path | None
+    training: str = ""
+    """Slot that the records are of; empty for a recipe's first training."""
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record, on its way to the disk when this returns: an integer `step`, and what
@@ -61,14 +63,14 @@ class Metrics:
         found = list(records(self.path))
         with open_regular(self.path, within=self.path.parent) as file:
             lines = sum(part.count(b"\n") for part in iter(lambda: file.read(BLOCK), b""))
-            if (foreign := lines - len(found)) > 0:
+            if (left_out := lines - len(found)) > 0:
                 aside = self.path.with_name(f"{self.path.name}.damaged")
                 file.seek(0)
                 with opened(aside, "wb") as copy:
                     shutil.copyfileobj(file, copy)
                 message = "%s: left out %s without metrics; kept in %s"
                 logging.getLogger("pipe").warning(
-                    message, self.path, plural(foreign, "line"), aside
+                    message, self.path, plural(left_out, "line"), aside
                 )
         kept = [
             record for record in found

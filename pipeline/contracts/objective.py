@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pipeline.errors import StageError
@@ -37,7 +38,7 @@ class ScoreRequest:
     """Backend of torch.compile for the loss in chunks; None: it is not compiled."""
 
 
-class Scores:
+class Scores(SimpleNamespace):
     """The scores of a micro-batch that were asked for, in fp32 and differentiable: complete,
     whatever divides the model or the sequence, and the same on all ranks that share the
     micro-batch. A token without target has the score 0."""
@@ -57,9 +58,6 @@ class Scores:
     router: Tensor
     """Weighted loss of a mixture of experts' router, a mean over the micro-batch's tokens; a
     scalar. Not computed where ranks divide sequences or layers."""
-
-    def __init__(self, **found: Tensor) -> None:
-        vars(self).update(found)
 
     def __getattr__(self, name: str) -> Tensor:
         raise StageError(f"an objective uses scores.{name}, which its request does not ask for")
@@ -86,7 +84,6 @@ class Objective(Protocol):
 
     def __call__(self, scores: Scores, batch: MicroBatch) -> LossParts:
         """Judge a micro-batch. Every rank that shares it computes the same."""
-        ...
 
 
 class Measure(Protocol):
@@ -98,7 +95,6 @@ class Measure(Protocol):
 
     def __call__(self, scores: Scores, batch: MicroBatch) -> Tensor:
         """Measure each row; shape (rows, width)."""
-        ...
 
 
 class Scorer(Protocol):
@@ -110,4 +106,3 @@ class Scorer(Protocol):
         """Run the model on `own`, this rank's slice of the sequences of `whole`, or all of it.
         `inputs` are its arguments instead of the token ids. Raises StageError for scores that the
         model does not have."""
-        ...

@@ -63,7 +63,6 @@ class WholeMatrices(Protocol):
         one of the ranks: the last two dimensions of a tensor, each of the matrices of a tensor of
         three or more, and a vector as it is. It returns a matrix of the same shape. Results are
         sharded and typed as the parts were."""
-        ...
 
 
 class UpdateRule(NamedTuple):

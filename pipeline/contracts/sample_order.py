@@ -30,11 +30,9 @@ class Order(Protocol):
     @property
     def size(self) -> int:
         """Positions in an epoch, or ENDLESS."""
-        ...
 
     def indices(self, start: int, count: int) -> NDArray[np.int64]:
         """The samples at positions start ... start + count - 1; shape (count,)."""
-        ...
 
 
 @dataclass(frozen=True)

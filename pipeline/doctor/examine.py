@@ -136,7 +136,7 @@ class Session:
         done = measure(target, settings, procs=procs or self.procs, seconds=seconds)
         if done.failure:
             self._fail(name, done.failure, late=done.late, printed=done.printed)
-        return done.all_records
+        return [record for rank in done.records for record in rank]
 
     def _fail(self, name: str, reason: str, *, late: bool = False, printed: str = "") -> None:
         failure = Failure(measurement=name, reason=reason, late=late, printed=printed)

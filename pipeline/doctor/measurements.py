@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.contracts.optimizer import torch_dtype
 from pipeline.distributed.environment import rank_environment
 from pipeline.doctor.report import Collective
 from pipeline.errors import in_words
@@ -69,10 +70,6 @@ class RankResults:
     """Whether the time limit was reached."""
     printed: str = ""
     """End of the output of the rank that failed."""
-
-    @property
-    def all_records(self) -> tuple[dict[str, Any], ...]:
-        return tuple(record for rank in self.records for record in rank)
 
 
 def measure(target: str, settings: Mapping[str, Any], *, procs: int, seconds: float) -> RankResults:
@@ -250,19 +247,19 @@ def measure_matmul(settings: Settings, record: Record) -> None:
     import torch
 
     device, timed = settings["device"], _timer(settings, Rendezvous(settings))
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
     def product(size: int, dtype: torch.dtype) -> Callable[[], object]:
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         return lambda: left @ right
 
     for name in settings["dtypes"]:
+        dtype = torch_dtype(name)
         size = SMALLEST  # rows of square matrices whose product keeps the device busy
         while size < LARGEST:
-            if timed(product(size, dtypes[name]), budget=0) > LONG_ENOUGH[device]:
+            if timed(product(size, dtype), budget=0) > LONG_ENOUGH[device]:
                 break
             size *= 2
-        action, batch = product(size, dtypes[name]), settings["budget"] / BATCHES
+        action, batch = product(size, dtype), settings["budget"] / BATCHES
         fastest = min(timed(action, budget=batch) for _ in range(BATCHES))
         record({name: 2 * size**3 / fastest})
 

@@ -246,7 +246,10 @@ def lines(machine: MachineReport, findings: Sequence[Finding]) -> Iterator[str]:
     memory = [("memory", _size(machine.host_memory_bytes))]
     yield from _section("machine", memory, _facts(machine.host))
     yield from _section("GPUs", _gpus(machine))
-    yield from _section("network", _network(machine))
+    speeds = ((one.name, one.bits_per_s) for one in machine.network.interfaces)
+    links = [(n, UNKNOWN if s is None else f"{s / 1e9:g} Gbit/s") for n, s in speeds]
+    rdma = ", ".join(machine.network.rdma)
+    yield from _section("network", links, [("RDMA", rdma)] if rdma else ())
     yield from _section("software", _facts(machine.software), machine.software.packages.items())
     yield from _section("operators", _facts(tools) if tools else ())
     yield from _section("limits", _limits(machine), _facts(machine.kernel))
@@ -301,14 +304,6 @@ def _gpus(machine: MachineReport) -> Iterator[Row]:
         yield name, f"{device.name}, {human(device.memory_bytes)}{free}, {capability}"
     yield from ((f"{link.a}-{link.b}", link.kind) for link in machine.topology.links)
     yield from ((gpu, f"NUMA node {node}") for gpu, node in machine.topology.numa.items())
-
-
-def _network(machine: MachineReport) -> Iterator[Row]:
-    for interface in machine.network.interfaces:
-        speed = interface.bits_per_s
-        yield interface.name, UNKNOWN if speed is None else f"{speed / 1e9:g} Gbit/s"
-    if machine.network.rdma:
-        yield "RDMA", ", ".join(machine.network.rdma)
 
 
 def _limits(machine: MachineReport) -> Iterator[Row]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from pipeline.doctor.report import SEVERITIES, Finding, Link, MachineReport
+from pipeline.doctor.report import SEVERITIES, Finding, Limit, Link, MachineReport
 from pipeline.utils.text import human, plural
 
 BF16 = 8.0  # first compute capability with bf16 arithmetic
@@ -32,6 +32,7 @@ NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "virtiofs
 """Network file systems, but for parallel ones (Lustre, GPFS, BeeGFS, WekaFS)."""
 MEMORY = {"tmpfs", "ramfs"}
 LITTLE_SPACE = 10e9
+UNLIMITED = Limit(soft=None, hard=None)
 Findings = Iterator[tuple[str, str] | tuple[str, str, Mapping[str, str]]]
 """A name and what is seen, then what replaces parts of the advice."""
 
@@ -171,17 +172,12 @@ def _memory(machine: MachineReport) -> Findings:
     if procs > 1 and _below(free, SHARED) and size is not None:
         room = f"{human(free)} of {human(size)} free"
         yield "shared-memory", f"/dev/shm has {room}, for {procs} processes"
-    limit = _soft_limit(machine, "locked_memory")
+    limit = kernel.limits.get("locked_memory", UNLIMITED).soft
     if kernel.locks_freely is False and _below(limit, LOCKED):
         yield "locked-memory", f"{human(limit)} of memory may be locked (ulimit -l)"
     free, total = machine.host.memory_free_bytes, machine.host_memory_bytes
     if total is not None and _below(free, LOW * total):
         yield "host-memory", f"{human(free)} of {human(total)} of host memory are free"
-
-
-def _soft_limit(machine: MachineReport, name: str) -> int | None:
-    limit = machine.kernel.limits.get(name)
-    return None if limit is None else limit.soft
 
 
 def _processes(machine: MachineReport) -> Findings:
@@ -191,7 +187,8 @@ def _processes(machine: MachineReport) -> Findings:
     threads = machine.environment.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > 1 and _below(cores, int(threads) * procs):
         yield "threads", f"OMP_NUM_THREADS={threads} in {procs} processes on {cores:g} cores"
-    files, processes = (_soft_limit(machine, name) for name in ("open_files", "processes"))
+    limits = (machine.kernel.limits.get(name, UNLIMITED) for name in ("open_files", "processes"))
+    files, processes = (limit.soft for limit in limits)
     group = machine.kernel.processes_in_group
     if _below(files, FEW):
         yield "open-files", f"a process may open {files} files (ulimit -n)"

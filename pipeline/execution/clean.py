@@ -17,7 +17,7 @@ from pipeline.chain.artifacts import training_of
 from pipeline.chain.plan import Plan, make_plan
 from pipeline.checkpoint import Retention, location
 from pipeline.checkpoint.location import unneeded
-from pipeline.checkpoint.store import LocalStore, is_leftover
+from pipeline.checkpoint.store import LEFTOVER, LocalStore
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.traits import RetainsCheckpoints
 from pipeline.errors import PipeError, in_words
@@ -85,7 +85,7 @@ def find(folder: Path, *, all_checkpoints: bool = False) -> CleanResult:
     names = TEMPORARY if state.ended_well else TEMPORARY[:1]
     left = [path for name in names for path in sorted(folder.glob(name))]
     for own in filter(Path.is_dir, here.values()):  # writes and removals that were cut short
-        left += [path for path in sorted(own.iterdir()) if is_leftover(path.name)]
+        left += [path for path in sorted(own.iterdir()) if LEFTOVER.fullmatch(path.name)]
     found = [Removable(path=path, why=LEFT_OVER) for path in left if not path.is_symlink()]
     if state.ended_well and here:
         try:

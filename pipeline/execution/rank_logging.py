@@ -18,9 +18,10 @@ from typing import IO, Any
 import click
 
 from pipeline.errors import StageError, in_words
+from pipeline.utils import terminal
 from pipeline.utils.activities import Activity
 from pipeline.utils.files import opened, private_folder, replace_text
-from pipeline.utils.terminal import ShownFormatter, bare, display, quiet, shown
+from pipeline.utils.terminal import ShownFormatter, bare, shown
 
 IN_DISPLAY = {"in_display": True}
 """`extra` of a log message whose facts a live display shows by itself."""
@@ -33,7 +34,7 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic
 
 def say(text: str) -> None:
     """Print a line of the launching process, unless only warnings and errors are wanted."""
-    if not quiet():
+    if "quiet" not in terminal.shows:
         click.echo(text)
 
 
@@ -80,7 +81,7 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
             stdout = bare(sys.stdout)
             if isinstance(stdout, io.TextIOWrapper):
                 stdout.reconfigure(line_buffering=True)  # where a display shows it, it is a pipe
-            words = display().split()
+            words = terminal.shows.split()
             level = logging.WARNING if "quiet" in words else logging.INFO
             to_screen.setLevel(logging.DEBUG if "verbose" in words else level)
             if "live" in words:

@@ -22,7 +22,7 @@ from pipeline.recipe.fields import build
 from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.load import HEADER_KEYS, RecipeSettings, recipe_of
 from pipeline.recipe.nodes import RESERVED, KeyPath, node_of
-from pipeline.utils.terminal import display
+from pipeline.utils import terminal
 
 KINDS = "kind", "gives"
 """Keys of a slot's class and of its result's, as `module:Class`; None for no result."""
@@ -72,7 +72,7 @@ class RunSpec:
     warnings: tuple[str, ...] = ()
     """Findings of the checks that are probably mistakes, and results that are lost."""
     display: str = ""
-    """Words of `pipeline.utils.terminal.set_display` for rank 0."""
+    """Words of `pipeline.utils.terminal.shows` for rank 0."""
 
     @classmethod
     def of(cls, plan: Plan, run_dir: Path, accept: tuple[str, ...] = ()) -> RunSpec:
@@ -90,7 +90,7 @@ class RunSpec:
             slots=tuple(slots),
             accept=accept,
             warnings=tuple(map(str, plan.warnings)),
-            display=display(),
+            display=terminal.shows,
         )
 
     def starting(self, found: ResumePlan) -> RunSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import sys
@@ -27,10 +28,11 @@ from pipeline.execution.rank_logging import ActivityRecord, compilers_aside, ope
 from pipeline.execution.run_spec import RunSpec
 from pipeline.execution.runner import Runner, require_same_recipe
 from pipeline.recipe.load import RecipeSettings
+from pipeline.utils import terminal
 from pipeline.utils.activities import in_thread, show_in
-from pipeline.utils.packages import gc_as_usual, gc_rarely
+from pipeline.utils.packages import RARELY, gc_as_usual
 from pipeline.utils.processes import received
-from pipeline.utils.terminal import redact_output, set_display
+from pipeline.utils.terminal import redact_output
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -48,7 +50,7 @@ def main(argv: list[str]) -> int:
     environment.join(own)
     default_signals()
     redact_output(message["hidden"])
-    set_display(spec.display)
+    terminal.shows = spec.display
     faulthandler.register(environment.DUMP, own.stacks)
     run_dir = Path(spec.run_dir)
     try:
@@ -72,7 +74,7 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
     """
     rank, run_dir = environment.worker_rank(), Path(spec.run_dir)
     ctx: Context | None = None
-    gc_rarely()
+    gc.set_threshold(*RARELY)
     with rank_log(run_dir, rank) as log, contextlib.ExitStack() as stack:
         stack.callback(gc_as_usual)
         try:

@@ -21,7 +21,7 @@ def free_memory() -> int:
         free = _figures(Path("/proc/meminfo"))["MemAvailable"] * 1024
     except OSError:
         return sys.maxsize
-    left = [free, sys.maxsize]
+    left = [free]
     for folder, used, limit in _memory_limits():
         with contextlib.suppress(OSError, ValueError):
             figures = _figures(folder / "memory.stat")

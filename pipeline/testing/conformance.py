@@ -22,7 +22,7 @@ from pipeline.chain.registry import GROUP, Entry, Registry, line_in
 from pipeline.chain.wiring import SlotType, wired
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.metrics import Metrics
-from pipeline.contracts.plan_view import PlanView, Wiring
+from pipeline.contracts.plan_view import PlanView
 from pipeline.contracts.signature import (
     dataclasses_in,
     default_of,
@@ -263,13 +263,8 @@ def plan_view(
 ) -> PlanView:
     """The argument of a stage's `check`: stages by slot, and how they will be launched."""
     given = slots or {}
-    return PlanView(
-        name="test", seed=0, procs=procs, device=device, slots=given, wiring=_wiring(given)
-    )
-
-
-def _wiring(slots: Mapping[str, Any]) -> Wiring:
-    return wired([SlotType(slot=slot, use="", kind=type(each)) for slot, each in slots.items()])
+    wires = wired([SlotType(slot=slot, use="", kind=type(each)) for slot, each in given.items()])
+    return PlanView(name="test", seed=0, procs=procs, device=device, slots=given, wiring=wires)
 
 
 def problems(
@@ -303,7 +298,7 @@ def checked(made: Any, plan: PlanView | None = None) -> list[Problem]:
         takes = [any(issubclass(given, need.type) for need in needs(kind)) for kind in kinds]
         at = takes.index(True) if any(takes) else len(slots)
         with_it = dict([*slots[:at], ("slot", made), *slots[at:]])
-        view = dataclasses.replace(view, slots=with_it, wiring=_wiring(with_it))
+        view = dataclasses.replace(view, slots=with_it, wiring=plan_view(with_it).wiring)
     return list(made.check(view))
 
 

@@ -99,12 +99,6 @@ def replace_bytes(path: Path, content: bytes, *, mode: int | None = None) -> Non
     temporary.replace(path)
 
 
-def overwrite(path: Path, text: str) -> None:
-    """Replace the text of a file that is there, in one step; permissions and links to it stay."""
-    real = path.resolve(strict=True)
-    replace_bytes(real, text.encode(), mode=real.stat().st_mode)
-
-
 def remove_folder(path: Path) -> None:
     """Remove a folder as far as that is possible. Anything else at its place stays: to open a named
     pipe, as rmtree does, waits without end."""
@@ -177,8 +171,7 @@ def sync_tree(folder: Path) -> None:
 
 def sync(path: Path) -> None:
     """Force a file's content, or a folder's entries, also after a rename, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with naming(path), contextlib.ExitStack() as stack:
+        descriptor = os.open(path, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import click
 
 from pipeline.errors import Problem, StageError, UsageError
-from pipeline.utils.terminal import quiet
+from pipeline.utils import terminal
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MAIN = "main"
@@ -158,7 +158,7 @@ def _cached(name: HubName, why: str) -> str:
 
 
 def _say(name: HubName, commit: str, how: str = "") -> None:
-    if not quiet():
+    if "quiet" not in terminal.shows:
         click.echo(f"{name} is {name.revision or MAIN} at {commit}{how}", err=True)
 
 

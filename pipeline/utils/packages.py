@@ -15,9 +15,9 @@ from typing import Any
 PACKAGES = ("pipetrain", "torch", "transformers", "deepspeed", "accelerate", "safetensors", "numpy")
 AS_USUAL = gc.get_threshold()
 RARELY = (100_000, 50, 100)
-"""Thresholds of the garbage collector: allocations minus deallocations before the young are
-collected, and so on. An import of torch and transformers makes four times as many, and nearly all
-stay."""
+"""Thresholds of the garbage collector while libraries are imported: allocations minus deallocations
+before the young are collected, and so on. An import of torch and transformers makes four times as
+many, and nearly all stay."""
 
 
 @functools.cache
@@ -83,14 +83,9 @@ def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
     return found
 
 
-def gc_rarely() -> None:
-    """Let garbage wait while libraries are imported; for the start of a process."""
-    gc.set_threshold(*RARELY)
-
-
 def gc_as_usual(*, freeze: bool = False) -> None:
-    """Undo `gc_rarely`. With `freeze` collections pass over what is there already, until
-    `gc.unfreeze`."""
+    """Collect garbage as before RARELY. With `freeze` collections pass over what is there already,
+    until `gc.unfreeze`."""
     if freeze:
         gc.freeze()
     gc.set_threshold(*AS_USUAL)

@@ -61,10 +61,9 @@ def received(argument: str, *, ends_with_parent: bool = False) -> Any:
 
 def die_with(parent: int) -> None:
     """Ask Linux to kill this process when its parent, process `parent`, dies; exit if it has."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it may have died before the request
-            os._exit(1)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it may have died before the request
+        os._exit(1)
 
 
 def ended_with_this(command: Sequence[str]) -> list[str]:
@@ -84,10 +83,10 @@ def _run_until_end_of(parent: int, command: Sequence[str]) -> int:
 
     for number in ending:
         signal.signal(number, leave)
-    if sys.platform == "linux":  # asked to end, and not killed: what it has started ends, too
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
+    # asked to end, and not killed: what it has started ends, too
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
     with kill_descendants():
         # `kill_descendants` finds what is in another session
         code = subprocess.Popen(command, start_new_session=True).wait()
@@ -101,9 +100,6 @@ def kill_descendants(waiting: Callable[[], object] = lambda: None) -> Iterator[N
 
     Descendants whose parent died are found too: they become children of this process.
     """
-    if sys.platform != "linux":
-        yield
-        return
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:

@@ -102,30 +102,16 @@ def is_harmless(name: str) -> bool:
     return _IS_HARMLESS.fullmatch(name) is not None and not says_secret(name)
 
 
-_display = ""
+shows = ""
+"""What shows the run of this process: `live`, `lines`, `quiet` (warnings and errors only) or
+`json`, followed by `verbose` if debug messages are wanted too. Commands and ranks set it once, as
+`terminal.shows`."""
 _hidden: dict[str, str] = {}
 """Texts that are not shown, and what is shown instead."""
 _guessed: dict[str, str] = {}
 """More of them, which nothing but a variable's being unknown speaks for."""
 _typed: set[str] = set()
 """Texts that people have written themselves."""
-
-
-def set_display(words: str) -> None:
-    """Say what shows the run of this process: `live`, `lines`, `quiet` or `json`, followed by
-    `verbose` if debug messages are wanted too."""
-    global _display
-    _display = words
-
-
-def display() -> str:
-    """The words that `set_display` was given last."""
-    return _display
-
-
-def quiet() -> bool:
-    """Whether only warnings and errors are wanted."""
-    return "quiet" in _display
 
 
 def hide(value: str, name: str) -> None:

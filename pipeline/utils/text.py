@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,19 +125,6 @@ def percent(share: float) -> str:
 def number(value: float | None, form: str = ".4f") -> str:
     """Return a measurement as text; None stands for what JSON has no number for."""
     return "not a number" if value is None else f"{value:{form}}"
-
-
-def held_out(evaluations: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None) -> str:
-    """Return the held-out loss as `3.4000 (step 0) -> 2.9000 (step 60), best 2.8500 (step 40)`:
-    the first and the last, and the best if that is another; empty without an evaluation."""
-    if not evaluations:
-        return ""
-    first, last = evaluations[0], evaluations[-1]
-    told = [first] if first["step"] == last["step"] else [first, last]
-    text = " -> ".join(f"{number(one['eval_loss'])} (step {one['step']})" for one in told)
-    if best is not None and best["step"] not in (one["step"] for one in told):
-        text += f", best {number(best['eval_loss'])} (step {best['step']})"
-    return text
 
 
 BARS = "▁▂▃▄▅▆▇█"

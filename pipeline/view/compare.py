@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,31 +115,30 @@ def _of_training(training: Training) -> Iterator[tuple[str, Value]]:
             yield label, (human(last[name]), last[name])
 
 
-def recipe_differences(histories: Sequence[History]) -> list[Row]:
-    """Return the fields of the recipes that are not the same in all runs."""
-    return _differences(
-        {".".join(map(str, path)): value for path, value in leaves(history.recipe.public())}
-        for history in histories
-    )
-
-
-def environment_differences(histories: Sequence[History]) -> list[Row]:
-    """Return the versions of packages, and the systems, that are not the same in all runs."""
+def differences(histories: Sequence[History]) -> dict[str, list[Row]]:
+    """Return what is not the same in all runs: fields of the `recipes`; of the `environments`
+    versions of packages, and systems."""
     environments = [history.environment for history in histories]
-    return _differences(
-        {
-            **{key: one[key] for key in ("python", "platform") if one.get(key) is not None},
-            **(one.get("packages") or {}),
-        }
-        for one in environments
-    )
-
-
-def _differences(found: Iterable[Mapping[str, Any]]) -> list[Row]:
-    columns = [{name: value_text(value) for name, value in one.items()} for one in found]
-    names = dict.fromkeys(name for column in columns for name in column)
-    rows = (Row(name=n, values=tuple(one.get(n, MISSING) for one in columns)) for n in names)
-    return [row for row in rows if not row.equal]
+    facts: dict[str, list[dict[str, Any]]] = {
+        "recipes": [
+            {".".join(map(str, path)): value for path, value in leaves(history.recipe.public())}
+            for history in histories
+        ],
+        "environments": [
+            {
+                **{key: one[key] for key in ("python", "platform") if one.get(key) is not None},
+                **(one.get("packages") or {}),
+            }
+            for one in environments
+        ],
+    }
+    found = dict[str, list[Row]]()
+    for title, runs in facts.items():
+        columns = [{name: value_text(value) for name, value in one.items()} for one in runs]
+        names = dict.fromkeys(name for column in columns for name in column)
+        rows = (Row(name=n, values=tuple(one.get(n, MISSING) for one in columns)) for n in names)
+        found[title] = [row for row in rows if not row.equal]
+    return found
 
 
 def lines(
@@ -181,7 +180,7 @@ def comparison_page(histories: Sequence[History]) -> str:
         "compare.html.j2", drawn, title=" and ".join(history.name for history in histories),
         names=[history.name for history in histories],
         results=[row for row in rows if not row.equal], equal=[row for row in rows if row.equal],
-        recipes=recipe_differences(histories), environments=environment_differences(histories),
+        **differences(histories),
     )  # fmt: skip
 
 

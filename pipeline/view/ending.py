@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.execution.talk import can_talk
 from pipeline.utils.terminal import shown
-from pipeline.utils.text import count, held_out, shown_path
+from pipeline.utils.text import count, number, shown_path
 from pipeline.view.run import History
 
 REPORT = "report.html"
@@ -36,11 +36,16 @@ def outcome(folder: Path) -> Iterator[tuple[str, str]]:
             yield training.named("steps"), f"{step['step']}{of_all}{mean}"
         if training.ended_early:
             yield training.named("ended early"), shown(training.ended_early)
-        if text := held_out(training.evaluations, training.best):
+        if found := training.evaluations:  # 3.4 (step 0) -> 2.9 (step 60), best 2.8 (step 40)
+            ends = [found[0], *(one for one in found[-1:] if one["step"] != found[0]["step"])]
+            losses = (f"{number(one['eval_loss'])} (step {one['step']})" for one in ends)
+            text, best = " -> ".join(losses), training.best
+            if best is not None and best["step"] not in (one["step"] for one in ends):
+                text += f", best {number(best['eval_loss'])} (step {best['step']})"
             yield training.named("held-out loss"), text
         for name, values in training.measured.items():
-            number, value = values[-1]
-            yield training.named(name), f"{value:.4g} at step {number}"
+            at, value = values[-1]
+            yield training.named(name), f"{value:.4g} at step {at}"
         for label, text in before_and_after(training.records):
             yield training.named(label), text
 

@@ -92,11 +92,6 @@ class Run:
         return {slot: self.now.slots.get(slot, SlotState()) for slot in self.uses}
 
     @property
-    def running(self) -> str | None:
-        """The slot that is running, if one is."""
-        return next((slot for slot, one in self.slots.items() if one.state == "running"), None)
-
-    @property
     def training(self) -> Training:
         """The newest training."""
         return next(reversed(self.now.trainings.values()), Training())

@@ -24,7 +24,8 @@ from pipeline.contracts.metrics import kind_of
 from pipeline.distributed.environment import is_worker
 from pipeline.errors import in_words
 from pipeline.execution.journal import command_begins
-from pipeline.utils.terminal import RedactingStream, bare, set_display, shown
+from pipeline.utils import terminal
+from pipeline.utils.terminal import RedactingStream, bare, shown
 from pipeline.utils.text import plural
 from pipeline.view.run import LOOK_SECONDS, Run
 
@@ -142,7 +143,7 @@ class LinePipe:
     def __init__(self) -> None:
         self._read, self.write = os.pipe()
         os.set_blocking(self._read, False)
-        with contextlib.suppress(OSError, AttributeError):
+        with contextlib.suppress(OSError):
             fcntl.fcntl(self._read, fcntl.F_SETPIPE_SZ, self.SIZE)
         self._rest, self._closed = b"", False
 
@@ -184,7 +185,7 @@ class Display:
         draws = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
         self._live = draws and not quiet and not json and not is_worker()
         shows = "json" if json else "quiet" if quiet else "live" if self._live else "lines"
-        set_display(f"{shows} verbose" if verbose else shows)
+        terminal.shows = f"{shows} verbose" if verbose else shows
         self._events: TextIO | None = None
         if json:
             sys.stdout.flush()

@@ -202,5 +202,5 @@ class _Writer:
                 write.buffer_offset : write.buffer_offset + write.size
             ]
 
-    def wait_written(self) -> None:
+    def wait(self) -> None:
         return None

@@ -131,7 +131,7 @@ def test_a_failure_told_together_with_a_round_is_not_overlooked(tmp_path: Path) 
         writer.announce()
         while waiting(writer) < len("\n{}\n"):
             pass
-        assert writer.wait_written() is None
+        assert writer.wait() is None
         outcome = writer.poll()
     assert outcome is not None
     assert outcome.problem

@@ -149,7 +149,7 @@ def test_what_every_rank_tells(given: str, threads: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("pipeline.hardware.host.usable_cores", lambda: 7.5)
     told = measure("own_measurements:rates", {"size": 1}, procs=2, seconds=30)
     assert told.failure == ""
-    assert told.all_records == tuple({"rank": r, "threads": threads, "size": 1} for r in (0, 1))
+    assert told.records == tuple(({"rank": r, "threads": threads, "size": 1},) for r in (0, 1))
 
 
 def test_ranks_wait_for_the_last_and_leave_at_one_moment() -> None:
@@ -165,7 +165,7 @@ def test_a_measurement_that_hangs_is_given_up_with_all_it_started() -> None:
     told = measure("own_measurements:hang", {}, procs=2, seconds=2)
     assert time.monotonic() - began < 20
     assert (told.failure, told.late) == ("given up after 2 s", True)
-    pids = [record["pid"] for record in told.all_records]
+    pids = [record["pid"] for rank in told.records for record in rank]
     assert len(pids) == 4
     assert not any(map(psutil.pid_exists, pids))
 

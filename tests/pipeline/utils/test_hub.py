@@ -69,7 +69,7 @@ def test_a_hub_that_fails_is_not_asked_again_for_a_while(
         commit_of(model())
     hub_server.status = None
     assert commit_of(model()) == FIRST
-    monkeypatch.setattr("pipeline.utils.hub.quiet", lambda: True)
+    monkeypatch.setattr("pipeline.utils.terminal.shows", "quiet")
     hub._asked.cache_clear()
     capsys.readouterr()
     assert commit_of(model()) == FIRST

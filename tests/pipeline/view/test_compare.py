@@ -19,9 +19,9 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     other = {**RECIPE, "seed": 7, "stages": {**RECIPE["stages"], "wrap": {"use": "wrap.fsdp"}}}
     one = History(made(tmp_path / "one", EVENTS, METRICS))
     two = History(made(tmp_path / "two", TRAINING, METRICS[:3], other))
-    differ = {row.name: row.values for row in compare.recipe_differences([one, two])}
+    differ = {row.name: row.values for row in compare.differences([one, two])["recipes"]}
     assert differ == {"seed": ("-", "7"), "stages.wrap.use": ("wrap.ddp", "wrap.fsdp")}
-    assert compare.environment_differences([one, two]) == []
+    assert compare.differences([one, two])["environments"] == []
     found = {row.name: row for row in compare.results([one, two])}
     assert found["state"].values == ("finished", "stopped")
     assert found["training loss"].values == ("3.4000", "3.7000")

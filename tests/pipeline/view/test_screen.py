@@ -16,8 +16,8 @@ from rich.console import Console
 from pipeline.distributed.environment import TORCHRUN_VARIABLES
 from pipeline.distributed.signals import Interrupted
 from pipeline.execution.rundir import locked
+from pipeline.utils import terminal as output
 from pipeline.utils.files import replace_text
-from pipeline.utils.terminal import display, set_display
 from pipeline.view.run import Run
 from pipeline.view.screen import Display, JsonEvents, LinePipe, LiveDisplay, Screen, View
 from tests.pipeline.view.folders import SLOTS, add, done, made, step
@@ -151,15 +151,15 @@ def test_what_is_shown(
     terminal: bool, term: str, options: dict[str, bool], expected: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    set_display("")
+    output.shows = ""
     monkeypatch.setattr("sys.stdout", Terminal() if terminal else io.StringIO())
     monkeypatch.setenv("TERM", term)
     Display(**options)
-    assert display() == expected
+    assert output.shows == expected
     for name in TORCHRUN_VARIABLES:  # a rank of another launcher writes lines
         monkeypatch.setenv(name, "0")
     Display(**options)
-    assert display() == expected.replace("live", "lines")
+    assert output.shows == expected.replace("live", "lines")
 
 
 def test_gpus_are_recorded_after_the_end_of_a_display(
