@@ -240,10 +240,3 @@ def _leave(last_words: str, code: int) -> NoReturn:
 def main() -> None:
     """Train a transformer from one recipe, with any parallelism strategy."""
     quiet_loggers()
-
-
-if __name__ == "__main__":  # `PARENT ARGUMENTS...`: ends with the process PARENT, however that ends
-    from pipeline.utils.processes import die_with
-
-    die_with(int(sys.argv[1]))
-    main(sys.argv[2:])
