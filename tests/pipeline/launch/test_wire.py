@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipeline.distributed.environment import TOKEN
-from pipeline.distributed.settings import Restarts
+from pipeline.distributed.settings import Attempts, Restarts
 from pipeline.errors import RunFailed, UsageError
 from pipeline.launch import wire
 from pipeline.launch.coordinator import Coordinator
@@ -29,7 +29,8 @@ BEAT = Beat(agent="x", run="r", node=0, host="h", procs=1, port=1)
 
 def coordinator(**fields: Any) -> Coordinator:
     """Return the coordinator of a run of one node."""
-    known = {"fewest": 1, "most": 1, "restarts": Restarts(), "rendezvous_seconds": 60, "run": "r"}
+    known = {"fewest": 1, "most": 1, "attempts": Attempts(Restarts()),
+             "rendezvous_seconds": 60, "run": "r"}  # fmt: skip
     return Coordinator(**{**known, **fields})
 
 
