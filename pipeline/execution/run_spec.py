@@ -15,6 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipeline.chain.artifacts import training_of
 from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.chain.registry import Registry
+from pipeline.contracts.signature import gives
 from pipeline.errors import Location, PluginError, Problem, RecipeError, in_words
 from pipeline.execution.resume import ResumePlan, digests
 from pipeline.recipe.fields import build
@@ -22,9 +24,6 @@ from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.load import HEADER_KEYS, RecipeSettings
 from pipeline.recipe.nodes import RESERVED, KeyPath, node_of
 from pipeline.utils.terminal import display
-
-KINDS = "kind", "gives"
-"""Keys of a slot's class and of its result's, as `module:Class`; None for no result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,8 @@ class RunSpec:
     """The merged recipe's values."""
     device: str = "cpu"
     slots: tuple[Mapping[str, Any], ...] = ()
-    """The fields of each Step; instead of the stage, and of the type of its result, KINDS."""
+    """The fields of each Step; instead of the stage and the type of its result, `kind`: the stage's
+    class as `module:Class`, empty where it is found by its entry point only."""
     todo: tuple[str, ...] = ()
     """Slots to run."""
     restore: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
@@ -78,9 +78,14 @@ class RunSpec:
         """The spec of a checked plan, cut to what this start does."""
         slots = []
         for step in steps_of(plan):
-            facts = {key: value for key, value in vars(step).items() if key != "stage"}
-            for key, kind in zip(KINDS, (type(step.stage), step.gives), strict=True):
-                facts[key] = kind and f"{kind.__module__}:{kind.__qualname__}"
+            kind = type(step.stage)
+            facts = {**vars(step), "kind": f"{kind.__module__}:{kind.__qualname__}"}
+            try:
+                own = pkgutil.resolve_name(facts["kind"])
+            except (ValueError, ImportError, AttributeError):  # a function has made the class
+                own = None
+            facts |= {} if own is kind else {"kind": ""}
+            del facts["stage"], facts["gives"]
             slots.append(facts)
         return cls(
             run_dir=str(run_dir),
@@ -123,8 +128,9 @@ class RunSpec:
         facts = [{**one, "unread": tuple(one["unread"])} for one in self.slots]
         for one in facts:
             try:
-                names = [one.pop(key) or "builtins:None" for key in KINDS]
-                kind, one["gives"] = map(pkgutil.resolve_name, names)
+                name = one.pop("kind")
+                kind = pkgutil.resolve_name(name) if name else Registry.installed().load(one["use"])
+                one["gives"] = gives(kind)
             except Exception as error:
                 why = f"stage `{one['use']}` cannot be loaded: {in_words(error)}"
                 raise PluginError(why, hint="every machine needs the same packages") from error
