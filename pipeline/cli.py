@@ -95,31 +95,15 @@ class CommandActivities:
         self._said: dict[Activity, float] = {}
 
     def changed(self, activity: Activity) -> None:
-        if sys.stderr.isatty():
-            if activity.seconds >= BAR_SECONDS:
-                self._draw(activity)
+        if not sys.stderr.isatty():
+            last = self._said.setdefault(activity, activity.began)
+            newest = activity is next(reversed(self._said))
+            if newest and time.monotonic() - last >= LINE_SECONDS:
+                self._said[activity] = time.monotonic()
+                click.echo(activity.describe(), err=True)
             return
-        last = self._said.setdefault(activity, activity.began)
-        newest = activity is next(reversed(self._said))
-        if newest and time.monotonic() - last >= LINE_SECONDS:
-            self._said[activity] = time.monotonic()
-            click.echo(activity.describe(), err=True)
-
-    def ended(self, activity: Activity) -> None:
-        self._said.pop(activity, None)
-        bar = self._bars.pop(activity, None)
-        if bar is not None and self._progress is not None:
-            self._progress.remove_task(bar)
-            if not self._bars:
-                self._progress.stop()
-                self._progress = None
-
-    def close(self) -> None:
-        """Leave the terminal as it was, whatever is still shown."""
-        if self._progress is not None:
-            self._progress.stop()
-
-    def _draw(self, activity: Activity) -> None:
+        if activity.seconds < BAR_SECONDS:
+            return
         if self._progress is None:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -137,6 +121,20 @@ class CommandActivities:
         if not amount and activity.total is None:
             amount = duration(activity.seconds)
         self._progress.update(self._bars[activity], completed=activity.done, amount=amount)
+
+    def ended(self, activity: Activity) -> None:
+        self._said.pop(activity, None)
+        bar = self._bars.pop(activity, None)
+        if bar is not None and self._progress is not None:
+            self._progress.remove_task(bar)
+            if not self._bars:
+                self._progress.stop()
+                self._progress = None
+
+    def close(self) -> None:
+        """Leave the terminal as it was, whatever is still shown."""
+        if self._progress is not None:
+            self._progress.stop()
 
 
 class Commands(click.Group):

@@ -133,7 +133,7 @@ class DistContext:
         if self.store.add(key, 1) == self.world_size:
             self.store.set(opened, "1")
         with self.heartbeat.waiting():
-            await_key(self.store, opened)
+            receive(self.store, opened)
         for spent in self._spent if self.is_main else ():  # all ranks have left earlier calls
             self.store.delete_key(spent)
         self._spent[:] = [key, opened]
@@ -221,20 +221,16 @@ class DistContext:
 
 
 def receive(store: Store, key: str) -> str:
-    """The text under `key`, as soon as another rank has set it."""
-    await_key(store, key)
-    return bytes(store.get(key)).decode()
-
-
-def await_key(store: Store, key: str) -> None:
-    """Wait until another rank has set `key`. In a file, which ranks of one machine share, torch
-    looks every 10 ms only, while most others come within a few."""
+    """The text under `key`, as soon as another rank has set it. In a file, which ranks of one
+    machine share, torch looks every 10 ms only, while most others come within a few."""
     own = environment.shared
-    for _ in range(QUICK_LOOKS if own and own.store is not None else 0):
-        if store.check([key]):
-            return
+    looks = QUICK_LOOKS if own and own.store is not None else 0
+    while looks and not store.check([key]):
         time.sleep(0.001)
-    store.wait([key], LONG_WAIT)
+        looks -= 1
+    if not looks:
+        store.wait([key], LONG_WAIT)
+    return bytes(store.get(key)).decode()
 
 
 def environment_store(seconds: float = RENDEZVOUS_SECONDS, job: str = "") -> Store | None:

@@ -76,11 +76,6 @@ def clear(run_dir: Path, *, restart: bool = False) -> None:
         remove_folder(run_dir / FOLDER)
 
 
-def undo(run_dir: Path) -> None:
-    """Note that the reports are of a command that left the run as it was."""
-    (private_folder(run_dir / FOLDER) / UNDONE).touch()
-
-
 def in_force(run_dir: Path) -> bool:
     """Whether a rank raised in the newest command, unless that left the run as it was."""
     return first_rank(run_dir) is not None and not (run_dir / FOLDER / UNDONE).exists()

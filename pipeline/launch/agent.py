@@ -23,7 +23,7 @@ from pipeline.execution.journal import Journal
 from pipeline.execution.rank_logging import say
 from pipeline.execution.resume import ResumePlan, plan_resume
 from pipeline.execution.run_spec import RunSpec
-from pipeline.launch.exchange import BEAT_SECONDS, Link, OwnLink, Server
+from pipeline.launch.exchange import BEAT_SECONDS, Link, Server
 from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
 from pipeline.launch.ranks import LocalRanks, for_gpus, set_threads, supervise
 from pipeline.recipe import load_recipe
@@ -62,8 +62,7 @@ class Agent:
             procs=self.plan.per_node,
             port=_free_port(),
         )
-        where = self.found.host, self.found.port, beat
-        with Link(*where) if self.server is None else OwnLink(self.server, *where) as link:
+        with Link(self.found.host, self.found.port, beat, self.server) as link:
             while True:
                 reply = self._awaited(link, lambda r, n: r.over or (r.place and r.round > n), SOON)
                 if reply.over is not None:

@@ -130,13 +130,15 @@ class Link:
     """Beats for this node, about once a second, in a separate thread: work of the main thread and
     an address that does not answer keep no one waiting."""
 
-    def __init__(self, host: str, port: int, beat: Beat) -> None:
-        """Raises UsageError as `wire.token` does."""
+    def __init__(self, host: str, port: int, beat: Beat, server: Server | None = None) -> None:
+        """On node 0 the coordinator's `server` is in this process: a loaded machine or a full
+        network cannot cut that link. Raises UsageError as `wire.token` does."""
+        self._server = server
         self.beat = beat
         self.reply: Reply | None = None
         self.refused = ""
         """Why the last answer was no reply to this node; empty if it was one."""
-        self.address = ""
+        self.address = server.address if server else ""
         """This node's address on the way to the coordinator."""
         self._host, self._port, self._secret = host, port, token(host)
         self._contact = time.monotonic()
@@ -157,14 +159,15 @@ class Link:
         self._wake.set()
 
     def silent_for(self) -> float:
-        """Seconds since the coordinator's last answer, or since the start. Raises RunFailed where
-        something unexpected has ended the beats: no one would hear of this node any more."""
+        """Seconds since the coordinator's last answer, or since the start; none on node 0. Raises
+        RunFailed where something unexpected has ended the beats: no one would hear of this node
+        any more."""
         if self._failure is not None:
             raise RunFailed(
                 f"node {self.beat.node} cannot take part any more: {in_words(self._failure)}\n"
                 f"{ON_EVERY_NODE}"
             ) from self._failure
-        return time.monotonic() - self._contact
+        return 0.0 if self._server else time.monotonic() - self._contact
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -180,6 +183,8 @@ class Link:
             self._wake.wait(BEAT_SECONDS)
 
     def _exchange(self, beat: Beat) -> Reply:
+        if self._server:
+            return self._server.own(beat)
         connection = http.client.HTTPConnection(self._host, self._port, timeout=CONTACT_SECONDS)
         try:
             connection.connect()
@@ -205,22 +210,3 @@ class Link:
         if not is_signed(self._secret, "reply", nonce, content, signed):
             return f"it does not know this node's {TOKEN}"
         return ""
-
-
-class OwnLink(Link):
-    """The link of node 0's agent to the coordinator in its own process: a loaded machine or a full
-    network cannot cut it."""
-
-    def __init__(self, server: Server, host: str, port: int, beat: Beat) -> None:
-        """Raises UsageError as `wire.token` does."""
-        self._server = server
-        super().__init__(host, port, beat)
-        self.address = server.address
-
-    def silent_for(self) -> float:
-        """No time at all. Raises RunFailed as other links do."""
-        super().silent_for()
-        return 0.0
-
-    def _exchange(self, beat: Beat) -> Reply:
-        return self._server.own(beat)
