@@ -181,9 +181,9 @@ class Selection:
     def again(self, plan: Plan) -> list[str]:
         """The slots that must run even if they have finished. Raises as `require_known` does."""
         self.require_known(plan)
-        order = [planned.slot for planned in plan.slots]
-        if self.only is not None or self.first is None:
+        if self.first is None:
             return [self.only] if self.only is not None else []
+        order = [planned.slot for planned in plan.slots]
         return order[order.index(self.first) :]
 
     def cut(self, plan: Plan) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import secrets
 import socket
@@ -35,7 +36,7 @@ TICK_SECONDS = 0.2
 _BEATS, _REPLIES = TypeAdapter(Beat), TypeAdapter(Reply)
 
 
-class Server:
+class Server(contextlib.AbstractContextManager["Server"]):
     """Answers beats at one address, and lets the coordinator look at the clock."""
 
     def __init__(self, coordinator: Coordinator, host: str, port: int) -> None:
@@ -58,9 +59,6 @@ class Server:
         """This node's address on the way to itself."""
         for work in (self._http.serve_forever, self._tick):
             threading.Thread(target=work, name="pipe-coordinator", daemon=True).start()
-
-    def __enter__(self) -> Server:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._closed.set()
@@ -126,7 +124,7 @@ class _Handler(BoundedHandler):
         self.wfile.write(reply)
 
 
-class Link:
+class Link(contextlib.AbstractContextManager["Link"]):
     """Beats for this node, about once a second, in a separate thread: work of the main thread and
     an address that does not answer keep no one waiting."""
 
@@ -145,9 +143,6 @@ class Link:
         self._failure: Exception | None = None
         self._wake, self._closed = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="pipe-beats", daemon=True).start()
-
-    def __enter__(self) -> Link:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._closed.set()
