@@ -1,5 +1,5 @@
 """The decisions of the process that launches a run, handed over once: a rank reads no recipe file
-and no journal, looks no stage up, and checks nothing."""
+and no journal, and checks nothing."""
 
 from __future__ import annotations
 
