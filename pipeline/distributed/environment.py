@@ -56,7 +56,7 @@ def rank_environment(rank: int, procs: int) -> dict[str, str]:
 
 def worker_rank() -> int:
     """This process's rank; 0 outside of a group."""
-    return int(os.environ["RANK"]) if is_worker() else 0
+    return int(os.environ["RANK"]) if shared is not None or is_worker() else 0
 
 
 def started() -> ProcessCounts:

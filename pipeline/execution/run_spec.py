@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,16 +59,16 @@ class RunSpec:
     recipe: Mapping[str, Any]
     """The merged recipe's values."""
     device: str = "cpu"
-    slots: tuple[Mapping[str, Any], ...] = ()
+    slots: Sequence[Mapping[str, Any]] = ()
     """The fields of each Step; instead of the stage and the type of its result, `kind`: the stage's
     class as `module:Class`, empty where it is found by its entry point only."""
-    todo: tuple[str, ...] = ()
+    todo: Sequence[str] = ()
     """Slots to run."""
     restore: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """Slot that has finished -> record of its result, which a slot to run reads."""
-    accept: tuple[str, ...] = ()
+    accept: Sequence[str] = ()
     """Changes that are intended (`pipe resume --accept`)."""
-    warnings: tuple[str, ...] = ()
+    warnings: Sequence[str] = ()
     """Findings of the checks that are probably mistakes, and results that are lost."""
     display: str = ""
     """Words of `pipeline.utils.terminal.set_display` for rank 0."""

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     """Entry point of a launched rank: its exit code, STOPPED if it was asked to end and has saved
     what it had, 1 after a failure that has been recorded."""
     message = received(argv[0], ends_with_parent=True)
-    own, spec = environment.Shared(**message["shared"]), RunSpec.load(message["spec"])
+    own, spec = environment.Shared(**message["shared"]), RunSpec(**message["spec"])
     environment.shared = own
     default_signals()
     redact_output(message["hidden"])

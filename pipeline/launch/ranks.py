@@ -81,7 +81,7 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
     def start(self, spec: RunSpec, store: int | None = None, output: int | None = None) -> None:
         """Start all ranks of the run. They meet in the file `store`, if given; prints of rank 0 go
         to `output`, if given. Raises StageError where the system starts no more processes."""
-        message = {"spec": spec.dump(), "hidden": hidden_variables()}
+        message = {"spec": asdict(spec), "hidden": hidden_variables()}
         for place, stacks in zip(self.places, self._stacks, strict=True):
             shared = Shared(
                 heartbeats=self._beats, failures=self._failures, stacks=stacks, store=store

@@ -113,7 +113,7 @@ def test_the_first_round_does_what_node_0_has_found_at_the_start(
     monkeypatch.setattr("pipeline.launch.agent.plan_resume", lambda *_: again)
     monkeypatch.setattr(
         "pipeline.launch.ranks.start_child",
-        lambda _, message, *rest, **options: begun.append(RunSpec.load(message["spec"])) or 1 / 0,
+        lambda _, message, *rest, **options: begun.append(RunSpec(**message["spec"])) or 1 / 0,
     )
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
