@@ -168,20 +168,27 @@ class ActivityRecord:
         if now - self._logged.setdefault(activity, activity.began) >= LOG_SECONDS:
             self._logged[activity] = now
             self.log.info("%s", activity.describe(), extra=IN_DISPLAY)
-        if self.folder is not None and now - self._written >= WRITE_SECONDS:
+        if now - self._written >= WRITE_SECONDS:
             self._written = now
-            facts = {name: getattr(activity, name) for name in ("name", "done", "total", "unit")}
-            text = json.dumps({**facts, "seconds": round(activity.seconds, 3)})
-            with contextlib.suppress(OSError):  # it is only for people: a full disk ends nothing
-                replace_text(self.folder / ACTIVITY_FILE, text)
+            self._write()
 
     def ended(self, activity: Activity) -> None:
         if activity in self._under_way:
             self._under_way.remove(activity)
         self._logged.pop(activity, None)
         self._written = 0.0
-        if self._under_way:
-            self.changed(self._under_way[-1])
-        elif self.folder is not None:
-            with contextlib.suppress(OSError):
+        self._write()
+
+    def _write(self) -> None:
+        """Write the newest activity; remove the file if there is none. It is only for people, so a
+        disk that is full or gone ends nothing."""
+        if self.folder is None:
+            return
+        with contextlib.suppress(OSError):
+            if self._under_way:
+                newest = self._under_way[-1]
+                facts = {name: getattr(newest, name) for name in ("name", "done", "total", "unit")}
+                text = json.dumps({**facts, "seconds": round(newest.seconds, 3)})
+                replace_text(self.folder / ACTIVITY_FILE, text)
+            else:
                 (self.folder / ACTIVITY_FILE).unlink(missing_ok=True)
