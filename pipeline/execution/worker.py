@@ -66,7 +66,8 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
     `store` is where the ranks have met, if they have.
     """
     rank, run_dir, own = environment.worker_rank(), Path(spec.run_dir), environment.shared
-    log, ctx = logging.getLogger("pipe"), None
+    log = logging.getLogger("pipe")
+    ctx: Context | None = None
     gc_rarely()
     with contextlib.ExitStack() as stack:
         stack.callback(gc_as_usual)

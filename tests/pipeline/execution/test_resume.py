@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,9 +123,12 @@ def test_all_results_are_looked_at_before_one_is_read(
     plan = plan_file(recipe, registry=Registry.installed(), forecast=True)
     journal, did = finished(tmp_path, plan, [*ORDER, "second"]), list[str]()
     restore, export = ExportedModel.restore, type(plan.slots[-1].stage)
-    monkeypatch.setattr(
-        ExportedModel, "restore", lambda record: did.append("looked") or restore(record)
-    )
+
+    def looked(record: Mapping[str, Any]) -> ExportedModel:
+        did.append("looked")
+        return restore(record)
+
+    monkeypatch.setattr(ExportedModel, "restore", looked)
     monkeypatch.setattr(export, "verify_result", lambda *_: did.append("read"))
     journal.write(
         "slot finished", slot="second", digest=digests(plan)["second"],

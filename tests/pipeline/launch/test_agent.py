@@ -61,7 +61,7 @@ def agent(tmp_path: Path) -> Agent:
     return Agent(plan, node, lambda: None, Screen())
 
 
-RECIPE = {"name": "r", "stages": {"model": {"use": "model.hf"}}}
+RECIPE: dict[str, Any] = {"name": "r", "stages": {"model": {"use": "model.hf"}}}
 
 
 @pytest.mark.parametrize(
@@ -109,12 +109,15 @@ def test_the_first_round_does_what_node_0_has_found_at_the_start(
     """Results that have finished are read once, which can take many minutes."""
     place = Place(first_rank=0, world_size=2, nodes=2, master="m", port=1)
     again = ResumePlan(run=frozenset({"model"}), restore={})
-    agent.left, begun = ResumePlan(run=frozenset({"train"}), restore={"model": {}}), []
+    agent.left = ResumePlan(run=frozenset({"train"}), restore={"model": {}})
+    begun: list[RunSpec] = []
+
+    def begin(module: str, message: Any, *shown: str, **options: Any) -> None:
+        begun.append(RunSpec(**message["spec"]))
+        raise ZeroDivisionError
+
     monkeypatch.setattr("pipeline.launch.agent.plan_resume", lambda *_: again)
-    monkeypatch.setattr(
-        "pipeline.launch.ranks.start_child",
-        lambda _, message, *rest, **options: begun.append(RunSpec(**message["spec"])) or 1 / 0,
-    )
+    monkeypatch.setattr("pipeline.launch.ranks.start_child", begin)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             ran(agent, tmp_path, RECIPE, place)
