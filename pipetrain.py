@@ -30,7 +30,7 @@ ENDING = (
 STOPPABLE = ("run", "resume", "export")
 STOPPED = 75
 """Exit code of these commands when a signal has ended them (README)."""
-RANK, SUPERVISED = "pipeline.execution.worker", "pipeline.cli"
+RANK = "pipeline.execution.worker"
 
 
 class OwnPackages:
@@ -51,13 +51,13 @@ class OwnPackages:
 
 def main() -> None:
     """Run the command line, or the module that follows `-m`."""
-    words = sys.argv[4:] if sys.argv[1:3] == ["-m", SUPERVISED] else sys.argv[1:]
+    words = sys.argv[1:]
     command = words[0] if words else ""
     give_back = end_with_a_code(command) if command != "-m" else lambda: None
     if words[:2] == ["-m", RANK]:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the rank sees to its signals
     sys.meta_path.insert(0, OwnPackages())
-    if sys.argv[1:2] == ["-m"]:
+    if command == "-m":
         import runpy
 
         del sys.argv[:2]

@@ -37,13 +37,13 @@ def main(name: str, rank: int, world: int, job: dict[str, Any]) -> None:
     import torch
     import torch.distributed
 
-    from pipeline.distributed.environment import Shared, bind_loopback, join
+    from pipeline.distributed import environment
     from pipeline.distributed.process_group import DistContext
 
     torch.set_num_threads(1)
-    bind_loopback()
+    os.environ |= environment.ON_LOOPBACK
     file = os.open(f"{job['folder']}/store-{name}", os.O_RDWR | os.O_CREAT)
-    join(Shared(heartbeats=-1, failures=-1, stacks=-1, store=file))
+    environment.shared = environment.Shared(heartbeats=-1, failures=-1, stacks=-1, store=file)
     store = torch.distributed.FileStore(f"/proc/self/fd/{file}", world)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     dist = DistContext(

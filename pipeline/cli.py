@@ -96,31 +96,15 @@ class CommandActivities:
         self._said: dict[Activity, float] = {}
 
     def changed(self, activity: Activity) -> None:
-        if sys.stderr.isatty():
-            if activity.seconds >= BAR_SECONDS:
-                self._draw(activity)
+        if not sys.stderr.isatty():
+            last = self._said.setdefault(activity, activity.began)
+            newest = activity is next(reversed(self._said))
+            if newest and time.monotonic() - last >= LINE_SECONDS:
+                self._said[activity] = time.monotonic()
+                click.echo(activity.describe(), err=True)
             return
-        last = self._said.setdefault(activity, activity.began)
-        newest = activity is next(reversed(self._said))
-        if newest and time.monotonic() - last >= LINE_SECONDS:
-            self._said[activity] = time.monotonic()
-            click.echo(activity.describe(), err=True)
-
-    def ended(self, activity: Activity) -> None:
-        self._said.pop(activity, None)
-        bar = self._bars.pop(activity, None)
-        if bar is not None and self._progress is not None:
-            self._progress.remove_task(bar)
-            if not self._bars:
-                self._progress.stop()
-                self._progress = None
-
-    def close(self) -> None:
-        """Leave the terminal as it was, whatever is still shown."""
-        if self._progress is not None:
-            self._progress.stop()
-
-    def _draw(self, activity: Activity) -> None:
+        if activity.seconds < BAR_SECONDS:
+            return
         if self._progress is None:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -138,6 +122,20 @@ class CommandActivities:
         if not amount and activity.total is None:
             amount = duration(activity.seconds)
         self._progress.update(self._bars[activity], completed=activity.done, amount=amount)
+
+    def ended(self, activity: Activity) -> None:
+        self._said.pop(activity, None)
+        bar = self._bars.pop(activity, None)
+        if bar is not None and self._progress is not None:
+            self._progress.remove_task(bar)
+            if not self._bars:
+                self._progress.stop()
+                self._progress = None
+
+    def close(self) -> None:
+        """Leave the terminal as it was, whatever is still shown."""
+        if self._progress is not None:
+            self._progress.stop()
 
 
 class Commands(click.Group):
@@ -241,10 +239,3 @@ def _leave(last_words: str, code: int) -> NoReturn:
 def main() -> None:
     """Train a transformer from one recipe, with any parallelism strategy."""
     quiet_loggers()
-
-
-if __name__ == "__main__":  # `PARENT ARGUMENTS...`: ends with the process PARENT, however that ends
-    from pipeline.utils.processes import die_with
-
-    die_with(int(sys.argv[1]))
-    main(sys.argv[2:])

@@ -50,20 +50,15 @@ def command_meant(name: str, known: Collection[str]) -> str:
         return f"write: pipe run {name}"
     word = name.lower()
     alias = next((command for command, names in ALIASES.items() if word in names.split()), None)
-    stage = _stage_meant(word)
+    names = Registry.installed().names()
+    kinds = {kind_of(name) for name in names if len(word) > 2 and kind_of(name).startswith(word)}
+    # the stage that most recipes use of a kind that begins so, or of this own name
+    fitting = [name for name in names if kind_of(name) in kinds or name.endswith(f".{word}")]
+    stage = next(iter(by_use(fitting)), "")
     if alias is None and stage and kind_of(stage) not in known:
         return f"it is a slot of a recipe: `pipe stages {stage}` explains it"
     found = alias or closest(name, known)
     return f"did you mean `{found}`?" if found else "pipe --help lists them"
-
-
-def _stage_meant(word: str) -> str:
-    """The stage that most recipes use for what a word says: its kind, the beginning of that, or
-    its own name; empty if there is none."""
-    names = Registry.installed().names()
-    kinds = {kind_of(name) for name in names if len(word) > 2 and kind_of(name).startswith(word)}
-    found = [name for name in names if kind_of(name) in kinds or name.endswith(f".{word}")]
-    return next(iter(by_use(found)), "")
 
 
 def option_meant(error: click.NoSuchOption, words: Sequence[str]) -> str:

@@ -96,13 +96,13 @@ def _meet(order: dict[str, Any]) -> Place:
         return Place(rank=0, world=1, folder=folder)
     import torch.distributed as dist
 
-    from pipeline.distributed.environment import bind_loopback
+    from pipeline.distributed.environment import ON_LOOPBACK
 
     store = dist.FileStore(str(folder / "store"), world)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world)
     )
-    bind_loopback()
+    os.environ |= ON_LOOPBACK
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world
     )

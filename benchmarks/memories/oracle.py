@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,7 +33,7 @@ from pipeline import (
     TensorSpec,
 )
 from pipeline.chain.artifacts import Results
-from pipeline.distributed.environment import bind_loopback
+from pipeline.distributed.environment import ON_LOOPBACK
 from pipeline.planning.forecast import BACKWARD, FORWARD, RESUME, SAVE, UPDATE, Held
 from pipeline.planning.planner import Job, TraceScope, planned
 from pipeline.planning.trace.run import context, declare, model_errors_as_ours
@@ -225,7 +226,7 @@ class ResizedTracker(MemoryTracker):
 def single_group() -> Iterator[None]:
     """Make this process a group of its own in the body, which really sends:
     DistributedDataParallel needs the results of its collectives."""
-    bind_loopback()
+    os.environ |= ON_LOOPBACK
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

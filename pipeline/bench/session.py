@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,13 +27,13 @@ from pipeline.execution.journal import Journal
 from pipeline.planning.forecast import RESUME, SAVE
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import estimate_plan
-from pipeline.utils.processes import kill_descendants, module_command
+from pipeline.utils.processes import ended_with_this, kill_descendants
 from pipeline.utils.text import plural
 
 STOP_SECONDS = 60.0
-"""Time limit of this process when it is stopped; the run gets half of it."""
+"""Time limit of this process when it is stopped."""
 EXIT_SECONDS = 30
-"""Time limit of a run that is asked to end."""
+"""Seconds until all processes of a run that is given up have ended."""
 TRIALS, RUN = "trials", "run"
 """Folders: of the trials in the benchmark's, and of the run in a trial's."""
 REASONS = ("logs", failures.FOLDER)
@@ -274,10 +274,10 @@ def _clear(folder: Path, *, failed: bool) -> None:
 def _call(arguments: list[str], output: int, seconds: float) -> int | None:
     """Exit code of `pipe ARGUMENTS` in a separate session; None if it was ended after `seconds`. No
     process that it started outlives this call."""
-    command = module_command("pipeline.cli", str(os.getpid()))
+    command = ended_with_this([sys.executable, "-P", "-m", "pipetrain", *arguments])
     with kill_descendants():
         process = subprocess.Popen(
-            [*command, *arguments],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

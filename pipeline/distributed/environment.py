@@ -21,7 +21,7 @@ DUMP = signal.SIGRTMIN
 LOOPBACK = "lo"
 """Loopback interface, which is up on every machine and enough within one."""
 ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
-"""Variables with which gloo and NCCL listen on the loopback only."""
+"""Variables with which gloo and NCCL listen on the loopback only, whatever the launcher said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +38,13 @@ class Shared:
     """Where the ranks of one machine meet; None if other nodes take part."""
 
 
-_shared: Shared | None = None
-
-
-def join(shared: Shared) -> None:
-    """Make this process a rank of the launcher that has started it."""
-    global _shared
-    _shared = shared
-
-
-def shared() -> Shared | None:
-    """The descriptors of a rank that `pipe` has started; None in any other process."""
-    return _shared
+shared: Shared | None = None
+"""Set by a rank that `pipe` has started when it begins; None in any other process."""
 
 
 def is_worker() -> bool:
     """Whether this process is a rank, of `pipe` or of a launcher with torchrun's variables."""
-    return _shared is not None or all(name in os.environ for name in TORCHRUN_VARIABLES)
+    return shared is not None or all(name in os.environ for name in TORCHRUN_VARIABLES)
 
 
 def rank_environment(rank: int, procs: int) -> dict[str, str]:
@@ -66,7 +56,7 @@ def rank_environment(rank: int, procs: int) -> dict[str, str]:
 
 def worker_rank() -> int:
     """This process's rank; 0 outside of a group."""
-    return int(os.environ["RANK"]) if _shared is not None or is_worker() else 0
+    return int(os.environ["RANK"]) if shared is not None or is_worker() else 0
 
 
 def started() -> ProcessCounts:
@@ -81,12 +71,7 @@ def started() -> ProcessCounts:
 
 def is_single_node() -> bool:
     """Whether every process of this one's group is known to be on this machine."""
-    if _shared is not None:
-        return _shared.store is not None
+    if shared is not None:
+        return shared.store is not None
     found = started()
     return found.procs in (None, 1, found.per_node)
-
-
-def bind_loopback() -> None:
-    """Make gloo and NCCL listen on the loopback only, whatever the environment says."""
-    os.environ |= ON_LOOPBACK

@@ -112,15 +112,6 @@ def combined(options: NodeOptions, found: Placement | None) -> Placement | None:
             max_nodes=len(hosts), host=host, port=RDZV_PORT, procs=slots,
         )  # fmt: skip
         _require_same(base, found)
-    return _laid_over(options, base)
-
-
-def _require_same(found: NodePlacement, other: NodePlacement | None) -> None:
-    if other and (found.node_rank, found.max_nodes) != (other.node_rank, other.max_nodes):
-        raise UsageError(f"{found.describe()} contradicts {other.describe()}")
-
-
-def _laid_over(options: NodeOptions, base: NodePlacement | None) -> NodePlacement:
     own: dict[str, Any] = {}
     if options.nodes is not None:
         own["min_nodes"], own["max_nodes"] = bounds(options.nodes, "--nodes")
@@ -143,6 +134,11 @@ def _laid_over(options: NodeOptions, base: NodePlacement | None) -> NodePlacemen
         ranks = {1: "0", 2: "0 or 1"}.get(made.max_nodes, f"from 0 to {made.max_nodes - 1}")
         raise UsageError(f"--node-rank must be {ranks}, as there are {made.max_nodes} nodes")
     return made
+
+
+def _require_same(found: NodePlacement, other: NodePlacement | None) -> None:
+    if other and (found.node_rank, found.max_nodes) != (other.node_rank, other.max_nodes):
+        raise UsageError(f"{found.describe()} contradicts {other.describe()}")
 
 
 def bounds(text: str, where: str) -> tuple[int, int]:
@@ -203,7 +199,7 @@ def own_rank(file: Path, hosts: Sequence[str]) -> int:
     names = {socket.gethostname(), socket.gethostname().partition(".")[0]}
     addresses = {a.address for found in psutil.net_if_addrs().values() for a in found}
     mine = [rank for rank, host in enumerate(hosts) if host in names | addresses]
-    mine = mine or [rank for rank, host in enumerate(hosts) if _addresses(host) & addresses]
+    mine = mine or [rank for rank, host in enumerate(hosts) if addresses_of(host) & addresses]
     if len(mine) != 1:
         which = "none" if not mine else "several"
         found = ", ".join(hosts[rank] for rank in mine) or ", ".join(hosts)
@@ -214,8 +210,9 @@ def own_rank(file: Path, hosts: Sequence[str]) -> int:
     return mine[0]
 
 
-def _addresses(host: str) -> set[str]:
+def addresses_of(host: str) -> set[str]:
+    """The addresses of a host; empty for one that is not known."""
     try:
         return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
-    except OSError:
+    except (OSError, UnicodeError):
         return set()

@@ -16,13 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.distributed.environment import (
-    LOOPBACK,
-    bind_loopback,
-    is_single_node,
-    is_worker,
-    shared,
-)
+from pipeline.distributed import environment
+from pipeline.distributed.environment import LOOPBACK, ON_LOOPBACK, is_single_node, is_worker
 from pipeline.distributed.heartbeat import Heartbeat, heartbeats
 from pipeline.distributed.signals import StopRequest
 from pipeline.errors import RunFailed, StageError, UsageError
@@ -138,7 +133,7 @@ class DistContext:
         if self.store.add(key, 1) == self.world_size:
             self.store.set(opened, "1")
         with self.heartbeat.waiting():
-            await_key(self.store, opened)
+            receive(self.store, opened)
         for spent in self._spent if self.is_main else ():  # all ranks have left earlier calls
             self.store.delete_key(spent)
         self._spent[:] = [key, opened]
@@ -164,13 +159,11 @@ class DistContext:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank (collective)."""
-        return [*map(json.loads, self._exchange(json.dumps(value).encode(), everywhere=True))]
+        return [*map(json.loads, self.collect(json.dumps(value).encode(), everywhere=True))]
 
-    def collect(self, value: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order, on rank 0; nothing on the others (collective)."""
-        return self._exchange(value, everywhere=False)
-
-    def _exchange(self, value: bytes, *, everywhere: bool) -> list[bytes]:
+    def collect(self, value: bytes, *, everywhere: bool = False) -> list[bytes]:
+        """Every rank's bytes, in rank order, on rank 0, or `everywhere`; nothing on the others
+        (collective)."""
         import torch
         import torch.distributed as dist
 
@@ -228,20 +221,16 @@ class DistContext:
 
 
 def receive(store: Store, key: str) -> str:
-    """The text under `key`, as soon as another rank has set it."""
-    await_key(store, key)
-    return bytes(store.get(key)).decode()
-
-
-def await_key(store: Store, key: str) -> None:
-    """Wait until another rank has set `key`. In a file, which ranks of one machine share, torch
-    looks every 10 ms only, while most others come within a few."""
-    own = shared()
-    for _ in range(QUICK_LOOKS if own and own.store is not None else 0):
-        if store.check([key]):
-            return
+    """The text under `key`, as soon as another rank has set it. In a file, which ranks of one
+    machine share, torch looks every 10 ms only, while most others come within a few."""
+    own = environment.shared
+    looks = QUICK_LOOKS if own and own.store is not None else 0
+    while looks and not store.check([key]):
         time.sleep(0.001)
-    store.wait([key], LONG_WAIT)
+        looks -= 1
+    if not looks:
+        store.wait([key], LONG_WAIT)
+    return bytes(store.get(key)).decode()
 
 
 def environment_store(seconds: float = RENDEZVOUS_SECONDS, job: str = "") -> Store | None:
@@ -254,7 +243,7 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS, job: str = "") -> Sto
     from torch.distributed.rendezvous import rendezvous
 
     timeout = datetime.timedelta(seconds=seconds)
-    own, world_size = shared(), int(os.environ.get("WORLD_SIZE") or 1)
+    own, world_size = environment.shared, int(os.environ.get("WORLD_SIZE") or 1)
     if own is not None and own.store is not None:
         store = FileStore(f"/proc/self/fd/{own.store}", world_size)
         store.set_timeout(timeout)
@@ -308,7 +297,7 @@ def environment_dist(
     from torch.distributed.distributed_c10d import PrefixStore
 
     if is_single_node():  # also what is left of several nodes
-        bind_loopback()
+        os.environ |= ON_LOOPBACK
     group = os.environ if store is not None else {}
     names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     numbers = (int(group.get(name, alone)) for name, alone in names.items())
@@ -326,7 +315,7 @@ def environment_dist(
         device_id=place if device == "cuda" else None,
         timeout=None if timeout is None else datetime.timedelta(seconds=timeout),
     )
-    own = shared()
+    own = environment.shared
     return DistContext(
         rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
         device=place, store=common,

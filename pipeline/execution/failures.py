@@ -13,13 +13,13 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from pipeline import errors
-from pipeline.distributed.environment import shared
-from pipeline.errors import PipeError, Restart, RunFailed, in_words, is_user_error
+from pipeline.distributed import environment
+from pipeline.errors import Memory, PipeError, Restart, RunFailed, in_words, is_user_error
 from pipeline.utils.files import private_folder, read_all, remove_folder, replace_text
 from pipeline.utils.foreign import read_whole
 from pipeline.utils.terminal import shown
@@ -58,7 +58,7 @@ class RankFailure(BaseModel):
     """Whether the rank refused to continue under the recipe that it was given."""
     mistake: bool = False
     """Whether it is one of MISTAKES."""
-    memory: Literal["", "host", "device"]
+    memory: Memory
     """Kind of memory that the error is about; empty if it is about something else."""
     snapshot: str | None = None
     """File that says what held the GPU's memory."""
@@ -76,11 +76,6 @@ def clear(run_dir: Path, *, restart: bool = False) -> None:
         remove_folder(run_dir / FOLDER)
 
 
-def undo(run_dir: Path) -> None:
-    """Note that the reports are of a command that left the run as it was."""
-    (private_folder(run_dir / FOLDER) / UNDONE).touch()
-
-
 def in_force(run_dir: Path) -> bool:
     """Whether a rank raised in the newest command, unless that left the run as it was."""
     return first_rank(run_dir) is not None and not (run_dir / FOLDER / UNDONE).exists()
@@ -92,7 +87,7 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
     from pipeline.chain.registry import line_in_plugin
 
     expected = is_user_error(error)
-    memory: Literal["", "host", "device"] = "host" if isinstance(error, MemoryError) else ""
+    memory: Memory = "host" if isinstance(error, MemoryError) else ""
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
         memory = "device"
     # a failure that asks nothing of a person may have been an accident
@@ -128,7 +123,7 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
         replace_text(folder / f"rank-{rank:05d}.json", f"{report}\n")
         replace_text(folder / f"rank-{rank:05d}.txt", trace)
     except OSError:
-        own = shared()
+        own = environment.shared
         if own is not None:
             with Path(f"/proc/self/fd/{own.failures}").open("a", encoding="utf-8") as memory_file:
                 memory_file.write(f"{report}\n")
@@ -198,7 +193,7 @@ def reports(run_dir: Path, unwritten: Sequence[bytes] = ()) -> list[RankFailure]
     for path in (run_dir / FOLDER).glob("rank-*.json"):
         with contextlib.suppress(OSError):
             texts.append(read_whole(path, within=run_dir))
-    own = shared()
+    own = environment.shared
     texts += unwritten if own is None else read_all(own.failures).splitlines()
     found = []
     for text in texts:

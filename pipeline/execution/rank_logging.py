@@ -55,9 +55,10 @@ def open_log(run_dir: Path, rank: int) -> IO[str]:
 
 
 @contextlib.contextmanager
-def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
-    """The run's logger: rank 0 writes to the screen, every rank to its own file. Everything else
-    that ranks above 0 print goes to their file too."""
+def rank_log(run_dir: Path, rank: int, display: str = "") -> Iterator[logging.Logger]:
+    """The run's logger: rank 0 writes to the screen, as the words `display` say (`set_display`),
+    every rank to its own file. Everything else that ranks above 0 print goes to their file too.
+    Raises StageError."""
     log = logging.getLogger("pipe")
     with contextlib.ExitStack() as stack:
 
@@ -81,7 +82,7 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
             stdout = bare(sys.stdout)
             if isinstance(stdout, io.TextIOWrapper):
                 stdout.reconfigure(line_buffering=True)  # where a display shows it, it is a pipe
-            words = terminal.shows.split()
+            words = display.split()
             level = logging.WARNING if "quiet" in words else logging.INFO
             to_screen.setLevel(logging.DEBUG if "verbose" in words else level)
             if "live" in words:

@@ -38,7 +38,8 @@ def plan_resume(
 ) -> ResumePlan:
     """Go through the plan backwards: a slot runs if it has not finished in its present form, or if
     a slot that runs reads its result and no disk has it. Without `thorough`, the contents of
-    results are not verified. Slots of `again` count as not finished."""
+    results are not verified, for which first all are looked at: a large one takes many minutes.
+    Slots of `again` count as not finished."""
     found = finished_in(plan, journal)
     finished = {slot: done for slot, done in found.items() if slot not in again}
     readers = {
@@ -49,11 +50,14 @@ def plan_resume(
     slots, notes = {one.slot: one for one in plan.slots}, list[str]()
 
     @functools.cache
-    def lost(slot: str) -> bool:
-        problem = _problem(slots[slot], found[slot].record or {}, thorough=thorough)
+    def lost(slot: str, verify: bool) -> bool:
+        if verify and lost(slot, False):
+            return True
+        problem = _problem(slots[slot], found[slot].record or {}, thorough=verify)
         notes.extend([f"slot `{slot}` runs again: {problem}"] if problem else [])
         return bool(problem)
 
+    verify = False
     while True:
         run: set[str] = set()
         restore: dict[str, Mapping[str, Any]] = {}
@@ -66,14 +70,16 @@ def plan_resume(
             # what a run is for is checked, unless it was removed on purpose
             exported = issubclass(planned.gives or object, ExportedModel) and _place(record or {})
             if record is not None and (wanted or not readers[slot] or exported):
-                if lost(slot):
+                if lost(slot, verify):
                     run.add(slot)
                 elif wanted:
                     restore[slot] = record
         needed = _needs_live_state(plan, run, readers)
-        if needed is None:
+        if needed is not None:
+            del finished[needed]
+        elif verify == thorough:
             return ResumePlan(run=frozenset(run), restore=restore, lost=tuple(notes))
-        del finished[needed]
+        verify = verify or (thorough and needed is None)
 
 
 def _needs_live_state(
@@ -175,9 +181,9 @@ class Selection:
     def again(self, plan: Plan) -> list[str]:
         """The slots that must run even if they have finished. Raises as `require_known` does."""
         self.require_known(plan)
-        order = [planned.slot for planned in plan.slots]
-        if self.only is not None or self.first is None:
+        if self.first is None:
             return [self.only] if self.only is not None else []
+        order = [planned.slot for planned in plan.slots]
         return order[order.index(self.first) :]
 
     def cut(self, plan: Plan) -> Plan:

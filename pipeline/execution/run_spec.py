@@ -1,12 +1,12 @@
 """The decisions of the process that launches a run, handed over once: a rank reads no recipe file
-and no journal, looks no stage up, and checks nothing."""
+and no journal, and checks nothing."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipeline.chain.artifacts import training_of
 from pipeline.chain.plan import Plan, PlannedSlot, make_plan
+from pipeline.chain.registry import Registry
+from pipeline.contracts.signature import gives
 from pipeline.distributed.settings import ProcessCounts
 from pipeline.errors import Location, PluginError, Problem, RecipeError, in_words
 from pipeline.execution.resume import ResumePlan, digests
@@ -23,9 +25,6 @@ from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.load import HEADER_KEYS, RecipeSettings, recipe_of
 from pipeline.recipe.nodes import RESERVED, KeyPath, node_of
 from pipeline.utils import terminal
-
-KINDS = "kind", "gives"
-"""Keys of a slot's class and of its result's, as `module:Class`; None for no result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +60,16 @@ class RunSpec:
     recipe: Mapping[str, Any]
     """The merged recipe's values."""
     device: str = "cpu"
-    slots: tuple[Mapping[str, Any], ...] = ()
-    """The fields of each Step; instead of the stage, and of the type of its result, KINDS."""
-    todo: tuple[str, ...] = ()
+    slots: Sequence[Mapping[str, Any]] = ()
+    """The fields of each Step; instead of the stage and the type of its result, `kind`: the stage's
+    class as `module:Class`, empty where it is found by its entry point only."""
+    todo: Sequence[str] = ()
     """Slots to run."""
     restore: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """Slot that has finished -> record of its result, which a slot to run reads."""
-    accept: tuple[str, ...] = ()
+    accept: Sequence[str] = ()
     """Changes that are intended (`pipe resume --accept`)."""
-    warnings: tuple[str, ...] = ()
+    warnings: Sequence[str] = ()
     """Findings of the checks that are probably mistakes, and results that are lost."""
     display: str = ""
     """Words of `pipeline.utils.terminal.shows` for rank 0."""
@@ -79,9 +79,14 @@ class RunSpec:
         """The spec of a checked plan, cut to what this start does."""
         slots = []
         for step in steps_of(plan):
-            facts = {key: value for key, value in vars(step).items() if key != "stage"}
-            for key, kind in zip(KINDS, (type(step.stage), step.gives), strict=True):
-                facts[key] = kind and f"{kind.__module__}:{kind.__qualname__}"
+            kind = type(step.stage)
+            facts = {**vars(step), "kind": f"{kind.__module__}:{kind.__qualname__}"}
+            try:
+                own = pkgutil.resolve_name(facts["kind"])
+            except (ValueError, ImportError, AttributeError):  # a function has made the class
+                own = None
+            facts |= {} if own is kind else {"kind": ""}
+            del facts["stage"], facts["gives"]
             slots.append(facts)
         return cls(
             run_dir=str(run_dir),
@@ -134,8 +139,9 @@ class RunSpec:
         facts = [{**one, "unread": tuple(one["unread"])} for one in self.slots]
         for one in facts:
             try:
-                names = [one.pop(key) or "builtins:None" for key in KINDS]
-                kind, one["gives"] = map(pkgutil.resolve_name, names)
+                name = one.pop("kind")
+                kind = pkgutil.resolve_name(name) if name else Registry.installed().load(one["use"])
+                one["gives"] = gives(kind)
             except Exception as error:
                 why = f"stage `{one['use']}` cannot be loaded: {in_words(error)}"
                 raise PluginError(why, hint="every machine needs the same packages") from error

@@ -9,7 +9,7 @@ import gc
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,13 +81,9 @@ class Runner:
                 self._run_slot(step)
                 if trains:
                     record_memory(ctx)
-            self._drop([slot for slot in self.artifacts if slot in step.unread])
+            self.close([slot for slot in self.artifacts if slot in step.unread])
             if trains:
                 release_memory(ctx)
-
-    def close(self) -> None:
-        """Release the artifacts that are left, the newest first."""
-        self._drop(reversed(list(self.artifacts)))
 
     def _run_slot(self, step: Step) -> None:
         """Run the stage, keep what it returns, and journal it."""
@@ -122,10 +118,11 @@ class Runner:
         if record is not None:  # its files are known to be there
             dist.heartbeat.landmark()
 
-    def _drop(self, slots: Iterable[str]) -> None:
-        """Drop artifacts. Models are full of reference cycles; a durable artifact is an address."""
+    def close(self, slots: Sequence[str] | None = None) -> None:
+        """Release the artifacts of these slots, by default of all, the newest first. Models are
+        full of reference cycles; a durable artifact is an address."""
         live = False
-        for slot in slots:
+        for slot in [*reversed(self.artifacts)] if slots is None else slots:
             artifact = self.artifacts.pop(slot)
             live = live or not isinstance(artifact, Durable)
             close = getattr(artifact, "close", None)

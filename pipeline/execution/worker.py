@@ -19,7 +19,7 @@ from pipeline.contracts.stage import Context
 from pipeline.distributed import environment
 from pipeline.distributed.heartbeat import LOOK_SECONDS, Watchdog
 from pipeline.distributed.process_group import DistContext, environment_dist, environment_store
-from pipeline.distributed.settings import Timeouts
+from pipeline.distributed.settings import Launch, Timeouts
 from pipeline.distributed.signals import Interrupted, default_signals
 from pipeline.errors import Location, Problem, RecipeError, RunFailed, StageError
 from pipeline.execution import failures, rundir
@@ -27,8 +27,6 @@ from pipeline.execution.journal import Journal, warnings_in
 from pipeline.execution.rank_logging import ActivityRecord, compilers_aside, open_log, rank_log
 from pipeline.execution.run_spec import RunSpec
 from pipeline.execution.runner import Runner, require_same_recipe
-from pipeline.recipe.load import RecipeSettings
-from pipeline.utils import terminal
 from pipeline.utils.activities import in_thread, show_in
 from pipeline.utils.packages import RARELY, gc_as_usual
 from pipeline.utils.processes import received
@@ -46,18 +44,14 @@ def main(argv: list[str]) -> int:
     """Entry point of a launched rank: its exit code, STOPPED if it was asked to end and has saved
     what it had, 1 after a failure that has been recorded."""
     message = received(argv[0], ends_with_parent=True)
-    own, spec = environment.Shared(**message["shared"]), RunSpec.load(message["spec"])
-    environment.join(own)
+    own, spec = environment.Shared(**message["shared"]), RunSpec(**message["spec"])
+    environment.shared = own
     default_signals()
     redact_output(message["hidden"])
-    terminal.shows = spec.display
     faulthandler.register(environment.DUMP, own.stacks)
     run_dir = Path(spec.run_dir)
-    try:
+    with contextlib.suppress(StageError):  # `run_rank` records it
         faulthandler.enable(open_log(run_dir, environment.worker_rank()))
-    except StageError as error:
-        failures.record(run_dir, environment.worker_rank(), "", error)
-        return 1
     try:
         run_rank(spec)
     except Interrupted:
@@ -72,23 +66,42 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
 
     `store` is where the ranks have met, if they have.
     """
-    rank, run_dir = environment.worker_rank(), Path(spec.run_dir)
+    rank, run_dir, own = environment.worker_rank(), Path(spec.run_dir), environment.shared
+    log = logging.getLogger("pipe")
     ctx: Context | None = None
     gc.set_threshold(*RARELY)
-    with rank_log(run_dir, rank) as log, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         stack.callback(gc_as_usual)
         try:
+            stack.enter_context(rank_log(run_dir, rank, spec.display))
             settings, steps = spec.build()
-            ctx = _context(spec, settings, store, log, stack)
-            journal, is_main = Journal(run_dir / rundir.JOURNAL), ctx.dist.is_main
-            if is_main:
+            launch = settings.launch
+            if store is not None:  # rank 0 has looked at its own machine only
+                _require_possible(launch, run_dir)
+            import torch
+            import torch.distributed
+
+            if launch.threads is not None:
+                torch.set_num_threads(launch.threads)
+            found = store or environment_store(launch.timeouts.rendezvous)
+            seconds = launch.timeouts.collectives
+            dist = environment_dist(found, device=spec.device, timeout=seconds)
+            stack.callback(torch.distributed.destroy_process_group)
+            stack.enter_context(compilers_aside(log))
+            ctx = Context(
+                run_dir=run_dir, seed=settings.seed, dist=dist, log=log,
+                metrics=Metrics(run_dir / rundir.METRICS if dist.is_main else None),
+                on_exit=stack.callback, accept=frozenset(spec.accept),
+                spec=spec.dump() if dist.is_main else "",
+            )  # fmt: skip
+            journal = Journal(run_dir / rundir.JOURNAL)
+            if dist.is_main:
                 stack.enter_context(warnings_in(journal, log))
             for warning in spec.warnings:
                 log.warning("%s", warning)
-            stack.enter_context(show_in(ActivityRecord(log, run_dir if is_main else None)))
-            if environment.shared() is None:  # `pipe` watches its ranks itself
-                stack.enter_context(watched(run_dir, ctx.dist, settings.launch.timeouts))
-            own = environment.shared()
+            stack.enter_context(show_in(ActivityRecord(log, run_dir if dist.is_main else None)))
+            if own is None:  # `pipe` watches its ranks itself
+                stack.enter_context(watched(run_dir, dist, launch.timeouts))
             if own is None or own.store is None:  # `pipe` gave ranks of one machine the same
                 require_same_recipe(settings, spec.recipe["stages"], steps, ctx)
             runner = Runner(steps, ctx, journal, dry_run=settings.dry_run)
@@ -98,55 +111,33 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
         except Interrupted:
             raise
         except BaseException as error:
-            cause = error
-            try:
-                if isinstance(error, FileNotFoundError):  # of a run that is gone says only that
-                    rundir.require_kept(run_dir)
-            except RunFailed as gone:
-                cause = gone
-            failures.record(run_dir, rank, ctx.slot if ctx else "", cause)
-            log.debug("failed", exc_info=True)
-            # the deadline of the clean-up by `stack`: then this process ends wherever it is
-            with contextlib.suppress(StageError):  # the folder may be gone
-                file = open_log(run_dir, rank)
-                faulthandler.dump_traceback_later(CLEANUP_SECONDS, exit=True, file=file)
+            _record(error, run_dir, ctx.slot if ctx else "")
             raise
 
 
-def _context(
-    spec: RunSpec,
-    settings: RecipeSettings,
-    store: Store | None,
-    log: logging.Logger,
-    stack: contextlib.ExitStack,
-) -> Context:
-    """The context of the stages, and the process group of the ranks, which ends with `stack`."""
-    launch, run_dir = settings.launch, Path(spec.run_dir)
-    if store is not None:  # another launcher started this rank, and rank 0 looked at its machine
-        wrong = impossible_here(launch, environment.started())
-        if wrong is not None:
-            place, (key, message, hint) = Location(file=str(run_dir / rundir.RECIPE)), wrong
-            problem = Problem(message=message, key=f"launch.{key}", hint=hint, location=place)
-            raise RecipeError([problem])
-    import torch
-    import torch.distributed
+def _require_possible(launch: Launch, run_dir: Path) -> None:
+    """Raise RecipeError where this machine cannot run the ranks that were started on it."""
+    wrong = impossible_here(launch, environment.started())
+    if wrong is not None:
+        place, (key, message, hint) = Location(file=str(run_dir / rundir.RECIPE)), wrong
+        problem = Problem(message=message, key=f"launch.{key}", hint=hint, location=place)
+        raise RecipeError([problem])
 
-    if launch.threads is not None:
-        torch.set_num_threads(launch.threads)
-    found = store or environment_store(launch.timeouts.rendezvous)
-    dist = environment_dist(found, device=spec.device, timeout=launch.timeouts.collectives)
-    stack.callback(torch.distributed.destroy_process_group)
-    stack.enter_context(compilers_aside(log))
-    return Context(
-        run_dir=run_dir,
-        seed=settings.seed,
-        dist=dist,
-        log=log,
-        metrics=Metrics(run_dir / rundir.METRICS if dist.is_main else None),
-        on_exit=stack.callback,
-        accept=frozenset(spec.accept),
-        spec=spec.dump() if dist.is_main else "",
-    )
+
+def _record(error: BaseException, run_dir: Path, slot: str) -> None:
+    """Record the failure, and give the clean-up a deadline: then this process ends wherever it
+    is."""
+    rank, cause = environment.worker_rank(), error
+    try:
+        if isinstance(error, FileNotFoundError):  # of a run that is gone says only that
+            rundir.require_kept(run_dir)
+    except RunFailed as gone:
+        cause = gone
+    failures.record(run_dir, rank, slot, cause)
+    logging.getLogger("pipe").debug("failed", exc_info=error)
+    with contextlib.suppress(StageError):  # the folder may be gone
+        file = open_log(run_dir, rank)
+        faulthandler.dump_traceback_later(CLEANUP_SECONDS, exit=True, file=file)
 
 
 STOP_SECONDS = 20.0

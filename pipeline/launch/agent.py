@@ -8,6 +8,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -15,14 +16,14 @@ import psutil
 from pipeline.chain.plan import Plan
 from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
-from pipeline.errors import RunFailed, UsageError, in_words
+from pipeline.errors import PipeError, RunFailed, UsageError, in_words
 from pipeline.execution import rundir
 from pipeline.execution.failures import ON_EVERY_NODE
 from pipeline.execution.journal import Journal
 from pipeline.execution.rank_logging import say
-from pipeline.execution.resume import plan_resume
+from pipeline.execution.resume import ResumePlan, plan_resume
 from pipeline.execution.run_spec import RunSpec
-from pipeline.launch.exchange import BEAT_SECONDS, Link, OwnLink, Server
+from pipeline.launch.exchange import BEAT_SECONDS, Link, Server
 from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
 from pipeline.launch.ranks import LocalRanks, for_gpus, set_threads, supervise
 from pipeline.recipe import load_recipe
@@ -32,149 +33,126 @@ from pipeline.view.screen import Screen
 SILENCE = 1.2
 """Part of node 0's `timeouts.node` without an answer after which this node ends its ranks: by then
 the others continue without it."""
-
-
 SOON = 5.0
 """Seconds until a node says that it waits for others."""
 
 
-class _RoundOverError(Exception):
-    """The round has ended elsewhere, or no one answers any more."""
-
-
+@dataclass(eq=False)
 class Agent:
     """This node's agent."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        found: NodePlacement,
-        between: Callable[[], None],
-        screen: Screen,
-        server: Server | None = None,
-    ) -> None:
-        """`between` is called now and then while no rank runs here. `server` runs in node 0's
-        process."""
-        self._server = server
-        self._screen = screen
-        self._plan, self._settings = plan, plan.recipe.launch
-        self._host, self._port = found.host, found.port
-        self._node, self._between = found.node_rank, between
-        self._run = run_name(plan, found)
+    plan: Plan
+    found: NodePlacement
+    between: Callable[[], None]
+    """Called now and then while no rank runs here."""
+    screen: Screen
+    server: Server | None = None
+    """In node 0's process."""
+    left: ResumePlan | None = None
+    """What node 0 has found left to run; None once that has begun, and on other nodes."""
 
     def run(self) -> Over:
         """Take part in the run to its end, and return that. Raises RunFailed when node 0 is not
         there."""
         beat = Beat(
             agent=uuid.uuid4().hex,
-            run=self._run,
-            node=self._node,
+            run=run_name(self.plan, self.found),
+            node=self.found.node_rank,
             host=socket.gethostname(),
-            procs=self._plan.per_node,
+            procs=self.plan.per_node,
             port=_free_port(),
         )
-        where, own = (self._host, self._port, beat), self._server
-        with Link(*where) if own is None else OwnLink(own, *where) as link:
+        with Link(self.found.host, self.found.port, beat, self.server) as link:
             while True:
-                reply = self._wait_for_round(link)
+                reply = self._awaited(link, lambda r, n: r.over or (r.place and r.round > n), SOON)
                 if reply.over is not None:
                     return reply.over
                 assert reply.place is not None
                 link.tell(round=reply.round, report=None, landmarks=0)
-                report = self._run_round(link, reply, reply.place)
-                link.tell(report=report)
-                self._wait_until_over(link, reply.round)
+                link.tell(report=self._run_round(link, reply, reply.place))
+                self._awaited(link, lambda r, n: r.over or r.place is None or r.round != n)
                 link.tell(round=0, report=None, landmarks=0, port=_free_port())
 
-    def _wait_for_round(self, link: Link) -> Reply:
-        """The reply that assigns this node a place, or ends the run."""
-        last, say_at = link.beat.round, time.monotonic() + SOON
+    def _awaited(
+        self, link: Link, due: Callable[[Reply, int], object], say_after: float = math.inf
+    ) -> Reply:
+        """The coordinator's first reply that is `due` in this node's round, which is 0 while it
+        waits for one. Say that it waits after so many seconds."""
+        say_at = time.monotonic() + say_after
         while True:
             reply = link.reply
-            if reply is not None and (reply.over or (reply.place and reply.round > last)):
+            if reply is not None and due(reply, link.beat.round):
                 return reply
             if time.monotonic() > say_at:
-                say(f"node {self._node} waits for the other nodes at {self._host}:{self._port}")
+                where = f"{self.found.host}:{self.found.port}"
+                say(f"node {self.found.node_rank} waits for the other nodes at {where}")
                 say_at = math.inf
             self._pause(link)
 
-    def _wait_until_over(self, link: Link, number: int) -> None:
-        """Wait until the coordinator has ended the round, or the run."""
-        while True:
-            reply = link.reply
-            if reply is not None and (reply.over or reply.place is None or reply.round != number):
-                return
-            self._pause(link)
-
     def _pause(self, link: Link) -> None:
-        self._between()
+        self.between()
         try:
             time.sleep(0.05)
         except Interrupted as interrupted:
             link.tell(stopping=str(interrupted))
             time.sleep(2 * BEAT_SECONDS)  # until node 0 has heard of it
             raise
-        limit = self._settings.timeouts.rendezvous
+        limit = self.plan.recipe.launch.timeouts.rendezvous
         if link.silent_for() > limit:
             reason = f": {link.refused}" if link.refused else ""
             raise RunFailed(
-                f"node 0 has not answered at {self._host}:{self._port} for {limit:.0f} s{reason}\n"
-                f"{ON_EVERY_NODE}",
+                f"node 0 has not answered at {self.found.host}:{self.found.port} for {limit:.0f} s"
+                f"{reason}\n{ON_EVERY_NODE}",
                 restart="always",
             )
 
     def _run_round(self, link: Link, reply: Reply, place: Place) -> Report:
-        """Run this node's ranks to their end."""
-        spec = RunSpec.load(reply.spec)
-        run_dir = Path(spec.run_dir)
+        """Run this node's ranks to their end. Whatever keeps it from that is reported: the other
+        nodes would wait for this one."""
+        spec, settings = RunSpec.load(reply.spec), self.plan.recipe.launch
+        run_dir, per_node = Path(spec.run_dir), self.plan.per_node
+
+        def obey(interrupted: Interrupted | None) -> None:
+            self.screen.refresh()
+            self._obey(link, reply, ranks, interrupted)
+
         try:
-            self._require_folder(spec, link.beat.host)
+            self._require_folder(spec)
             if place.first_rank == 0:  # what rank 0 is to run, all are
                 journal = Journal(run_dir / rundir.JOURNAL)
-                spec = spec.starting(plan_resume(self._plan, journal))
-        except UsageError as error:
-            return Report(kind="raised", text=str(error), time=time.time())
-        set_threads(self._settings, self._plan.per_node)
-        common = _interfaces(link.address)
-        if self._plan.view.device == "cuda":
-            common |= for_gpus(run_dir)
-        per_node = self._plan.per_node
-        ranks = LocalRanks([common | _place(place, n, per_node) for n in range(per_node)])
-        try:
-            with kill_descendants(self._screen.refresh), ranks:
-                ranks.start(spec, output=self._screen.output)
-
-                def obey(interrupted: Interrupted | None) -> None:
-                    self._screen.refresh()
-                    self._obey(link, reply, ranks, interrupted)
-
-                supervise(ranks, self._settings, run_dir, obey)
-        except OSError as error:
-            text = f"the processes of node {self._node} could not be started: {in_words(error)}"
-            return Report(kind="raised", text=text, time=time.time())
+                spec = spec.starting(self.left or plan_resume(self.plan, journal))
+            self.left = None
+            set_threads(settings, per_node)
+            common = _interfaces(link.address)
+            if self.plan.view.device == "cuda":
+                common |= for_gpus(run_dir)
+            ranks = LocalRanks([common | _place(place, n, per_node) for n in range(per_node)])
+            with kill_descendants(self.screen.refresh), ranks:
+                ranks.start(spec, output=self.screen.output)
+                supervise(ranks, settings, run_dir, obey)
         except Interrupted as interrupted:
             return Report(kind="stopped", text=interrupted.cause)
-        except _RoundOverError as over:
-            return Report(kind="raised", text=str(over), restart="always", time=time.time())
         except RunFailed as error:
-            text = str(error)[:MOST_TEXT]
             return Report(
                 kind=error.kind,
-                text=text,
+                text=str(error)[:MOST_TEXT],
                 restart=error.restart,
                 memory=error.memory,
                 time=time.time(),
             )
+        except (PipeError, OSError) as error:
+            text = f"node {link.beat.node} ({link.beat.host}): {in_words(error)}"
+            return Report(kind="raised", text=text[:MOST_TEXT], time=time.time())
         return Report(kind="finished")
 
-    def _require_folder(self, spec: RunSpec, host: str) -> None:
+    def _require_folder(self, spec: RunSpec) -> None:
         """Raise UsageError if the run's folder is not to be seen here or not safe, or holds another
         recipe: without a secret, node 0 may be somebody else, who cannot write there."""
         run_dir = Path(spec.run_dir)
         if not (run_dir / rundir.RECIPE).is_file():
             raise UsageError(
-                f"node {self._node} ({host}) does not see the run's folder {run_dir}: it must lie "
-                "where all nodes see it (--run-dir)"
+                f"the run's folder {run_dir} is not to be seen here: it must lie where all nodes "
+                "see it (--run-dir)"
             )
         rundir.require_safe(run_dir)
         if load_recipe(run_dir / rundir.RECIPE).public() != spec.recipe:
@@ -184,8 +162,8 @@ class Agent:
         self, link: Link, begun: Reply, ranks: LocalRanks, interrupted: Interrupted | None
     ) -> None:
         """Do as the coordinator says: raise Interrupted for a stop, unless the ranks have been
-        `interrupted` already, and _RoundOverError for the end of the round. A signal to this
-        process is reported to the others, however its ranks end."""
+        `interrupted` already, and RunFailed for the end of the round. A signal to this process is
+        reported to the others, however its ranks end."""
         if interrupted is not None and interrupted.cause != link.beat.stopping:
             link.tell(stopping=interrupted.cause)
         done = ranks.landmarks()
@@ -195,13 +173,13 @@ class Agent:
         assert reply is not None
         limit = SILENCE * reply.lost_seconds
         if link.silent_for() > limit:
-            where = f"{self._host}:{self._port}"
-            raise _RoundOverError(
-                f"node {self._node} has lost its link to node 0 at {where}: no answer for "
-                f"{limit:g} s (launch.timeouts.node)"
+            raise RunFailed(
+                f"node {self.found.node_rank} has lost its link to node 0 at {self.found.host}:"
+                f"{self.found.port}: no answer for {limit:g} s (launch.timeouts.node)",
+                restart="always",
             )
         if reply.over or reply.place is None or reply.round != begun.round:
-            raise _RoundOverError("the round has ended")
+            raise RunFailed("the round has ended", restart="always")
         if reply.stop and interrupted is None:
             raise Interrupted
 

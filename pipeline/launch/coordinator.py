@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pipeline.distributed.settings import Attempts, Restarts, Timeouts
+from pipeline.distributed.settings import Attempts, Timeouts
 from pipeline.errors import RunFailed
 from pipeline.execution.failures import ON_EVERY_NODE
 from pipeline.launch.messages import Beat, Over, Place, Reply, Report
@@ -55,7 +55,7 @@ class Coordinator:
 
     fewest: int
     most: int
-    restarts: Restarts
+    attempts: Attempts
     rendezvous_seconds: float
     lost_seconds: float = LOST_SECONDS
     notes: list[Restarted] = field(default_factory=list)
@@ -83,10 +83,6 @@ class Coordinator:
     _enough_since: float | None = field(default=None, init=False)
     _waits_since: float | None = field(default=None, init=False)
     _ticked: float = field(default=float("inf"), init=False)
-    _failures: list[Report] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        self._attempts = Attempts(self.restarts)
 
     def beat(self, beat: Beat, address: str, now: float) -> Reply:
         """Take note of an agent's state, which came from `address`, and return what it is to do."""
@@ -181,14 +177,12 @@ class Coordinator:
                 self.round += 1
                 self._stop, self._failed_at = "", None
                 self._enough_since = self._waits_since = None
-                self._failures = []
                 self._nodes = {agent: self._nodes[agent] for agent in self._alive()}
         elif not enough and now - self._waits_since > self.rendezvous_seconds:
-            self._give_up(
-                f"{len(alive)} of at least {self.fewest} nodes were there within "
-                f"{self.rendezvous_seconds:.0f} s: {', '.join(map(self._name, alive)) or 'none'}\n"
-                f"{ON_EVERY_NODE}"
-            )
+            there = ", ".join(map(self._name, alive)) or "none"
+            text = f"{len(alive)} of at least {self.fewest} nodes were there within "
+            text += f"{self.rendezvous_seconds:.0f} s: {there}\n{ON_EVERY_NODE}"
+            self.over = Over(kind="failed", text=text)
 
     def _look_at_round(self, now: float) -> None:
         reports = {n: self._report(n, now) for n in self._members}
@@ -199,8 +193,9 @@ class Coordinator:
             self._stop = self._stop or "for good"
         if kinds & set(FAILURE_PRIORITY):
             self._failed_at = now if self._failed_at is None else self._failed_at
-            heard = self._failed_at + GATHER_SECONDS
-            if all(report or self._beats_after(n, heard) for n, report in reports.items()):
+            since = self._failed_at + GATHER_SECONDS
+            seen = {n: self._ticked if n == self.own else self._nodes[n].seen for n in reports}
+            if all(report or seen[n] >= since for n, report in reports.items()):
                 self._decide(given, now)
         elif len(given) == len(reports):
             if set(kinds) == {"finished"}:
@@ -223,40 +218,39 @@ class Coordinator:
     def _is_lost(self, agent: str, now: float) -> bool:
         return agent != self.own and now - self._nodes[agent].seen >= self.lost_seconds
 
-    def _beats_after(self, agent: str, then: float) -> bool:
-        """Whether a node is known to be alive at a time."""
-        return (self._ticked if agent == self.own else self._nodes[agent].seen) >= then
-
     def _end_by_stop(self) -> None:
-        """End the run with the signal and the node that got it, where that is known."""
-        causes = ((agent, _stop_cause(node.beat)) for agent, node in self._nodes.items())
-        text = next((f"{cause} to {self._name(agent)}" for agent, cause in causes if cause), "")
+        """End the run with the signal and the node that got it, where that is known: a rank that
+        got it does not say so."""
+        text = ""
+        for agent, node in reversed(self._nodes.items()):
+            report = node.beat.report
+            told = report.text if report is not None and report.kind == "stopped" else ""
+            if cause := node.beat.stopping or told:
+                text = f"{cause} to {self._name(agent)}"
         self.over = Over(kind="stopped", text=text)
 
     def _decide(self, reports: list[Report], now: float) -> None:
         """Continue after a failure, or give up."""
         failed = [report for report in reports if report.kind in FAILURE_PRIORITY]
         cause = max(failed, key=lambda report: (FAILURE_PRIORITY.index(report.kind), -report.time))
-        if self._stop == "for good":
-            if _by_stop(failed):
+        # a stop has that consequence: ranks lost a peer which had nothing to save
+        lost_peer = all(one.kind == "raised" and one.restart != "never" for one in failed)
+        if self._stop and lost_peer:
+            if self._stop == "for good":
                 self._end_by_stop()
             else:
-                self._give_up(cause.text)
+                self._members, self._not_before = [], now
             return
-        if self._stop == "to regroup" and _by_stop(failed):
-            self._members, self._not_before = [], now
-            return
-        progressed = any(self._nodes[n].beat.landmarks for n in self._members)
-        error = RunFailed(cause.text, restart=cause.restart)
-        wait = self._attempts.wait_after(error, progressed=progressed)
+        wait = None
+        if self._stop != "for good":
+            progressed = any(self._nodes[n].beat.landmarks for n in self._members)
+            error = RunFailed(cause.text, restart=cause.restart)
+            wait = self.attempts.wait_after(error, progressed=progressed)
         if wait is None:
             self.over = Over(kind="failed", text=cause.text, memory=cause.memory)
             return
-        self.notes.append(Restarted(cause.text, self._attempts.number, wait))
+        self.notes.append(Restarted(cause.text, self.attempts.number, wait))
         self._members, self._not_before = [], now + wait
-
-    def _give_up(self, text: str) -> None:
-        self.over = Over(kind="failed", text=text)
 
     def _place(self, agent: str) -> Place | None:
         if agent not in self._members:
@@ -274,15 +268,3 @@ class Coordinator:
     def _name(self, agent: str) -> str:
         node = self._nodes[agent]
         return f"node {node.beat.node} ({node.beat.host}, {node.address})"
-
-
-def _by_stop(failed: list[Report]) -> bool:
-    """Whether failures are the consequence of a stop: ranks that lost a peer which had nothing to
-    save."""
-    return all(report.kind == "raised" and report.restart != "never" for report in failed)
-
-
-def _stop_cause(beat: Beat) -> str:
-    """The signal that asked a node to stop; empty if none has, or a rank got it."""
-    report = beat.report
-    return beat.stopping or (report.text if report and report.kind == "stopped" else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import secrets
 import socket
@@ -35,7 +36,7 @@ TICK_SECONDS = 0.2
 _BEATS, _REPLIES = TypeAdapter(Beat), TypeAdapter(Reply)
 
 
-class Server:
+class Server(contextlib.AbstractContextManager["Server"]):
     """Answers beats at one address, and lets the coordinator look at the clock."""
 
     def __init__(self, coordinator: Coordinator, host: str, port: int) -> None:
@@ -58,9 +59,6 @@ class Server:
         """This node's address on the way to itself."""
         for work in (self._http.serve_forever, self._tick):
             threading.Thread(target=work, name="pipe-coordinator", daemon=True).start()
-
-    def __enter__(self) -> Server:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._closed.set()
@@ -126,26 +124,25 @@ class _Handler(BoundedHandler):
         self.wfile.write(reply)
 
 
-class Link:
+class Link(contextlib.AbstractContextManager["Link"]):
     """Beats for this node, about once a second, in a separate thread: work of the main thread and
     an address that does not answer keep no one waiting."""
 
-    def __init__(self, host: str, port: int, beat: Beat) -> None:
-        """Raises UsageError as `wire.token` does."""
+    def __init__(self, host: str, port: int, beat: Beat, server: Server | None = None) -> None:
+        """On node 0 the coordinator's `server` is in this process: a loaded machine or a full
+        network cannot cut that link. Raises UsageError as `wire.token` does."""
+        self._server = server
         self.beat = beat
         self.reply: Reply | None = None
         self.refused = ""
         """Why the last answer was no reply to this node; empty if it was one."""
-        self.address = ""
+        self.address = server.address if server else ""
         """This node's address on the way to the coordinator."""
         self._host, self._port, self._secret = host, port, token(host)
         self._contact = time.monotonic()
         self._failure: Exception | None = None
         self._wake, self._closed = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="pipe-beats", daemon=True).start()
-
-    def __enter__(self) -> Link:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._closed.set()
@@ -157,14 +154,15 @@ class Link:
         self._wake.set()
 
     def silent_for(self) -> float:
-        """Seconds since the coordinator's last answer, or since the start. Raises RunFailed where
-        something unexpected has ended the beats: no one would hear of this node any more."""
+        """Seconds since the coordinator's last answer, or since the start; none on node 0. Raises
+        RunFailed where something unexpected has ended the beats: no one would hear of this node
+        any more."""
         if self._failure is not None:
             raise RunFailed(
                 f"node {self.beat.node} cannot take part any more: {in_words(self._failure)}\n"
                 f"{ON_EVERY_NODE}"
             ) from self._failure
-        return time.monotonic() - self._contact
+        return 0.0 if self._server else time.monotonic() - self._contact
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -180,6 +178,8 @@ class Link:
             self._wake.wait(BEAT_SECONDS)
 
     def _exchange(self, beat: Beat) -> Reply:
+        if self._server:
+            return self._server.own(beat)
         connection = http.client.HTTPConnection(self._host, self._port, timeout=CONTACT_SECONDS)
         try:
             connection.connect()
@@ -205,22 +205,3 @@ class Link:
         if not is_signed(self._secret, "reply", nonce, content, signed):
             return f"it does not know this node's {TOKEN}"
         return ""
-
-
-class OwnLink(Link):
-    """The link of node 0's agent to the coordinator in its own process: a loaded machine or a full
-    network cannot cut it."""
-
-    def __init__(self, server: Server, host: str, port: int, beat: Beat) -> None:
-        """Raises UsageError as `wire.token` does."""
-        self._server = server
-        super().__init__(host, port, beat)
-        self.address = server.address
-
-    def silent_for(self) -> float:
-        """No time at all. Raises RunFailed as other links do."""
-        super().silent_for()
-        return 0.0
-
-    def _exchange(self, beat: Beat) -> Reply:
-        return self._server.own(beat)

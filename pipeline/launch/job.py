@@ -43,7 +43,7 @@ from pipeline.execution.resume import (
     results,
 )
 from pipeline.execution.rundir import saved_step
-from pipeline.utils.files import replace_bytes, replace_text
+from pipeline.utils.files import private_folder, replace_bytes, replace_text
 from pipeline.utils.foreign import read_tail, read_whole
 from pipeline.utils.terminal import shown, typed
 from pipeline.utils.text import align, duration, shown_path
@@ -248,7 +248,7 @@ def put_back(folder: Path, before: Settings) -> None:
             (folder / name).unlink(missing_ok=True)
         else:
             replace_bytes(folder / name, content)
-    failures.undo(folder)
+    (private_folder(folder / failures.FOLDER) / failures.UNDONE).touch()
 
 
 def is_to_be_undone(folder: Path) -> bool:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.errors import Restart
+from pipeline.errors import Memory, Restart
 
 MOST_TEXT = 8000
 """Characters of a failure that are sent."""
-
-Memory = Literal["", "host", "device"]
 
 
 @dataclass(frozen=True, kw_only=True)

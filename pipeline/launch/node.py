@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from pipeline.chain.plan import Plan
 from pipeline.distributed.placement import NodePlacement
-from pipeline.distributed.settings import ProcessCounts
+from pipeline.distributed.settings import Attempts, ProcessCounts
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, RunStopped, UsageError
 from pipeline.execution import rundir
@@ -47,14 +45,23 @@ def start_node(job: Job, found: NodePlacement) -> None:
         coordinator = Coordinator(
             fewest=min(found.min_nodes, launch.fewest_nodes or found.min_nodes),
             most=found.max_nodes,
-            restarts=launch.restarts,
+            attempts=Attempts(launch.restarts),
             rendezvous_seconds=launch.timeouts.rendezvous,
             lost_seconds=launch.timeouts.node,
             run=run_name(plan, found),
             spec=RunSpec.of(plan, folder, job.accept).dump(),
         )
+
+        def record() -> None:
+            """Record restarts, while no rank runs here."""
+            if coordinator.notes:
+                rundir.require_kept(folder)
+            while coordinator.notes:
+                restarted(folder, plan, *coordinator.notes.pop(0))
+
         with _served(coordinator, found) as server:
-            if left_to_run(plan, folder) is None:
+            left = left_to_run(plan, folder)
+            if left is None:
                 coordinator.end(Over(kind="finished"))
                 server.linger(ARRIVAL_SECONDS, nodes=found.max_nodes - 1)
                 return
@@ -64,7 +71,7 @@ def start_node(job: Job, found: NodePlacement) -> None:
                 job.meanwhile(plan, folder),
                 job.display.shown(plan, folder) as screen,
             ):
-                _lead(server, coordinator, plan, folder, found, screen)
+                _conclude(Agent(plan, found, record, screen, server, left).run())
 
 
 @contextlib.contextmanager
@@ -80,26 +87,6 @@ def _served(coordinator: Coordinator, found: NodePlacement) -> Iterator[Server]:
             raise
         finally:
             server.linger(LINGER_SECONDS)
-
-
-def _lead(
-    server: Server,
-    coordinator: Coordinator,
-    plan: Plan,
-    folder: Path,
-    found: NodePlacement,
-    screen: Screen,
-) -> None:
-    """Take part as node 0, and record restarts while no rank runs here."""
-
-    def record() -> None:
-        if coordinator.notes:
-            rundir.require_kept(folder)
-        while coordinator.notes:
-            note = coordinator.notes.pop(0)
-            restarted(folder, plan, note.text, note.number, note.seconds)
-
-    _conclude(Agent(plan, found, record, screen, server).run())
 
 
 def _conclude(over: Over) -> None:

@@ -21,7 +21,7 @@ from pipeline.distributed.environment import DUMP, FINISHED, STOPPED, Shared, ra
 from pipeline.distributed.heartbeat import FIELDS, Phase, Stall, Watchdog, heartbeats
 from pipeline.distributed.settings import Attempts, Launch
 from pipeline.distributed.signals import ENDING, Interrupted, at_second_interrupt
-from pipeline.errors import RunFailed, in_words
+from pipeline.errors import RunFailed, StageError, in_words
 from pipeline.execution import failures, rundir
 from pipeline.execution.failures import Exit
 from pipeline.execution.journal import Journal
@@ -80,20 +80,24 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
 
     def start(self, spec: RunSpec, store: int | None = None, output: int | None = None) -> None:
         """Start all ranks of the run. They meet in the file `store`, if given; prints of rank 0 go
-        to `output`, if given. Raises OSError."""
-        message = {"spec": spec.dump(), "hidden": hidden_variables()}
+        to `output`, if given. Raises StageError where the system starts no more processes."""
+        message = {"spec": asdict(spec), "hidden": hidden_variables()}
         for place, stacks in zip(self.places, self._stacks, strict=True):
             shared = Shared(
                 heartbeats=self._beats, failures=self._failures, stacks=stacks, store=store
             )
             files = asdict(shared)
             prints = output if int(place["RANK"]) == 0 else None
-            process = start_child(
-                "pipeline.execution.worker", {**message, "shared": files}, spec.run_dir,
-                pass_fds=[file for file in files.values() if file is not None],
-                env=os.environ | place, stdin=subprocess.DEVNULL, stdout=prints, stderr=prints,
-                start_new_session=True,
-            )  # fmt: skip
+            try:
+                process = start_child(
+                    "pipeline.execution.worker", {**message, "shared": files}, spec.run_dir,
+                    pass_fds=[file for file in files.values() if file is not None],
+                    env=os.environ | place, stdin=subprocess.DEVNULL, stdout=prints, stderr=prints,
+                    start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                reason = in_words(error)
+                raise StageError(f"the processes could not be started: {reason}") from error
             self.processes.append(process)
 
     def ends(self) -> list[Exit]:
@@ -287,9 +291,6 @@ def run_ranks(ranks: LocalRanks, settings: Launch, spec: RunSpec, screen: Screen
     store = memory_file("store")
     try:
         ranks.start(spec, store, screen.output)
-    except OSError as error:
-        reason = in_words(error)
-        raise RunFailed(f"the processes could not be started: {reason}") from error
     finally:
         os.close(store)
     supervise(ranks, settings, Path(spec.run_dir), lambda interrupted: screen.refresh())

@@ -24,8 +24,9 @@ from pipeline.launch.job import (
     recorded_start_and_end,
     say_undone,
 )
+from pipeline.recipe.nodes import texts_in
 from pipeline.utils.files import cache_folder
-from pipeline.utils.terminal import hide_environment
+from pipeline.utils.terminal import hide_environment, typed
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -143,6 +144,7 @@ def _run_as_rank(spec: RunSpec, store: Store) -> None:
     from pipeline.execution.worker import run_rank
 
     folder = Path(spec.run_dir)
+    typed(spec.run_dir, *texts_in(spec.recipe))  # a rank above 0 has read no recipe
     try:
         run_rank(spec, store)
     except Interrupted:

@@ -9,12 +9,14 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pipeline.distributed.environment import TOKEN
+from pipeline.distributed.placement import addresses_of
 from pipeline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,22 +45,15 @@ def token(host: str) -> bytes:
     value = os.environb.get(TOKEN.encode())
     if value is not None and not value.strip():
         raise UsageError(f"{TOKEN} is set, but empty", hint=MAKE_TOKEN)
-    if value is None and not _is_loopback(host):
-        raise UsageError(
-            f"{TOKEN} is not set, so whoever reaches node 0 at {host} could end the run or take "
-            "part in it",
-            hint=MAKE_TOKEN,
-        )
+    if value is None:
+        found = [ip_address(one.partition("%")[0]) for one in addresses_of(host)]
+        if not found or not all(one.is_loopback for one in found):
+            raise UsageError(
+                f"{TOKEN} is not set, so whoever reaches node 0 at {host} could end the run or "
+                "take part in it",
+                hint=MAKE_TOKEN,
+            )
     return (value or b"").strip()
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether all addresses of a host are this machine's own, which no other machine reaches."""
-    try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
-    except (OSError, UnicodeError):
-        return False
-    return all(ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
 def packed(message: DataclassInstance) -> bytes:
@@ -151,14 +146,12 @@ class _Bounded(io.BufferedReader):
         self._left = MOST_HEAD + MOST_BYTES
 
     def readline(self, size: int | None = -1, /) -> bytes:
-        return self._counted(super().readline(self._most(size)))
+        return self._within(super().readline, size)
 
     def read(self, size: int | None = -1, /) -> bytes:
-        return self._counted(super().read(self._most(size)))
+        return self._within(super().read, size)
 
-    def _most(self, size: int | None) -> int:
-        return self._left if size is None or size < 0 else min(size, self._left)
-
-    def _counted(self, content: bytes) -> bytes:
+    def _within(self, read: Callable[[int], bytes], size: int | None) -> bytes:
+        content = read(self._left if size is None or size < 0 else min(size, self._left))
         self._left -= len(content)
         return content

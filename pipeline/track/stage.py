@@ -143,7 +143,12 @@ class RunningFeeder:
 
     def end(self) -> None:
         """Notify all feeders how the run has ended, and wait until this one has sent everything."""
-        outcome = _outcome(self.ctx.run_dir)
+        error, outcome = sys.exception(), "finished"
+        if error is not None:
+            outcome = "stopped" if isinstance(error, Interrupted | SystemExit) else "failed"
+        if outcome == "stopped":  # a launcher stops rank 0, too, when another rank has failed
+            with contextlib.suppress(OSError):
+                outcome = "failed" if failures.first_rank(self.ctx.run_dir) is not None else outcome
         for one in _running:
             if not one._notified:  # from the first notice on it has its seconds
                 one._notified = time.monotonic()
@@ -188,16 +193,3 @@ class RunningFeeder:
 
 _running: list[RunningFeeder] = []
 """The feeders of this process, which learn together that the run has ended."""
-
-
-def _outcome(run_dir: Path) -> Outcome:
-    """How the run ends that is being left. A launcher stops rank 0 when another rank has failed and
-    reported that."""
-    error = sys.exception()
-    if error is None:
-        return "finished"
-    if not isinstance(error, Interrupted | SystemExit):
-        return "failed"
-    with contextlib.suppress(OSError):
-        return "stopped" if failures.first_rank(run_dir) is None else "failed"
-    return "stopped"

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -224,19 +224,24 @@ class RedactingStream:
         return getattr(self.stream, name)
 
 
-def hidden_variables() -> list[str]:
-    """Names of the variables of the environment whose values this process hides."""
-    return sorted({name.removeprefix("$") for name in (_guessed | _hidden).values()})
+def hidden_variables() -> dict[str, list[int]]:
+    """Variable of the environment -> the numbers of the forms of its value that this process hides;
+    the others are `typed`."""
+    names = {name.removeprefix("$") for name in (_guessed | _hidden).values()}
+    forms = {name: [*_forms(os.environ.get(name, ""))] for name in sorted(names)}
+    known = _guessed.keys() | _hidden.keys()
+    return {name: [n for n, form in enumerate(own) if form in known] for name, own in forms.items()}
 
 
-def redact_output(hidden: Iterable[str] | None = None) -> None:
+def redact_output(hidden: Mapping[str, Sequence[int]] | None = None) -> None:
     """Wrap this process's standard output and error in a `RedactingStream`, once, and hide the
     environment's secrets, or what the process that has started this one hides (`hidden_variables`).
     See `hide_environment` for processes of a run."""
     if hidden is None:
         hide_secrets()
-    for name in hidden or ():
-        _hidden.update(dict.fromkeys(_forms(os.environ.get(name, "")), f"${name}"))
+    for name, numbers in (hidden or {}).items():
+        forms = [*_forms(os.environ.get(name, ""))]
+        _hidden.update({forms[number]: f"${name}" for number in numbers})
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, RedactingStream):

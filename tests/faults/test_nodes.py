@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.distributed.settings import Restarts
+from pipeline.distributed.settings import Attempts, Restarts
 from pipeline.execution import failures
 from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.coordinator import Coordinator
@@ -120,7 +120,7 @@ def test_a_folder_that_everybody_can_write_in_is_run_by_no_node(pipe: Pipe, tmp_
     pipe.run_dir.chmod(0o777)
     (pipe.run_dir / "recipe.yaml").write_text(recipe.read_text())
     running = Coordinator(
-        fewest=2, most=2, restarts=Restarts(), rendezvous_seconds=60, run="tiny",
+        fewest=2, most=2, attempts=Attempts(Restarts()), rendezvous_seconds=60, run="tiny",
         spec=RunSpec(run_dir=str(pipe.run_dir), recipe={}).dump(),
     )  # fmt: skip
     with Server(running, "127.0.0.1", 0) as server:

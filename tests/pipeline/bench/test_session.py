@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +61,31 @@ def test_nothing_outlives_a_run(
     if code == 0:
         with pytest.raises(ProcessLookupError):
             os.kill(int(Path("pid").read_text()), 0)
+
+
+KILLED = """
+import sys
+from types import SimpleNamespace
+from pipeline.bench import session
+session.sys = SimpleNamespace(executable=sys.argv[1])
+session._call([], 1, 600)
+"""
+
+
+def test_a_run_ends_with_its_benchmark_and_so_does_what_it_has_started(tmp_path: Path) -> None:
+    script, pids = tmp_path / "script", tmp_path / "pids"
+    script.write_text(f"#!/bin/sh\nsetsid sleep 600 & echo $! $$ > {pids}\nexec sleep 600\n")
+    script.chmod(0o700)
+    benchmark = subprocess.Popen([sys.executable, "-c", KILLED, str(script)])
+    while not (pids.exists() and pids.read_text().endswith("\n")):
+        time.sleep(0.05)
+    benchmark.kill()
+    benchmark.wait()
+    left = [Path("/proc", pid) for pid in pids.read_text().split()]
+    deadline = time.monotonic() + 20
+    while any(one.exists() for one in left) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(one.exists() for one in left)
 
 
 def test_files_of_the_user_stand_in_for_no_module(

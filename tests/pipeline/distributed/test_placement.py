@@ -119,7 +119,7 @@ def test_mistakes_in_a_hostfile(tmp_path: Path, text: str | None, words: str) ->
 
 def test_this_machine_among_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "worker-2.cluster")
-    monkeypatch.setattr("pipeline.distributed.placement._addresses", lambda _: set())
+    monkeypatch.setattr("pipeline.distributed.placement.addresses_of", lambda _: set())
     file = Path("hosts")
     assert own_rank(file, ["worker-1", "worker-2"]) == 1
     assert own_rank(file, ["a", "b", "127.0.0.1"]) == 2

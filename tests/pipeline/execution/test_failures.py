@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.chain.registry import Entry
+from pipeline.distributed import environment
 from pipeline.distributed.environment import Shared
 from pipeline.errors import DataError
 from pipeline.execution import failures
@@ -140,7 +141,7 @@ def test_a_full_disk_has_its_sentence_and_no_traceback(
     run.mkdir()
     (run / "failures").touch()
     shared = Shared(heartbeats=-1, failures=memory, stacks=-1, store=None)
-    monkeypatch.setattr(failures, "shared", lambda: shared)
+    monkeypatch.setattr(environment, "shared", shared)
     fail(run, 1, OSError(errno.ENOSPC, "No space left on device", f"{run}/metrics.jsonl"))
     assert told(run, (1, 1)) == [
         f"rank 1 failed in slot `train`: No space left on device: {run}/metrics.jsonl",

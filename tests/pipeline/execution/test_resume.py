@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.chain.registry import Registry
+from pipeline.contracts.export import ExportedModel
 from pipeline.errors import UsageError
 from pipeline.execution.journal import Journal
 from pipeline.execution.resume import Selection, digests, ends_early, plan_resume, preview_lines
@@ -109,3 +111,32 @@ def test_a_rehearsal_changes_nothing(tmp_path: Path, plan: Plan) -> None:
     expected = dict.fromkeys(ORDER[:8], "would run") | {"export": "is left out"}
     assert found == expected
     assert journal.path.read_bytes() == before
+
+
+def test_all_results_are_looked_at_before_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading an export takes many minutes."""
+    (tmp_path / "text.txt").write_text("some text")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{RECIPE}  second: {{use: export.safetensors, folder: {tmp_path}/2}}\n")
+    plan = plan_file(recipe, registry=Registry.installed(), forecast=True)
+    journal, did = finished(tmp_path, plan, [*ORDER, "second"]), list[str]()
+    restore, export = ExportedModel.restore, type(plan.slots[-1].stage)
+
+    def looked(record: Mapping[str, Any]) -> ExportedModel:
+        did.append("looked")
+        return restore(record)
+
+    monkeypatch.setattr(ExportedModel, "restore", looked)
+    monkeypatch.setattr(export, "verify_result", lambda *_: did.append("read"))
+    journal.write(
+        "slot finished", slot="second", digest=digests(plan)["second"],
+        record={"folder": str(tmp_path), "files": ["weights"], "total_bytes": 0},
+    )  # fmt: skip
+    assert not plan_resume(plan, journal).run
+    assert did == ["looked", "looked", "looked", "read", "looked", "read"]
+    did.clear()
+    (tmp_path / "weights").unlink()
+    assert {"export", "second"} < plan_resume(plan, journal).run
+    assert did == ["looked", "looked"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from pipeline.chain.plan import Plan, plan_file
-from pipeline.errors import RecipeError
+from pipeline.chain.registry import Entry, Registry
+from pipeline.contracts.stage import Context
+from pipeline.errors import PluginError, RecipeError
 from pipeline.execution.journal import Journal
 from pipeline.execution.resume import digests, plan_resume
 from pipeline.execution.run_spec import RunSpec
@@ -69,6 +72,50 @@ def test_a_start_gets_what_the_journal_leaves_to_run(plan: Plan, tmp_path: Path)
     assert set(left.todo) == {one.slot for one in cut.slots}
     said = f"slot `train` runs again: the trained checkpoint is gone: {tmp_path}/gone"
     assert left.warnings == (said,)
+
+
+def made() -> type:
+    """Return a stage's class, and that of its result, as no other process finds them by name."""
+
+    class Result:
+        pass
+
+    @dataclass(frozen=True, kw_only=True)
+    class Made:
+        """A stage."""
+
+        size: int = 1
+
+        def run(self, ctx: Context) -> Result:
+            return Result()
+
+    Made.run.__annotations__ = {"ctx": Context, "return": Result}
+    return Made
+
+
+class Listed:
+    """Another class than the one whose name it has."""
+
+
+Copy = type("Listed", (made(),), {"__module__": __name__, "__doc__": "A stage."})
+MADE = made()
+
+
+@pytest.mark.parametrize("attribute", ["MADE", "Copy"])
+def test_a_stage_that_is_not_found_by_its_class_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attribute: str
+) -> None:
+    entry = Entry(name="odd.made", value=f"{__name__}:{attribute}", distribution="odd", version="1")
+    registry = Registry([entry])
+    (tmp_path / "recipe.yaml").write_text("name: x\nstages: {odd: {use: odd.made, size: 3}}\n")
+    plan = plan_file(tmp_path / "recipe.yaml", registry=registry)
+    monkeypatch.setattr(Registry, "installed", lambda: registry)
+    _, (step,) = RunSpec.load(RunSpec.of(plan, tmp_path).dump()).build()
+    assert step.stage == plan.slots[0].stage
+    assert (step.stage.size, step.gives) == (3, plan.slots[0].gives)
+    monkeypatch.setattr(Registry, "installed", lambda: Registry([]))
+    with pytest.raises(PluginError, match=r"stage `odd\.made` cannot be loaded.*same packages"):
+        RunSpec.load(RunSpec.of(plan, tmp_path).dump()).build()
 
 
 def test_the_values_of_environment_variables_stay_at_home(

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.distributed.environment import rank_environment
+from pipeline.errors import StageError
+from pipeline.execution import failures
+from pipeline.execution.run_spec import RunSpec
+from pipeline.execution.worker import run_rank
 from tests.support.models import save_tokenizer
 from tests.support.ports import free_port
 from tests.support.runs import TINY
@@ -68,6 +72,15 @@ def test_a_rank_that_is_asked_to_stop_does_not_wait_for_the_dead(tmp_path: Path)
     assert done.returncode == 1
     report = (tmp_path / "failures" / "rank-00005.json").read_text()
     assert "this rank was asked to stop, and the others do not come" in report
+
+
+def test_a_log_that_cannot_be_opened_is_reported(tmp_path: Path) -> None:
+    """A rank under another launcher would end without a word."""
+    (tmp_path / "logs").touch()
+    with pytest.raises(StageError, match="logs"):
+        run_rank(RunSpec(run_dir=str(tmp_path), recipe={}))
+    assert failures.first_rank(tmp_path) == 0
+    assert "rank 0 failed before the first slot: " in str(failures.first(tmp_path, []))
 
 
 SCRIPT = """

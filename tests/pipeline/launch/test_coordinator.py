@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.distributed.settings import Restarts
+from pipeline.distributed.settings import Attempts, Restarts
 from pipeline.launch.coordinator import (
     FIRST_CALL_SECONDS,
     GATHER_SECONDS,
@@ -31,7 +31,7 @@ class Nodes:
         self.coordinator = Coordinator(
             fewest=fewest,
             most=most,
-            restarts=Restarts(**{"limit": 2, "backoff": 1.0, **settings}),
+            attempts=Attempts(Restarts(**{"limit": 2, "backoff": 1.0, **settings})),
             rendezvous_seconds=120,
             run="a",
             spec="{}",

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from pipeline.distributed.environment import TOKEN
-from pipeline.distributed.settings import Restarts
+from pipeline.distributed.settings import Attempts, Restarts
 from pipeline.errors import RunFailed, UsageError
 from pipeline.launch import wire
 from pipeline.launch.coordinator import Coordinator
-from pipeline.launch.exchange import Link, OwnLink, Server
+from pipeline.launch.exchange import Link, Server
 from pipeline.launch.messages import Beat, Over
 from tests.support.waiting import becomes
 
@@ -29,7 +29,8 @@ BEAT = Beat(agent="x", run="r", node=0, host="h", procs=1, port=1)
 
 def coordinator(**fields: Any) -> Coordinator:
     """Return the coordinator of a run of one node."""
-    known = {"fewest": 1, "most": 1, "restarts": Restarts(), "rendezvous_seconds": 60, "run": "r"}
+    known = {"fewest": 1, "most": 1, "attempts": Attempts(Restarts()),
+             "rendezvous_seconds": 60, "run": "r"}  # fmt: skip
     return Coordinator(**{**known, **fields})
 
 
@@ -228,7 +229,7 @@ def test_node_0_needs_no_network_to_itself(monkeypatch: pytest.MonkeyPatch) -> N
         with Link("127.0.0.1", port, replace(BEAT, agent="y", node=1)) as other:
             assert becomes(lambda: other.reply)
             monkeypatch.setattr(http.client.HTTPConnection, "connect", _refused)
-            with OwnLink(server, "127.0.0.1", port, BEAT) as link:
+            with Link("127.0.0.1", port, BEAT, server) as link:
                 assert becomes(lambda: link.reply and link.reply.place)
                 assert link.reply is not None
                 assert link.reply.place is not None
@@ -253,7 +254,7 @@ def test_what_ends_the_coordinator_ends_its_node(
     decides = coordinator()
     with (
         Server(decides, "127.0.0.1", 0) as server,
-        OwnLink(server, "127.0.0.1", 1, BEAT) as link,
+        Link("127.0.0.1", 1, BEAT, server) as link,
     ):
         assert becomes(lambda: link.reply)
         assert link.silent_for() == 0

@@ -251,6 +251,20 @@ def test_what_people_have_typed_is_shown(monkeypatch: pytest.MonkeyPatch, first:
     assert said == "exp-42 $OTHER $MY_TOKEN $LISTED_IN_ENV"
 
 
+def test_a_rank_shows_what_its_launcher_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a value that has other forms in addresses, which nobody has typed."""
+    monkeypatch.setenv("JOB", "exp 42/b c")
+    monkeypatch.setenv("OTHER", "exp 43/b c")
+    terminal.hide_environment()
+    terminal.typed("runs/exp 42/b c/1")
+    found = terminal.hidden_variables()
+    for texts in (terminal._guessed, terminal._hidden, terminal._typed):
+        texts.clear()
+    terminal.redact_output(found)
+    said = terminal.shown("exp 42/b c exp%2042%2Fb%20c exp 43/b c")
+    assert said == "exp 42/b c $JOB $OTHER"
+
+
 def test_the_command_line_and_the_recipe_are_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
