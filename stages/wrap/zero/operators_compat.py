@@ -38,14 +38,12 @@ def keep_operators() -> None:
 
     @functools.wraps(compiling)
     def jit_load(builder: Any, verbose: bool = True) -> ModuleType:
-        # For these packages, this CPU and this compiler, which torch's cache mixes.
-        facts = hashlib.sha256(_facts().encode())
-        own = cache_folder() / "operators" / facts.hexdigest()[:16]
-        root = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own)))
+        root = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", _folder()))
         library = root / builder.name / f"{builder.name}.so"
         library.parent.mkdir(parents=True, exist_ok=True)
         with library.with_suffix(".lock").open("w") as file:
             wait_for_lock(file)
+            facts = hashlib.sha256(_facts().encode())
             for source in builder.sources():
                 facts.update(Path(builder.deepspeed_src_path(source)).read_bytes())
             complete, digest = library.with_suffix(".complete"), facts.hexdigest()
@@ -114,6 +112,11 @@ def ninja() -> str:
     paths = (str(found.locate_file(file)) for file in found.files or () if file.name == "ninja")
     own = (path for path in paths if os.access(path, os.X_OK) and Path(path).is_file())
     return next(own, "ninja")
+
+
+def _folder() -> str:
+    """The folder for these packages, this CPU and this compiler, which torch's cache mixes."""
+    return str(cache_folder() / "operators" / hashlib.sha256(_facts().encode()).hexdigest()[:16])
 
 
 def _facts() -> str:
