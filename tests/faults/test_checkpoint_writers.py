@@ -50,7 +50,7 @@ def test_a_save_is_what_we_believe_it_is(recorded: Recorded) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_killed_at_every_operation(recorded: Recorded, rank: int) -> None:
-    assert recorded.require_killed_anywhere(rank, recorded.points[rank], 16) >= 20
+    assert recorded.require_killed_anywhere(rank, recorded.points[rank], 16) >= 40
 
 
 def require_untouched(recorded: Recorded, fault: Fault, seen: Seen, problem: str) -> None:
