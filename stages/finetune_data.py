@@ -13,6 +13,7 @@ from typing import Any
 from pipeline import Context, DataError, ModelSource, StageError, UsageError
 from pipeline.planning import reads_back
 from pipeline.utils import activity
+from pipeline.utils.files import expanded
 from stages.data import tokenize
 from stages.data.documents import read_documents
 from stages.data.encode import EMPTY, Dropped, Encoded, RowEncoder
@@ -26,7 +27,7 @@ from stages.data.tokenize import TextTokenizer, plain_ids
 from stages.finetune_choices import Broken, DataSurvey
 from stages.model.config_checks import of_text
 from stages.model.declared import outline
-from stages.model.files import is_gguf, is_local, local, read_config
+from stages.model.files import is_gguf, is_local, read_config
 from stages.model.gguf import quantization
 from stages.model.hf import HfModel
 
@@ -135,7 +136,7 @@ def _facts(ctx: Context, model: Mapping[str, Any], source: ModelSource | None) -
     positions, parameters = inner.get("max_position_embeddings"), None
     if source is not None:
         parameters = sum(one.numel() for one in outline(source).parameters())
-    file = local(asked.path or "") / (asked.gguf_file or "")
+    file = expanded(asked.path or "") / (asked.gguf_file or "")
     if is_local(asked.path or "") and asked.init != "random" and is_gguf(file.name):
         with contextlib.suppress(StageError):  # reported with the tokenizer
             weights = quantization(file)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from pipeline import PlanView, Problem
 from pipeline.track import Outcome, RunFacts, Tracker, TrackerStage
 from pipeline.utils import hidden_in, shown
+from pipeline.utils.files import expanded
 
 LONGEST = 500
 """Characters of a parameter's value that every version of MLflow takes."""
@@ -137,7 +138,7 @@ class TrackSqlite(TrackerStage):
     """The file; it is made if it is not there."""
 
     def tracker(self) -> Tracker:
-        return SqliteTracker(Path(self.file).expanduser())
+        return SqliteTracker(expanded(self.file))
 
 
 @dataclass
@@ -205,7 +206,7 @@ class TensorboardTracker(Tracker):
         if self.parent and not given:
             for number in itertools.count(1):  # another run may have a folder of this name
                 name = f"{run.name}-{number}" if number > 1 else run.name
-                folder = Path(self.parent).expanduser() / name
+                folder = expanded(self.parent) / name
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir(parents=True)
                     given = str(folder)
@@ -265,7 +266,7 @@ class TrackioTracker(Tracker):
     def open(self, run: RunFacts, state: Mapping[str, Any]) -> Mapping[str, Any]:
         own = self.settings
         if own.folder is not None:
-            os.environ["TRACKIO_DIR"] = str(Path(own.folder).expanduser())
+            os.environ["TRACKIO_DIR"] = str(expanded(own.folder))
         import trackio
 
         name = state.get("name") or f"{own.name or run.name}-{secrets.token_hex(3)}"

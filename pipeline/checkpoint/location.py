@@ -32,7 +32,7 @@ from pipeline.errors import (
     in_words,
     system_errors_as,
 )
-from pipeline.utils.files import replace_text
+from pipeline.utils.files import expanded, replace_text
 from pipeline.utils.foreign import read_whole
 from pipeline.utils.text import near_path
 
@@ -53,7 +53,7 @@ def address(run_dir: Path, folder: str | None, training: str = "") -> str:
         return str(run_dir / f"{DEFAULT}{own}")
     if "://" in folder:
         return f"{folder.rstrip('/')}/{run_dir.name}{own}"
-    return str(Path(folder).expanduser().absolute() / f"{run_dir.name}{own}")
+    return str(expanded(folder).absolute() / f"{run_dir.name}{own}")
 
 
 def places(run_dir: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ import click
 from pipeline.commands import options
 from pipeline.commands.options import EXISTING, Count, flag, option
 from pipeline.errors import NoFit, UsageError, system_errors_as
-from pipeline.utils.files import check_writable
+from pipeline.utils.files import check_writable, expanded
 
 if TYPE_CHECKING:
     from pipeline.chain.registry import Registry
@@ -141,7 +141,7 @@ def require_whole(machines: HardwareOptions) -> None:
 
 def recipe_name(model: str, *, lora: bool = False) -> str:
     """Name of a recipe for a model: the last part of its path or hub id, in small letters."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     path = path.resolve() if path.exists() else Path(model.partition("@")[0])
     base = (path.parent if path.name == "config.json" else path).name.lower()
     words = re.sub(r"[^a-z0-9._-]+", "-", base.removesuffix(".gguf")).strip("-.") or "model"
@@ -151,7 +151,7 @@ def recipe_name(model: str, *, lora: bool = False) -> str:
 def model_fields(model: str, revision: str | None) -> dict[str, Any]:
     """Fields of the model slot: for a config, the folder of its weights, or the tokenizer next
     to it. Paths are absolute. Raises UsageError."""
-    path = Path(model).expanduser().absolute()
+    path = expanded(model).absolute()
     if not model or (model[0] in "./~" and not path.exists()):
         raise UsageError(f"there is no such model: {model or 'its name is empty'}")
     if path.is_file() and path.suffix in (".yaml", ".yml"):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+from pipeline.utils.files import expanded
 from pipeline.utils.foreign import TRUST_CODE, TRUST_PICKLE, trusted
 from pipeline.utils.hub import PINNED
 
@@ -68,7 +69,7 @@ def _quietly(found: Callable[[click.Context, str], Iterator[str]]) -> Complete:
 def _folder_in(typed: str) -> tuple[str, Path]:
     """Return the part of a path up to its last slash, as it was typed, and the folder it names."""
     head = typed[: typed.rfind("/") + 1]
-    return head, Path(head).expanduser()
+    return head, expanded(head)
 
 
 def _folders(typed: str) -> Iterator[str]:

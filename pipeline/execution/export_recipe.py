@@ -28,6 +28,7 @@ from pipeline.execution import rundir
 from pipeline.execution.journal import Journal
 from pipeline.recipe import load_recipe
 from pipeline.recipe.dump import render
+from pipeline.utils.files import expanded
 
 EXPORT = "export"
 """The default folder of an export in its run."""
@@ -221,7 +222,7 @@ def exports_of(run: Path) -> list[Path]:
     finished = Journal(run / rundir.JOURNAL).state().finished.items()
     records = {slot: done.record or {} for slot, done in finished}
     named = (records.get(slot, {}).get("folder") or stages[slot].get("folder") for slot in slots)
-    return [Path(folder or run / EXPORT).expanduser() for folder in named]
+    return [expanded(folder or run / EXPORT) for folder in named]
 
 
 def _links(slots: Mapping[str, Any]) -> list[SlotType]:
@@ -242,7 +243,7 @@ def _giving(links: Sequence[SlotType], kind: Any) -> list[str]:
 
 def _model(text: str) -> dict[str, Any]:
     """A model slot: a local path, or a hub id (ID or ID@REVISION)."""
-    use, path = Registry.installed().giving(ModelSource), Path(text).expanduser()
+    use, path = Registry.installed().giving(ModelSource), expanded(text)
     if path.exists():
         return {"use": use, "path": str(path.absolute())}
     if text.startswith(("/", "./", "../", "~")):

@@ -300,7 +300,8 @@ def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]
 
 
 def _has_fields(stage: Any, fields: Mapping[str, Any]) -> bool:
-    made = adapter(type(stage)).validate_python(dict(fields), strict=False)
+    kind: type = type(stage)
+    made = adapter(kind).validate_python(dict(fields), strict=False)
     return all(getattr(made, name) == getattr(stage, name) for name in fields)
 
 

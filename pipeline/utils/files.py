@@ -25,6 +25,11 @@ GROUP_FOLDER, GROUP_FILE = 0o2750, 0o640
 LINK = "is a link, and nothing is written through links"
 
 
+def expanded(path: str | Path) -> Path:
+    """The path with `~` as the home, but for a user that this machine does not have."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 (pathlib raises for such a user)
+
+
 def cache_folder() -> Path:
     """Folder of what can be made again, in the user's (XDG base directory specification)."""
     base = os.environ.get("XDG_CACHE_HOME", "")

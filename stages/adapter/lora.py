@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipeline import Context, Engine, ModelSource, PlanView, Problem, StageError
 from pipeline.utils import closest
+from pipeline.utils.files import expanded
 from stages.adapter.compat import CONFIG, WEIGHTS
 from stages.adapter.settings import AdaptedModel as AdaptedModel
 from stages.adapter.settings import LoraSettings
@@ -18,7 +19,7 @@ from stages.adapter.settings import QuantType as QuantType
 from stages.model.compat import is_multimodal, type_code
 from stages.model.config_checks import config_of, has_experts, hf_model
 from stages.model.declared import matches
-from stages.model.files import local, read_json
+from stages.model.files import read_json
 from stages.model.weight_checks import new_rows, vocabulary_tables
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Lora(LoraSettings):
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
         yield from _frozen_random(self, plan)
         if self.start_from is not None:
-            for message, hint in differences(self, local(self.start_from)):
+            for message, hint in differences(self, expanded(self.start_from)):
                 yield Problem(key="start_from", message=message, hint=hint)
 
     def needs_whole_weights(self) -> Iterator[tuple[str, str]]:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from pipeline import ModelSource, StageError, TensorReader, TensorSpec, Weights
 from pipeline.checkpoint import CHUNK
+from pipeline.utils.files import expanded
 from stages.adapter.compat import CONFIG, WEIGHTS, Layer
 from stages.adapter.injection import inject, layers
 from stages.adapter.peft_files import saved_updates
 from stages.adapter.settings import AdaptedModel, LoraSettings
 from stages.model.declared import outline, ties
-from stages.model.files import local
 from stages.model.reconcile import unit_seed
 from stages.weights.converted import ConvertedReader, renamed
 from stages.weights.files import sampled
@@ -102,7 +102,7 @@ class AdaptedSource(AdaptedModel):
             open_base = self.base.inference_view.weights
             updates: TensorReader = InitialValues(self.layers, open_base, seed=self._seed)
         else:
-            folder = local(self.stage.start_from)
+            folder = expanded(self.stage.start_from)
             updates = saved_updates(self, folder)
         # Parameters that were trained as a whole come from the saved adapter, not from the model.
         return JoinedReader(updates, ConvertedReader(base, changes))
@@ -122,7 +122,7 @@ class AdaptedSource(AdaptedModel):
         if self.stage.start_from is None:
             return base
         # what the updates begin with is no part of the fingerprint, which old runs know
-        folder = local(self.stage.start_from)
+        folder = expanded(self.stage.start_from)
         own = sampled([folder / WEIGHTS, folder / CONFIG])
         return hashlib.sha256(f"{base} {own}".encode()).hexdigest()
 

@@ -29,6 +29,7 @@ from pipeline import (
     StageError,
 )
 from pipeline.utils import cache_folder
+from pipeline.utils.files import expanded
 from stages.data import tokenize
 from stages.data.cache import Counts, Entry, VerifiedArray, prepare, prepare_locally
 from stages.data.fields import Selection
@@ -259,7 +260,7 @@ class Entries(ABC):
     def __init__(self, ctx: Context, model: ModelSource, cache: str | None) -> None:
         """`cache` is the folder of the entries, else the user's is."""
         self.ctx, self.model, self.tokenizer = ctx, model, model.tokenizer()
-        self.cache = Path(cache).expanduser() if cache else cache_folder()
+        self.cache = expanded(cache) if cache else cache_folder()
 
     @abstractmethod
     def key(self, opened: OpenedSource) -> str:

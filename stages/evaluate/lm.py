@@ -25,8 +25,8 @@ from pipeline import (
     UsageError,
 )
 from pipeline.utils import parse_json, pins_asked, read_whole, replace_text, require_code_trust
+from pipeline.utils.files import expanded
 from stages.data.sources import file_problems
-from stages.model.files import local
 
 Count = Annotated[int, Gt(0)]
 WINDOW = 1024
@@ -141,7 +141,7 @@ class EvaluateLm:
             message = f"lm-eval names no commit of the data of {', '.join(fetched)}"
             hint = "define it in `task_folder` with a `revision` in its `dataset_kwargs`"
             yield Problem(key="tasks", message=message, hint=hint)
-        if self.task_folder is not None and not local(self.task_folder).is_dir():
+        if self.task_folder is not None and not expanded(self.task_folder).is_dir():
             yield Problem(key="task_folder", message=f"no such folder: {self.task_folder}")
         else:
             try:
@@ -195,7 +195,7 @@ class EvaluateLm:
 
     def _fetched(self) -> list[str]:
         """The tasks that the task folder does not define."""
-        folder = None if self.task_folder is None else local(self.task_folder)
+        folder = None if self.task_folder is None else expanded(self.task_folder)
         files = [] if folder is None else [*folder.rglob("*.yaml")]
         text = "\n".join(file.read_text("utf-8", "replace") for file in files if file.is_file())
         own = re.findall(r"^(?:task|group|tag):\s*[\"']?([^\s\"'#]+)", text, re.MULTILINE)

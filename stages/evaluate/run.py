@@ -14,6 +14,7 @@ import torch
 
 from pipeline import NO_TARGET, ModelSource, Sample, StageError
 from pipeline.utils import optional
+from pipeline.utils.files import expanded
 from stages.batches.layout import collate
 from stages.data import tokenize
 from stages.data.documents import read_documents
@@ -21,7 +22,7 @@ from stages.data.sources import OpenedSource, Source
 from stages.export.proof import loading
 from stages.model import compat
 from stages.model.declared import outline
-from stages.model.files import local, read_json
+from stages.model.files import read_json
 from stages.model.rotary_compat import choose_by_document, document_angles, placed
 from stages.objectives.cross_entropy import RowLoss, measured
 from stages.objectives.scoring import ModelScorer
@@ -119,7 +120,7 @@ def run_tasks(
         import lm_eval
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
-    manager = TaskManager(include_path=folder and str(local(folder)))
+    manager = TaskManager(include_path=folder and str(expanded(folder)))
     for name in tasks:
         if name not in manager.all_tasks:
             raise StageError(f"lm_eval knows no task `{name}`", hint="lm_eval ls tasks lists them")

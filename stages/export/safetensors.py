@@ -22,10 +22,10 @@ from pipeline import (
     Weights,
 )
 from pipeline.utils import path_problems
+from pipeline.utils.files import expanded
 from stages.adapter.lora import AdaptedModel
 from stages.fields import made_by_training, result_problems
 from stages.model.config_checks import hf_model
-from stages.model.files import local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class ExportSettings:
         yield from result_problems(self, plan)
         if not self.prompt.strip():
             yield Problem(message="must not be empty", key="prompt")
-        folder = None if self.folder is None else local(self.folder)
+        folder = None if self.folder is None else expanded(self.folder)
         if folder is not None and folder.name.endswith(PARTIAL):
             yield Problem(
                 message=f"`{folder.name}` is the name of an unfinished export",

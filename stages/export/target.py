@@ -21,7 +21,8 @@ from xxhash import xxh3_64
 
 from pipeline import EXPORT_MANIFEST, Context, ExportError, StageError, in_words
 from pipeline.utils import open_regular, parse_json, read_whole, replace_text, sync, sync_tree
-from stages.model.files import is_plain, local
+from pipeline.utils.files import expanded
+from stages.model.files import is_plain
 
 UNFINISHED = f"{EXPORT_MANIFEST}.tmp"
 """Name under which the manifest is written; a process that dies leaves it."""
@@ -207,7 +208,7 @@ def finished(folder: Path, plan: str) -> Manifest | None:
 
 def target_of(name: str | None, ctx: Context) -> Path:
     """The folder of the export; links are followed, so that it is replaced where it really is."""
-    folder = local(name) if name else ctx.run_dir / "export"
+    folder = expanded(name) if name else ctx.run_dir / "export"
     return folder.resolve()
 
 

@@ -19,6 +19,7 @@ from pipeline import (
     traits,
 )
 from pipeline.importing import read_config
+from pipeline.utils.files import expanded
 from stages.importing.draft import Draft
 from stages.importing.hugging_face import TABLES
 
@@ -42,7 +43,7 @@ class Accelerate:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         try:
-            content = read_config(Path(self.config).expanduser()).content
+            content = read_config(expanded(self.config)).content
         except PipeError as error:
             yield Problem(key="config", message=str(error))
             return
@@ -55,7 +56,7 @@ class Accelerate:
     ) -> Engine:
         from stages.hf.accelerate_engine import build
 
-        path = Path(self.config).expanduser()
+        path = expanded(self.config)
         content = read_config(path).content
         sharded = str(content.get("distributed_type")).upper() == "FSDP"
         ctx.dist.require_same("accelerate configuration", content)

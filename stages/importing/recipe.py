@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from pipeline.utils import COMMIT
+from pipeline.utils.files import expanded
 from stages.importing.draft import Draft
 from stages.importing.rules import FOREIGN, TABLES, why
 from stages.importing.sources import HELDOUT, NO_COMMIT, is_local
@@ -72,7 +72,7 @@ def _put_model(draft: Draft) -> None:
     if name is None:
         draft.lacks("model.path")
     elif is_local(name) or name.endswith(".gguf"):
-        draft.put("model.path", str(Path(name).expanduser().absolute()), "model")
+        draft.put("model.path", str(expanded(name).absolute()), "model")
     else:
         floats = not COMMIT.fullmatch(revision or "")
         draft.put("model.path", name, "model", note=NO_COMMIT if floats else "")

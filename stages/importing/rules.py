@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, Union
 
 from pipeline.importing import KeyOutcome
+from pipeline.utils.files import expanded
 
 
 @dataclass(kw_only=True)
@@ -240,7 +241,7 @@ def truth(value: Any) -> bool:
 
 def path(value: Any) -> str:
     """Return an absolute path. Relative ones start in the current folder, as in the tools."""
-    return str(value) if "://" in str(value) else str(Path(str(value)).expanduser().absolute())
+    return str(value) if "://" in str(value) else str(expanded(str(value)).absolute())
 
 
 def names(value: Any) -> list[str]:

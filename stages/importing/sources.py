@@ -18,6 +18,7 @@ from typing import Any
 
 from pipeline import DataError, StageError
 from pipeline.utils import COMMIT
+from pipeline.utils.files import expanded
 from stages.importing.draft import Draft
 from stages.importing.rules import path, why
 
@@ -39,7 +40,7 @@ def is_local(name: str) -> bool:
 
 def _local_files(name: str) -> list[str]:
     """Return the path of a file, or patterns of the files of a folder that a recipe reads."""
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if not folder.is_dir():
         return [path(name)]
     kinds = [kind for kind in READ if any(folder.glob(f"*{kind}"))]

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import StageError
 from pipeline.utils import did_you_mean
+from pipeline.utils.files import expanded
 from stages.model import compat
 from stages.model.config_checks import wrong_size
-from stages.model.files import Files, is_local, local, read_json
+from stages.model.files import Files, is_local, read_json
 from stages.model.settings import HfSettings
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def open_config(stage: HfSettings, files: Files | None) -> Any:
 
     given, gguf = stage.config, files.gguf if files else None
     if given is not None:
-        values = read_json(local(given)) if isinstance(given, str) else dict(given)
+        values = read_json(expanded(given)) if isinstance(given, str) else dict(given)
         kind = values.pop("model_type", None)
     elif files is not None and gguf:
         GgufTensors(files.folder / gguf).close()  # is it there as a whole?
@@ -207,7 +208,7 @@ def read_template(given: str) -> str:
         return (_FOLDER / f"{given}.jinja").read_text("utf-8")
     from jinja2 import Environment, TemplateSyntaxError
 
-    file = local(given)
+    file = expanded(given)
     try:
         if not file.is_file() or file.stat().st_size > _LARGEST:
             raise StageError(f"{file} is not a file of at most {_LARGEST >> 20} MiB")

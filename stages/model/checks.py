@@ -17,6 +17,7 @@ from pipeline.utils import (
     require_trust,
     shown_path,
 )
+from pipeline.utils.files import expanded
 from stages.fields import instead_of_variable
 from stages.model.assets import read_template
 from stages.model.compat import attentions, causal_types, is_multimodal, suited_attention
@@ -35,7 +36,6 @@ from stages.model.files import (
     is_local,
     is_plain,
     kernels_named,
-    local,
     not_read,
     read_json,
     safetensors_files,
@@ -97,7 +97,7 @@ def _unpinned(key: str, kernel: str) -> Found:
 
 def _model(stage: HfSettings) -> Found:
     if isinstance(stage.config, str):
-        yield from _config_file(stage, local(stage.config), "config")
+        yield from _config_file(stage, expanded(stage.config), "config")
     elif stage.config is not None:
         yield from _config(stage, stage.config, "config")
     path, name = stage.path, stage.gguf_file
@@ -106,7 +106,7 @@ def _model(stage: HfSettings) -> Found:
     elif path is not None and is_local(path):
         if stage.revision is not None:
             yield "revision", "`revision` is only for a hub id, and `path` is local", ""
-        place = local(path)
+        place = expanded(path)
         if is_gguf(path) and name is not None:
             yield "gguf_file", "`path` is already a GGUF file", ""
         if not is_gguf(path):
@@ -222,7 +222,7 @@ def _words(stage: HfSettings) -> Found:
     elif revision is not None:
         yield "tokenizer_revision", "is only for a hub id, and `tokenizer` is local", ""
     else:
-        place = local(path)
+        place = expanded(path)
         if is_gguf(path) and not place.is_file():
             yield "tokenizer", f"no such file: {place}", ""
         elif not is_gguf(path) and not has_tokenizer(place):
@@ -242,11 +242,11 @@ def not_read_problems(stage: HfSettings, plan: PlanView) -> Iterator[Problem]:
         return
     if stage.init == "random" or stage.gguf_file is not None:
         return
-    folder = local(stage.path)
+    folder = expanded(stage.path)
     adapter, others = not_read(folder)
     readers = plan.readers(stage) if adapter else ()
     named = (one.start_from for one in readers if isinstance(one, traits.StartsFrom))
-    started = (local(name).resolve() for name in named if name)
+    started = (expanded(name).resolve() for name in named if name)
     if adapter and folder.resolve() not in started:
         hint = f"name it in an adapter slot (`start_from: {stage.path}`), or move it away"
         yield Problem(key="path", message=adapter, hint=hint)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import Data, ModelSource, PlanView, Problem, StageError, TrainedRun, traits
+from pipeline.utils.files import expanded
 from stages.model.compat import size_by_default, type_code
 from stages.model.files import (
     gguf_header,
     has_tokenizer,
     is_gguf,
     is_local,
-    local,
     read_json,
 )
 from stages.model.settings import HfSettings
@@ -65,13 +65,13 @@ def tokenizer_problems(
     given = model.tokenizer or model.path
     if given is None and model.config is None:
         return
-    if given is not None and (not is_local(given) or not local(given).exists()):
+    if given is not None and (not is_local(given) or not expanded(given).exists()):
         return  # the model slot reports a missing path
     if model.tokenizer is None and model.config is None and model.config_at_hand() is None:
         return  # as it does a folder without a model
     has, has_its_template = given is not None, False
     if given is not None:
-        place = local(given)
+        place = expanded(given)
         if model.tokenizer is None and model.gguf_file is not None:
             place = place / model.gguf_file
         if not is_gguf(place.name):

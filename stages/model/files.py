@@ -9,7 +9,6 @@ header claims.
 from __future__ import annotations
 
 import functools
-import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from pipeline import StageError, in_words, system_errors_as
 from pipeline.utils import HubName, commit_of, open_regular, parse_json, read_whole
+from pipeline.utils.files import expanded
 
 if TYPE_CHECKING:
     from stages.model.settings import HfSettings
@@ -60,11 +60,6 @@ def is_gguf(path: str) -> bool:
     return path.lower().endswith(".gguf")
 
 
-def local(path: str) -> Path:
-    """Return the path with `~` expanded, but for a user that this machine does not have."""
-    return Path(os.path.expanduser(path))  # noqa: PTH111 (pathlib raises for such a user)
-
-
 def is_plain(name: str) -> bool:
     """Whether a file name that is not ours stays inside the folder it is taken relative to."""
     parts = Path(name).parts
@@ -82,7 +77,7 @@ def find_files(
         if weights and not gguf and not any(folder.glob("*.safetensors")):
             folder = download(path, revision, [*ASSETS, "pytorch_model*.bin"])
         return Files(folder=folder, gguf=gguf)
-    place = local(path)
+    place = expanded(path)
     if is_gguf(path):
         place, gguf = place.parent, place.name
     if not place.is_dir():
@@ -237,12 +232,12 @@ def read_config(stage: HfSettings) -> dict[str, Any]:
     downloaded, if it is not in the hub's cache. Raises StageError if it cannot be read."""
     given, path = stage.config, stage.path
     if given is not None:
-        config = dict(given) if isinstance(given, Mapping) else read_json(local(given))
+        config = dict(given) if isinstance(given, Mapping) else read_json(expanded(given))
     elif path is not None and not is_local(path):
         config = known_config(path) or read_json(download(path, stage.revision))
     else:
         assert path is not None
-        file = local(path)
+        file = expanded(path)
         if not is_gguf(path):
             file /= stage.gguf_file or "config.json"
         config = _of_gguf(file) if is_gguf(path) or stage.gguf_file else read_json(file)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pipeline import Problem, StageError
 from pipeline.checkpoint import Placed, table
+from pipeline.utils.files import expanded
 from stages.model.compat import is_multimodal, tied_names, ties_by_default
 from stages.model.config_checks import of_text
 from stages.model.declared import matches
@@ -18,7 +19,6 @@ from stages.model.files import (
     is_gguf,
     is_local,
     largest_id,
-    local,
     safetensors_files,
 )
 from stages.model.settings import HfSettings
@@ -54,7 +54,7 @@ def head_problems(stage: HfSettings) -> Iterator[Problem]:
         return
     if any(matches(name, (*stage.new_weights, *stage.unused_weights)) for name in names):
         return
-    folder = local(path)
+    folder = expanded(path)
     stored = _stored(folder)
     # The one tensor with the last parts of a name, which a model around this one may prefix.
     ends = ["." + ".".join(name.split(".")[-2:]) for name in names]
@@ -156,6 +156,6 @@ def new_rows(model: HfSettings) -> int:
     if model.vocab_size is None or not isinstance(known, int) or model.init == "random":
         return 0
     place = model.tokenizer or model.path
-    largest = largest_id(local(place)) if place else None
+    largest = largest_id(expanded(place)) if place else None
     used = model.vocab_size if largest is None else min(model.vocab_size, largest + 1)
     return max(0, used - known)

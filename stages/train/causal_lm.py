@@ -24,6 +24,7 @@ from pipeline import (
     traits,
 )
 from pipeline.utils import address_problems
+from pipeline.utils.files import expanded
 from stages.fields import epoch_problems, mixed_problems
 from stages.model.config_checks import (
     config_of,
@@ -31,7 +32,6 @@ from stages.model.config_checks import (
     table_of_positions,
     tokenizer_problems,
 )
-from stages.model.files import local
 from stages.train.settings import CausalLmFields, heldout_problems
 
 
@@ -131,7 +131,7 @@ class FinishedTraining:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from address_problems("checkpoint", self.checkpoint)
-        if "://" not in self.checkpoint and not local(self.checkpoint).is_dir():
+        if "://" not in self.checkpoint and not expanded(self.checkpoint).is_dir():
             yield Problem(key="checkpoint", message=f"no such folder: {self.checkpoint}")
 
     def run(self, ctx: Context) -> TrainedRun:
@@ -139,7 +139,7 @@ class FinishedTraining:
 
         address = self.checkpoint
         if "://" not in address:
-            address = str(local(address).absolute())
+            address = str(expanded(address).absolute())
         reading = Reading(weights_only=True, verify=False)
         with contextlib.closing(open_state(address, reading)) as state:
             progress = Progress.from_record(state.progress, address)

@@ -9,14 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.checkpoint.location import address
 from pipeline.utils.files import (
     check_writable,
+    expanded,
     opened,
     page_aligned,
     private_folder,
     remove_folder,
     replace_text,
 )
+
+
+def test_only_homes_that_there_are_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert expanded("~/x") == Path("/home/me/x")
+    assert expanded("~nobody-here/x") == Path("~nobody-here/x")
+    saved = address(Path("/runs/r"), "~nobody-here")
+    assert saved == str(Path.cwd() / "~nobody-here/r")
 
 
 def test_memory_begins_with_a_page() -> None:
