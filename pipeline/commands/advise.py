@@ -198,7 +198,12 @@ def init(
     from pipeline.chain.plan import plan_file
     from pipeline.planning.advise import look
 
-    _require_no_arguments()
+    words = click.get_current_context().args  # a model and data without their options
+    if words:
+        is_data = Path(words[0]).is_file() and not words[0].endswith(".gguf")
+        named = ["--data"] if len(words) == 1 and is_data else ["--model", "--data"]
+        line = shlex.join(itertools.chain(*zip(named, words, strict=False)))
+        raise UsageError(f"{words[0]} has no option in front", hint=f"write {line}")
     asks = not yes and sys.stdin.isatty()
     missing = [f"--{n}" for n, value in (("model", model), ("data", data)) if value is None]
     if missing and not asks:
@@ -224,16 +229,6 @@ def init(
     for warning in plan_file(target, forecast=True).warnings:
         click.echo(f"warning: {warning}", err=True)
     click.echo(f"\nit passes pipe check; next:\n  pipe run {shlex.quote(str(target))}")
-
-
-def _require_no_arguments() -> None:
-    """Raise UsageError for a model and data without their options."""
-    words = click.get_current_context().args
-    if words:
-        is_data = Path(words[0]).is_file() and not words[0].endswith(".gguf")
-        named = ["--data"] if len(words) == 1 and is_data else ["--model", "--data"]
-        line = shlex.join(itertools.chain(*zip(named, words, strict=False)))
-        raise UsageError(f"{words[0]} has no option in front", hint=f"write {line}")
 
 
 def _low_rank(given: bool | None, survey: Any, *, asks: bool) -> tuple[bool, str]:

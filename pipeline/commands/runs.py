@@ -33,7 +33,6 @@ from pipeline.utils.terminal import bare, hide_environment, shown
 from pipeline.utils.text import align, did_you_mean, human, plural
 
 if TYPE_CHECKING:
-    from pipeline.execution.clean import CleanResult
     from pipeline.view.run import Run
 
 
@@ -253,6 +252,7 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
     exports, reports, logs and measurements, and everything of a run in progress. Exit code 1 if
     something could not be read or removed.
     """
+    from pipeline.execution import clean as cleaning
     from pipeline.execution import rundir
 
     folders = [rundir.existing(run) for run in runs] or sorted(
@@ -262,7 +262,17 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
         raise UsageError("there is no run in runs", hint="name the folder of a run")
     sizes, failures = list[int](), 0
     for folder in {folder.resolve(): folder for folder in folders}.values():
-        found = _look(folder, yes, all_checkpoints)
+        try:
+            if yes:
+                found = cleaning.clean(folder, all_checkpoints=all_checkpoints)
+            elif rundir.is_locked(folder):
+                found = cleaning.CleanResult(notes=("is under way: all of it stays",))
+            else:
+                found = cleaning.find(folder, all_checkpoints=all_checkpoints)
+        except RunLocked as error:
+            found = cleaning.CleanResult(notes=(in_words(error),))
+        except (PipeError, OSError) as error:
+            found = cleaning.CleanResult(failures=(in_words(error),))
         notes = (*found.notes, *found.failures)
         if found.waste or notes:
             click.echo(f"{folder}:")
@@ -279,22 +289,6 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
     click.echo(f"{'removed ' if yes else ''}{total}{ending}")
     if failures:
         raise PipeError(f"{plural(failures, 'failure')}: see above")
-
-
-def _look(folder: Path, yes: bool, all_checkpoints: bool) -> CleanResult:
-    """Return what was found, or removed. A run in use is noted, other errors are failures."""
-    from pipeline.execution import clean, rundir
-
-    try:
-        if yes:
-            return clean.clean(folder, all_checkpoints=all_checkpoints)
-        if rundir.is_locked(folder):
-            return clean.CleanResult(notes=("is under way: all of it stays",))
-        return clean.find(folder, all_checkpoints=all_checkpoints)
-    except RunLocked as error:
-        return clean.CleanResult(notes=(in_words(error),))
-    except (PipeError, OSError) as error:
-        return clean.CleanResult(failures=(in_words(error),))
 
 
 @click.command("report")
