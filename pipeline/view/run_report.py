@@ -62,6 +62,15 @@ def run_page(history: History) -> str:
     typed = [str(word) for word in history.environment.get("command", [])]
     if typed and Path(typed[0]).name in ("pipe", "pipetrain.py"):
         typed[0] = "pipe"
+    here = history.environment
+    names = ("time", "folder", "python", "platform")
+    environment = [(name, str(here[name])) for name in names if here.get(name)]
+    environment += [(name, str(version)) for name, version in (here.get("packages") or {}).items()]
+    environment += [
+        (f"{slot} engine: {name}".strip(), value_text(value))
+        for slot, engine in history.engines.items()
+        for name, value in engine.items()
+    ]
     memory_title, memory_sizes = memory(history, plan)
     return render(
         "run.html.j2",
@@ -80,7 +89,7 @@ def run_page(history: History) -> str:
         left_out=max(0, len(events) - MOST_EVENTS),
         recipe=itertools.islice(leaves(history.recipe.public()), MOST_ROWS),
         origins=rundir.origins(history.folder),
-        environment=_environment(history),
+        environment=environment,
         written=clock(time.time()),
     )
 
@@ -134,17 +143,6 @@ def gpu_rows(records: Records) -> Iterator[dict[str, str]]:
 
 def _known(readings: Records, name: str) -> list[float]:
     return [float(reading[name]) for reading in readings if reading.get(name) is not None]
-
-
-def _environment(history: History) -> Iterator[tuple[str, str]]:
-    for name in ("time", "folder", "python", "platform"):
-        if history.environment.get(name):
-            yield name, str(history.environment[name])
-    for name, version in (history.environment.get("packages") or {}).items():
-        yield name, str(version)
-    for slot, engine in history.engines.items():
-        for name, value in engine.items():
-            yield f"{slot} engine: {name}".strip(), value_text(value)
 
 
 def summary(history: History) -> Iterator[tuple[str, str, str]]:
