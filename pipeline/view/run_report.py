@@ -277,21 +277,16 @@ def _saves(records: Iterable[Mapping[str, Any]]) -> Iterator[TimelineEvent]:
             else:
                 saves.append({**record})
     for save in saves:
-        cost = ", ".join(_cost(save))
-        yield TimelineEvent(time=save.get("time"), step=save["step"], kind="save", text=cost)
-
-
-def _cost(save: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a save cost, as far as it was recorded."""
-    if "checkpoint_seconds" not in save:
-        yield "not recorded as written"
-    else:
-        size = f"{human(save['checkpoint_bytes'])} " if "checkpoint_bytes" in save else ""
-        yield f"{size}on disk after {save['checkpoint_seconds']:.2f} s"
-    if "checkpoint_stall_seconds" in save:
-        yield f"training paused for {save['checkpoint_stall_seconds']:.2f} s"
-    if save.get("checkpoint_slowed_seconds", 0) > 0:
-        yield f"steps took {save['checkpoint_slowed_seconds']:.2f} s longer meanwhile"
-    if "checkpoint_user_seconds" in save:
-        spent = save["checkpoint_user_seconds"] + save["checkpoint_system_seconds"]
-        yield f"{spent:.2f} s of processor time"
+        cost = ["not recorded as written"]
+        if "checkpoint_seconds" in save:
+            size = f"{human(save['checkpoint_bytes'])} " if "checkpoint_bytes" in save else ""
+            cost = [f"{size}on disk after {save['checkpoint_seconds']:.2f} s"]
+        if "checkpoint_stall_seconds" in save:
+            cost.append(f"training paused for {save['checkpoint_stall_seconds']:.2f} s")
+        if save.get("checkpoint_slowed_seconds", 0) > 0:
+            cost.append(f"steps took {save['checkpoint_slowed_seconds']:.2f} s longer meanwhile")
+        if "checkpoint_user_seconds" in save:
+            spent = save["checkpoint_user_seconds"] + save["checkpoint_system_seconds"]
+            cost.append(f"{spent:.2f} s of processor time")
+        said = ", ".join(cost)
+        yield TimelineEvent(time=save.get("time"), step=save["step"], kind="save", text=said)
