@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -50,7 +49,18 @@ def ls(runs: Path, as_json: bool) -> None:
         raise UsageError(f"{runs} is a run", hint=f"pipe status {shlex.quote(str(runs))}")
     if not runs.is_dir() and runs != Path(DEFAULT):
         raise UsageError(f"{runs}: no such folder")
-    described = list(_runs_in(runs))
+    described = list[dict[str, Any] | None]()  # None for a folder that others have not opened
+    for folder in sorted(runs.iterdir()) if runs.is_dir() else ():
+        try:
+            if (folder / rundir.RECIPE).is_file():
+                described.append(_described(folder))
+        except PermissionError:
+            described.append(None)
+        except Exception as error:  # one that cannot be read is no reason to list no other
+            nothing = dict.fromkeys(("slot", "training", "step", "loss", "best", "ended_early"))
+            state = {"state": "damaged", "damage": in_words(error)}
+            started = folder.stat().st_mtime
+            described.append({"folder": str(folder), **state, "started": started, **nothing})
     found = sorted(filter(None, described), key=lambda run: run["started"])
     if as_json:
         click.echo(json.dumps(found, indent=1))
@@ -73,24 +83,6 @@ def ls(runs: Path, as_json: bool) -> None:
         click.echo(f"{closed} of others cannot be read", err=True)
     elif not found:
         click.echo(f"no runs in {runs}", err=True)
-
-
-def _runs_in(root: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield descriptions of runs; None for a folder that others have not opened. A run that cannot
-    be read is not a reason to list no other."""
-    from pipeline.execution import rundir
-
-    for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        try:
-            if (folder / rundir.RECIPE).is_file():
-                yield _described(folder)
-        except PermissionError:
-            yield None
-        except Exception as error:
-            nothing = dict.fromkeys(("slot", "training", "step", "loss", "best", "ended_early"))
-            started = folder.stat().st_mtime
-            said = {"state": "damaged", "damage": in_words(error), "started": started}
-            yield {"folder": str(folder), **said, **nothing}
 
 
 def _described(folder: Path) -> dict[str, Any]:

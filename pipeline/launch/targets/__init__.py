@@ -172,7 +172,12 @@ def _render(template: str, job: Job) -> str:
         comment=_comment, quote=shlex.quote, yaml=_value,
         in_place=lambda paths: [f"{path}:{path}" for path in paths],  # as mounts
     )  # fmt: skip
-    environment.globals.update(label=label, entry=_entry, TOKEN=TOKEN, NEW_TOKEN=NEW_TOKEN)
+    environment.globals.update(
+        label=label, TOKEN=TOKEN, NEW_TOKEN=NEW_TOKEN,
+        entry=lambda key, value: yaml.dump(  # of a YAML mapping
+            {key: value}, Dumper=_Dumper, width=1 << 20
+        ).removesuffix("\n"),
+    )  # fmt: skip
     return environment.get_template(f"{template}.j2").render(job=job)
 
 
@@ -190,11 +195,6 @@ def _comment(text: str) -> str:
     for paragraph in text.split("\n\n"):
         lines += textwrap.wrap(paragraph, WIDTH - 2, break_long_words=False, break_on_hyphens=False)
     return "".join(f"# {line}\n" for line in lines)
-
-
-def _entry(key: str, value: Any) -> str:
-    """An entry of a YAML mapping."""
-    return yaml.dump({key: value}, Dumper=_Dumper, width=1 << 20).removesuffix("\n")
 
 
 def _value(value: Any) -> str:
