@@ -51,18 +51,20 @@ def differences(dist: DistContext, facts: Facts) -> list[str]:
         return []
     nodes = itertools.accumulate(int(local == 0) for local in local_ranks)
     places = [(node - 1, host) for node, host in zip(nodes, hosts, strict=True)]
-    all_facts, found = dist.gather(json.loads(text)), []
-    for name in dict.fromkeys(name for each in all_facts for name in each):
+    return list(_differences(dist.gather(json.loads(text)), places))
+
+
+def _differences(facts: Sequence[Facts], places: Sequence[Place]) -> Iterator[str]:
+    for name in dict.fromkeys(name for each in facts for name in each):
         ranks: dict[str, list[int]] = {}
-        for rank, each in enumerate(all_facts):
+        for rank, each in enumerate(facts):
             ranks.setdefault(json.dumps(each.get(name), sort_keys=True), []).append(rank)
         if len(ranks) > 1:
             values = (
                 f"{in_short(json.loads(value))} on {_where(those, places)}"
                 for value, those in ranks.items()
             )
-            found.append(f"{name} is {', '.join(values)}")
-    return found
+            yield f"{name} is {', '.join(values)}"
 
 
 def _where(ranks: Sequence[int], places: Sequence[Place]) -> str:
