@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import click
 
 from pipeline.errors import PipeError, UsageError, in_words, is_user_error
-from pipeline.execution.rank_logging import quiet_loggers
+from pipeline.execution.rank_logging import LIBRARIES
 from pipeline.utils.activities import Activity, show_in
 from pipeline.utils.packages import RARELY
 from pipeline.utils.terminal import bare, redact_output, shown
@@ -238,4 +239,7 @@ def _leave(last_words: str, code: int) -> NoReturn:
 @click.version_option(package_name="pipetrain", prog_name="pipe")
 def main() -> None:
     """Train a transformer from one recipe, with any parallelism strategy."""
-    quiet_loggers()
+    # with a handler of their own, logging does not print their messages where there is no log
+    for library in map(logging.getLogger, LIBRARIES):
+        if not library.handlers:
+            library.addHandler(logging.NullHandler())

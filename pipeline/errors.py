@@ -73,16 +73,9 @@ class PipeError(Exception):
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(f"{message} ({hint})" if hint else message)
 
-    def __reduce__(self) -> tuple[Callable[..., PipeError], tuple[type[PipeError], str]]:
+    def __reduce__(self) -> tuple[Callable[..., Exception], tuple[type[PipeError], str]]:
         # Subclasses take other arguments than the text that they end up with.
-        return _as_it_was, (type(self), str(self))
-
-
-def _as_it_was(kind: type[PipeError], text: str) -> PipeError:
-    """Rebuild an error that another process has sent."""
-    error = kind.__new__(kind)
-    Exception.__init__(error, text)
-    return error
+        return Exception.__new__, (type(self), str(self))
 
 
 class UsageError(PipeError):

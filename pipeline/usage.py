@@ -81,7 +81,15 @@ def option_meant(error: click.NoSuchOption, words: Sequence[str]) -> str:
     path = option.lstrip("-")
     if "." in path:
         return f"settings have no dashes: write {path}={value or 'VALUE'}"
-    return _setting(path, value, words)
+    # a field of the recipe, or another tool's name for one
+    file = next((word for word in words if Path(word).is_file()), None)
+    recipe = read_recipe(file)[0] if file is not None else None
+    if recipe is None:
+        return ""
+    place, keys = Location(file=f"{COMMAND_LINE}option"), (path.replace("-", "_"),)
+    key = UnknownKey(message="", location=place, path=keys, value=scalar(value or "VALUE"))
+    found = explained([key], recipe, Registry.installed(), of_other_tools)
+    return "".join(one.hint for one in found)
 
 
 def _value(option: str, words: Sequence[str]) -> str:
@@ -92,15 +100,3 @@ def _value(option: str, words: Sequence[str]) -> str:
         if word.startswith(f"{option}="):
             return word.partition("=")[2]
     return ""
-
-
-def _setting(name: str, value: str, words: Sequence[str]) -> str:
-    """The override for an option that is a field of the recipe, or another tool's name for one."""
-    file = next((word for word in words if Path(word).is_file()), None)
-    recipe = read_recipe(file)[0] if file is not None else None
-    if recipe is None:
-        return ""
-    place, path = Location(file=f"{COMMAND_LINE}option"), (name.replace("-", "_"),)
-    key = UnknownKey(message="", location=place, path=path, value=scalar(value or "VALUE"))
-    found = explained([key], recipe, Registry.installed(), of_other_tools)
-    return "".join(one.hint for one in found)

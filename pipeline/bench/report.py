@@ -128,8 +128,25 @@ def verdict(rows: Sequence[Row]) -> list[str]:
         return ["nothing ran to its end"]
     speeds = {row: m.tokens_per_second for row, m in ran.items()}
     best = max(speeds, key=lambda row: speeds[row].median)
+    text = f"fastest that fits: {best.label}, {speeds[best].median:,.0f} tokens/s"
+    apart = {row: distinguishable(speeds[row], speeds[best]) for row in speeds if row is not best}
+    if like := [row.label for row, is_apart in apart.items() if is_apart is False]:
+        text += f"; indistinguishable from it within the steps' spread: {', '.join(like)}"
+    if None in apart.values():
+        text += f"; {SPREAD_STEPS} steps would show whether others are as fast"
     scaling = list(_scaling(speeds)) or [NO_SCALING]
-    return [_fastest(best, speeds), *scaling, _bottleneck(best, ran[best]), *failed]
+    m = ran[best]
+    data, share, slow = f"{m.data_wait_share:.0%}", m.communication_share, list[str]()
+    communication = "-" if share is None else f"{share:.0%}"
+    if m.data_wait_share >= SLOW_DATA:
+        slow.append(f"waiting for data, {data} of the step")
+    if (share or 0) >= MUCH_COMMUNICATION:
+        slow.append(f"communication, {communication} of the step")
+    if not slow and share is None:
+        slow = ["not data; communication could not be measured"]
+    compute = f"compute (data {data}, communication {communication} of the step)"
+    bottleneck = f"bottleneck of {best.label}: {' and '.join(slow) or compute}"
+    return [text, *scaling, bottleneck, *failed]
 
 
 def distinguishable(one: Speed, other: Speed) -> bool | None:
@@ -138,16 +155,6 @@ def distinguishable(one: Speed, other: Speed) -> bool | None:
         return None
     widest = max(one.spread * one.median, other.spread * other.median)
     return abs(one.median - other.median) > widest
-
-
-def _fastest(best: Row, speeds: Mapping[Row, Speed]) -> str:
-    text = f"fastest that fits: {best.label}, {speeds[best].median:,.0f} tokens/s"
-    apart = {row: distinguishable(speeds[row], speeds[best]) for row in speeds if row is not best}
-    if like := [row.label for row, is_apart in apart.items() if is_apart is False]:
-        text += f"; indistinguishable from it within the steps' spread: {', '.join(like)}"
-    if None in apart.values():
-        text += f"; {SPREAD_STEPS} steps would show whether others are as fast"
-    return text
 
 
 def _scaling(speeds: Mapping[Row, Speed]) -> Iterator[str]:
@@ -168,20 +175,6 @@ def _scaling(speeds: Mapping[Row, Speed]) -> Iterator[str]:
             f"{', indistinguishable from no gain' if alike else ''}; "
             f"{last.efficiency:.0%} of the ideal {times:g}{unsure}"
         )
-
-
-def _bottleneck(row: Row, m: RunMeasurement) -> str:
-    data, share = f"{m.data_wait_share:.0%}", m.communication_share
-    communication = "-" if share is None else f"{share:.0%}"
-    found = []
-    if m.data_wait_share >= SLOW_DATA:
-        found.append(f"waiting for data, {data} of the step")
-    if (share or 0) >= MUCH_COMMUNICATION:
-        found.append(f"communication, {communication} of the step")
-    if not found and share is None:
-        found = ["not data; communication could not be measured"]
-    compute = f"compute (data {data}, communication {communication} of the step)"
-    return f"bottleneck of {row.label}: {' and '.join(found) or compute}"
 
 
 def as_json(session: Benchmark, rows: Sequence[Row], plot: str | None = None) -> str:

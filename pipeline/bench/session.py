@@ -212,8 +212,12 @@ class Benchmark:
                     try:
                         row = self._tried(trial.text, row, folder)
                     finally:
-                        if not self.keep:
-                            _clear(folder, failed=bool(row.error))
+                        found = [folder]
+                        if row.error:  # only large folders that show no reason
+                            inside = (folder / RUN).glob("*")
+                            found = [o for o in inside if o.is_dir() and o.name not in REASONS]
+                        for path in found if not self.keep else ():
+                            shutil.rmtree(path, ignore_errors=True)
                     speed = row.speed and f"{row.speed.median:,.0f} tokens/s"
                     click.echo(f"  {speed or row.error}", err=True)
                     rows = with_efficiency([*rows, row])
@@ -260,15 +264,6 @@ class Benchmark:
         records = list(metrics.records(run_dir / rundir.METRICS))
         predicted = _predicted(plan)
         return measured(records, warmup=self.length.warmup, began=began, predicted=predicted)
-
-
-def _clear(folder: Path, *, failed: bool) -> None:
-    """Remove the folder of a run; if it failed, only large folders that show no reason."""
-    found = [
-        path for path in (folder / RUN).glob("*") if path.is_dir() and path.name not in REASONS
-    ]
-    for path in found if failed else [folder]:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _call(arguments: list[str], output: int, seconds: float) -> int | None:

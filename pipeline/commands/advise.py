@@ -196,9 +196,14 @@ def init(
     by `pipe advise`.
     """
     from pipeline.chain.plan import plan_file
-    from pipeline.planning.advise import look
+    from pipeline.planning.advise import Templates, look
 
-    _require_no_arguments()
+    words = click.get_current_context().args  # a model and data without their options
+    if words:
+        is_data = Path(words[0]).is_file() and not words[0].endswith(".gguf")
+        named = ["--data"] if len(words) == 1 and is_data else ["--model", "--data"]
+        line = shlex.join(itertools.chain(*zip(named, words, strict=False)))
+        raise UsageError(f"{words[0]} has no option in front", hint=f"write {line}")
     asks = not yes and sys.stdin.isatty()
     missing = [f"--{n}" for n, value in (("model", model), ("data", data)) if value is None]
     if missing and not asks:
@@ -213,7 +218,13 @@ def init(
     survey = look(model_fields(model, revision), data)
     found = [*survey.lines()] if asks else []
     click.echo("\n".join(found), nl=bool(found))
-    low_rank, reason = _low_rank(lora, survey, asks=asks)
+    low_rank, reason = lora, ""
+    if low_rank is None:
+        low_rank, reason = Templates.finetune().prefers_low_rank(survey)
+        if asks:
+            click.echo(f"{'LoRA' if low_rank else 'full'}: {reason}")
+            answer = click.confirm("Train low-rank updates only (LoRA)", low_rank)
+            low_rank, reason = answer, reason if answer is low_rank else ""
     machines, margins = options.machines(**_hardware(hardware, asks=asks))
     require_whole(machines)
     write_recipe(
@@ -224,30 +235,6 @@ def init(
     for warning in plan_file(target, forecast=True).warnings:
         click.echo(f"warning: {warning}", err=True)
     click.echo(f"\nit passes pipe check; next:\n  pipe run {shlex.quote(str(target))}")
-
-
-def _require_no_arguments() -> None:
-    """Raise UsageError for a model and data without their options."""
-    words = click.get_current_context().args
-    if words:
-        is_data = Path(words[0]).is_file() and not words[0].endswith(".gguf")
-        named = ["--data"] if len(words) == 1 and is_data else ["--model", "--data"]
-        line = shlex.join(itertools.chain(*zip(named, words, strict=False)))
-        raise UsageError(f"{words[0]} has no option in front", hint=f"write {line}")
-
-
-def _low_rank(given: bool | None, survey: Any, *, asks: bool) -> tuple[bool, str]:
-    """Return whether low-rank updates are trained, and why, if no one has said so."""
-    from pipeline.planning.advise import Templates
-
-    if given is not None:
-        return given, ""
-    prefers, why = Templates.finetune().prefers_low_rank(survey)
-    if not asks:
-        return prefers, why
-    click.echo(f"{'LoRA' if prefers else 'full'}: {why}")
-    answer = click.confirm("Train low-rank updates only (LoRA)", prefers)
-    return answer, why if answer is prefers else ""
 
 
 def _require_gpus(hardware: dict[str, Any]) -> None:

@@ -141,7 +141,8 @@ def _surroundings(
 ) -> dict[str, Any]:
     """Return the fields of a job about what is here, and say what the script does not bring.
     `elsewhere` is whether it runs in a container, or on a machine of another kind."""
-    from pipeline.launch.targets import activation, at_home, named_paths, within
+    from pipeline.launch.targets import activation, named_paths, within
+    from pipeline.recipe.nodes import texts_in
 
     here = str(Path.cwd())
     paths, missing = named_paths(plan.recipe)
@@ -153,7 +154,9 @@ def _surroundings(
     left = [path for path in missing if not within(path, mounted)]
     if not kind.brings:
         left += [path for path in paths if path not in ours or "files" not in kind.uses]
-    left += at_home(plan.recipe) if elsewhere else []
+    texts = texts_in(plan.recipe.public().get("stages", {})) if elsewhere else ()
+    # `~` is another folder in a container
+    left += dict.fromkeys(text for text in texts if text == "~" or text.startswith("~/"))
     for path in left:
         click.echo(f"warning: {path} is named by the recipe, and {target} has to find it", err=True)
     return {

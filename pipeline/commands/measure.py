@@ -61,9 +61,10 @@ def bench(
     another, each in a new process, and end with one checkpoint.
     """
     from pipeline.bench import report, trials
-    from pipeline.bench.session import Benchmark
+    from pipeline.bench.session import TRIALS, Benchmark
     from pipeline.chain.plan import resolved
     from pipeline.distributed.launchers import require_no_launcher
+    from pipeline.execution import rundir
     from pipeline.importing.translator import plan_recipe
     from pipeline.planning.planner import chosen
 
@@ -79,11 +80,15 @@ def bench(
         raise UsageError(message, hint="such as 1,2,4")
     counts = sorted({int(text) for text in procs}) or [plan.view.procs]
     length = trials.BenchLength(steps=steps, warmup=warmup, weak=weak)
+    written = trials.write(plan, compared, counts, length, registry=registry)
+    folder = run_dir or rundir.create(runs, f"bench-{plan.recipe.name}")
+    with system_errors_as(UsageError):
+        if (folder / report.FILE).exists() or (folder / TRIALS).exists():
+            raise UsageError(f"{folder} already holds a benchmark")
+        (folder / TRIALS).mkdir(parents=True)
     session = Benchmark(
         plan=plan, length=length, registry=registry, minutes=timeout, keep=keep,
-        trials=trials.write(plan, compared, counts, length, registry=registry),
-        folder=_bench_folder(run_dir, runs, plan.recipe.name),
-        threads=trials.threads(plan, max(counts)),
+        trials=written, folder=folder.resolve(), threads=trials.threads(plan, max(counts)),
     )  # fmt: skip
     rows, stopped = session.run(lambda rows: report.keep(session, rows))
     if rows:
@@ -92,20 +97,6 @@ def bench(
         raise CommandStopped(stopped, f"stopped by {stopped.name}")
     if not any(row.measured for row in rows):
         sys.exit(1)
-
-
-def _bench_folder(run_dir: Path | None, runs: Path, name: str) -> Path:
-    """Return the benchmark's folder, in which files and folders can be made."""
-    from pipeline.bench.report import FILE
-    from pipeline.bench.session import TRIALS
-    from pipeline.execution import rundir
-
-    folder = run_dir or rundir.create(runs, f"bench-{name}")
-    with system_errors_as(UsageError):
-        if (folder / FILE).exists() or (folder / TRIALS).exists():
-            raise UsageError(f"{folder} already holds a benchmark")
-        (folder / TRIALS).mkdir(parents=True)
-        return folder.resolve()
 
 
 def _steps(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:

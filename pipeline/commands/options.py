@@ -12,7 +12,7 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -131,24 +131,19 @@ def complete_overrides(context: click.Context, typed: str) -> Iterator[str]:
         kinds |= {f"{slot}.takes.{one.parameter}": Literal[tuple(earlier)] for one in needs(stage)}
         earlier.append(slot)
         kinds[f"{slot}.use"] = Literal[tuple(registry.names(kind_of(spec.use)))]
-    key, head = _key_in(typed, context.params.get("overrides") or ())
+    # the key whose value is being typed, None before the `=`, and what of it belongs to the word:
+    # bash takes `key`, `=` and the value for three words, and click leaves an `=` out that is last
+    name, given, _ = typed.partition("=")
+    before, last = ("", "", *(context.params.get("overrides") or ()))[-2:]
+    key, head = (name, f"{name}=") if given else (None, "")
+    if not given and last == "=":
+        key = before
+    elif not given and last and "=" not in last and before != "=":
+        key = last
     if key is None:
         yield from (f"{path}=" for path in kinds)
     elif key in kinds:
         yield from (f"{head}{value}" for value in _values(kinds[key]))
-
-
-def _key_in(typed: str, earlier: Sequence[str]) -> tuple[str | None, str]:
-    """Return the key whose value is being typed, None before the `=`, and what of it belongs to the
-    word: bash takes `key`, `=` and the value for three words, and click leaves an `=` out that is
-    the last one."""
-    key, given, _ = typed.partition("=")
-    if given:
-        return key, f"{key}="
-    before, last = ("", "", *earlier)[-2:]
-    if last == "=":
-        return before, ""
-    return (last, "") if last and "=" not in last and before != "=" else (None, "")
 
 
 def _fields(slot: str, owner: type) -> Iterator[tuple[str, Any]]:

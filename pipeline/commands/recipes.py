@@ -21,7 +21,7 @@ from pipeline.commands import options
 from pipeline.commands.options import PATH, Count, option
 from pipeline.errors import Problem, RecipeError, UsageError, system_errors_as
 from pipeline.utils.files import replace_bytes
-from pipeline.utils.text import align, plural, shown_path
+from pipeline.utils.text import align, did_you_mean, plural, shown_path
 
 if TYPE_CHECKING:
     from pipeline.importing.translator import Translation
@@ -41,7 +41,7 @@ def cp(name: str | None, to: Path) -> None:
 
     TO is by default the current folder. Without NAME, list the shipped recipes.
     """
-    from pipeline.recipe.includes import shipped, shipped_recipe
+    from pipeline.recipe.includes import shipped
     from pipeline.recipe.nodes import texts_in
 
     if name is None:
@@ -55,7 +55,10 @@ def cp(name: str | None, to: Path) -> None:
         return
     from pipeline.recipe import load_recipe
 
-    file = shipped_recipe(name)
+    recipes, wanted = shipped(), name.removesuffix(".yaml")
+    if wanted not in recipes:
+        raise UsageError(f"no recipe is called {name}", hint=did_you_mean(wanted, recipes))
+    file = recipes[wanted]
     with system_errors_as(UsageError):
         to.mkdir(parents=True, exist_ok=True)
         for source in load_recipe(file).source_files:

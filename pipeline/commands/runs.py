@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -33,7 +32,6 @@ from pipeline.utils.terminal import bare, hide_environment, shown
 from pipeline.utils.text import align, did_you_mean, human, plural
 
 if TYPE_CHECKING:
-    from pipeline.execution.clean import CleanResult
     from pipeline.view.run import Run
 
 
@@ -51,13 +49,24 @@ def ls(runs: Path, as_json: bool) -> None:
         raise UsageError(f"{runs} is a run", hint=f"pipe status {shlex.quote(str(runs))}")
     if not runs.is_dir() and runs != Path(DEFAULT):
         raise UsageError(f"{runs}: no such folder")
-    described = list(_runs_in(runs))
+    described = list[dict[str, Any] | None]()  # None for a folder that others have not opened
+    for folder in sorted(runs.iterdir()) if runs.is_dir() else ():
+        try:
+            if (folder / rundir.RECIPE).is_file():
+                described.append(_described(folder))
+        except PermissionError:
+            described.append(None)
+        except Exception as error:  # one that cannot be read is no reason to list no other
+            nothing = dict.fromkeys(("slot", "training", "step", "loss", "best", "ended_early"))
+            state = {"state": "damaged", "damage": in_words(error)}
+            started = folder.stat().st_mtime
+            described.append({"folder": str(folder), **state, "started": started, **nothing})
     found = sorted(filter(None, described), key=lambda run: run["started"])
     if as_json:
         click.echo(json.dumps(found, indent=1))
         return
     for run in found:
-        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started"]))
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started"]))
         loss = "" if run["loss"] is None else f"loss {run['loss']:.4f}"
         slot = "" if run["slot"] is None or run["state"] == "finished" else f"in {run['slot']}"
         of = f"{run['training']} " if run["training"] else ""
@@ -65,7 +74,7 @@ def ls(runs: Path, as_json: bool) -> None:
         best = run["best"]
         best = best and f"held out {best['eval_loss']:.4f} at step {best['step']} (best)"
         early = run["ended_early"] and f"ended early: {run['ended_early']}"
-        fields = (started, f"{run['state']:<9}", run["folder"], step, loss, best, slot, early)
+        fields = (when, f"{run['state']:<9}", run["folder"], step, loss, best, slot, early)
         click.echo("  ".join(field for field in fields if field))
         if run["damage"]:
             click.echo(f"  {run['damage']}", err=True)
@@ -74,24 +83,6 @@ def ls(runs: Path, as_json: bool) -> None:
         click.echo(f"{closed} of others cannot be read", err=True)
     elif not found:
         click.echo(f"no runs in {runs}", err=True)
-
-
-def _runs_in(root: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield descriptions of runs; None for a folder that others have not opened. A run that cannot
-    be read is not a reason to list no other."""
-    from pipeline.execution import rundir
-
-    for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        try:
-            if (folder / rundir.RECIPE).is_file():
-                yield _described(folder)
-        except PermissionError:
-            yield None
-        except Exception as error:
-            nothing = dict.fromkeys(("slot", "training", "step", "loss", "best", "ended_early"))
-            started = folder.stat().st_mtime
-            said = {"state": "damaged", "damage": in_words(error), "started": started}
-            yield {"folder": str(folder), **said, **nothing}
 
 
 def _described(folder: Path) -> dict[str, Any]:
@@ -253,6 +244,7 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
     exports, reports, logs and measurements, and everything of a run in progress. Exit code 1 if
     something could not be read or removed.
     """
+    from pipeline.execution import clean as cleaning
     from pipeline.execution import rundir
 
     folders = [rundir.existing(run) for run in runs] or sorted(
@@ -262,7 +254,17 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
         raise UsageError("there is no run in runs", hint="name the folder of a run")
     sizes, failures = list[int](), 0
     for folder in {folder.resolve(): folder for folder in folders}.values():
-        found = _look(folder, yes, all_checkpoints)
+        try:
+            if yes:
+                found = cleaning.clean(folder, all_checkpoints=all_checkpoints)
+            elif rundir.is_locked(folder):
+                found = cleaning.CleanResult(notes=("is under way: all of it stays",))
+            else:
+                found = cleaning.find(folder, all_checkpoints=all_checkpoints)
+        except RunLocked as error:
+            found = cleaning.CleanResult(notes=(in_words(error),))
+        except (PipeError, OSError) as error:
+            found = cleaning.CleanResult(failures=(in_words(error),))
         notes = (*found.notes, *found.failures)
         if found.waste or notes:
             click.echo(f"{folder}:")
@@ -279,22 +281,6 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
     click.echo(f"{'removed ' if yes else ''}{total}{ending}")
     if failures:
         raise PipeError(f"{plural(failures, 'failure')}: see above")
-
-
-def _look(folder: Path, yes: bool, all_checkpoints: bool) -> CleanResult:
-    """Return what was found, or removed. A run in use is noted, other errors are failures."""
-    from pipeline.execution import clean, rundir
-
-    try:
-        if yes:
-            return clean.clean(folder, all_checkpoints=all_checkpoints)
-        if rundir.is_locked(folder):
-            return clean.CleanResult(notes=("is under way: all of it stays",))
-        return clean.find(folder, all_checkpoints=all_checkpoints)
-    except RunLocked as error:
-        return clean.CleanResult(notes=(in_words(error),))
-    except (PipeError, OSError) as error:
-        return clean.CleanResult(failures=(in_words(error),))
 
 
 @click.command("report")

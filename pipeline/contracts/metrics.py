@@ -41,7 +41,12 @@ class Metrics:
     def write_training(self, record: dict[str, Any]) -> None:
         """Append one record of a stage that trains: as `write`, with the names in FIELDS too."""
         if self.path is not None:
-            plain = {name: _plain(value) for name, value in record.items()}
+            plain = dict[str, Any]()
+            for name, value in record.items():
+                # of another library: NumPy's, or a tensor
+                foreign_number = not isinstance(value, (str, list, dict)) and hasattr(value, "item")
+                own = value.item() if foreign_number else value
+                plain[name] = None if isinstance(own, float) and not math.isfinite(own) else own
             plain |= {"slot": self.training} if self.training else {}
             if type(plain.get("step")) is not int:
                 raise TypeError(f"a record of metrics needs an integer `step`: {record!r}")
@@ -77,13 +82,6 @@ class Metrics:
             if record_training(record) != self.training or (record.get("step") or 0) <= step
         ]  # fmt: skip
         replace_text(self.path, "".join(json.dumps(r, allow_nan=False) + "\n" for r in kept))
-
-
-def _plain(value: Any) -> Any:
-    """Return a number of another library as Python's, and null for one that is not finite."""
-    if not isinstance(value, (str, list, dict)) and hasattr(value, "item"):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:

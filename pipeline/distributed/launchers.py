@@ -91,22 +91,22 @@ def expand_hosts(text: str) -> list[str]:
     """Hosts of a Slurm host list, as in `n[001-003,7]-ib,gpu-a`. Raises UsageError."""
     if not re.fullmatch(f"{HOST}(?:,{HOST})*", text):
         raise UsageError(f"the host list {text} is not one of Slurm's")
-    hosts = (name for part in re.findall(HOST, text) for name in _names(text, part))
+    hosts: list[str] = []
+    for part in re.findall(HOST, text):
+        names = [""]
+        for word, ranges in re.findall(r"([^][]+)|\[(.*?)\]", part):
+            edges = (one.partition("-") for one in ranges.split(",") if one)
+            numbers = (
+                f"{value:0{len(low)}}"
+                for low, _, high in edges
+                for value in range(int(low), int(high or low) + 1)
+            )
+            ends = _at_most(text, numbers) if ranges else [word]
+            names = _at_most(text, (f"{name}{end}" for name in names for end in ends))
+        hosts += names
+        if len(hosts) > MOST_HOSTS:
+            break
     return _at_most(text, hosts)
-
-
-def _names(text: str, part: str) -> list[str]:
-    names = [""]
-    for word, ranges in re.findall(r"([^][]+)|\[(.*?)\]", part):
-        edges = (one.partition("-") for one in ranges.split(",") if one)
-        numbers = (
-            f"{value:0{len(low)}}"
-            for low, _, high in edges
-            for value in range(int(low), int(high or low) + 1)
-        )
-        ends = _at_most(text, numbers) if ranges else [word]
-        names = _at_most(text, (f"{name}{end}" for name in names for end in ends))
-    return names
 
 
 def _at_most(text: str, hosts: Iterable[str]) -> list[str]:

@@ -252,7 +252,15 @@ def lines(machine: MachineReport, findings: Sequence[Finding]) -> Iterator[str]:
     yield from _section("network", links, [("RDMA", rdma)] if rdma else ())
     yield from _section("software", _facts(machine.software), machine.software.packages.items())
     yield from _section("operators", _facts(tools) if tools else ())
-    yield from _section("limits", _limits(machine), _facts(machine.kernel))
+    soft = ((name, one.soft) for name, one in machine.kernel.limits.items())
+    limits = [
+        (
+            name.replace("_", " "),
+            "unlimited" if most is None else human(most) if name == "locked_memory" else str(most),
+        )
+        for name, most in soft
+    ]
+    yield from _section("limits", limits, _facts(machine.kernel))
     yield from _section("environment", environment)
     yield from _section(
         "folders",
@@ -304,12 +312,6 @@ def _gpus(machine: MachineReport) -> Iterator[Row]:
         yield name, f"{device.name}, {human(device.memory_bytes)}{free}, {capability}"
     yield from ((f"{link.a}-{link.b}", link.kind) for link in machine.topology.links)
     yield from ((gpu, f"NUMA node {node}") for gpu, node in machine.topology.numa.items())
-
-
-def _limits(machine: MachineReport) -> Iterator[Row]:
-    for name, limit in machine.kernel.limits.items():
-        text = human if name == "locked_memory" else str
-        yield name.replace("_", " "), "unlimited" if limit.soft is None else text(limit.soft)
 
 
 def _rates(machine: MachineReport) -> Iterator[Row]:

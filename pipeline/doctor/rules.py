@@ -58,20 +58,17 @@ def _below(value: float | None, bound: float) -> TypeGuard[float]:
 
 
 def _torch(machine: MachineReport) -> Findings:
-    software = machine.software
+    """torch is missing or cannot be imported, or the driver has GPUs that torch cannot use: a torch
+    without CUDA, or a driver too old."""
+    software, usable = machine.software, len(machine.devices)
     problem = software.torch_problem or ""
     if software.python is not None and "torch" not in software.packages:
         yield "torch", "torch is not installed"
     elif problem.startswith("torch cannot be imported"):
         yield "torch", problem
     if software.torch_cuda and software.gpus == 0 and not machine.devices:
-        cuda = f"torch is built for CUDA {software.torch_cuda}"
-        yield "no-driver", f"{cuda}, but there is no GPU with a driver"
-
-
-def _unusable_gpus(machine: MachineReport) -> Findings:
-    """The driver has GPUs that torch cannot use: a torch without CUDA, or a driver too old."""
-    software, usable = machine.software, len(machine.devices)
+        built = f"torch is built for CUDA {software.torch_cuda}"
+        yield "no-driver", f"{built}, but there is no GPU with a driver"
     gpus, cuda = software.gpus or 0, software.torch_cuda
     unknown = any(failure.measurement == "torch" for failure in machine.failures)
     if unknown or usable >= gpus or "torch" not in software.packages:
@@ -220,6 +217,6 @@ def _folders(machine: MachineReport) -> Findings:
 
 
 RULES: tuple[Callable[[MachineReport], Findings], ...] = (
-    _torch, _unusable_gpus, _companions, _compilers, _gpus, _links, _measured, _memory,
+    _torch, _companions, _compilers, _gpus, _links, _measured, _memory,
     _processes, _switches, _folders,
 )  # fmt: skip

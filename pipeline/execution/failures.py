@@ -76,11 +76,6 @@ def clear(run_dir: Path, *, restart: bool = False) -> None:
         remove_folder(run_dir / FOLDER)
 
 
-def in_force(run_dir: Path) -> bool:
-    """Whether a rank raised in the newest command, unless that left the run as it was."""
-    return first_rank(run_dir) is not None and not (run_dir / FOLDER / UNDONE).exists()
-
-
 def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
     """Write this rank's error, with the time, for the launching process to read. If the run's disk
     is full, the report goes to the launcher's file and the traceback to standard error."""

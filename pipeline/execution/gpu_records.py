@@ -137,16 +137,6 @@ def record_memory(ctx: Context) -> None:
             ctx.log.warning("%s cannot be written: %s", MEMORY, in_words(error))
 
 
-def release_memory(ctx: Context) -> None:
-    """Give back what a training's engine has left of a GPU's memory, and count peaks from here on:
-    a further training has its own."""
-    if ctx.dist.device.type != "cpu":
-        import torch
-
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(ctx.dist.device)
-
-
 def read_record(place: Path) -> MemoryRecord:
     """The record in a run's folder, or in a file. Raises UsageError where there is none."""
     file, run = (place / MEMORY, place) if place.is_dir() else (place, None)

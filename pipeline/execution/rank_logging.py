@@ -38,14 +38,6 @@ def say(text: str) -> None:
         click.echo(text)
 
 
-def quiet_loggers() -> None:
-    """Keep the loggers of LIBRARIES off the screen of a command without a log. With a handler of
-    their own, logging does not fall back to printing them."""
-    for library in map(logging.getLogger, LIBRARIES):
-        if not library.handlers:
-            library.addHandler(logging.NullHandler())
-
-
 def open_log(run_dir: Path, rank: int) -> IO[str]:
     """Open a rank's log to append to it. Raises StageError."""
     try:

@@ -30,7 +30,7 @@ from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
 from pipeline.distributed.heartbeat import Phase
 from pipeline.distributed.process_group import differences, in_one
 from pipeline.errors import Location, StageError
-from pipeline.execution.gpu_records import record_memory, release_memory
+from pipeline.execution.gpu_records import record_memory
 from pipeline.execution.journal import Journal
 from pipeline.execution.rank_logging import IN_DISPLAY
 from pipeline.execution.run_spec import Step
@@ -82,8 +82,12 @@ class Runner:
                 if trains:
                     record_memory(ctx)
             self.close([slot for slot in self.artifacts if slot in step.unread])
-            if trains:
-                release_memory(ctx)
+            if trains and ctx.dist.device.type != "cpu":
+                import torch
+
+                # what the engine has left, and a further training has peaks of its own
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(ctx.dist.device)
 
     def _run_slot(self, step: Step) -> None:
         """Run the stage, keep what it returns, and journal it."""

@@ -198,16 +198,15 @@ def best(found: Sequence[Candidate]) -> Candidate | None:
     """The first that fits (or None) of those that change numerics the least, then of those with
     head-room, of those that no other is faster and smaller than, of those whose expected step is
     within `LONGER` of the shortest (if all are known), and of those with the fewest savings."""
-
-    def beats(one: Candidate, other: Candidate) -> bool:
-        mine, its = one.memory_plan, other.memory_plan
-        return mine.time.expected <= its.time.expected and mine.needed < its.needed
-
     able = [one for one in found if one.fits]
     able = [one for one in able if one.narrow == min(other.narrow for other in able)]
     able = [one for one in able if one.memory_plan.roomy] or able
     if able and not any(one.memory_plan.time.unknown for one in able):
-        able = [one for one in able if not any(beats(other, one) for other in able)]
+        costs = [(one.memory_plan.time.expected, one.memory_plan.needed) for one in able]
+        able = [
+            one for one, (seconds, size) in zip(able, costs, strict=True)
+            if not any(time <= seconds and needed < size for time, needed in costs)
+        ]  # fmt: skip
         longest = LONGER * min(one.memory_plan.time.expected for one in able)
         able = [one for one in able if one.memory_plan.time.expected <= longest]
     return min(able, key=lambda one: len(one.saved), default=None)
@@ -286,23 +285,19 @@ def on_more_nodes(base: SearchBase, topology: Topology, start: Changes) -> Candi
 
 def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]:
     """Strategies that differ on this topology: sharding over one rank, say, is replication."""
-
-    def differs(order: int, axes: Mapping[str, int]) -> bool:
+    found = []
+    for one in strategies:
+        axes = one.axes
         if topology.ranks % math.prod(axes.values()) or topology.on_node % axes.get("tensor", 1):
-            return False
-        if order >= Tier.OFFLOADED:
-            return topology.device != "cpu"
-        if order == Tier.SHARDED_WITHIN_NODES:
-            return 1 < topology.nodes < topology.ranks
-        return topology.ranks > 1 or order == Tier.REPLICATED
-
-    return [one for one in strategies if differs(one.order, one.axes)]
-
-
-def _has_fields(stage: Any, fields: Mapping[str, Any]) -> bool:
-    kind: type = type(stage)
-    made = adapter(kind).validate_python(dict(fields), strict=False)
-    return all(getattr(made, name) == getattr(stage, name) for name in fields)
+            continue
+        if one.order >= Tier.OFFLOADED:
+            differs = topology.device != "cpu"
+        elif one.order == Tier.SHARDED_WITHIN_NODES:
+            differs = 1 < topology.nodes < topology.ranks
+        else:
+            differs = topology.ranks > 1 or one.order == Tier.REPLICATED
+        found += [one] if differs else []
+    return found
 
 
 def remedies(memory_plan: MemoryPlan, base: SearchBase) -> Iterator[Candidate]:
@@ -316,11 +311,14 @@ def remedies(memory_plan: MemoryPlan, base: SearchBase) -> Iterator[Candidate]:
     wrap = None if train is None else plan.wrap_of(train)
     if wrap is None:
         return
-    others = [
-        one
-        for one in in_order(base.registry)
-        if one.use != wrap.use or not _has_fields(wrap.stage, one.fields)
-    ]
+    others = []
+    for one in in_order(base.registry):
+        if one.use == wrap.use:
+            kind: type = type(wrap.stage)
+            made = adapter(kind).validate_python(dict(one.fields), strict=False)
+            if all(getattr(made, name) == getattr(wrap.stage, name) for name in one.fields):
+                continue  # the recipe's own
+        others.append(one)
     tried, _ = choose(base, suited(others, topology), wrap.slot)
     if tried and tried[0].fits:
         yield tried[0]

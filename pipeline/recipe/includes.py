@@ -9,13 +9,13 @@ from functools import reduce
 from pathlib import Path
 
 import pipeline
-from pipeline.errors import Location, Problem, UsageError
+from pipeline.errors import Location, Problem
 from pipeline.recipe.merge import merge
 from pipeline.recipe.nodes import Node
 from pipeline.recipe.parse import parse
 from pipeline.utils.foreign import open_regular
 from pipeline.utils.terminal import typed
-from pipeline.utils.text import closest, did_you_mean, near_path, shown_path
+from pipeline.utils.text import closest, near_path, shown_path
 
 MAX_BYTES = 1_000_000
 MAX_FILES = 100
@@ -170,15 +170,6 @@ def shipped() -> dict[str, Path]:
         if found:
             return found
     return {}
-
-
-def shipped_recipe(name: str) -> Path:
-    """Return the file of a recipe. Raises UsageError for a name that is not shipped."""
-    known = shipped()
-    wanted = name.removesuffix(".yaml")
-    if wanted not in known:
-        raise UsageError(f"no recipe is called {name}", hint=did_you_mean(wanted, known))
-    return known[wanted]
 
 
 def by_use(stages: Sequence[str]) -> list[str]:

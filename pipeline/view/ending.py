@@ -97,14 +97,15 @@ def prompts(records: Iterable[Mapping[str, Any]], slot: str = "") -> list[dict[s
     last answer (`shown`), others (`between`), and how many were `left_out`. An answer has `when` it
     was written and its `text`, empty where it is white space; `slot` is the training's, if the run
     has others."""
-
-    def answer(step: int, text: str) -> dict[str, str]:
-        when = f"{slot} step {step}".strip() if step else f"before {slot or 'training'}"
-        return {"when": when, "text": shown(text) if text.strip() else ""}
-
     found = []
     for (_, text), by_step in list(by_prompt(records).items())[-MOST_IN_REPORT:]:
-        first, *rest = (answer(step, by_step[step]) for step in sorted(by_step))
+        first, *rest = (
+            {
+                "when": f"{slot} step {step}".strip() if step else f"before {slot or 'training'}",
+                "text": shown(answer) if answer.strip() else "",
+            }
+            for step, answer in sorted(by_step.items())
+        )
         kept = rest[max(0, len(rest) - MOST_ANSWERS + 1) :]
         ends, left_out = [first, *kept[-1:]], len(rest) - len(kept)
         found.append(

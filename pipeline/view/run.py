@@ -138,7 +138,8 @@ def ended(folder: Path, state: RunState) -> Ended:
     if newest == "run finished":
         return "finished"
     # under another launcher, rank 0 may be stopped before it can say that another one failed
-    failed = newest == "run failed" or failures.in_force(folder)
+    undone = (folder / failures.FOLDER / failures.UNDONE).exists()  # the run is as it was
+    failed = newest == "run failed" or (failures.first_rank(folder) is not None and not undone)
     return "failed" if failed else "stopped"
 
 

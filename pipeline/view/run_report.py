@@ -62,6 +62,15 @@ def run_page(history: History) -> str:
     typed = [str(word) for word in history.environment.get("command", [])]
     if typed and Path(typed[0]).name in ("pipe", "pipetrain.py"):
         typed[0] = "pipe"
+    here = history.environment
+    names = ("time", "folder", "python", "platform")
+    environment = [(name, str(here[name])) for name in names if here.get(name)]
+    environment += [(name, str(version)) for name, version in (here.get("packages") or {}).items()]
+    environment += [
+        (f"{slot} engine: {name}".strip(), value_text(value))
+        for slot, engine in history.engines.items()
+        for name, value in engine.items()
+    ]
     memory_title, memory_sizes = memory(history, plan)
     return render(
         "run.html.j2",
@@ -80,7 +89,7 @@ def run_page(history: History) -> str:
         left_out=max(0, len(events) - MOST_EVENTS),
         recipe=itertools.islice(leaves(history.recipe.public()), MOST_ROWS),
         origins=rundir.origins(history.folder),
-        environment=_environment(history),
+        environment=environment,
         written=clock(time.time()),
     )
 
@@ -134,17 +143,6 @@ def gpu_rows(records: Records) -> Iterator[dict[str, str]]:
 
 def _known(readings: Records, name: str) -> list[float]:
     return [float(reading[name]) for reading in readings if reading.get(name) is not None]
-
-
-def _environment(history: History) -> Iterator[tuple[str, str]]:
-    for name in ("time", "folder", "python", "platform"):
-        if history.environment.get(name):
-            yield name, str(history.environment[name])
-    for name, version in (history.environment.get("packages") or {}).items():
-        yield name, str(version)
-    for slot, engine in history.engines.items():
-        for name, value in engine.items():
-            yield f"{slot} engine: {name}".strip(), value_text(value)
 
 
 def summary(history: History) -> Iterator[tuple[str, str, str]]:
@@ -279,21 +277,16 @@ def _saves(records: Iterable[Mapping[str, Any]]) -> Iterator[TimelineEvent]:
             else:
                 saves.append({**record})
     for save in saves:
-        cost = ", ".join(_cost(save))
-        yield TimelineEvent(time=save.get("time"), step=save["step"], kind="save", text=cost)
-
-
-def _cost(save: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a save cost, as far as it was recorded."""
-    if "checkpoint_seconds" not in save:
-        yield "not recorded as written"
-    else:
-        size = f"{human(save['checkpoint_bytes'])} " if "checkpoint_bytes" in save else ""
-        yield f"{size}on disk after {save['checkpoint_seconds']:.2f} s"
-    if "checkpoint_stall_seconds" in save:
-        yield f"training paused for {save['checkpoint_stall_seconds']:.2f} s"
-    if save.get("checkpoint_slowed_seconds", 0) > 0:
-        yield f"steps took {save['checkpoint_slowed_seconds']:.2f} s longer meanwhile"
-    if "checkpoint_user_seconds" in save:
-        spent = save["checkpoint_user_seconds"] + save["checkpoint_system_seconds"]
-        yield f"{spent:.2f} s of processor time"
+        cost = ["not recorded as written"]
+        if "checkpoint_seconds" in save:
+            size = f"{human(save['checkpoint_bytes'])} " if "checkpoint_bytes" in save else ""
+            cost = [f"{size}on disk after {save['checkpoint_seconds']:.2f} s"]
+        if "checkpoint_stall_seconds" in save:
+            cost.append(f"training paused for {save['checkpoint_stall_seconds']:.2f} s")
+        if save.get("checkpoint_slowed_seconds", 0) > 0:
+            cost.append(f"steps took {save['checkpoint_slowed_seconds']:.2f} s longer meanwhile")
+        if "checkpoint_user_seconds" in save:
+            spent = save["checkpoint_user_seconds"] + save["checkpoint_system_seconds"]
+            cost.append(f"{spent:.2f} s of processor time")
+        said = ", ".join(cost)
+        yield TimelineEvent(time=save.get("time"), step=save["step"], kind="save", text=said)

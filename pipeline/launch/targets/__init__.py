@@ -4,6 +4,7 @@ run needs elsewhere. `templates/` has a template of each target."""
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import shlex
@@ -171,7 +172,12 @@ def _render(template: str, job: Job) -> str:
         comment=_comment, quote=shlex.quote, yaml=_value,
         in_place=lambda paths: [f"{path}:{path}" for path in paths],  # as mounts
     )  # fmt: skip
-    environment.globals.update(label=label, entry=_entry, TOKEN=TOKEN, NEW_TOKEN=NEW_TOKEN)
+    environment.globals.update(
+        label=label, TOKEN=TOKEN, NEW_TOKEN=NEW_TOKEN,
+        entry=lambda key, value: yaml.dump(  # of a YAML mapping
+            {key: value}, Dumper=_Dumper, width=1 << 20
+        ).removesuffix("\n"),
+    )  # fmt: skip
     return environment.get_template(f"{template}.j2").render(job=job)
 
 
@@ -189,11 +195,6 @@ def _comment(text: str) -> str:
     for paragraph in text.split("\n\n"):
         lines += textwrap.wrap(paragraph, WIDTH - 2, break_long_words=False, break_on_hyphens=False)
     return "".join(f"# {line}\n" for line in lines)
-
-
-def _entry(key: str, value: Any) -> str:
-    """An entry of a YAML mapping."""
-    return yaml.dump({key: value}, Dumper=_Dumper, width=1 << 20).removesuffix("\n")
 
 
 def _value(value: Any) -> str:
@@ -262,7 +263,12 @@ def named_paths(recipe: Recipe) -> tuple[list[str], list[str]]:
     paths inside others; and the ones that are not here. Paths of an environment variable are not
     written down."""
     texts = texts_in(recipe.public().get("stages", {}))
-    named = [_folder(Path(text)) for text in texts if text.startswith("/") and "://" not in text]
+    absolute = (Path(text) for text in texts if text.startswith("/") and "://" not in text)
+    # of a path with a wildcard, the folder before it
+    named = [
+        Path(*itertools.takewhile(lambda part: not re.search(r"[*?\[]", part), path.parts))
+        for path in absolute
+    ]
     named = [path for path in named if path != Path("/") and not str(path).startswith(MACHINE)]
     here = [path.absolute() for path in recipe.source_files]
     here += [path for path in named if path.exists()]
@@ -273,12 +279,6 @@ def named_paths(recipe: Recipe) -> tuple[list[str], list[str]]:
     outermost = [path for path in dict.fromkeys(here) if not any(p in here for p in path.parents)]
     missing = dict.fromkeys(str(path) for path in named if not path.exists())
     return [str(path) for path in outermost], list(missing)
-
-
-def at_home(recipe: Recipe) -> list[str]:
-    """Return the paths of a recipe that begin with `~`, which is another folder in a container."""
-    texts = texts_in(recipe.public().get("stages", {}))
-    return list(dict.fromkeys(text for text in texts if text == "~" or text.startswith("~/")))
 
 
 def with_absolute_paths(override: str) -> str:
@@ -311,11 +311,3 @@ def activation() -> list[str]:
             f"conda activate {shlex.quote(conda)}",
         ]
     return []
-
-
-def _folder(path: Path) -> Path:
-    """Return the folder before the first part with a wildcard; the path itself without one."""
-    for number, part in enumerate(path.parts):
-        if re.search(r"[*?\[]", part):
-            return Path(*path.parts[:number])
-    return path

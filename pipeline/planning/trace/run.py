@@ -73,23 +73,23 @@ def structure(source: ModelSource) -> Structure:
         # A weight that blocks share belongs to the first of them, the rest to the root.
         return [left.pop(one) for one in module.parameters() if one in left]
 
-    def signature(block: nn.Module) -> Any:
+    signatures = []
+    for block in blocks:
         # Backward passes through a block only to trained weights before it.
         begin = min((order[one] for one in block.parameters()), default=0)
         parts = ((name, *_traits(one)) for name, one in block.named_modules())
-        return (*parts, first_trained < begin)
-
-    def weights_of(module: nn.Module | None) -> tuple[str, ...]:
-        return () if module is None else tuple(names[one] for one in module.parameters())
-
-    embedding, head = map(weights_of, source.ends(model))
+        signatures.append((*parts, first_trained < begin))
+    embedding, head = (
+        () if end is None else tuple(names[one] for one in end.parameters())
+        for end in source.ends(model)
+    )
     return Structure(
         blocks=[*map(taken, blocks)],
         towers=[*map(taken, source.tower_blocks(model))],
         root=[*left.values()],
         ends=(embedding, head),
         behind=[names[one] for one in order if order[one] > max(inside, default=len(order))],
-        signatures=[*map(signature, blocks)],
+        signatures=signatures,
         tied=len([*model.named_parameters(remove_duplicate=False)]) > len(names),
     )
 
