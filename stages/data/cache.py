@@ -101,7 +101,14 @@ def prepare_locally(folder: Path, key: str, build: Build) -> Entry:
     if _complete(final) is None:
         with cache_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            _sweep(folder)
+            # Remove what killed builds have left; a live build has written to its files today.
+            for left in folder.glob("*.partial"):
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # its process has finished it meanwhile
+                    written = [path.stat().st_mtime for path in (left, *left.iterdir())]
+                    if time.time() - max(written) > 24 * 3600:
+                        shutil.rmtree(left, ignore_errors=True)
             partial = Path(tempfile.mkdtemp(prefix=f"{key[:16]}-", suffix=".partial", dir=folder))
             try:
                 counts = build(partial)
@@ -140,15 +147,6 @@ def _complete(final: Path) -> Counts | None:
         return dict(meta["counts"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed builds have left; a live build has written to its files today."""
-    for partial in folder.glob("*.partial"):
-        with contextlib.suppress(FileNotFoundError):  # its process has finished it meanwhile
-            written = [path.stat().st_mtime for path in (partial, *partial.iterdir())]
-            if time.time() - max(written) > 24 * 3600:
-                shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_sums(path: Path) -> None:

@@ -204,7 +204,20 @@ def problems(fields: Selection) -> Iterator[Problem]:
     held = [key for key in ("files", "sources", "fraction") if getattr(fields, f"heldout_{key}")]
     for key in held[1:]:
         yield _excludes(f"heldout_{key}", f"heldout_{held[0]}")
-    yield from _repeated(fields)
+    # Files and splits that are trained on twice, or are both trained on and held out.
+    (trained, heldout), seen = fields.all_sources(), dict[object, int]()
+    for index, source in enumerate((*trained, *heldout)):
+        split = (source.dataset, source.config, source.split)
+        files = [(path.resolve(), str(path)) for path in find_files(source.files)]
+        for content, name in [(split, str(source))] if source.dataset else files:
+            first = seen.setdefault(content, index)
+            if first < index < len(trained):
+                message = f"{name} is in sources[{first}] already"
+                yield Problem(message=message, key=f"sources.{index}")
+            elif first < len(trained) <= index:
+                key = f"heldout_sources.{index - len(trained)}"
+                key = "heldout_files" if fields.heldout_files else key
+                yield Problem(message=f"{name} is also trained on", key=key)
     yield from path_problems("cache", fields.cache)
 
 
@@ -227,20 +240,3 @@ def _mistakes(source: Source) -> Iterator[Problem]:
     elif source.revision is not None and not REVISION.fullmatch(source.revision):
         message = f"{source.revision!r} is not a commit, branch or tag"
         yield Problem(message=message, key="revision")
-
-
-def _repeated(fields: Selection) -> Iterator[Problem]:
-    """Yield files and splits that are trained on twice, or are both trained on and held out."""
-    (trained, held), seen = fields.all_sources(), dict[object, int]()
-    for index, source in enumerate((*trained, *held)):
-        split = (source.dataset, source.config, source.split)
-        files = [(path.resolve(), str(path)) for path in find_files(source.files)]
-        for content, name in [(split, str(source))] if source.dataset else files:
-            first = seen.setdefault(content, index)
-            if first < index < len(trained):
-                message = f"{name} is in sources[{first}] already"
-                yield Problem(message=message, key=f"sources.{index}")
-            elif first < len(trained) <= index:
-                key = f"heldout_sources.{index - len(trained)}"
-                key = "heldout_files" if fields.heldout_files else key
-                yield Problem(message=f"{name} is also trained on", key=key)

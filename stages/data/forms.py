@@ -124,21 +124,19 @@ def _form(row: Row, given: str | None, names: Names) -> str:
     there = sorted(key for key, value in row.value.items() if value is not None)
     lacks = f"no {wanted[0]}" if given is not None else "fits no form"
     has = ", ".join(f"`{key}`" for key in there) or "nothing"
-    raise row.error(f"{lacks}; it has {has}", hint=_meant(there, names) or hint)
-
-
-def _meant(there: Sequence[str], names: Names) -> str:
-    """Return the hint for a row of no form, if its keys resemble a form's."""
+    # Its keys may resemble those of a form.
+    pairs = (pair for pair in PAIRS if not names.columns and {*pair} <= {*there})
     if {"chosen", "rejected"} <= {*there}:
-        return "rows of preferences are trained on by TRL's DPOTrainer, not by this program"
-    for pair in PAIRS if not names.columns else ():
-        if {*pair} <= {*there}:
-            columns = zip(("prompt", "completion"), pair, strict=True)
-            given = ", ".join(f"{ours}: {theirs}" for ours, theirs in columns if ours != theirs)
-            return f"write `columns: {{{given}}}` in the data slot"
-    known = {names.columns.get(key, key) for keys in KEYS.values() for key in keys}
-    close = (get_close_matches(key, known, n=1, cutoff=0.8) for key in there if key not in known)
-    return next((f"did you mean `{found[0]}`?" for found in close if found), "")
+        hint = "rows of preferences are trained on by TRL's DPOTrainer, not by this program"
+    elif pair := next(pairs, None):
+        columns = zip(("prompt", "completion"), pair, strict=True)
+        written = ", ".join(f"{ours}: {theirs}" for ours, theirs in columns if ours != theirs)
+        hint = f"write `columns: {{{written}}}` in the data slot"
+    else:
+        known = {names.columns.get(key, key) for needed in KEYS.values() for key in needed}
+        close = (get_close_matches(k, known, n=1, cutoff=0.8) for k in there if k not in known)
+        hint = next((f"did you mean `{found[0]}`?" for found in close if found), hint)
+    raise row.error(f"{lacks}; it has {has}", hint=hint)
 
 
 def read(row: Row, *, template: bool, names: Names, vocab_size: int) -> Example:

@@ -59,10 +59,26 @@ class Names:
         """Return a row with the keys that are read, without the nulls inside of its values."""
         value = self.renamed(row.value)
         plain = {key: _without_nulls(each) for key, each in value.items()}
-        nulls = ""
-        if plain != value:
-            contents = {self.columns.get(key, key) for key in ("content", "value")}
-            nulls = next(_nulls(value, contents), "")
+        if plain == value:
+            return dataclasses.replace(row, value=plain, nulls="")
+        # The first null that templates would be given: within tools, calls and the like. A null in
+        # a message itself, or in the parts of its content, means that there is no such key.
+        nulls, contents = "", {self.columns.get(key, key) for key in ("content", "value")}
+        left = [(key, value[key]) for key in _ARGUMENTS if key in value]
+        for key in _LISTS:
+            found = value.get(key)
+            messages = children(key, found) if isinstance(found, list) else [(key, found)]
+            for place, message in messages:
+                if isinstance(message, dict):
+                    inside = {name: each for name, each in message.items() if name not in contents}
+                    left += children(place, inside)
+        left = [each for each in reversed(left) if each[1] is not None]
+        while left and not nulls:
+            place, inner = left.pop()
+            below = list(children(place, inner))
+            if isinstance(inner, dict):
+                nulls = next((name for name, each in below if each is None), "")
+            left += reversed(below)
         return dataclasses.replace(row, value=plain, nulls=nulls)
 
     def renamed(self, value: dict[str, Any], known: Sequence[str] = _ROW) -> dict[str, Any]:
@@ -82,26 +98,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(child) for key, child in value.items() if child is not None}
     return [_without_nulls(child) for child in value] if isinstance(value, list) else value
-
-
-def _nulls(row: dict[str, Any], contents: set[str]) -> Iterator[str]:
-    """Yield the places of nulls that templates would be given: within tools, calls and the like.
-    A null in a message itself, or in the parts of its content (under one of the keys `contents`),
-    means that there is no such key."""
-    left = [(key, row[key]) for key in _ARGUMENTS if key in row]
-    for key in _LISTS:
-        found = row.get(key)
-        for place, message in children(key, found) if isinstance(found, list) else [(key, found)]:
-            if isinstance(message, dict):
-                inside = {name: each for name, each in message.items() if name not in contents}
-                left += children(place, inside)
-    left = [each for each in reversed(left) if each[1] is not None]
-    while left:
-        place, value = left.pop()
-        below = list(children(place, value))
-        if isinstance(value, dict):
-            yield from (inner for inner, each in below if each is None)
-        left += reversed(below)
 
 
 def name_problems(names: Names) -> Iterator[Problem]:

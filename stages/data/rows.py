@@ -56,7 +56,21 @@ def rows(path: Path, columns: list[str] | None = None, report: Report = raised) 
     `columns` limits what is read of a Parquet file. `report` gets a DataError for each row that is
     not an object, or holds a key twice. Raises DataError for a file that cannot be read."""
     if path.name.endswith(PARQUET):
-        yield from _parquet_rows(path, columns)
+        needs = f"{path}: reading Parquet needs pyarrow"
+        with optional(needs, hint="pip install 'pipetrain[data]'"):
+            import pyarrow
+            import pyarrow.parquet as parquet
+        number = 0
+        try:
+            with parquet.ParquetFile(path) as table:
+                require_columns(path, table.schema_arrow.names, columns)
+                for batch in table.iter_batches(batch_size=1024, columns=columns):
+                    for value in batch.to_pylist():
+                        number += 1
+                        yield Row(file=path, number=number, value=value)
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+            message = f"unreadable Parquet file: {error}"
+            raise DataError(message, file=path, row=number + 1) from error
     elif path.name.endswith(TEXT):
         for line in _lines(path, report):
             yield Row(file=path, number=line.number, value={"text": line.value})
@@ -219,23 +233,6 @@ def _is_array(path: Path) -> bool:
     """Whether a JSON file is one array rather than an object a line."""
     with _opened(path, lambda: None) as file:
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-
-
-def _parquet_rows(path: Path, columns: list[str] | None) -> Iterator[Row]:
-    """Yield the rows of a Parquet file. Raises DataError if it cannot be read."""
-    with optional(f"{path}: reading Parquet needs pyarrow", hint="pip install 'pipetrain[data]'"):
-        import pyarrow
-        import pyarrow.parquet as parquet
-    number = 0
-    try:
-        with parquet.ParquetFile(path) as table:
-            require_columns(path, table.schema_arrow.names, columns)
-            for batch in table.iter_batches(batch_size=1024, columns=columns):
-                for value in batch.to_pylist():
-                    number += 1
-                    yield Row(file=path, number=number, value=value)
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise DataError(f"unreadable Parquet file: {error}", file=path, row=number + 1) from error
 
 
 def require_columns(file: str | Path, known: list[str], columns: list[str] | None) -> None:

@@ -282,17 +282,6 @@ class Entries(ABC):
     def samples(self, entry: Entry, first: int = 0, count: int | None = None) -> CountedSamples:
         """Open some samples of an entry, or all from `first` on (collective)."""
 
-    def row_end(self, entry: Entry, count: int) -> int:
-        """Return the number of first samples nearest to `count` after which a row ends: of a
-        conversation whose turns are samples, none is held out while others are trained on."""
-        starts = VerifiedArray(entry.folder / ROWS, "<i8")[:]
-        if len(starts) == 1:
-            raise StageError(
-                "holding out a part of one conversation leaves none to train on",
-                hint="use more data or `heldout_files`",
-            )
-        return int(starts[1:][np.abs(starts[1:] - count).argmin()])
-
     def open(self, sources: Sequence[Source]) -> list[Entry]:
         """Return the cache entries of sources, tokenised if they are absent (collective). Raises
         the DataError or BadRows of all sources together."""
@@ -340,7 +329,15 @@ class Entries(ABC):
                 )
             cut = size - last
             if last and (entry.folder / ROWS).exists():
-                cut = self.row_end(entry, cut)
+                # To the nearest end of a row: of a conversation whose turns are samples, none is
+                # held out while others are trained on.
+                starts = VerifiedArray(entry.folder / ROWS, "<i8")[:]
+                if len(starts) == 1:
+                    raise StageError(
+                        "holding out a part of one conversation leaves none to train on",
+                        hint="use more data or `heldout_files`",
+                    )
+                cut = int(starts[1:][np.abs(starts[1:] - cut).argmin()])
             train.append(self.samples(entry, 0, cut))
             if last:
                 held.append(self.samples(entry, cut, size - cut))

@@ -156,7 +156,8 @@ class ShardStore:
         return block_count(known[1], self.documents.settings.sequence_length)
 
     def blocks(self, number: int) -> TokenBlocks:
-        """Return a shard's blocks. Raises StageError if it cannot be read."""
+        """Return a shard's blocks. Raises StageError if it cannot be read, or if an earlier reading
+        found another content or number of tokens."""
         with self._guard:
             if number in self._open:
                 self._open.move_to_end(number)
@@ -165,8 +166,26 @@ class ShardStore:
         with self._locked(key):
             entry = prepare_locally(self.folder, key, lambda folder: self._build(shard, folder))
             sha256 = (entry.folder / _DIGEST).read_text("ascii")
+            tokens = entry.counts["tokens"]
             with self._guard:
-                self._record(shard, sha256, entry.counts["tokens"])
+                known = [sha256, tokens]
+                before = self._known.setdefault(shard.address, known)
+                if before[0] != sha256:
+                    raise StageError(
+                        f"{shard.address} is not the file that this run has read before",
+                        hint="restore it, or start a new run",
+                    )
+                if before != known:
+                    raise StageError(
+                        f"{shard.address} has {counted(tokens, 'tokens')} now, and had "
+                        f"{before[1]:,} when this run read it first: earlier versions gave a "
+                        "second begin or end to texts that have their own",
+                        hint="continue with the version that began this run, or start a new one",
+                    )
+                ctx, making = self.documents.ctx, self.documents.settings_digest
+                if before is known and ctx.dist.is_main:
+                    line = {"making": making, "address": shard.address, "sha256": sha256}
+                    append_line(ctx.run_dir / INDEX, line | {"tokens": tokens}, sync=True)
             tokenize.check_ids(self.documents.model, entry.counts["largest"])
             blocks = self.documents.samples(entry)
         with self._guard:
@@ -178,28 +197,6 @@ class ShardStore:
             with self._locked(key):
                 shutil.rmtree(self.folder / key, ignore_errors=True)
         return blocks
-
-    def _record(self, shard: Shard, sha256: str, tokens: int) -> None:
-        """Record a shard. Raises StageError if an earlier reading found another content or number
-        of tokens."""
-        known = [sha256, tokens]
-        before = self._known.setdefault(shard.address, known)
-        if before[0] != sha256:
-            raise StageError(
-                f"{shard.address} is not the file that this run has read before",
-                hint="restore it, or start a new run",
-            )
-        if before != known:
-            raise StageError(
-                f"{shard.address} has {counted(tokens, 'tokens')} now, and had {before[1]:,} when "
-                "this run read it first: earlier versions gave a second begin or end to texts "
-                "that have their own",
-                hint="continue with the version that began this run, or start a new one",
-            )
-        ctx, making = self.documents.ctx, self.documents.settings_digest
-        if before is known and ctx.dist.is_main:
-            line = {"making": making, "address": shard.address, "sha256": sha256, "tokens": tokens}
-            append_line(ctx.run_dir / INDEX, line, sync=True)
 
     def prepare(self, numbers: Sequence[int]) -> None:
         """Tokenise shards in a thread; processes of a node begin at others, to share the work."""

@@ -60,25 +60,22 @@ class _Marked:
         own = set(_MARK.findall(json.dumps(messages, ensure_ascii=False, default=str)))
         self._free = (each for each in map(chr, range(_FIRST, _LAST)) if each not in own)
         self.marks: list[Mark] = []
-        self.messages = [
-            self._message(index, message) if index in which else dict(message)
-            for index, message in enumerate(messages)
-        ]
-
-    def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        self._index, changed = index, dict(message)
-        if message.get("content"):
-            changed["content"] = self._content(message["content"])
-        if message["role"] == "assistant":
-            for key in REASONING:
-                if message.get(key):
-                    changed[key] = self._after(message[key], THOUGHTS)
-            if message.get("tool_calls"):
-                calls = enumerate(message["tool_calls"], 1)
-                changed["tool_calls"] = [self._call(call, f"call {n}") for n, call in calls]
-            if isinstance(message.get("function_call"), Mapping):
-                changed["function_call"] = self._call(message["function_call"], "call")
-        return changed
+        self.messages = [dict(message) for message in messages]
+        for index, changed in enumerate(self.messages):
+            if index not in which:
+                continue
+            self._index = index
+            if changed.get("content"):
+                changed["content"] = self._content(changed["content"])
+            if changed["role"] == "assistant":
+                for key in REASONING:
+                    if changed.get(key):
+                        changed[key] = self._after(changed[key], THOUGHTS)
+                if changed.get("tool_calls"):
+                    calls = enumerate(changed["tool_calls"], 1)
+                    changed["tool_calls"] = [self._call(call, f"call {n}") for n, call in calls]
+                if isinstance(changed.get("function_call"), Mapping):
+                    changed["function_call"] = self._call(changed["function_call"], "call")
 
     def _after(self, text: Any, said: str) -> Any:
         """Return a text with a mark after its last character that is not white space."""
@@ -193,7 +190,24 @@ class Turns:
                 hint="set `loss: last` or `turns: each`, or mark the turns in the template with "
                 "{% generation %}",
             )
-        return (self._opening(found[1]), found[1]) if prompt and not index else found
+        if not prompt or index:
+            return found
+        # From the end of the generation prompt of an assistant's message that comes first.
+        user = [{"role": "user", "content": "x"}]
+        with contextlib.suppress(Refused):
+            asked = self.rendered.of(self.chat, user)
+            asking = self.rendered.of(self.chat, user, prompt=True)
+            common = _common(asked, asking)
+            opening = asking[common if common == len(asked) else self._complete(asking, common) :]
+            for header in (opening, _OPENED.sub("", opening)):
+                place = self.text.find(header, 0, found[1])
+                if header and place >= 0:
+                    return place + len(header), found[1]
+        raise self.chat.row.error(
+            "begins with an assistant's message, whose beginning cannot be located: the chat "
+            "template lays it out differently from its generation prompt",
+            hint="set `train: false` in that message, or `loss: last`",
+        )
 
     def lost(self, trained: Collection[int]) -> list[tuple[int, str]]:
         """Return what messages say and the text lacks, each with the index of its message. Thoughts
@@ -236,24 +250,6 @@ class Turns:
                 return False
             place += len(said)
         return True
-
-    def _opening(self, end: int) -> int:
-        """Return the end of the generation prompt of an assistant's message that comes first."""
-        user = [{"role": "user", "content": "x"}]
-        with contextlib.suppress(Refused):
-            asked = self.rendered.of(self.chat, user)
-            asking = self.rendered.of(self.chat, user, prompt=True)
-            common = _common(asked, asking)
-            prompt = asking[common if common == len(asked) else self._complete(asking, common) :]
-            for header in (prompt, _OPENED.sub("", prompt)):
-                place = self.text.find(header, 0, end)
-                if header and place >= 0:
-                    return place + len(header)
-        raise self.chat.row.error(
-            "begins with an assistant's message, whose beginning cannot be located: the chat "
-            "template lays it out differently from its generation prompt",
-            hint="set `train: false` in that message, or `loss: last`",
-        )
 
     def _by_marks(self, index: int, prompt: bool) -> Span | None:
         whole = self._whole

@@ -137,11 +137,16 @@ class EvaluateLm:
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
             message = "needs the package lm_eval, which is not installed"
             yield Problem(key="tasks", message=message, hint="pip install 'pipetrain[evaluate]'")
-        if pins_asked() and (fetched := self._fetched()):
-            message = f"lm-eval names no commit of the data of {', '.join(fetched)}"
-            hint = "define it in `task_folder` with a `revision` in its `dataset_kwargs`"
-            yield Problem(key="tasks", message=message, hint=hint)
-        if self.task_folder is not None and not expanded(self.task_folder).is_dir():
+        folder = None if self.task_folder is None else expanded(self.task_folder)
+        if pins_asked():
+            files = [] if folder is None else [*folder.rglob("*.yaml")]
+            text = "\n".join(file.read_text("utf-8", "replace") for file in files if file.is_file())
+            own = re.findall(r"^(?:task|group|tag):\s*[\"']?([^\s\"'#]+)", text, re.MULTILINE)
+            if fetched := [task for task in self.tasks if task not in own]:
+                message = f"lm-eval names no commit of the data of {', '.join(fetched)}"
+                hint = "define it in `task_folder` with a `revision` in its `dataset_kwargs`"
+                yield Problem(key="tasks", message=message, hint=hint)
+        if folder is not None and not folder.is_dir():
             yield Problem(key="task_folder", message=f"no such folder: {self.task_folder}")
         else:
             try:
@@ -192,14 +197,6 @@ class EvaluateLm:
         if ctx.dist.is_main:
             found.save()
         return found
-
-    def _fetched(self) -> list[str]:
-        """The tasks that the task folder does not define."""
-        folder = None if self.task_folder is None else expanded(self.task_folder)
-        files = [] if folder is None else [*folder.rglob("*.yaml")]
-        text = "\n".join(file.read_text("utf-8", "replace") for file in files if file.is_file())
-        own = re.findall(r"^(?:task|group|tag):\s*[\"']?([^\s\"'#]+)", text, re.MULTILINE)
-        return [task for task in self.tasks if task not in own]
 
     def _require_trust(self) -> None:
         """Raise UsageError unless what the task folder makes lm-eval run may run."""

@@ -107,7 +107,20 @@ def _exported(
         if ctx.dist.is_main:
             files = plural(len(plan.parts), "file")
             ctx.log.info("writing %s in %s to %s", human(plan.total), files, folder)
-        written = _write_all(ctx, plan, partial, begun)
+        # Files of an interrupted export are read back, and those that are missing are written.
+        written, ranks = begun, ctx.dist.world_size
+        missing = _unwritten(ctx, partial, plan, begun)
+        if len(missing) < len(plan.parts):
+            kept = plural(len(plan.parts) - len(missing), "file")
+            ctx.log.info("written already: %s", kept)
+        with activity("writing weights", plan.total // ranks, BYTES) as writing:
+            for first in range(0, len(missing), ranks):
+                parts = {name: plan.parts[name] for name in missing[first : first + ranks]}
+                new = write(partial, parts, plan.files, ctx.dist, writing.advance)
+                written = written.model_copy(update={"weights": {**written.weights, **new}})
+                if ctx.dist.is_main:
+                    written.save(partial)
+        ctx.log.info("weights written: this process %s", writing.summary())
         try:
             with activity("reading the export back"):
                 prove_files(partial, _begun(plan, written), ctx.dist)
@@ -117,24 +130,6 @@ def _exported(
                 Manifest(plan="").save(partial)  # a later export starts again
             raise ExportError(str(error), hint=f"left for inspection: {partial}") from error
     assert done is not None
-    return done
-
-
-def _write_all(ctx: Context, plan: ExportPlan, partial: Path, begun: Manifest) -> Manifest:
-    """Write the files that are missing, after reading back the files of an interrupted export."""
-    done, ranks = begun, ctx.dist.world_size
-    missing = _unwritten(ctx, partial, plan, begun)
-    if len(missing) < len(plan.parts):
-        kept = plural(len(plan.parts) - len(missing), "file")
-        ctx.log.info("written already: %s", kept)
-    with activity("writing weights", plan.total // ranks, BYTES) as writing:
-        for first in range(0, len(missing), ranks):
-            parts = {name: plan.parts[name] for name in missing[first : first + ranks]}
-            files = write(partial, parts, plan.files, ctx.dist, writing.advance)
-            done = done.model_copy(update={"weights": {**done.weights, **files}})
-            if ctx.dist.is_main:
-                done.save(partial)
-    ctx.log.info("weights written: this process %s", writing.summary())
     return done
 
 

@@ -86,7 +86,16 @@ def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
     optimizers = [load(file, verify=reading.verify) for file in _files(state, "optim")]
     ranks = [saved["optimizer_state_dict"] for saved in optimizers]
     sharded = "fp32_flat_groups" in ranks[0]
-    _require_complete(state, models, ranks, sharded=sharded)
+    expected = models[0]["dp_world_size"]
+    there = min(len(ranks), len(models)) if sharded else len(ranks)
+    if there != expected:
+        raise CheckpointError(f"{state}: has the state of {there} ranks, {expected} saved")
+    count = ranks[0].get("partition_count", expected)
+    in_groups = {*(count if isinstance(count, list) else [count])} != {expected}
+    if in_groups or models[0].get("num_experts"):
+        raise CheckpointError(
+            f"{state}: sharded within groups of ranks or of experts, which is not converted"
+        )
     groups = list(_flat_groups(state, models, ranks, sharded=sharded))
     model, moments = models[0], () if reading.weights_only else MOMENTS
     for group in groups if moments else ():
@@ -177,21 +186,6 @@ def _files(folder: Path, kind: str) -> list[Path]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _require_complete(
-    folder: Path, models: Sequence[Saved], ranks: Sequence[Saved], *, sharded: bool
-) -> None:
-    expected = models[0]["dp_world_size"]
-    found = min(len(ranks), len(models)) if sharded else len(ranks)
-    if found != expected:
-        raise CheckpointError(f"{folder}: has the state of {found} ranks, {expected} saved")
-    count = ranks[0].get("partition_count", expected)
-    in_groups = {*(count if isinstance(count, list) else [count])} != {expected}
-    if in_groups or models[0].get("num_experts"):
-        raise CheckpointError(
-            f"{folder}: sharded within groups of ranks or of experts, which is not converted"
-        )
-
-
 def _flat_groups(
     folder: Path, models: Sequence[Saved], ranks: Sequence[Saved], *, sharded: bool
 ) -> Iterator[FlatGroup]:
@@ -214,7 +208,15 @@ def _flat_groups(
         else:
             places = _cut_as_one(shapes, flats[WEIGHT], index, ranks)
             mappings = [rank["param_slice_mappings"][index] for rank in ranks]
-            _require_same_places(folder, places, mappings)
+            # Each rank's fragments are the other record of the places in the files.
+            for name in {*places}.union(*mappings):
+                own = ((rank, one[name]) for rank, one in enumerate(mappings) if name in one)
+                fragments = [Place(rank, part.start, part.start + part.numel) for rank, part in own]
+                if fragments != places.get(name):
+                    raise CheckpointError(
+                        f"{folder}: the files disagree on where {name} lies in the flat tensors; "
+                        "saved with round_robin_gradients, or by an unknown version of DeepSpeed"
+                    )
         yield FlatGroup(owners[index], shapes, places, flats, counts, group)
 
 
@@ -250,20 +252,6 @@ def _cut_as_one(
         found[name] = [part for part in parts if part.start < part.stop]
         start = stop + padding
     return found
-
-
-def _require_same_places(
-    folder: Path, places: Mapping[str, list[Place]], mappings: Sequence[Mapping[str, Fragment]]
-) -> None:
-    """Compare the places with each rank's fragments, the other record of them in the files."""
-    for name in {*places}.union(*mappings):
-        own = ((rank, mapping[name]) for rank, mapping in enumerate(mappings) if name in mapping)
-        fragments = [Place(rank, part.start, part.start + part.numel) for rank, part in own]
-        if fragments != places.get(name):
-            raise CheckpointError(
-                f"{folder}: the files disagree on where {name} lies in the flat tensors; saved "
-                "with round_robin_gradients, or by an unknown version of DeepSpeed"
-            )
 
 
 def _of_pipetrain(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Stored]]:

@@ -43,7 +43,25 @@ class HfTrainer(TrainerFields):
                     hint = "add a slot before train, such as track: {use: track.wandb}"
                 message = "is not a TrainingArgument, or is set by a slot of the recipe"
                 yield Problem(key=f"arguments.{name}", message=message, hint=hint)
-        for message, hint in _other_slots(self, plan):
+        # What other slots ask for and the Trainer does not do.
+        policy, found = plan.producer(self, Precision), list[tuple[str, str]]()
+        if isinstance(policy, traits.DeclaresDtypes):
+            if policy.compute == "fp16":
+                message = "the Trainer scales losses under autocast only"
+                found.append((message, "set compute: bf16"))
+            if policy.master != "fp32" or policy.reduce != "fp32":
+                message = "the Trainer keeps fp32 weights and averages their gradients in fp32"
+                found.append((message, "set master: fp32 and reduce: fp32 in the precision slot"))
+        optimizer = plan.producer(self, OptimizerPlan)
+        if isinstance(optimizer, traits.DeclaresRules):
+            found += several_rules(optimizer.update_rules())
+        wires = plan.wiring
+        for given, slot in ((Engine, "wrap"), (Checkpoints, "checkpoint")):
+            read = [wires.readers(one) for one in wires.kinds if wires.gives(one, given)]
+            if not all(any(wires.gives(one, TrainedRun) for one in readers) for readers in read):
+                message = f"the Trainer does not use the {slot} slot"
+                found.append((message, "remove that slot, or use train.causal_lm"))
+        for message, hint in found:
             yield Problem(key="arguments", message=message, hint=hint)
 
     def run(
@@ -66,23 +84,3 @@ FREE = frozenset(
     }
 )  # fmt: skip
 """TrainingArguments that no slot decides and that change neither samples, loss nor checkpoints."""
-
-
-def _other_slots(stage: HfTrainer, plan: PlanView) -> Iterator[tuple[str, str]]:
-    """Message and hint of each thing in other slots that the Trainer does not do."""
-    policy = plan.producer(stage, Precision)
-    if isinstance(policy, traits.DeclaresDtypes):
-        if policy.compute == "fp16":
-            yield "the Trainer scales losses under autocast only", "set compute: bf16"
-        if policy.master != "fp32" or policy.reduce != "fp32":
-            message = "the Trainer keeps fp32 weights and averages their gradients in fp32"
-            yield message, "set master: fp32 and reduce: fp32 in the precision slot"
-    optimizer = plan.producer(stage, OptimizerPlan)
-    if isinstance(optimizer, traits.DeclaresRules):
-        yield from several_rules(optimizer.update_rules())
-    wires = plan.wiring
-    for given, slot in ((Engine, "wrap"), (Checkpoints, "checkpoint")):
-        read = [wires.readers(one) for one in wires.kinds if wires.gives(one, given)]
-        if not all(any(wires.gives(one, TrainedRun) for one in readers) for readers in read):
-            hint = "remove that slot, or use train.causal_lm"
-            yield f"the Trainer does not use the {slot} slot", hint

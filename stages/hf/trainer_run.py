@@ -90,7 +90,7 @@ def train(
     callbacks = Callbacks(reporter, callback)
     callbacks.restore(progress.callbacks)
     callbacks.state()  # one that cannot be saved is found before anything is trained
-    recorder = Recorder(config, ctx, plan, loader, trainer, reporter, callbacks, folder)
+    recorder = Recorder(config, ctx, plan, loader, progress, trainer, reporter, callbacks, folder)
     trainer.add_callback(recorder)
     if recorder.ends_early():
         if newest is None:
@@ -236,6 +236,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     ctx: Context
     plan: OptimizerPlan
     loader: MicroBatches
+    progress: Progress
+    """The loader's."""
     trainer: Trainer
     reporter: Reporter
     callbacks: Callbacks
@@ -245,9 +247,6 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     stopped: bool = field(default=False, init=False)
     """Whether training ends, saved, because a rank was asked to stop."""
 
-    def __post_init__(self) -> None:
-        self.progress, self._dist = self.loader.progress, self.ctx.dist
-
     def _restart(self, *given: Any, **rest: Any) -> None:
         """Leave out of the next step's time all that was before this call."""
         self._since = time.perf_counter()
@@ -256,14 +255,14 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     on_train_begin = _restart
 
     def on_step_begin(self, *given: Any, **rest: Any) -> None:
-        self._dist.heartbeat.beat(Phase.STEP, step=self.progress.step + 1)
+        self.ctx.dist.heartbeat.beat(Phase.STEP, step=self.progress.step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         advance(self.progress, self.loader.feed)
         stats = BatchStats(*map(sum, zip(*self.loader.taken, strict=True)))
         self.loader.taken.clear()
-        sums = torch.tensor([*stats, self._dist.stop.asked], dtype=torch.float64)
-        if self._dist.world_size > 1:
+        sums = torch.tensor([*stats, self.ctx.dist.stop.asked], dtype=torch.float64)
+        if self.ctx.dist.world_size > 1:
             torch.distributed.all_reduce(sums)
         *total, stops = sums.tolist()
         self._batch = BatchStats(*total)
@@ -281,7 +280,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
                 hint="lower the learning rate, or look for broken samples",
             )
         set_metric(progress, "loss", loss)
-        seconds, ranks = time.perf_counter() - self._since, self._dist.world_size
+        seconds, ranks = time.perf_counter() - self._since, self.ctx.dist.world_size
         targets, samples = self._before
         record = step_record(
             progress, self._batch, seconds=seconds, ranks=ranks, shares=ranks, loss=loss,
@@ -303,12 +302,12 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     def ends_early(self) -> bool:
         """Whether a callback ends the training before its last step (collective)."""
         progress, steps = self.progress, self.loader.steps
-        reason = self.callbacks.agree_to_end(self._dist) if progress.step < steps else ""
+        reason = self.callbacks.agree_to_end(self.ctx.dist) if progress.step < steps else ""
         return self.reporter.ends_early(progress, steps, reason)
 
     def evaluate(self) -> None:
         """Evaluate the weights on the held-out samples, if there are any (collective)."""
-        data, loader, device = self.loader.data, self.loader, self._dist.device
+        data, loader, device = self.loader.data, self.loader, self.ctx.dist.device
         if data.heldout is None:
             return
         model = self.trainer.model_wrapped
@@ -319,7 +318,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
                 given = range(start, end), 0, device, loader.feed.vocabulary
                 batch = placed(model, micro_batch(data, data.heldout, *given)[0])
                 summed += measured(measure, scorer, batch, batch).sum()
-        if self._dist.world_size > 1:
+        if self.ctx.dist.world_size > 1:
             torch.distributed.all_reduce(summed)
         record = record_evaluation(self.progress, float(summed) / heldout_targets(data), None)
         self.callbacks.on_evaluation(self.progress.step, self.progress, record)
@@ -327,8 +326,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Mark the checkpoint as complete, then remove those that need not be kept."""
         self.progress.callbacks = self.callbacks.state()
-        self._dist.barrier()  # every rank has written its random state
-        if self._dist.is_main:
+        self.ctx.dist.barrier()  # every rank has written its random state
+        if self.ctx.dist.is_main:
             newest = self.folder / f"checkpoint-{state.global_step}"
             sync_tree(newest)
             (newest / PROGRESS).write_text(json.dumps(vars(self.progress), indent=1), "utf-8")
@@ -337,5 +336,5 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
             for old in [] if keep is None else complete_checkpoints(self.folder)[:-keep]:
                 (old / PROGRESS).unlink()
                 shutil.rmtree(old)
-        self._dist.barrier()
+        self.ctx.dist.barrier()
         self._restart()

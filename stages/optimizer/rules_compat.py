@@ -238,29 +238,30 @@ class LowBitAdamW(Optimizer):
                 for parameter in group["params"]:
                     if self._noise is not None:
                         self._noise.key(parameter)
-                    if parameter.grad is not None and parameter.numel():
-                        self._step(parameter, parameter.grad, group)
-
-    def _step(self, parameter: Tensor, whole: Tensor, group: Mapping[str, Any]) -> None:
-        weights, gradient = (local_part(one).detach().view(-1) for one in (parameter, whole))
-        state, count, noise = self.state[parameter], weights.numel(), None
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state.update(self._codec.start(weights, count))
-        state["step"] += 1
-        if self._noise is not None:
-            noise = self._noise.bits(parameter, weights, group["shard"], int(state["step"]))
-        for start, stop, moments in self._codec.parts(state, count):
-            update = self._update if stop - start < SMALLEST else self.compiled
-            update(
-                weights[start:stop],
-                gradient[start:stop],
-                moments,
-                None if noise is None else noise[start:stop],
-                step=state["step"],
-                lr=torch.tensor(group["lr"], dtype=torch.float32),  # a float would be a constant
-                hyper=(*group["betas"], group["weight_decay"], group["eps"]),
-            )
+                    if parameter.grad is None or not parameter.numel():
+                        continue
+                    both = (parameter, parameter.grad)
+                    weights, gradient = (local_part(one).detach().view(-1) for one in both)
+                    state, count, noise = self.state[parameter], weights.numel(), None
+                    if not state:
+                        state["step"] = torch.zeros((), dtype=torch.float32)
+                        state.update(self._codec.start(weights, count))
+                    state["step"] += 1
+                    if self._noise is not None:
+                        step = int(state["step"])
+                        noise = self._noise.bits(parameter, weights, group["shard"], step)
+                    for start, stop, moments in self._codec.parts(state, count):
+                        update = self._update if stop - start < SMALLEST else self.compiled
+                        update(
+                            weights[start:stop],
+                            gradient[start:stop],
+                            moments,
+                            None if noise is None else noise[start:stop],
+                            step=state["step"],
+                            # A float would be a constant.
+                            lr=torch.tensor(group["lr"], dtype=torch.float32),
+                            hyper=(*group["betas"], group["weight_decay"], group["eps"]),
+                        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state without torch's cast of every tensor to the parameter's dtype."""

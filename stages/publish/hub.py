@@ -157,9 +157,23 @@ def _publish(stage: PublishHub, ctx: Context, model: ExportedModel) -> Published
     except StageError:
         raise
     except Exception as error:
+        from huggingface_hub.errors import HfHubHTTPError
+
         ctx.log.debug("%s", _masked("".join(traceback.format_exception(error)), token))
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, HfHubHTTPError):
+            cause = cause.__cause__
+        hint = f"the export is untouched; retry with: pipe resume {shlex.quote(str(ctx.run_dir))}"
+        if isinstance(cause, HfHubHTTPError) and cause.response.status_code in NOT_ALLOWED:
+            hint = (
+                f"the token must be valid and allow to write to the repositories of "
+                f"{stage.repo.partition('/')[0]}; it comes from ${stage.token_env} or, if that is "
+                f"not set, from the hub login; {hint}"
+            )
+        # A proxy may answer with a page.
+        reason = textwrap.shorten(_masked(in_words(cause or error), token), 600, placeholder=" ...")
         # `from None`: a traceback with the cause would show what is masked here.
-        raise _refusal(error, stage, ctx, token) from None
+        raise StageError(f"cannot publish to {stage.repo}: {reason}", hint=hint) from None
 
 
 def contents(model: ExportedModel) -> dict[str, Path]:
@@ -245,22 +259,3 @@ def _differences(addition: CommitOperationAdd, remote: Mapping[str, RepoFile]) -
 def _masked(text: str, token: str) -> str:
     """The text without the token, and without anything that looks like one."""
     return TOKEN.sub("<token>", text.replace(token, "<token>") if token else text)
-
-
-def _refusal(error: BaseException, stage: PublishHub, ctx: Context, token: str) -> StageError:
-    """An error of the hub or the network, without any token in it."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, HfHubHTTPError):
-        cause = cause.__cause__
-    hint = f"the export is untouched; retry with: pipe resume {shlex.quote(str(ctx.run_dir))}"
-    if isinstance(cause, HfHubHTTPError) and cause.response.status_code in NOT_ALLOWED:
-        hint = (
-            f"the token must be valid and allow to write to the repositories of "
-            f"{stage.repo.partition('/')[0]}; it comes from ${stage.token_env} or, if that is not "
-            f"set, from the hub login; {hint}"
-        )
-    # A proxy may answer with a page.
-    reason = textwrap.shorten(_masked(in_words(cause or error), token), 600, placeholder=" ...")
-    return StageError(f"cannot publish to {stage.repo}: {reason}", hint=hint)

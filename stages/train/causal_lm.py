@@ -41,7 +41,28 @@ class TrainCausalLm(CausalLmFields):
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
-        yield from self._saving_problems(plan.producer(self, Checkpoints))
+        # Next to the checkpoint stage: rollbacks, and evaluations that it compares.
+        saving = plan.producer(self, Checkpoints)
+        every = saving.every if isinstance(saving, traits.SavesEvery) else None
+        if self.anomalies.rolls_back and saving is not None and every is None:
+            field = "non_finite" if self.anomalies.non_finite == "rollback" else "spike"
+            message = (
+                "rollback goes back to the newest checkpoint, and none is saved before the end"
+            )
+            hint = "set every in the checkpoint slot"
+            yield Problem(key=f"anomalies.{field}", message=message, hint=hint)
+        best = saving.retention.best if isinstance(saving, traits.RetainsCheckpoints) else 0
+        if self.eval_every is None:
+            hint = "set eval_every"
+            if self.early_stopping is not None:
+                message = "needs evaluations before the end"
+                yield Problem(key="early_stopping", message=message, hint=hint)
+            if best:
+                message = "the checkpoint slot's keep_best compares evaluations: one is too few"
+                yield Problem(key="eval_every", message=message, hint=hint)
+        if self.result == "best" and saving is not None and not best:
+            message = "the checkpoint slot does not keep the best checkpoint"
+            yield Problem(key="result", message=message, hint="set keep_best: 1 there")
         yield from heldout_problems(self, plan, self.fields_needing_heldout)
         yield from epoch_problems([self], plan, eval_every=self.eval_every)
         # Of the model, by its config if that can be read without a network.
@@ -68,29 +89,6 @@ class TrainCausalLm(CausalLmFields):
                     hint="leave room for the prompt, too",
                 )
         yield from mixed_problems(self, plan)
-
-    def _saving_problems(self, saving: Checkpoints | None) -> Iterator[Problem]:
-        """Problems next to the checkpoint stage: rollbacks, and evaluations that it compares."""
-        every = saving.every if isinstance(saving, traits.SavesEvery) else None
-        if self.anomalies.rolls_back and saving is not None and every is None:
-            field = "non_finite" if self.anomalies.non_finite == "rollback" else "spike"
-            message = (
-                "rollback goes back to the newest checkpoint, and none is saved before the end"
-            )
-            hint = "set every in the checkpoint slot"
-            yield Problem(key=f"anomalies.{field}", message=message, hint=hint)
-        best = saving.retention.best if isinstance(saving, traits.RetainsCheckpoints) else 0
-        if self.eval_every is None:
-            hint = "set eval_every"
-            if self.early_stopping is not None:
-                message = "needs evaluations before the end"
-                yield Problem(key="early_stopping", message=message, hint=hint)
-            if best:
-                message = "the checkpoint slot's keep_best compares evaluations: one is too few"
-                yield Problem(key="eval_every", message=message, hint=hint)
-        if self.result == "best" and saving is not None and not best:
-            message = "the checkpoint slot does not keep the best checkpoint"
-            yield Problem(key="result", message=message, hint="set keep_best: 1 there")
 
     def resource_needs(
         self, ctx: Context, data: Data, checkpoints: Checkpoints

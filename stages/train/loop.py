@@ -340,8 +340,8 @@ class Training:
 
 @contextlib.contextmanager
 def collected(*, as_usual: bool) -> Iterator[None]:
-    """Collect cycles in the body only by `collect_after`, those of before once at its beginning; or
-    `as_usual`, in a pause between steps, and at its end those that died since the pause before."""
+    """Collect cycles in the body only by `collect_after`, older ones once at its beginning; or
+    `as_usual`, in a pause between steps, and at its end what died since the pause before."""
     was_on = gc.isenabled()
     if not as_usual:
         gc.collect()

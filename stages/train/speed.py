@@ -131,7 +131,15 @@ def breakdown(events: Sequence[Event], *, ranks: int) -> Breakdown:
         busy = [_span(event) for event in kernels if NCCL not in event["name"].lower()]
     else:
         collectives = [_span(event) for event in events if event["name"].startswith(GLOO)]
-        busy = list(_computing(e for e in events if e.get("tid") == step["tid"]))
+        # Operators of the training thread that compute and contain no other event.
+        own = [event for event in events if event.get("tid") == step["tid"]]
+        own.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
+        busy = []
+        for event, following in itertools.zip_longest(own, own[1:]):
+            contains = following is not None and following["ts"] < _span(event)[1]
+            works = event.get("cat") == "cpu_op" and not event["name"].startswith(NO_WORK)
+            if works and "::" in event["name"] and not contains:
+                busy.append(_span(event))
     waits = [_span(event) for event in events if event["name"] == WAIT]
     start, end = _span(step)
     compute, communication, data = (
@@ -158,16 +166,6 @@ def _times(kinds: Sequence[Iterable[Span]], start: float, end: float) -> list[fl
         before = moment
         active[kind] += change
     return times
-
-
-def _computing(events: Iterable[Event]) -> Iterator[Span]:
-    """Times of a thread's operators that compute and contain no other event."""
-    ordered = sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0)))
-    for event, following in itertools.zip_longest(ordered, ordered[1:]):
-        contains = following is not None and following["ts"] < _span(event)[1]
-        works = event.get("cat") == "cpu_op" and not event["name"].startswith(NO_WORK)
-        if works and "::" in event["name"] and not contains:
-            yield _span(event)
 
 
 def _span(event: Event) -> Span:

@@ -122,7 +122,16 @@ def _config_rows(stage: Any, plan: PlanView) -> Iterator[Row]:
             yield f"{FIELDS[axis]}.size", f"{message}ranks", ""
             break
     if (pipeline := getattr(stage, "pipeline_parallel", None)) is not None:
-        yield from _block_rows(pipeline, blocks, config)
+        if is_multimodal(config):
+            message = "the language model of a model of more than text is not divided into stages"
+            yield "pipeline_parallel", message, "leave it out"
+        if 0 < blocks < (stages := pipeline.size * pipeline.per_rank):
+            message = f"the model's {blocks} blocks do not make {stages} pipeline stages"
+            yield "pipeline_parallel.size", message, ""
+        if config.get("tie_word_embeddings") is True and pipeline.schedule in FOLDED:
+            message = f"{pipeline.schedule} puts the first and the last pipeline stage on one "
+            message += "rank, and the model's head shares the embedding's weight"
+            yield "pipeline_parallel.schedule", message, "choose another schedule"
     field = getattr(stage, "expert_parallel", None)
     if field is not None and field.size > 1 and not has_experts(config):
         yield "expert_parallel", "the model has no experts", "leave it out"
@@ -157,17 +166,3 @@ def _type_rows(stage: Any, kinds: set[str], attention: str) -> Iterator[Row]:
     for kind in kinds & NO_BLOCKS if getattr(stage, "units", None) == "block" else ():
         message = f"transformers does not say which modules of a {kind} are its blocks"
         yield "units", message, "name their classes"
-
-
-def _block_rows(field: PipelineParallel, blocks: int, config: Mapping[str, Any]) -> Iterator[Row]:
-    """Blocks and ends of a model that do not make the stages of a pipeline."""
-    if is_multimodal(config):
-        message = "the language model of a model of more than text is not divided into stages"
-        yield "pipeline_parallel", message, "leave it out"
-    if 0 < blocks < (stages := field.size * field.per_rank):
-        message = f"the model's {blocks} blocks do not make {stages} pipeline stages"
-        yield "pipeline_parallel.size", message, ""
-    if config.get("tie_word_embeddings") is True and field.schedule in FOLDED:
-        message = f"{field.schedule} puts the first and the last pipeline stage on one rank, and "
-        message += "the model's head shares the embedding's weight"
-        yield "pipeline_parallel.schedule", message, "choose another schedule"

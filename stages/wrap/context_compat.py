@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -154,7 +154,22 @@ class DividedAttention:
             raise StageError(f"context_parallel: {type(module).__name__} takes no cu_seq_lens_q")
         if kwargs.get("s_aux") is not None:  # a weight for each head
             kwargs["s_aux"] = self._own(kwargs["s_aux"])
-        query, key, value = gather_sequence((query, key, value), self._group)
+        # Exchange slices of the sequence for a share of the heads: shapes (samples, heads, length,
+        # width) become (samples, heads / ranks, length * ranks, width). Heads that do not divide,
+        # as of keys and values, are repeated until they do. One all-to-all for all of them.
+        shares = []
+        for state in (query, key, value):
+            heads = state.shape[1]
+            if repeats := math.lcm(heads, self._count) // heads - 1:
+                state = state.repeat_interleave(repeats + 1, dim=1)
+            # (ranks, samples, heads / ranks, length, width), a view where no head is repeated.
+            shares.append(torch.unflatten(state, 1, (self._count, -1)).movedim(1, 0))
+        received = all_to_all(torch.cat([share.flatten(1) for share in shares], dim=1), self._group)
+        parts = torch.split(received, [share[0].numel() for share in shares], dim=1)
+        query, key, value = (
+            part.view(share.shape).movedim(0, 2).flatten(2, 3)
+            for part, share in zip(parts, shares, strict=True)
+        )
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self._base, eager)
         # The module as attention functions see it, with this rank's heads.
@@ -162,7 +177,10 @@ class DividedAttention:
         groups = query.shape[1] // key.shape[1]
         local = _Changed(module, num_key_value_groups=groups, config=config)
         output, _ = attend(local, query, key, value, attention_mask, **kwargs)
-        return scatter_sequence(output, self._group), None
+        # Exchange back: shape (samples, length * ranks, heads / ranks, width) becomes (samples,
+        # length, heads, width).
+        slices = torch.unflatten(output, 1, (self._count, -1)).movedim(1, 0)
+        return all_to_all(slices, self._group).movedim(0, 2).flatten(2, 3), None
 
 
 class _Changed:
@@ -174,30 +192,3 @@ class _Changed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of, name)
-
-
-def gather_sequence(states: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Exchange slices of the sequence for a share of the heads: shapes (samples, heads, length,
-    width) become (samples, heads / ranks, length * ranks, width). Heads that do not divide, as of
-    keys and values, are repeated until they do. One all-to-all for all of `states`."""
-    ranks, shares = dist.get_world_size(group), []
-    for state in states:
-        heads = state.shape[1]
-        if repeats := math.lcm(heads, ranks) // heads - 1:
-            state = state.repeat_interleave(repeats + 1, dim=1)
-        # (ranks, samples, heads / ranks, length, width), a view where no head is repeated.
-        shares.append(torch.unflatten(state, 1, (ranks, -1)).movedim(1, 0))
-    received = all_to_all(torch.cat([share.flatten(1) for share in shares], dim=1), group)
-    parts = torch.split(received, [share[0].numel() for share in shares], dim=1)
-    return [
-        part.view(share.shape).movedim(0, 2).flatten(2, 3)
-        for part, share in zip(parts, shares, strict=True)
-    ]
-
-
-def scatter_sequence(output: Tensor, group: ProcessGroup) -> Tensor:
-    """Exchange back attention's output: shape (samples, length * ranks, heads / ranks, width)
-    becomes (samples, length, heads, width)."""
-    ranks = dist.get_world_size(group)
-    slices = torch.unflatten(output, 1, (ranks, -1)).movedim(1, 0)
-    return all_to_all(slices, group).movedim(0, 2).flatten(2, 3)

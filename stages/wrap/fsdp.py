@@ -81,27 +81,26 @@ class Fsdp(OnAxes):
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from axis_problems(self, plan)
         both = self.data_ranks(plan.procs) * axis_sizes(self).get("context", 1)
-        rows = [*self._expert_rows(both, plan), *self._sharding_rows(both, plan.procs)]
-        yield from (Problem(key=key, message=text, hint=hint) for key, text, hint in rows)
-
-    def _sharding_rows(self, both: int, procs: int) -> Iterator[Row]:
-        """Settings that exclude each other; `both` ranks of all `procs` share the parameters."""
-        block = self.pipeline_parallel
+        rows, block = [*self._expert_rows(both, plan)], self.pipeline_parallel
         if block is not None and block.schedule in SPLIT_BACKWARD and self.gathers_again:
             message = f"{block.schedule} needs parameters that stay gathered until backward"
-            yield "sharding", message, "use shard_grad_op or no_shard, or choose another schedule"
+            hint = "use shard_grad_op or no_shard, or choose another schedule"
+            rows.append(("sharding", message, hint))
         if block is not None and self.cpu_offload:
-            yield "cpu_offload", "does not work with pipeline_parallel", "leave out one of them"
+            message = "does not work with pipeline_parallel"
+            rows.append(("cpu_offload", message, "leave out one of them"))
         if self.shard_size is not None and self.sharding != "hybrid_shard":
-            yield "shard_size", "only applies to hybrid_shard", ""
+            rows.append(("shard_size", "only applies to hybrid_shard", ""))
         if self.shard_size is not None and both % self.shard_size:
-            whole = "processes" if both == procs else f"of {procs} processes"
-            yield "shard_size", f"{both} {whole} do not divide into groups of {self.shard_size}", ""
+            whole = "processes" if both == plan.procs else f"of {plan.procs} processes"
+            message = f"{both} {whole} do not divide into groups of {self.shard_size}"
+            rows.append(("shard_size", message, ""))
         if self.sharding == "no_shard" and self.cpu_offload:
-            yield "cpu_offload", "needs sharding", "use full_shard"
+            rows.append(("cpu_offload", "needs sharding", "use full_shard"))
+        yield from (Problem(key=key, message=text, hint=hint) for key, text, hint in rows)
 
     def _expert_rows(self, both: int, plan: PlanView) -> Iterator[Row]:
-        """Settings under which ranks cannot divide experts."""
+        """Settings under which ranks cannot divide experts; `both` ranks share the parameters."""
         key, block = "expert_parallel", self.expert_parallel
         if block is None or not both:
             return

@@ -135,16 +135,14 @@ class Sharded(TorchMemory):
         own = trained[place] * (through and (moment.first or not self._late))
         own += trained[EMBEDDINGS] * (through and place == ROOT)
         own += self._head * (backward and moment.unit != "head" and not (through and place < 0))
-        return self._gathered(moment.event, place), buffers, r * waits + c * own
-
-    def _gathered(self, event: str, place: int) -> int:
-        """Bytes of the root, and of the unit that runs, or of those up to it."""
-        whole, through = self._whole, event == "reduce"
-        if event in IN_BACKWARD and place < 0:  # a table is not gathered for that
+        # The root is whole, and so is the unit that runs, or are those up to it. In backward before
+        # the first block a table is not gathered.
+        whole, first = self._whole, EMBEDDINGS if self._stays else min(place, self._kept)
+        gathered = whole[ROOT] + whole.between(first, place + (not through))
+        if backward and place < 0:
             table = whole[EMBEDDINGS] * (self._stays and place == ROOT)
-            return whole[ROOT] * (not through) + table
-        first = EMBEDDINGS if self._stays else min(place, self._kept)
-        return whole[ROOT] + whole.between(first, place + (not through))
+            gathered = whole[ROOT] * (not through) + table
+        return gathered, buffers, r * waits + c * own
 
     def _buffers(self, event: str, place: int) -> int:
         """Bytes of the buffers that units are gathered into: the one that runs, and those ahead."""

@@ -92,17 +92,16 @@ class TensorPlan:
                 listed = ", ".join(f"{name} {placement}" for name, placement in found.items())
                 raise StageError(f"tied weights would be placed differently: {listed}")
         self.regions = [*_regions(model, self.blocks, self.styles, entries)]
-        self.summed = {name for name in self.placements if self._used_in_parts(name, entries[name])}
+        self.summed = set[str]()
         """Parameters that each rank uses for a part of the activations: gradients are summands."""
-
-    def _used_in_parts(self, name: str, entry: str) -> bool:
-        if not self.placements[name].is_replicate():
-            return False
-        if entry or not self.sequence:
-            return self.styles.get(entry) in (*COLUMNS, *ROWS, SUMMED)
-        # A norm on this rank's part of the sequence.
-        inside = any(name.startswith(f"{block}.") for block in self.blocks)
-        return inside and region_of(name, self.regions) is None
+        for name, entry in entries.items():
+            if entry or not sequence:
+                in_parts = self.styles.get(entry) in (*COLUMNS, *ROWS, SUMMED)
+            else:  # a norm on this rank's part of the sequence
+                inside = any(name.startswith(f"{block}.") for block in self.blocks)
+                in_parts = inside and region_of(name, self.regions) is None
+            if in_parts and self.placements[name].is_replicate():
+                self.summed.add(name)
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -237,20 +236,16 @@ def check_layers(
             raise StageError(f"{name}: {style} is for embeddings, this is a {kind}")
         if linear:
             heads = _heads(model, name) if style == "colwise" and name not in uneven else None
-            _check_linear(name, module, style, parts, uneven=name in uneven)
+            sizes = layer_sizes(module)
+            if sizes is None:
+                kind = type(module).__name__
+                raise StageError(f"{name}: {style} is for linear layers, this is a {kind}")
+            if any(".lora_magnitude_vector." in f".{key}." for key, _ in module.named_parameters()):
+                raise StageError(f"{name}: DoRA needs whole rows of the weight; set dora: false")
+            divided, what = (sizes[1], "outputs") if style in COLUMNS else (sizes[0], "inputs")
+            # Parts of these may differ in size, as a divided layer consumes what another returns.
+            if divided % parts and not (style in ("colwise", "rowwise") or name in uneven):
+                raise StageError(f"{name}: {divided} {what} do not divide into {parts} parts")
             if heads and heads % size:
                 message = f"{heads} attention heads do not divide among {size} ranks"
                 raise StageError(f"{name}: {message}")
-
-
-def _check_linear(name: str, module: nn.Module, style: str, parts: int, *, uneven: bool) -> None:
-    sizes = layer_sizes(module)
-    if sizes is None:
-        kind = type(module).__name__
-        raise StageError(f"{name}: {style} is for linear layers, this is a {kind}")
-    if any(".lora_magnitude_vector." in f".{key}." for key, _ in module.named_parameters()):
-        raise StageError(f"{name}: DoRA needs whole rows of the weight; set dora: false")
-    divided, what = (sizes[1], "outputs") if style in COLUMNS else (sizes[0], "inputs")
-    # Parts of these may differ in size, as a divided layer consumes what another returns.
-    if divided % parts and not (style in ("colwise", "rowwise") or uneven):
-        raise StageError(f"{name}: {divided} {what} do not divide into {parts} parts")

@@ -202,9 +202,6 @@ class TorchEngine(Engine):
         self.data_axis = passes.here.data
         self.random_stream = passes.here.stream
         self.random_streams = passes.axes.ranks // passes.axes.tensor
-        self.averaged_over = passes.axes.data * passes.axes.context
-        """Ranks over which the strategy averages gradients. The loss is multiplied by their number,
-        so that gradients are summed, and stay in the range of narrow dtypes."""
         self._whole, self._scaling = whole, precision.loss_scaling
         scale = 1.0 if self._scaling is None else self._scaling.initial_scale
         self.loss_scale = LossScale(scale=scale, good_steps=0)
@@ -263,7 +260,22 @@ class TorchEngine(Engine):
         # Without a guard and loss scaling the host waits for nothing.
         applied = not overflowed and (should_step is None or should_step(float(sent)))
         if applied:
-            self._update(gradients, norm, scale)
+            # Each part by its gradients divided by the loss scale, and scaled down to the largest
+            # norm. torch's fused kernels do both, and leave out gradients that are not finite.
+            limit, divisor = self.plan.max_grad_norm, None
+            if limit is not None:
+                # As torch.nn.utils.clip_grad_norm_ does.
+                divisor = torch.clamp((norm + 1e-6) / limit, min=1.0) * scale
+            elif scale != 1.0:
+                divisor = torch.full_like(norm, scale)
+            for (_, part, optimizer), own in zip(self.optimizers, gradients, strict=True):
+                # The first update shows what the rule keeps.
+                with nullcontext() if self._applied else declared_state(optimizer, part):
+                    if step_divided(optimizer, divisor, norm):
+                        continue
+                    if divisor is not None:
+                        multiply(own, divisor.reciprocal())
+                    optimizer.step()
         self._adjust_scale(overflowed=overflowed)
         for live in self.optimizers:
             live.optimizer.zero_grad()
@@ -287,24 +299,6 @@ class TorchEngine(Engine):
         """Norm of the whole model's gradient; this rank has `gradients` of it (collective)."""
         return total_norm(gradients)
 
-    def _update(self, gradients: list[list[Tensor]], norm: Tensor, scale: float) -> None:
-        """Update each part by its gradients divided by the loss scale, and scaled down to the
-        largest norm. torch's fused kernels do both, and leave out gradients that are not finite."""
-        limit, divisor = self.plan.max_grad_norm, None
-        if limit is not None:
-            # As torch.nn.utils.clip_grad_norm_ does.
-            divisor = torch.clamp((norm + 1e-6) / limit, min=1.0) * scale
-        elif scale != 1.0:
-            divisor = torch.full_like(norm, scale)
-        for (_, part, optimizer), own in zip(self.optimizers, gradients, strict=True):
-            # The first update shows what the rule keeps.
-            with nullcontext() if self._applied else declared_state(optimizer, part):
-                if step_divided(optimizer, divisor, norm):
-                    continue
-                if divisor is not None:
-                    multiply(own, divisor.reciprocal())
-                optimizer.step()
-
     def state(self) -> EngineState:
         fixed, stored = self._layout
         made = self._applied  # since the state was restored
@@ -320,6 +314,12 @@ class TorchEngine(Engine):
 
     def fragments(self) -> Iterator[Fragment]:
         return self._fragments(write=False)
+
+    @property
+    def averaged_over(self) -> int:
+        """Ranks over which the strategy averages gradients. The loss is multiplied by their number,
+        so that gradients are summed, and stay in the range of narrow dtypes."""
+        return self.passes.axes.data * self.passes.axes.context
 
     @property
     def lasting_fragments(self) -> bool:

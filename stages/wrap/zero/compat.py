@@ -278,7 +278,19 @@ def flat_masters(zero: Any, module: nn.Module) -> Iterator[FlatMaster]:
     """All flat masters of a live ZeRO optimizer, in a fixed order."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     if zero_stage(zero) == 3:
-        yield from _sub_groups(zero, names)
+        # Each parameter is cut into a part per rank, the last padded; a rank's parts of a
+        # sub-group's parameters make one vector.
+        flat_numel = zero.fp16_partitioned_groups_flat_numel
+        for index, parameters in enumerate(zero.fp16_groups):
+            parts = []
+            for parameter in parameters:
+                _, low, padded = zero.grad_position[zero.get_param_id(parameter)]
+                start, length = _own_range(zero, parameter, padded)
+                if length:
+                    parts.append(FlatPart(names[parameter], parameter, low, length, start))
+            every = [names[parameter] for parameter in parameters]
+            group, numel = zero.sub_group_to_group_id[index], flat_numel[index]
+            yield FlatMaster(zero, index, group, int(numel), every, parts)
         return
     # A group is one vector of all its parameters, cut into a part per rank.
     groups = getattr(zero, "round_robin_bit16_groups", None) or zero.bf16_groups
@@ -296,22 +308,6 @@ def flat_masters(zero: Any, module: nn.Module) -> Iterator[FlatMaster]:
             begin += parameter.numel() + pad
         every = [names[parameter] for parameter in groups[index]]
         yield FlatMaster(zero, index, index, flat.numel(), every, parts)
-
-
-def _sub_groups(zero: Any, names: Mapping[Any, str]) -> Iterator[FlatMaster]:
-    """Each parameter is cut into a part per rank, the last padded; a rank's parts of a sub-group's
-    parameters make one vector."""
-    flat_numel = zero.fp16_partitioned_groups_flat_numel
-    for index, parameters in enumerate(zero.fp16_groups):
-        parts = []
-        for parameter in parameters:
-            _, low, padded = zero.grad_position[zero.get_param_id(parameter)]
-            start, length = _own_range(zero, parameter, padded)
-            if length:
-                parts.append(FlatPart(names[parameter], parameter, low, length, start))
-        every = [names[parameter] for parameter in parameters]
-        group, numel = zero.sub_group_to_group_id[index], flat_numel[index]
-        yield FlatMaster(zero, index, group, int(numel), every, parts)
 
 
 def _own_range(zero: Any, parameter: Any, padded: int) -> tuple[int, int]:

@@ -119,7 +119,7 @@ Row = tuple[object, str, str, str]
 
 def problems(stage: ZeroFields, plan: PlanView) -> Iterator[Problem]:
     """Every problem of `stage`, keys relative to it."""
-    rows, master = [*_stage_rows(stage), *_plus_plus_rows(stage, plan)], "fp32"
+    rows, master = list(_stage_rows(stage, plan)), "fp32"
     policy = plan.producer(stage, Precision)
     if isinstance(policy, traits.DeclaresDtypes):
         master = policy.master
@@ -140,10 +140,25 @@ def problems(stage: ZeroFields, plan: PlanView) -> Iterator[Problem]:
     optimizer = plan.producer(stage, OptimizerPlan)
     if isinstance(optimizer, traits.DeclaresRules):
         yield from rule_problems(stage, master, optimizer.update_rules())
-    yield from extra_problems(stage.extra)
+    # Raw keys that the recipe decides elsewhere, that are not supported, or that are unknown:
+    # DeepSpeed ignores an unknown top-level key, and refuses one in its blocks as it starts.
+    nested = stage.extra.get(ZERO, {})
+    if not isinstance(nested, Mapping):
+        yield Problem(key=f"extra.{ZERO}", message="is not a mapping")
+        return
+    for name, value in {**stage.extra, **{f"{ZERO}.{key}": nested[key] for key in nested}}.items():
+        where = f"extra.{name}"
+        if name in REFUSED:
+            yield Problem(key=where, message=REFUSED[name], hint="leave it out")
+        elif "." not in name and name not in KNOWN:
+            near = closest(name, KNOWN)
+            hint = f"did you mean {near}?" if near else "see DeepSpeed's configuration reference"
+            yield Problem(key=where, message="is not a key that DeepSpeed knows", hint=hint)
+        elif value == "auto":
+            yield Problem(key=where, message="DeepSpeed ignores the value auto")
 
 
-def _stage_rows(stage: ZeroFields) -> Iterator[Row]:
+def _stage_rows(stage: ZeroFields, plan: PlanView) -> Iterator[Row]:
     for key in ("offload_param", "plus_plus", *STAGE_3_FIELDS):
         given = getattr(stage, key) is not None
         yield stage.stage < 3 and given, key, "needs stage 3", "set stage: 3 or leave it out"
@@ -158,6 +173,21 @@ def _stage_rows(stage: ZeroFields) -> Iterator[Row]:
         on_disk = offload.device == "nvme"
         yield on_disk and stage.stage < 3, f"{block}.device", "nvme needs stage 3", ""
         yield on_disk != bool(offload.path), f"{block}.path", path, ""
+    asked, key = stage.plus_plus or PlusPlus(), "plus_plus.secondary_partition"
+    group, tensor = asked.secondary_partition, stage.tensor_parallel
+    message = f"{plan.procs} processes do not divide into groups of {group}"
+    yield group and plan.procs % group, key, message, ""
+    swapped = stage.offload_param and stage.offload_param.device == "nvme"
+    yield group and swapped, key, "DeepSpeed keeps no second copy on a disk", ""
+    yield (
+        stage.plus_plus and tensor and tensor.size > 1, "plus_plus",
+        "DeepSpeed builds the groups of ZeRO++ from all ranks, and with tensor_parallel these hold "
+        "different parts of the layers",
+        "leave out tensor_parallel",
+    )  # fmt: skip
+    for field in ("quantized_weights", "quantized_gradients"):
+        wrong = getattr(asked, field) and plan.device == "cpu"
+        yield wrong, f"plus_plus.{field}", "DeepSpeed quantizes on GPUs only", "leave it out"
 
 
 def _precision_rows(stage: ZeroFields, policy: traits.DeclaresDtypes) -> Iterator[Row]:
@@ -189,24 +219,6 @@ def _precision_rows(stage: ZeroFields, policy: traits.DeclaresDtypes) -> Iterato
         f"DeepSpeed would take gradients in {policy.reduce} for fp16 ones",
         "set reduce: fp16 in the precision slot",
     )  # fmt: skip
-
-
-def _plus_plus_rows(stage: ZeroFields, plan: PlanView) -> Iterator[Row]:
-    asked, key = stage.plus_plus or PlusPlus(), "plus_plus.secondary_partition"
-    group, tensor = asked.secondary_partition, stage.tensor_parallel
-    message = f"{plan.procs} processes do not divide into groups of {group}"
-    yield group and plan.procs % group, key, message, ""
-    on_disk = stage.offload_param and stage.offload_param.device == "nvme"
-    yield group and on_disk, key, "DeepSpeed keeps no second copy on a disk", ""
-    yield (
-        stage.plus_plus and tensor and tensor.size > 1, "plus_plus",
-        "DeepSpeed builds the groups of ZeRO++ from all ranks, and with tensor_parallel these hold "
-        "different parts of the layers",
-        "leave out tensor_parallel",
-    )  # fmt: skip
-    for field in ("quantized_weights", "quantized_gradients"):
-        wrong = getattr(asked, field) and plan.device == "cpu"
-        yield wrong, f"plus_plus.{field}", "DeepSpeed quantizes on GPUs only", "leave it out"
 
 
 def rule_problems(stage: ZeroFields, master: str, rules: Sequence[UpdateRule]) -> Iterator[Problem]:
@@ -284,22 +296,3 @@ _FREE = (
 )
 KNOWN = frozenset({ZERO, *_FREE.split(), *(key for key in REFUSED if "." not in key)})
 """Every top-level key of DeepSpeed 0.19; a test compares it with the installed one."""
-
-
-def extra_problems(extra: Mapping[str, Any]) -> Iterator[Problem]:
-    """Raw keys that the recipe decides elsewhere, that are not supported, or that are unknown:
-    DeepSpeed ignores an unknown top-level key, and refuses one in its blocks as it starts."""
-    nested = extra.get(ZERO, {})
-    if not isinstance(nested, Mapping):
-        yield Problem(key=f"extra.{ZERO}", message="is not a mapping")
-        return
-    for name, value in {**extra, **{f"{ZERO}.{key}": nested[key] for key in nested}}.items():
-        where = f"extra.{name}"
-        if name in REFUSED:
-            yield Problem(key=where, message=REFUSED[name], hint="leave it out")
-        elif "." not in name and name not in KNOWN:
-            near = closest(name, KNOWN)
-            hint = f"did you mean {near}?" if near else "see DeepSpeed's configuration reference"
-            yield Problem(key=where, message="is not a key that DeepSpeed knows", hint=hint)
-        elif value == "auto":
-            yield Problem(key=where, message="DeepSpeed ignores the value auto")

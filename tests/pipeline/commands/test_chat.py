@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,6 @@ from pipeline.commands import chat
 from pipeline.testing import context
 from stages.export import text_model
 from stages.export.text_model import LoadedModel
-from stages.template_limits import Limited
 from tests.stages.data.fakes import PLAIN, FakeSource
 from tests.support.pipe import Pipe
 from tests.support.runs import TINY
@@ -273,7 +273,7 @@ def test_templates_get_their_processes_before_the_weights(
         monkeypatch.setattr(holder, name, note)
 
     shutil.copytree(place / "runs/adapter/export", place / "runs/moved")
-    noted(Limited, "_start", "process")
+    noted(os, "fork", "process")
     noted(text_model, "loaded", "weights")
     noted(torch.nn.Module, "load_state_dict", "weights")
     done = call("chat", f"runs/{run[0]}", *run[1:], "--max-tokens", "2", typed="Who?\nWho?\n")
