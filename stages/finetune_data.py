@@ -12,8 +12,7 @@ from typing import Any
 
 from pipeline import Context, DataError, ModelSource, StageError, UsageError
 from pipeline.planning import reads_back
-from pipeline.utils import activity
-from pipeline.utils.files import expanded
+from pipeline.utils import activity, expanded
 from stages.data import tokenize
 from stages.data.documents import read_documents
 from stages.data.encode import EMPTY, Dropped, Encoded, RowEncoder

@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from pipeline import PlanView, Problem
 from pipeline.track import Outcome, RunFacts, Tracker, TrackerStage
-from pipeline.utils import hidden_in, shown
-from pipeline.utils.files import expanded
+from pipeline.utils import expanded, hidden_in, shown
 
 LONGEST = 500
 """Characters of a parameter's value that every version of MLflow takes."""

@@ -81,8 +81,7 @@ class ObjectStore:
         opened = self._ask("open", path, "wb")
         try:
             yield functools.partial(_write, opened, path)
-            with _as_os_error(path):
-                opened.close()
+            _finish(opened, path)
         except BaseException:
             with contextlib.suppress(Exception):
                 opened.discard()
@@ -162,6 +161,11 @@ def _write(opened: Any, path: str, offset: int, data: memoryview) -> None:
     assert offset == opened.tell(), "objects can only be written sequentially"
     with _as_os_error(path):
         opened.write(data)
+
+
+def _finish(opened: Any, path: str) -> None:
+    with _as_os_error(path):
+        opened.close()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pipeline.utils.activities import BYTES as BYTES
     from pipeline.utils.activities import activity as activity
     from pipeline.utils.files import cache_folder as cache_folder
+    from pipeline.utils.files import expanded as expanded
     from pipeline.utils.files import opened as opened
     from pipeline.utils.files import page_aligned as page_aligned
     from pipeline.utils.files import read_at as read_at

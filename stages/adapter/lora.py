@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import Context, Engine, ModelSource, PlanView, Problem, StageError
-from pipeline.utils import closest
-from pipeline.utils.files import expanded
+from pipeline.utils import closest, expanded
 from stages.adapter.compat import CONFIG, WEIGHTS
 from stages.adapter.settings import AdaptedModel as AdaptedModel
 from stages.adapter.settings import LoraSettings

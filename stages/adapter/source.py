@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline import ModelSource, StageError, TensorReader, TensorSpec, Weights
 from pipeline.checkpoint import CHUNK
-from pipeline.utils.files import expanded
+from pipeline.utils import expanded
 from stages.adapter.compat import CONFIG, WEIGHTS, Layer
 from stages.adapter.injection import inject, layers
 from stages.adapter.peft_files import saved_updates

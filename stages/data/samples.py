@@ -28,8 +28,7 @@ from pipeline import (
     Samples,
     StageError,
 )
-from pipeline.utils import cache_folder
-from pipeline.utils.files import expanded
+from pipeline.utils import cache_folder, expanded
 from stages.data import tokenize
 from stages.data.cache import Counts, Entry, VerifiedArray, prepare, prepare_locally
 from stages.data.fields import Selection

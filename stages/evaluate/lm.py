@@ -24,8 +24,14 @@ from pipeline import (
     StageError,
     UsageError,
 )
-from pipeline.utils import parse_json, pins_asked, read_whole, replace_text, require_code_trust
-from pipeline.utils.files import expanded
+from pipeline.utils import (
+    expanded,
+    parse_json,
+    pins_asked,
+    read_whole,
+    replace_text,
+    require_code_trust,
+)
 from stages.data.sources import file_problems
 
 Count = Annotated[int, Gt(0)]

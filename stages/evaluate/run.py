@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from pipeline import NO_TARGET, ModelSource, Sample, StageError
-from pipeline.utils import optional
-from pipeline.utils.files import expanded
+from pipeline.utils import expanded, optional
 from stages.batches.layout import collate
 from stages.data import tokenize
 from stages.data.documents import read_documents

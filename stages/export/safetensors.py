@@ -21,8 +21,7 @@ from pipeline import (
     TrainedRun,
     Weights,
 )
-from pipeline.utils import path_problems
-from pipeline.utils.files import expanded
+from pipeline.utils import expanded, path_problems
 from stages.adapter.lora import AdaptedModel
 from stages.fields import made_by_training, result_problems
 from stages.model.config_checks import hf_model

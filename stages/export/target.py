@@ -20,8 +20,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64
 
 from pipeline import EXPORT_MANIFEST, Context, ExportError, StageError, in_words
-from pipeline.utils import open_regular, parse_json, read_whole, replace_text, sync, sync_tree
-from pipeline.utils.files import expanded
+from pipeline.utils import (
+    expanded,
+    open_regular,
+    parse_json,
+    read_whole,
+    replace_text,
+    sync,
+    sync_tree,
+)
 from stages.model.files import is_plain
 
 UNFINISHED = f"{EXPORT_MANIFEST}.tmp"

@@ -19,7 +19,7 @@ from pipeline import (
     traits,
 )
 from pipeline.importing import read_config
-from pipeline.utils.files import expanded
+from pipeline.utils import expanded
 from stages.importing.draft import Draft
 from stages.importing.hugging_face import TABLES
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from pipeline.utils import COMMIT
-from pipeline.utils.files import expanded
+from pipeline.utils import COMMIT, expanded
 from stages.importing.draft import Draft
 from stages.importing.rules import FOREIGN, TABLES, why
 from stages.importing.sources import HELDOUT, NO_COMMIT, is_local

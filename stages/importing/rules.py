@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, Union
 
 from pipeline.importing import KeyOutcome
-from pipeline.utils.files import expanded
+from pipeline.utils import expanded
 
 
 @dataclass(kw_only=True)

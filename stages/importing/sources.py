@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import DataError, StageError
-from pipeline.utils import COMMIT
-from pipeline.utils.files import expanded
+from pipeline.utils import COMMIT, expanded
 from stages.importing.draft import Draft
 from stages.importing.rules import path, why
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import StageError
-from pipeline.utils import did_you_mean
-from pipeline.utils.files import expanded
+from pipeline.utils import did_you_mean, expanded
 from stages.model import compat
 from stages.model.config_checks import wrong_size
 from stages.model.files import Files, is_local, read_json

@@ -11,13 +11,13 @@ from pipeline import PlanView, Problem, StageError, UsageError, traits
 from pipeline.utils import (
     COMMIT,
     did_you_mean,
+    expanded,
     near_path,
     pins_asked,
     require_code_trust,
     require_trust,
     shown_path,
 )
-from pipeline.utils.files import expanded
 from stages.fields import instead_of_variable
 from stages.model.assets import read_template
 from stages.model.compat import attentions, causal_types, is_multimodal, suited_attention

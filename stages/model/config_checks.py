@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import Data, ModelSource, PlanView, Problem, StageError, TrainedRun, traits
-from pipeline.utils.files import expanded
+from pipeline.utils import expanded
 from stages.model.compat import size_by_default, type_code
 from stages.model.files import (
     gguf_header,

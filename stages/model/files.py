@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from pipeline import StageError, in_words, system_errors_as
-from pipeline.utils import HubName, commit_of, open_regular, parse_json, read_whole
-from pipeline.utils.files import expanded
+from pipeline.utils import HubName, commit_of, expanded, open_regular, parse_json, read_whole
 
 if TYPE_CHECKING:
     from stages.model.settings import HfSettings

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pipeline import Problem, StageError
 from pipeline.checkpoint import Placed, table
-from pipeline.utils.files import expanded
+from pipeline.utils import expanded
 from stages.model.compat import is_multimodal, tied_names, ties_by_default
 from stages.model.config_checks import of_text
 from stages.model.declared import matches

@@ -23,8 +23,7 @@ from pipeline import (
     TrainedRun,
     traits,
 )
-from pipeline.utils import address_problems
-from pipeline.utils.files import expanded
+from pipeline.utils import address_problems, expanded
 from stages.fields import epoch_problems, mixed_problems
 from stages.model.config_checks import (
     config_of,
