@@ -22,7 +22,7 @@ from pipeline import (
     TrainingLength,
     WrittenCheckpoint,
 )
-from pipeline.utils import address_problems, path_problems
+from pipeline.utils import address_problems, expanded, path_problems
 from stages.fields import Period, epoch_problems, mixed_problems
 
 if TYPE_CHECKING:
@@ -72,13 +72,12 @@ class CheckpointSettings:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from address_problems("start_from", self.start_from)
-        # pathlib raises for a name that is too long, and for a user who has no home
-        given = self.start_from or "", self.folder or ""
-        begin, folder = map(os.path.expanduser, given)
-        if begin and "://" not in begin and not os.path.exists(begin):  # noqa: PTH110
-            message = f"{self.start_from} does not exist here, and a new run needs it"
+        begin, folder = self.start_from or "", self.folder or ""
+        # pathlib raises for a name that is too long
+        if begin and "://" not in begin and not os.path.exists(expanded(begin)):  # noqa: PTH110
+            message = f"{begin} does not exist here, and a new run needs it"
             yield Problem(key="start_from", message=message, warning=True)
-        if folder.startswith("~"):
+        if str(expanded(folder)).startswith("~"):
             message = f"{folder}: no such user here, whose home this would be in"
             yield Problem(key="folder", message=message)
         yield from mixed_problems(self, plan)

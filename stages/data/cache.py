@@ -103,9 +103,7 @@ def prepare_locally(folder: Path, key: str, build: Build) -> Entry:
             folder.mkdir(parents=True, exist_ok=True)
             # Remove what killed builds have left; a live build has written to its files today.
             for left in folder.glob("*.partial"):
-                with contextlib.suppress(
-                    FileNotFoundError
-                ):  # its process has finished it meanwhile
+                with contextlib.suppress(FileNotFoundError):  # finished meanwhile
                     written = [path.stat().st_mtime for path in (left, *left.iterdir())]
                     if time.time() - max(written) > 24 * 3600:
                         shutil.rmtree(left, ignore_errors=True)
