@@ -180,9 +180,13 @@ class TokenBlocks(CountedSamples):
         self._tokens, self._length, self._first, self._starts = tokens, length, first, starts
         self.size = block_count(len(tokens), length) - first if count is None else count
 
+    def _bounds(self, indices: Any) -> tuple[Any, Any]:
+        """Return the start and end in the stream of one window, or of an array of them."""
+        starts = (self._first + self.within(indices)) * self._length
+        return starts, np.minimum(starts + self._length + 1, len(self._tokens))
+
     def counted(self, indices: Indices) -> Indices:
-        begin = (self._first + self.within(indices)) * self._length
-        end = np.minimum(begin + self._length + 1, len(self._tokens))
+        begin, end = self._bounds(indices)
         counts = np.array([(end - begin - 1).sum(), len(indices)])
         if self._starts is not None:
             first, last, after = np.searchsorted(self._starts, [begin + 1, end - 1, end])
@@ -190,8 +194,7 @@ class TokenBlocks(CountedSamples):
         return counts
 
     def __getitem__(self, index: int) -> Sample:
-        start = int(self._first + self.within(index)) * self._length
-        stop = min(start + self._length + 1, len(self._tokens))
+        start, stop = map(int, self._bounds(index))
         window = np.asarray(self._tokens[start:stop], dtype=np.int64)
         inputs, labels = window[:-1], window[1:]
         if self._starts is None:
