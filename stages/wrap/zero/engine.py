@@ -320,7 +320,8 @@ class ZeroEngine(TorchEngine):
 
     @property
     def lasting_fragments(self) -> bool:
-        return bool(self.plan.parts) and "nvme" not in compat.offload_devices(self.zero)
+        lasting = bool(self.plan.parts) and super().lasting_fragments
+        return lasting and "nvme" not in compat.offload_devices(self.zero)
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         for flat in self._flats:

@@ -86,15 +86,15 @@ def test_a_step_changes_nothing_before_it_is_copied(tmp_path: Path) -> None:
     """Moments in few bits are copied first, as they are unpacked for it, one parameter's at a time;
     and nothing is copied later when saves are not asynchronous."""
     cases = {wrap: Setting(wrap=wrap) for wrap in (*having("basic"), *(OTHERS if FULL else ()))}
-    cases["8bit"] = Setting(
-        wrap="fsdp full", optimizer=AdamW(lr=1e-3, moments="8bit", kernel="single")
-    )
+    packed = {f"8bit {wrap}": wrap for wrap in ("fsdp full", "zero2")}
+    few_bits = AdamW(lr=1e-3, moments="8bit", kernel="single")
+    cases |= {name: Setting(wrap=wrap, optimizer=few_bits) for name, wrap in packed.items()}
     cases["waiting"] = Setting(wrap="ddp", checkpoint={"asynchronous": False})
     places = [(str(tmp_path / name), setting) for name, setting in cases.items()]
     told = run_ranks(in_turn, 2, [(save_and_step, *place) for place in places])[0]
     loaded = run_ranks(in_turn, 2, [(load_run, *place) for place in places])[0]
     for name, saved, found in zip(cases, told, loaded, strict=True):
-        assert saved["beside"] == (name not in ("8bit", "waiting")), name
+        assert saved["beside"] == (name not in {*packed, "waiting"}), name
         assert saved["before"] != saved["after"], name
         assert found["state"] == saved["before"], name
 
