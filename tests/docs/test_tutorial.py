@@ -58,7 +58,7 @@ def tutorial(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     """Return the folder, and the outcome of every command."""
     folder = tmp_path_factory.mktemp("the tutorial")
     small_repository(folder)
-    pipe = Pipe(folder / "no plugin", folder)
+    pipe = Pipe(folder / "no plugin", folder, starts=True)
     outcomes = {}
     for number, line in enumerate(COMMANDS):
         command, _, comment = line.partition("#")

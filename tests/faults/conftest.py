@@ -47,7 +47,7 @@ def install_plugin(folder: Path) -> Path:
 
 @pytest.fixture
 def pipe(plugin: Path, tmp_path: Path) -> Iterator[Pipe]:
-    pipe = Pipe(plugin, tmp_path)
+    pipe = Pipe(plugin, tmp_path, starts=True)
     yield pipe
     assert pipe.processes() == []
 

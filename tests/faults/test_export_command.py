@@ -29,7 +29,7 @@ class Trained(NamedTuple):
 def trained(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Return a finished run of two processes that began with a dry run; tests do not change it."""
     folder = tmp_path_factory.mktemp("trained")
-    pipe = Pipe(plugin, folder)
+    pipe = Pipe(plugin, folder, starts=True)
     stages = training(checkpoint={"every": 2}, train={"steps": STEPS}, wrap="wrap.fsdp") | EXPORT
     recipe = folder / "recipe.yaml"
     launch = {"procs": 2, "device": "cpu"}
@@ -81,7 +81,7 @@ def test_a_copied_run_makes_its_own_damaged_export_again(trained: Trained, tmp_p
 
 
 def test_a_dry_run_that_fails_ends_the_run_on_all_ranks(plugin: Path, tmp_path: Path) -> None:
-    pipe = Pipe(plugin, tmp_path)
+    pipe = Pipe(plugin, tmp_path, starts=True)
     stages = training(checkpoint={}, train={"steps": 1}) | EXPORT
     stages["checkpoint"] = {**stages["checkpoint"], "folder": str(tmp_path / "kept")}
     (tmp_path / "kept").mkdir()

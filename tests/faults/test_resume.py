@@ -60,7 +60,7 @@ def test_a_finished_run_has_nothing_to_do_and_needs_no_torch(pipe: Pipe) -> None
 @pytest.fixture(scope="module")
 def trained(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a finished training of five steps."""
-    pipe = Pipe(plugin, tmp_path_factory.mktemp("trained"))
+    pipe = Pipe(plugin, tmp_path_factory.mktemp("trained"), starts=True)
     recipe = write(pipe.folder / "a.yaml", training(checkpoint={}, train={"steps": 5}))
     assert pipe.run(recipe).code == 0
     return pipe.run_dir

@@ -57,7 +57,7 @@ def command(pipe: Pipe, tmp_path: Path) -> Command:
 def calm(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[float]]:
     """Return weights and losses of an undisturbed run."""
     folder = tmp_path_factory.mktemp("calm")
-    pipe = Pipe(plugin, folder)
+    pipe = Pipe(plugin, folder, starts=True)
     assert pipe.run(recipe(folder)).code == 0
     return outcome(pipe.run_dir, STEPS)
 

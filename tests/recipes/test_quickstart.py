@@ -38,7 +38,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def pipe(*words: str) -> Outcome:
-    found = Pipe(ROOT / "no plugin", ROOT)(*words)
+    found = Pipe(ROOT / "no plugin", ROOT, starts=True)(*words)
     assert found.code == 0, found.stdout + found.stderr
     return found
 

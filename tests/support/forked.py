@@ -1,7 +1,8 @@
 """Ranks forked from a process that has torch imported, instead of started anew.
 
-The quick tier forks the ranks of its many short runs, because importing torch and transformers
-takes six seconds in each. The full tier starts them as users do, and so does `Pipe.start` in both.
+Tests fork the ranks of their many short runs, because importing torch and transformers
+takes six seconds in each. `Pipe.start` starts them as users do, and so does the full tier for the
+tests of faults, of the first recipe and of the tutorial.
 """
 
 from __future__ import annotations

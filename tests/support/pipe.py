@@ -75,10 +75,11 @@ class Forked:
 
 
 class Pipe:
-    """`pipe` in its own processes, with the misbehaving stages installed."""
+    """`pipe` in its own processes, with the misbehaving stages installed. With `starts`, the full
+    tier starts them as users do, where all else is forked."""
 
-    def __init__(self, plugin: Path, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, plugin: Path, folder: Path, *, starts: bool = False) -> None:
+        self.folder, self._starts = folder, starts
         self.run_dir = folder / "the run"
         path = os.pathsep.join([str(plugin), str(REPOSITORY)])
         self.environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -115,8 +116,8 @@ class Pipe:
         return Outcome(code=process.returncode, stdout=stdout, stderr=stderr, seconds=seconds)
 
     def __call__(self, *arguments: str, **environment: str) -> Outcome:
-        """Run `pipe ARGUMENTS` to its end; in the quick tier it and its ranks are forked."""
-        if FULL:
+        """Run `pipe ARGUMENTS` to its end; it and its ranks are forked, unless they are started."""
+        if FULL and self._starts:
             return self.end(self.start("-m", "pipetrain", *arguments, **environment))
         with tempfile.TemporaryDirectory() as place:
             return self.fork(Path(place), *arguments, **environment).end()
