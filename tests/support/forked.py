@@ -1,8 +1,7 @@
 """Ranks forked from a process that has torch imported, instead of started anew.
 
-Tests fork the ranks of their many short runs, because importing torch and transformers
-takes six seconds in each. `Pipe.start` starts them as users do, and so does the full tier for the
-tests of faults, of the first recipe and of the tutorial.
+Imports of torch and transformers take six seconds in each. `Pipe.start` starts them as users do, as
+the full tier does for the tests of faults, of the first recipe and of the tutorial.
 """
 
 from __future__ import annotations

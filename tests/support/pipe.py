@@ -75,8 +75,7 @@ class Forked:
 
 
 class Pipe:
-    """`pipe` in its own processes, with the misbehaving stages installed. With `starts`, the full
-    tier starts them as users do, where all else is forked."""
+    """`pipe` in its own processes; with `starts` the full tier starts them, and does not fork."""
 
     def __init__(self, plugin: Path, folder: Path, *, starts: bool = False) -> None:
         self.folder, self._starts = folder, starts
