@@ -35,7 +35,7 @@ class Instrumented:
     """A tiny run of a strategy in a folder of its own, with one fault."""
 
     def __init__(self, plugin: Path, folder: Path, strategy: str) -> None:
-        self.pipe = Pipe(plugin, folder)
+        self.pipe = Pipe(plugin, folder, starts=True)
         stages = training(checkpoint={"every": 2}, train={"steps": STEPS}) | EXPORT
         stages["wrap"] = STRATEGIES[strategy]
         restarts = {"limit": 2, "backoff": 0}

@@ -28,7 +28,7 @@ def calm(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[in
     def weights(procs: int) -> bytes:
         if procs not in known:
             folder = tmp_path_factory.mktemp("calm")
-            pipe = Pipe(plugin, folder)
+            pipe = Pipe(plugin, folder, starts=True)
             assert pipe.run(write_recipe(folder, procs=procs)).code == 0
             known[procs] = (pipe.run_dir / "export" / "model.safetensors").read_bytes()
         return known[procs]

@@ -23,13 +23,13 @@ STEPS = 40
 
 @pytest.mark.parametrize("tasks", ["node", "gpu"])
 def test_a_job_that_is_stopped_and_preempted_finishes(
-    pipe: Pipe, tmp_path: Path, tasks: str
+    pipe: Pipe, plugin: Path, tmp_path: Path, tasks: str
 ) -> None:
     stages = training(checkpoint={"every": 5, "keep": 2}, train={"steps": STEPS}) | EXPORT
     recipe = tmp_path / "recipe.yaml"
     head = {"name": "tiny", "launch": {"procs": 2, "device": "cpu"}}
     recipe.write_text(json.dumps(head | {"stages": stages}))
-    calm = Pipe(Path(pipe.environment["PYTHONPATH"].split(":")[0]), tmp_path / "calm")
+    calm = Pipe(plugin, tmp_path / "calm", starts=True)
     calm.folder.mkdir()
     assert calm.run(recipe).code == 0
     bin_ = tmp_path / "bin"

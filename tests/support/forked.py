@@ -1,7 +1,7 @@
-"""Ranks forked from a process that has torch imported, instead of started anew.
+"""Ranks forked from a process that has torch imported, because importing it takes each six seconds.
 
-Imports of torch and transformers take six seconds in each. `Pipe.start` starts them as users do, as
-the full tier does for the tests of faults, of the first recipe and of the tutorial.
+`Pipe.start` starts commands and ranks as users do, and so does the full tier for a Pipe that
+`starts`: in the tests of faults, of the quickstart and of the tutorial.
 """
 
 from __future__ import annotations
