@@ -276,7 +276,7 @@ BIG = tiny_llama_config(
     num_attention_heads=16, num_key_value_heads=16, head_dim=64,
 )  # fmt: skip
 """Config of 200 MB in tensors of 37 MB, which malloc maps and returns one by one."""
-SLACK = 24 * MB
+SLACK, UNCOUNTED = 24 * MB, MB  # a kernel adds up the pages that each CPU counted only now and then
 
 
 @pytest.fixture(scope="module")
@@ -334,16 +334,16 @@ def test_fsdp_never_has_more_than_its_shard(compute: str, big: tuple[Path, int, 
     folder, total, largest = big
     case = Case(wrap="fsdp full", compute=compute)
     for (engine,) in measured(folder, case, "stages.wrap.fsdp_engine.build"):
-        assert total / 2 <= engine <= total / 2 + SLACK < total / 2 + largest + SLACK
+        assert total / 2 - UNCOUNTED <= engine <= total / 2 + SLACK < total / 2 + largest + SLACK
 
 
 def test_ddp_never_has_more_than_one_copy_next_to_its_gradients(big: tuple[Path, int, int]) -> None:
     """A static graph's gradients have no memory yet."""
     folder, total, _ = big
     for (engine,) in measured(folder, Case(wrap="ddp static"), "stages.wrap.ddp_engine.build"):
-        assert total <= engine <= total + SLACK
+        assert total - UNCOUNTED <= engine <= total + SLACK
     for (loading,) in measured(folder, Case(wrap="ddp"), "stages.wrap.build.load_weights"):
-        assert total <= loading <= total + SLACK
+        assert total - UNCOUNTED <= loading <= total + SLACK
 
 
 def test_zero3_never_has_more_than_its_shard_and_a_tensor(big: tuple[Path, int, int]) -> None:
@@ -352,5 +352,5 @@ def test_zero3_never_has_more_than_its_shard_and_a_tensor(big: tuple[Path, int, 
     partition = "stages.wrap.zero.compat.partition_parameters"
     functions = partition, "stages.wrap.zero.engine.load_weights"
     for made, loading in measured(folder, Case(wrap=ALL_PERSIST), *functions):
-        assert total / 2 <= made <= total / 2 + largest + SLACK < total
+        assert total / 2 - UNCOUNTED <= made <= total / 2 + largest + SLACK < total
         assert loading <= SLACK
