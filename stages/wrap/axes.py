@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 from annotated_types import Ge
 
 from pipeline import DataAxis, StageError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from pipeline import Context
@@ -226,15 +228,28 @@ def parameter_mesh(axes: Axes, device: str, shards: int, experts: int = 1) -> De
     (collective). Each tensor-parallel part is cut again into `shards`, over the data and context
     axes together. With `experts`, the mesh over which experts are cut: after `shard` it has an axis
     `expert` of so many ranks, which are neighbours among the `shards`."""
+    sizes = {"pipeline": axes.pipeline, "replicate": axes.data * axes.context // shards}
+    sizes |= {"shard": shards // experts} | ({"expert": experts} if experts > 1 else {})
+    return mesh_of(device, sizes | {"tensor": axes.tensor})
+
+
+_meshes: WeakKeyDictionary[ProcessGroup, dict[Hashable, DeviceMesh]] = WeakKeyDictionary()
+
+
+def mesh_of(device: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """The mesh of all ranks with axes of these sizes (collective); the one that an engine before
+    had, since process groups stay until their process ends."""
+    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     from pipeline.utils import with_values
 
-    sizes = {"pipeline": axes.pipeline, "replicate": axes.data * axes.context // shards}
-    sizes |= {"shard": shards // experts} | ({"expert": experts} if experts > 1 else {})
-    sizes |= {"tensor": axes.tensor}
-    with with_values():
-        return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    assert dist.group.WORLD is not None
+    made = _meshes.setdefault(dist.group.WORLD, {})
+    if (key := (device, *sizes.items())) not in made:
+        with with_values():
+            made[key] = init_device_mesh(device, (*sizes.values(),), mesh_dim_names=(*sizes,))
+    return made[key]
 
 
 def warn_of_slow_groups(ctx: Context, axes: Axes) -> None:

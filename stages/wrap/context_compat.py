@@ -22,14 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import init_device_mesh
 
 from pipeline import StageError
-from pipeline.utils import with_values
 from stages.collectives import all_to_all
 from stages.model.rotary_compat import document_angles, document_lengths
 from stages.objectives.compat import flash_documents
-from stages.wrap.axes import Axes
+from stages.wrap.axes import Axes, mesh_of
 from stages.wrap.types_compat import refuse_type
 
 
@@ -38,10 +36,8 @@ def divide_sequence(model: nn.Module, axes: Axes, device: str) -> ProcessGroup |
     sequence (collective). Raises StageError for a model whose attention cannot be divided."""
     if axes.context == 1:
         return None
-    sizes = axes.pipeline * axes.data, axes.context, axes.tensor
-    with with_values():
-        mesh = init_device_mesh(device, sizes, mesh_dim_names=("outer", "context", "tensor"))
-        group = mesh["context"].get_group()
+    sizes = {"outer": axes.pipeline * axes.data, "context": axes.context, "tensor": axes.tensor}
+    group = mesh_of(device, sizes)["context"].get_group()
     DividedAttention(model, group, axes.tensor)
     return group
 
@@ -101,7 +97,9 @@ class DividedAttention:
         self._mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[self._base]
         self._positions: Tensor
         """Positions of the whole sequence in the running forward, shape (samples, length)."""
-        name = f"ulysses_{group.group_name}_{self._base}"
+        name = (
+            f"ulysses_{id(self)}_{self._base}"  # kept by the registry, so that no other has this id
+        )
         AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(name, self._whole_mask)
         # Not through `set_attn_implementation`: it guesses from names what they demand.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 from transformers import AutoModelForCausalLM
 
 from pipeline.chain.plan import plan_file
@@ -99,6 +100,7 @@ class Watching(Runner):
 
     def _run_slot(self, step: Step) -> None:
         self.alive[f"bytes in {step.slot}"] = bytes_of_tensors()
+        self.alive[f"groups in {step.slot}"] = len(distributed_c10d._world.pg_map)
         for slot, held in self.engines.items():
             self.alive[f"{slot} in {step.slot}"] = sum(each() is not None for each in held)
         super()._run_slot(step)
@@ -147,6 +149,7 @@ def test_the_first_engine_s_memory_is_given_back_before_the_second(
         for slot in ("trained", "data2", "wrap2", "train2"):
             assert alive[f"wrap in {slot}"] == 0
         assert alive["wrap2 in train2"] > 20
+        assert alive["groups in train2"] == alive["groups in train"]  # none closes before the end
         before, first, second = (alive[f"bytes in {slot}"] for slot in ("wrap", "train", "wrap2"))
         assert first - before > 100_000  # of the model's 115 KB, sharded or not, with its gradients
         assert second - before < 4_000
