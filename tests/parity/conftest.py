@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.parity.body import Case, train_cases
-from tests.support.processes import run_ranks
+from tests.support.processes import GROUP_LIMIT, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,8 @@ def trained(
             wanted = [one for one in cases if one in names or one == name]
             alike = {one: cases[one] for one in wanted if group(one) == group(name)}
             folder = tmp_path_factory.mktemp("trained")
-            known.update(run_ranks(train_cases, group(name)[0], str(folder), alike, limit=900)[0])
+            ranks, args = group(name)[0], (str(folder), alike)
+            known.update(run_ranks(train_cases, ranks, *args, limit=GROUP_LIMIT)[0])
         return known[name]
 
     return find
