@@ -106,7 +106,7 @@ def every(dist: DistContext) -> list[list[float]]:
     ] + [compared(mesh, EXCLUDING, ASKED[0], chunk, excludes=True) for chunk in CHUNKS]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_scores_and_gradients_are_torchs(ranks: int) -> None:
     for found in run_ranks(every, ranks):
         assert len(found) == 16 * 4
