@@ -237,8 +237,8 @@ _meshes: WeakKeyDictionary[ProcessGroup, dict[Hashable, DeviceMesh]] = WeakKeyDi
 
 
 def mesh_of(device: str, sizes: Mapping[str, int]) -> DeviceMesh:
-    """The mesh of all ranks with axes of these sizes (collective); the one that an engine before
-    had, since process groups stay until their process ends."""
+    """The mesh of all ranks with axes of these sizes (collective). Engines of a process share it:
+    process groups stay until the process ends."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

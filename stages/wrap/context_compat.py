@@ -97,9 +97,7 @@ class DividedAttention:
         self._mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[self._base]
         self._positions: Tensor
         """Positions of the whole sequence in the running forward, shape (samples, length)."""
-        name = (
-            f"ulysses_{id(self)}_{self._base}"  # kept by the registry, so that no other has this id
-        )
+        name = f"ulysses_{id(self)}_{self._base}"  # the registry keeps self, so the id is unique
         AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(name, self._whole_mask)
         # Not through `set_attn_implementation`: it guesses from names what they demand.

@@ -31,8 +31,8 @@ def trained(
             wanted = [one for one in cases if one in names or one == name]
             alike = {one: cases[one] for one in wanted if group(one) == group(name)}
             folder = tmp_path_factory.mktemp("trained")
-            ranks, args = group(name)[0], (str(folder), alike)
-            known.update(run_ranks(train_cases, ranks, *args, limit=GROUP_LIMIT)[0])
+            found = run_ranks(train_cases, cases[name].ranks, str(folder), alike, limit=GROUP_LIMIT)
+            known.update(found[0])
         return known[name]
 
     return find
