@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.forked import fork_ranks
+from tests.support.forked import fork_children
 from tests.support.points import install_from_environment
 from tests.support.processes import forking
 from tests.support.tier import FULL
@@ -207,6 +207,6 @@ def call_pipe(folder: str, environment: dict[str, str], arguments: tuple[str, ..
     sys.argv = ["pipe", *arguments]
     from pipeline.cli import main
 
-    fork_ranks()
+    fork_children()
     install_from_environment()
     main()

@@ -106,7 +106,9 @@ def _rank(
     import torch.distributed
 
     from pipeline.distributed.process_group import DistContext
+    from tests.support.forked import fork_children
 
+    fork_children()
     torch.set_num_threads(1)
     _allow_fp16()
     try:
