@@ -109,6 +109,7 @@ class ForkedWriter(ForkedChild):
                 stream.close()  # or the input would never end
             for number, descriptor in enumerate((requests, answers)):
                 os.dup2(descriptor, number)
+            self._theirs = sys.stdin, sys.stdout  # which would close 0 and 1 when nobody holds them
             sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
             gc.disable()  # it would copy the memory of the rank
             from pipeline.checkpoint import writer
