@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.distributed import environment
 from pipeline.distributed.environment import LOOPBACK, ON_LOOPBACK, is_single_node, is_worker
 from pipeline.distributed.heartbeat import Heartbeat, heartbeats
-from pipeline.distributed.signals import StopRequest
+from pipeline.distributed.signals import Interrupted, StopRequest
 from pipeline.errors import RunFailed, StageError, UsageError
 from pipeline.utils.text import in_short
 
@@ -87,6 +87,8 @@ def in_one(found: Sequence[str], between: str = "; ") -> str:
 LONG_WAIT = datetime.timedelta(hours=24)
 """Timeout of waits on work of unknown length (tokenising a corpus, exporting a model). A dead peer
 ends them early: the launcher stops the whole run."""
+LEAVING = datetime.timedelta(seconds=5)
+"""Longest wait of the rank that serves the store for those that still read it."""
 RENDEZVOUS_SECONDS = 600.0
 """Seconds to wait for the other ranks before the recipe, which may give another time, is known."""
 
@@ -137,6 +139,19 @@ class DistContext:
         for spent in self._spent if self.is_main else ():  # all ranks have left earlier calls
             self.store.delete_key(spent)
         self._spent[:] = [key, opened]
+
+    def leave(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        """End this rank's use of the store, with an error or without, as a context exits. Rank 0's
+        process may serve it, so that rank waits for the others: the last barrier is over for them
+        only when they have read so. With an error it waits for nobody."""
+        shared = environment.shared
+        if self.store is None or (shared is not None and shared.store is not None):
+            return  # the store is a file, which stays for whoever has it open
+        with contextlib.suppress(RuntimeError):  # of torch: who served it has gone
+            if self.store.add("pipe/left", 1) == self.world_size:
+                self.store.set("pipe/left/all", "1")
+            if self.is_main and (kind is None or issubclass(kind, Interrupted)):
+                self.store.wait(["pipe/left/all"], LEAVING)
 
     def broadcast_str(self, value: str | None) -> str:
         """Rank 0's text, on every rank. Other ranks pass None."""

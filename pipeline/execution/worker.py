@@ -86,6 +86,7 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
             found = store or environment_store(launch.timeouts.rendezvous)
             seconds = launch.timeouts.collectives
             dist = environment_dist(found, device=spec.device, timeout=seconds)
+            stack.push(dist.leave)
             stack.callback(torch.distributed.destroy_process_group)
             stack.enter_context(compilers_aside(log))
             ctx = Context(

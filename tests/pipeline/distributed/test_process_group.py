@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
+from pipeline.distributed import process_group
+from pipeline.distributed.environment import rank_environment
 from pipeline.distributed.process_group import (
     PIECE,
     DistContext,
@@ -17,9 +23,11 @@ from pipeline.distributed.process_group import (
     _differences,
     environment_store,
     in_one,
+    receive,
 )
 from pipeline.errors import RunFailed, StageError, UsageError
-from tests.support.processes import run_ranks
+from tests.support.ports import free_port
+from tests.support.processes import forking, run_ranks
 
 
 def _exchange(dist: DistContext, folder: str) -> dict[str, Any]:
@@ -101,6 +109,39 @@ def test_rank_0_serves_the_others_at_the_address_that_is_stated(
     socket.create_connection(("127.0.0.2", port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def _last_barrier(rank: int, port: int, leaves: bool) -> None:
+    os.environ |= rank_environment(rank, 2)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place = {"rank": rank, "world_size": 2, "local_rank": rank, "local_world_size": 2}
+    store = environment_store()
+    assert store is not None
+    dist = DistContext(**place, device=torch.device("cpu"), store=store)
+    if rank:  # slow to read that the barrier is open
+        process_group.receive = lambda *asked: time.sleep(0.5) or receive(*asked)
+    dist.barrier()
+    if leaves:
+        dist.leave()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_who_serves_the_store_leaves_last(leaves: bool) -> None:
+    port = free_port()
+    ranks = [forking().Process(target=_last_barrier, args=(rank, port, leaves)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0 if leaves else 1]
+
+
+def test_after_an_error_it_waits_for_nobody() -> None:
+    dist = DistContext(world_size=2, device=torch.device("cpu"), store=HashStore())
+    began = time.monotonic()
+    dist.leave(StageError)
+    assert time.monotonic() - began < process_group.LEAVING.total_seconds() / 2
 
 
 @pytest.mark.parametrize(
