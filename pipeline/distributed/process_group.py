@@ -141,9 +141,9 @@ class DistContext:
         self._spent[:] = [key, opened]
 
     def leave(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        """End this rank's use of the store, with an error or without, as a context exits. Rank 0's
-        process may serve it, so that rank waits for the others: the last barrier is over for them
-        only when they have read so. With an error it waits for nobody."""
+        """End this rank's use of the store, as a context exits: with an error or without. Rank 0,
+        whose process may serve it, waits for the others, which may still read that the last barrier
+        is over; not after an error."""
         shared = environment.shared
         if self.store is None or (shared is not None and shared.store is not None):
             return  # the store is a file, which stays for whoever has it open
