@@ -140,19 +140,6 @@ class DistContext:
             self.store.delete_key(spent)
         self._spent[:] = [key, opened]
 
-    def leave(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        """End this rank's use of the store, as a context exits: with an error or without. Rank 0,
-        whose process may serve it, waits for the others, which may still read that the last barrier
-        is over; not after an error."""
-        shared = environment.shared
-        if self.store is None or (shared is not None and shared.store is not None):
-            return  # the store is a file, which stays for whoever has it open
-        with contextlib.suppress(RuntimeError):  # of torch: who served it has gone
-            if self.store.add("pipe/left", 1) == self.world_size:
-                self.store.set("pipe/left/all", "1")
-            if self.is_main and (kind is None or issubclass(kind, Interrupted)):
-                self.store.wait(["pipe/left/all"], LEAVING)
-
     def broadcast_str(self, value: str | None) -> str:
         """Rank 0's text, on every rank. Other ranks pass None."""
         if self.store is None or self.world_size == 1:
@@ -233,6 +220,20 @@ class DistContext:
         yield self.is_main
         if self.is_main:
             self.barrier()
+
+
+def leave(dist: DistContext, kind: type[BaseException] | None = None, *_: object) -> None:
+    """End this rank's use of the store, as a context exits: with an error or without. Rank 0, whose
+    process may serve it, waits for the others, which may still read that the last barrier is over;
+    not after an error."""
+    shared = environment.shared
+    if dist.store is None or (shared is not None and shared.store is not None):
+        return  # the store is a file, which stays for whoever has it open
+    with contextlib.suppress(RuntimeError):  # of torch: who served it has gone
+        if dist.store.add("pipe/left", 1) == dist.world_size:
+            dist.store.set("pipe/left/all", "1")
+        if dist.is_main and (kind is None or issubclass(kind, Interrupted)):
+            dist.store.wait(["pipe/left/all"], LEAVING)
 
 
 def receive(store: Store, key: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import logging
 import os
@@ -18,7 +19,12 @@ from pipeline.contracts.metrics import Metrics
 from pipeline.contracts.stage import Context
 from pipeline.distributed import environment
 from pipeline.distributed.heartbeat import LOOK_SECONDS, Watchdog
-from pipeline.distributed.process_group import DistContext, environment_dist, environment_store
+from pipeline.distributed.process_group import (
+    DistContext,
+    environment_dist,
+    environment_store,
+    leave,
+)
 from pipeline.distributed.settings import Launch, Timeouts
 from pipeline.distributed.signals import Interrupted, default_signals
 from pipeline.errors import Location, Problem, RecipeError, RunFailed, StageError
@@ -86,7 +92,7 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
             found = store or environment_store(launch.timeouts.rendezvous)
             seconds = launch.timeouts.collectives
             dist = environment_dist(found, device=spec.device, timeout=seconds)
-            stack.push(dist.leave)
+            stack.push(functools.partial(leave, dist))
             stack.callback(torch.distributed.destroy_process_group)
             stack.enter_context(compilers_aside(log))
             ctx = Context(

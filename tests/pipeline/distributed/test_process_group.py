@@ -122,7 +122,7 @@ def _last_barrier(rank: int, port: int, leaves: bool) -> None:
         process_group.receive = lambda *asked: time.sleep(0.5) or receive(*asked)
     dist.barrier()
     if leaves:
-        dist.leave()
+        process_group.leave(dist)
     os._exit(0)
 
 
@@ -140,7 +140,7 @@ def test_who_serves_the_store_leaves_last(leaves: bool) -> None:
 def test_after_an_error_it_waits_for_nobody() -> None:
     dist = DistContext(world_size=2, device=torch.device("cpu"), store=HashStore())
     began = time.monotonic()
-    dist.leave(StageError)
+    process_group.leave(dist, StageError)
     assert time.monotonic() - began < process_group.LEAVING.total_seconds() / 2
 
 
