@@ -223,12 +223,10 @@ class DistContext:
 
 
 def leave(dist: DistContext, kind: type[BaseException] | None = None, *_: object) -> None:
-    """End this rank's use of the store, as a context exits: with an error or without. Rank 0, whose
-    process may serve it, waits for the others, which may still read that the last barrier is over;
-    not after an error."""
-    shared = environment.shared
-    if dist.store is None or (shared is not None and shared.store is not None):
-        return  # the store is a file, which stays for whoever has it open
+    """End this rank's use of a store that rank 0's process may serve, as a context exits: with an
+    error or without. Rank 0 waits for the others, which may still read that the last barrier is
+    over; not after an error."""
+    assert dist.store is not None
     with contextlib.suppress(RuntimeError):  # of torch: who served it has gone
         if dist.store.add("pipe/left", 1) == dist.world_size:
             dist.store.set("pipe/left/all", "1")

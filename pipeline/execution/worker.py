@@ -73,6 +73,7 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
     `store` is where the ranks have met, if they have.
     """
     rank, run_dir, own = environment.worker_rank(), Path(spec.run_dir), environment.shared
+    over_network = own is None or own.store is None  # the ranks meet over TCP, not in a file
     log = logging.getLogger("pipe")
     ctx: Context | None = None
     gc.set_threshold(*RARELY)
@@ -92,7 +93,8 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
             found = store or environment_store(launch.timeouts.rendezvous)
             seconds = launch.timeouts.collectives
             dist = environment_dist(found, device=spec.device, timeout=seconds)
-            stack.push(functools.partial(leave, dist))
+            if over_network:
+                stack.push(functools.partial(leave, dist))
             stack.callback(torch.distributed.destroy_process_group)
             stack.enter_context(compilers_aside(log))
             ctx = Context(
@@ -109,7 +111,7 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
             stack.enter_context(show_in(ActivityRecord(log, run_dir if dist.is_main else None)))
             if own is None:  # `pipe` watches its ranks itself
                 stack.enter_context(watched(run_dir, dist, launch.timeouts))
-            if own is None or own.store is None:  # `pipe` gave ranks of one machine the same
+            if over_network:  # `pipe` gave ranks of one machine the same
                 require_same_recipe(settings, spec.recipe["stages"], steps, ctx)
             runner = Runner(steps, ctx, journal, dry_run=settings.dry_run)
             stack.callback(runner.close)

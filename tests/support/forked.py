@@ -123,7 +123,7 @@ class ForkedWriter(ForkedChild):
 
 RANK, WRITER = "pipeline.execution.worker", "pipeline.checkpoint.writer"
 FAULTS = {injection.VARIABLE, points.VARIABLE}
-"""Variables with which a writer fails that has been started."""
+"""Variables that make a started writer fail."""
 
 
 def _popen(command: Sequence[str], **options: Any) -> Any:
