@@ -21,6 +21,7 @@ from stages.batches.feed import Feed, microbatch_ranges
 from stages.fields import BatchPlan
 from tests.support.runs import ToySamples, spied, toy_data
 from tests.support.tier import examples
+from tests.support.waiting import becomes
 
 ALONE, CPU = DataAxis(index=0, count=1), torch.device("cpu")
 
@@ -157,13 +158,11 @@ def watched(*, workers: int, size: int = 40, **fields: float) -> tuple[Watched, 
     return samples, Feed(plan, data, 3, ALONE, CPU, workers=workers)
 
 
-def settled(samples: Watched) -> list[int]:
-    """Return what has been read once nothing more is."""
-    count = -1
-    while count != len(samples.read):
-        count = len(samples.read)
-        time.sleep(0.05)
-    return [index for index, _ in samples.read]
+def settled(samples: Watched, count: int) -> list[int]:
+    """Return what has been read once that many are and nothing more is."""
+    assert becomes(lambda: len(samples.read) >= count)
+    time.sleep(0.05)
+    return sorted(index for index, _ in samples.read)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -172,9 +171,9 @@ def test_a_bounded_number_is_prepared_ahead_over_the_end_of_a_step(workers: int)
     batches = feed.microbatches(0)
     for taken in range(1, 5):
         next(batches)
-        assert sorted(settled(samples)) == list(range(taken + workers + 1))
+        assert settled(samples, taken + workers + 1) == list(range(taken + workers + 1))
     next(feed.microbatches(4))
-    assert sorted(settled(samples)) == list(range(5 + workers + 1))
+    assert settled(samples, 5 + workers + 1) == list(range(5 + workers + 1))
     assert all(name.startswith("pipe-feed") for _, name in samples.read)
     feed.close()
 
@@ -182,7 +181,7 @@ def test_a_bounded_number_is_prepared_ahead_over_the_end_of_a_step(workers: int)
 def test_nothing_is_prepared_behind_the_end_of_epochs() -> None:
     samples, feed = watched(workers=2, size=6, epochs=1.0)
     assert len([*feed.microbatches(0), *feed.microbatches(4)]) == 6
-    assert sorted(settled(samples)) == [0, 1, 2, 3, 4, 5]
+    assert settled(samples, 6) == [0, 1, 2, 3, 4, 5]
     feed.close()
 
 
@@ -190,7 +189,7 @@ def test_nothing_is_prepared_behind_the_last_step() -> None:
     samples, feed = watched(workers=2, steps=2)
     list(feed.microbatches(0, left=2))
     list(feed.microbatches(4, left=1))
-    assert sorted(settled(samples)) == list(range(8))
+    assert settled(samples, 8) == list(range(8))
     feed.close()
 
 
