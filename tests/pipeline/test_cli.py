@@ -168,7 +168,7 @@ def test_commands_are_lean(args: str, tmp_path: Path, monkeypatch: pytest.Monkey
     for _ in range(3):
         seconds, modules, _ = spend(*args.split())
         assert not modules & HEAVY
-        if seconds < 6 * spend(program=LIBRARIES)[0]:  # as slow as the machine is now
+        if seconds < 5 * spend(program=LIBRARIES)[0]:  # as slow as the machine is now
             return
     raise AssertionError(seconds)
 
