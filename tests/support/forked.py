@@ -51,7 +51,7 @@ class ForkedChild:
         deadline = time.monotonic() + timeout if timeout is not None else float("inf")
         while self.poll() is None:
             if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a forked rank", timeout or 0)
+                raise subprocess.TimeoutExpired("a forked child", timeout or 0)
             time.sleep(0.01)
         assert self.returncode is not None
         return self.returncode

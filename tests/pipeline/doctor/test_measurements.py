@@ -109,7 +109,7 @@ def meet(settings, record):
     from pipeline.doctor.measurements import Rendezvous
     rank, together = int(os.environ["RANK"]), Rendezvous(settings)
     for late in (0, 1):
-        time.sleep(rank == late)
+        time.sleep(0.5 * (rank == late))
         record({"slowest": together.slowest(rank + 2.0 * late), "left": time.monotonic()})
 
 def hang(settings, record):
@@ -157,7 +157,7 @@ def test_ranks_wait_for_the_last_and_leave_at_one_moment() -> None:
     assert told.failure == ""
     for here, there, longest in zip(*told.records, (1.0, 3.0), strict=True):
         assert (here["slowest"], there["slowest"]) == (longest, longest)
-        assert abs(here["left"] - there["left"]) < 0.5
+        assert abs(here["left"] - there["left"]) < 0.25
 
 
 def test_a_measurement_that_hangs_is_given_up_with_all_it_started() -> None:
