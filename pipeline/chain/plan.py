@@ -277,12 +277,14 @@ def _draft(
     if not problems:
         problems += unread_results(links, wiring, tree)
     problems += recipe.replaced
-    gpus, nodes = gpu_count(), started.nodes or recipe.launch.most_nodes or 1
-    device: str = recipe.launch.device
+    launch = recipe.launch
+    gpus, nodes = gpu_count(), started.nodes or launch.nodes or 1
+    device: str = launch.device
     if device == "auto":
-        device = "cuda" if gpus else "cpu"
-    per_node = recipe.launch.procs or started.per_node
-    procs = started.procs or (per_node or (max(gpus, 1) if device == "cuda" else 1)) * nodes
+        device = "cuda" if gpus or (launch.resources_per_worker or {}).get("GPU") else "cpu"
+    per_node = launch.procs or started.per_node
+    procs = started.procs or (launch.ranks if launch.engine else None)
+    procs = procs or (per_node or (max(gpus, 1) if device == "cuda" else 1)) * nodes
     per_node = per_node or procs // nodes
     view = PlanView(
         name=recipe.name, seed=recipe.seed, procs=procs, device=device, slots=stages,
@@ -290,12 +292,13 @@ def _draft(
     )  # fmt: skip
     if not how.get("skip_checks"):
         problems += _checked(recipe, stages, view)
+        problems += _of_fewer(recipe, stages, view)
         if pins_asked():
             problems += [replace(one, warning=False) for one in unpinned(recipe, stages)]
     if not recipe.stages and not incomplete:
         message = "a recipe needs at least one stage"
         problems.append(tree.problem(("stages",), message, kind=MissingKey))
-    wrong = impossible_here(recipe.launch, started) if how.get("for_this_machine") else None
+    wrong = impossible_here(launch, started) if how.get("for_this_machine") else None
     if wrong is not None:
         key, message, hint = wrong
         problems.append(tree.problem(("launch", key), message, hint))
@@ -334,8 +337,23 @@ def _checked(recipe: Recipe, stages: Mapping[str, Any], view: PlanView) -> Itera
             yield replace(problem, key=key, location=problem.location or place)
 
 
+def _of_fewer(recipe: Recipe, stages: Mapping[str, Any], view: PlanView) -> Iterator[Problem]:
+    """Mistakes of an elastic run at other sizes than its largest: at the least, and with one
+    worker more, where what has to divide the ranks does not."""
+    fewest = recipe.launch.fewest if recipe.launch.engine else None
+    known = {problem.message for problem in _checked(recipe, stages, view)} if fewest else set()
+    for size in range(fewest or 0, min((fewest or 0) + 2, view.procs)):
+        for problem in _checked(recipe, stages, replace(view, procs=size)):
+            if problem.message not in known and not problem.warning:
+                known.add(problem.message)
+                yield replace(problem, message=f"with {size} workers: {problem.message}")
+
+
 def impossible_here(launch: Launch, started: ProcessCounts) -> tuple[str, str, str] | None:
-    """Key of `launch`, message and hint where the recipe cannot run here, or as it was started."""
+    """Key of `launch`, message and hint where the recipe cannot run here, or as it was started; of
+    an engine's cluster this machine knows nothing."""
+    if launch.engine is not None:
+        return None
     gpus, procs = gpu_count(), launch.procs or 1
     if launch.device == "cuda" and not gpus:
         hint = "use launch.device=cpu or auto"
@@ -344,21 +362,19 @@ def impossible_here(launch: Launch, started: ProcessCounts) -> tuple[str, str, s
         has = f"but this machine has {plural(gpus, 'GPU')}"
         hint = f"set launch.procs={gpus} and launch.nodes, or null to take as many as there are"
         return "procs", f"{plural(procs, 'process')} on each node, {has}", hint
-    here = started.per_node or (started.procs if launch.most_nodes in (None, 1) else None)
+    here = started.per_node or (started.procs if launch.nodes in (None, 1) else None)
     if launch.procs is not None and here not in (None, launch.procs):
-        on = "" if launch.most_nodes in (None, 1) else " on each node"
+        on = "" if launch.nodes in (None, 1) else " on each node"
         message = f"{plural(procs, 'process')}{on}, but the launcher started {here}"
         return "procs", message, f"set launch.procs={here}, or null to take as many as are started"
     nodes = started.nodes
     if nodes is None and started.procs is not None and (launch.procs or started.per_node):
         nodes = started.procs // (launch.procs or started.per_node or 1)
-    least, most = launch.fewest_nodes or 1, launch.most_nodes
-    if nodes is None and started.procs is None and least > 1:
+    if nodes is None and started.procs is None and (launch.nodes or 1) > 1:
         hint = "on every node: pipe run RECIPE --nodes NODES --node-rank NUMBER --rdzv HOST:PORT, "
         hint += "or have `pipe launch` write a script; or set launch.nodes=1"
-        return "nodes", f"{least} nodes, but this is one", hint
-    if nodes is not None and most is not None and not least <= nodes <= most:
-        asked = str(most) if least == most else f"{least} to {most}"
+        return "nodes", f"{launch.nodes} nodes, but this is one", hint
+    if nodes is not None and launch.nodes not in (None, nodes):
         hint = f"set launch.nodes={nodes}, or null to take as many as there are"
-        return "nodes", f"{asked} nodes, but {plural(nodes, 'node')} were started", hint
+        return "nodes", f"{launch.nodes} nodes, but {plural(nodes, 'node')} were started", hint
     return None

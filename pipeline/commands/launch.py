@@ -41,7 +41,7 @@ DEFAULTS: dict[str, Any] = {"grace": 300, "tasks": "node"}
 @option("--run-dir",
         "Folder of the run, on a file system that all nodes share. A restarted job continues it.",
         type=PATH, required=True)  # fmt: skip
-@option("--nodes", "Number of nodes.", metavar="N|MIN:MAX", show_default="launch.nodes")
+@option("--nodes", "Number of nodes.", metavar="N", show_default="launch.nodes")
 @option("--gpus", "GPUs per node.", type=Count(0), show_default="launch.procs")
 @option("--gpu-kind", "kind", "Kind of GPU in the target's words, such as H100.")
 @option("--image", "Container image that holds this program (on Slurm: through pyxis).")
@@ -66,7 +66,7 @@ def launch(
     OVERRIDES change the recipe first, such as train.steps=50. The recipe is checked. Environment
     variables that it reads are passed by name; the script holds none of their values.
     """
-    from pipeline.distributed.placement import bounds
+    from pipeline.distributed.placement import node_count
     from pipeline.importing.translator import plan_recipe
     from pipeline.launch.targets import TARGETS as KNOWN
     from pipeline.launch.targets import with_absolute_paths
@@ -85,9 +85,7 @@ def launch(
             hint="--mount SOURCE:TARGET, and a --run-dir in TARGET",
         )
     if nodes is not None:
-        few, most = bounds(nodes, "--nodes")
-        own = str(most) if few == most else f"{{min: {few}, max: {most}}}"
-        overrides = (*overrides, f"launch.nodes={own}")
+        overrides = (*overrides, f"launch.nodes={node_count(nodes, '--nodes')}")
     plan = plan_recipe(recipe, overrides, forecast=True)
     if not kind.takes_folder:  # the current folder may be another one there
         overrides = tuple(map(with_absolute_paths, overrides))
@@ -104,8 +102,8 @@ def launch(
     lacking = next((n for n in kind.needs_with_gpus if job.gpus and not getattr(job, n)), None)
     if lacking is not None:
         raise UsageError(f"{target} needs {FLAGS[lacking]} for a job on GPUs")
-    if target == "docker" and job.most_nodes > 1:
-        raise UsageError(f"docker runs on one machine, and this is for {job.most_nodes} nodes")
+    if target == "docker" and job.nodes > 1:
+        raise UsageError(f"docker runs on one machine, and this is for {job.nodes} nodes")
     text = kind.write(job)
     _require_shown(text)
     click.echo(text, nl=False) if shows else _submit(target, kind, text, job)
@@ -172,7 +170,6 @@ def _job(plan: Plan, gpus: int | None, given: dict[str, Any], arguments: Sequenc
     from pipeline.launch.targets import Job
 
     launch = plan.recipe.launch
-    few, most = launch.fewest_nodes or 1, launch.most_nodes or 1
     if launch.device == "cpu":
         if gpus:
             raise UsageError(f"--gpus {gpus}, but the recipe computes on CPUs (launch.device: cpu)")
@@ -185,14 +182,12 @@ def _job(plan: Plan, gpus: int | None, given: dict[str, Any], arguments: Sequenc
             f"--gpus {gpus}, but launch.procs is {launch.procs}: each GPU has one process",
             hint=f"add launch.procs={gpus}",
         )
-    if given["tasks"] == "gpu" and few != most:
-        raise UsageError("an elastic run needs one task a node", hint="leave out --tasks gpu")
     texts = dict.fromkeys(("kind", "image", "setup", "time_limit"), "")
     fields = {
         name: value or {**texts, **DEFAULTS}.get(name, value) for name, value in given.items()
     }
     return Job(
-        name=plan.recipe.name, arguments=arguments, fewest_nodes=few, most_nodes=most,
+        name=plan.recipe.name, arguments=arguments, nodes=launch.nodes or 1,
         procs=launch.procs, gpus=gpus or 0, env=plan.recipe.env, **fields,
     )  # fmt: skip
 

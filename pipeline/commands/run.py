@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from pipeline.view.screen import Display
 
 start_options = options.together(
-    option("--nodes", "Number of nodes; start the same command on each. With MIN:MAX the run "
-           "continues with the nodes that remain.", metavar="N|MIN:MAX"),
+    option("--nodes", "Number of nodes; start the same command on each.", metavar="N"),
     option("--node-rank", "Rank of this node, from 0.", type=Count(0)),
     option("--rdzv", "Address of node 0, to which all nodes connect.", metavar="HOST:PORT"),
     option("--hostfile", "DeepSpeed hostfile: one line `HOST slots=N` per node, node 0 first.",

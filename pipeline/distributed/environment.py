@@ -10,7 +10,10 @@ from pipeline.distributed.settings import ProcessCounts
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 TOKEN = "PIPE_RDZV_TOKEN"
-"""Environment variable: a secret that all nodes must have, unless all are on this machine."""
+"""Environment variable: a secret that nodes share, unless all are on this machine."""
+ROUND = "PIPE_ROUND"
+"""Environment variable of ranks of several nodes that `pipe` has started: in the nodes' store, what
+the keys of this round of ranks begin with."""
 FINISHED = 76
 """Exit code of a rank whose stages have all run. A library that calls exit(0) inside a rank ends it
 too, so 0 does not prove that."""

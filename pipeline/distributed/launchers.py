@@ -16,7 +16,7 @@ from pipeline.distributed.placement import (
     Placement,
     RankPlacement,
     address,
-    bounds,
+    node_count,
 )
 from pipeline.errors import UsageError
 
@@ -35,7 +35,7 @@ def placement(environ: Environ) -> Placement | None:
         found = None if name in skipped else read(environ)
         if found is None:
             continue
-        if isinstance(found, NodePlacement) and found.node_rank >= found.max_nodes:
+        if isinstance(found, NodePlacement) and found.node_rank >= found.nodes:
             raise UsageError(f"{found.describe()}: node ranks count from 0")
         if first is None:
             if "TORCHELASTIC_RUN_ID" in environ:  # any of the others may have started torchrun
@@ -74,12 +74,12 @@ def _differ(first: Placement, second: Placement) -> bool:
     if isinstance(first, RankPlacement) and isinstance(second, RankPlacement):
         return (first.rank, first.world_size) != (second.rank, second.world_size)
     if isinstance(first, NodePlacement) and isinstance(second, NodePlacement):
-        return (first.node_rank, first.max_nodes) != (second.node_rank, second.max_nodes)
+        return (first.node_rank, first.nodes) != (second.node_rank, second.nodes)
     ranks, nodes = (first, second) if isinstance(first, RankPlacement) else (second, first)
     assert isinstance(ranks, RankPlacement)
     assert isinstance(nodes, NodePlacement)
     # a launcher of nodes may have started one of ranks, if the numbers allow it
-    return ranks.world_size % nodes.max_nodes != 0 and nodes.min_nodes == nodes.max_nodes
+    return ranks.world_size % nodes.nodes != 0
 
 
 RANGE = r"\d+(?:-\d+)?"
@@ -251,9 +251,8 @@ def _slurm(environ: Environ) -> Placement | None:
     port = _port(environ, "MASTER_PORT", 20_000 + (job * 16 + step) % 20_000)
     if tasks == len(hosts):
         return NodePlacement(
-            source="Slurm", node_rank=node, min_nodes=tasks, max_nodes=tasks, host=host, port=port,
-            job=name,
-        )  # fmt: skip
+            source="Slurm", node_rank=node, nodes=tasks, host=host, port=port, job=name
+        )
     counts = expand_counts(environ.get(per_node, str(tasks)))
     if sum(counts) != tasks or len(counts) != len(hosts):
         said = f"{per_node}={environ.get(per_node)} contradicts {size}={tasks}"
@@ -266,13 +265,13 @@ def _kubeflow(environ: Environ) -> NodePlacement | None:
     """torchrun's options as variables (PET_*), which Kubeflow's Trainer sets."""
     if "PET_NNODES" not in environ:
         return None
-    fewest, most = bounds(environ["PET_NNODES"], "PET_NNODES")
+    nodes = node_count(environ["PET_NNODES"], "PET_NNODES")
     procs = environ.get("PET_NPROC_PER_NODE", "auto")
-    count = int(procs) if procs.isdecimal() else None
-    if count == 0 or (count is None and procs not in ("auto", "gpu", "cpu")):
+    here = int(procs) if procs.isdecimal() else None
+    if here == 0 or (here is None and procs not in ("auto", "gpu", "cpu")):
         raise UsageError(f"PET_NPROC_PER_NODE={procs} is neither a number above 0 nor auto")
     host, port = "127.0.0.1", RDZV_PORT
-    if most > 1:
+    if nodes > 1:
         endpoint = environ.get("PET_RDZV_ENDPOINT")
         there = [] if endpoint else ["PET_MASTER_ADDR"]
         _require(environ, ["PET_NNODES"], [*there, "PET_NODE_RANK"])
@@ -283,27 +282,27 @@ def _kubeflow(environ: Environ) -> NodePlacement | None:
             host = environ["PET_MASTER_ADDR"]
     return NodePlacement(
         source="Kubeflow's PET_* variables", node_rank=_optional(environ, "PET_NODE_RANK") or 0,
-        min_nodes=fewest, max_nodes=most, host=host, port=port, procs=count,
+        nodes=nodes, host=host, port=port, procs=here,
     )  # fmt: skip
 
 
 def _cloud(
-    source: str, prefix: str, count: str, host: str, gpus: str
+    source: str, prefix: str, size: str, host: str, gpus: str
 ) -> Callable[[Environ], NodePlacement | None]:
     """A reader of a cloud tool's variables: of its nodes, the first one's address, and its GPUs."""
-    count, rank, host, gpus = (f"{prefix}_{name}" for name in (count, "NODE_RANK", host, gpus))
+    size, rank, host, gpus = (f"{prefix}_{name}" for name in (size, "NODE_RANK", host, gpus))
 
     def read(environ: Environ) -> NodePlacement | None:
-        nodes = _optional(environ, count) or 1
+        nodes = _optional(environ, size) or 1
         if nodes == 1:
             return None
-        _require(environ, [count], [rank, host])
+        _require(environ, [size], [rank, host])
         addresses = environ[host].split()
         if host.endswith("IPS") and len(addresses) != nodes:
-            raise UsageError(f"{count}={nodes}, but {host} has {len(addresses)} addresses")
+            raise UsageError(f"{size}={nodes}, but {host} has {len(addresses)} addresses")
         return NodePlacement(
-            source=source, node_rank=_number(environ, rank), min_nodes=nodes, max_nodes=nodes,
-            host=addresses[0], port=_port(environ, "MASTER_PORT", RDZV_PORT),
+            source=source, node_rank=_number(environ, rank), nodes=nodes, host=addresses[0],
+            port=_port(environ, "MASTER_PORT", RDZV_PORT),
             procs=_optional(environ, gpus) or None,
         )  # fmt: skip
 

@@ -58,8 +58,7 @@ class NodePlacement:
     source: str
     """The launcher or the options that say so."""
     node_rank: int
-    min_nodes: int
-    max_nodes: int
+    nodes: int
     host: str
     """Node 0's machine."""
     port: int
@@ -70,9 +69,7 @@ class NodePlacement:
 
     def describe(self) -> str:
         """Its place, for messages."""
-        few, most = self.min_nodes, self.max_nodes
-        nodes = str(most) if few == most else f"{few}:{most}"
-        return f"node {self.node_rank} of {nodes} ({self.source})"
+        return f"node {self.node_rank} of {self.nodes} ({self.source})"
 
 
 Placement = RankPlacement | NodePlacement
@@ -83,7 +80,6 @@ class NodeOptions:
     """Options of `pipe run` that say which of several nodes this is."""
 
     nodes: str | None = None
-    """`N` or `MIN:MAX`."""
     node_rank: int | None = None
     rdzv: str | None = None
     """`HOST:PORT` of node 0; without a port, RDZV_PORT."""
@@ -108,13 +104,13 @@ def combined(options: NodeOptions, found: Placement | None) -> Placement | None:
             rank = own_rank(options.hostfile, list(hosts))
         host, slots = next(iter(hosts.items()))
         base = NodePlacement(
-            source=str(options.hostfile), node_rank=rank, min_nodes=len(hosts),
-            max_nodes=len(hosts), host=host, port=RDZV_PORT, procs=slots,
+            source=str(options.hostfile), node_rank=rank, nodes=len(hosts), host=host,
+            port=RDZV_PORT, procs=slots,
         )  # fmt: skip
         _require_same(base, found)
     own: dict[str, Any] = {}
     if options.nodes is not None:
-        own["min_nodes"], own["max_nodes"] = bounds(options.nodes, "--nodes")
+        own["nodes"] = node_count(options.nodes, "--nodes")
     needed = () if base else ("nodes", "node_rank", "rdzv")
     missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(options, name) is None]
     if missing:
@@ -130,29 +126,30 @@ def combined(options: NodeOptions, found: Placement | None) -> Placement | None:
             click.echo(f"--rdzv {options.rdzv} names no port: using {RDZV_PORT}", err=True)
     made = replace(base, **own) if base else NodePlacement(source="options", **own)
     _require_same(replace(made, source="the options"), base)
-    if made.node_rank >= made.max_nodes:
-        ranks = {1: "0", 2: "0 or 1"}.get(made.max_nodes, f"from 0 to {made.max_nodes - 1}")
-        raise UsageError(f"--node-rank must be {ranks}, as there are {made.max_nodes} nodes")
+    if made.node_rank >= made.nodes:
+        ranks = {1: "0", 2: "0 or 1"}.get(made.nodes, f"from 0 to {made.nodes - 1}")
+        raise UsageError(f"--node-rank must be {ranks}, as there are {made.nodes} nodes")
     return made
 
 
 def _require_same(found: NodePlacement, other: NodePlacement | None) -> None:
-    if other and (found.node_rank, found.max_nodes) != (other.node_rank, other.max_nodes):
+    if other and (found.node_rank, found.nodes) != (other.node_rank, other.nodes):
         raise UsageError(f"{found.describe()} contradicts {other.describe()}")
 
 
-def bounds(text: str, where: str) -> tuple[int, int]:
-    """Fewest and most nodes of `N` or `MIN:MAX`. Raises UsageError naming `where` it is from."""
-    low, colon, high = text.strip().partition(":")
-    parts = (low, high) if colon else (low, low)
-    if not all(part.isdecimal() for part in parts):
-        raise UsageError(f"{where}={text} is neither a number nor MIN:MAX, such as 2 or 2:4")
-    fewest, most = map(int, parts)
-    if not fewest or not most:
-        raise UsageError(f"{where}={text}: must be at least 1")
-    if fewest > most:
-        raise UsageError(f"{where}={text}: MIN is above MAX")
-    return fewest, most
+def node_count(text: str, where: str) -> int:
+    """A number of nodes. Raises UsageError naming `where` it is from."""
+    found = text.strip()
+    if re.fullmatch(r"\d+:\d+", found):
+        raise UsageError(
+            f"{where}={text}: nodes that `pipe` starts are a fixed number; engines that go on with "
+            "fewer, and take back those that return, are Ray Train and torchrun",
+            hint="pipe run RECIPE --engine ray launch.workers='{min: 2, max: 4}', or "
+            "torchrun --nnodes 2:4 -m pipetrain run RECIPE",
+        )
+    if not found.isdecimal() or not int(found):
+        raise UsageError(f"{where}={text} is not a number of nodes, such as 2")
+    return int(found)
 
 
 def address(text: str, where: str) -> tuple[str, int]:

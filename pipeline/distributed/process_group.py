@@ -248,10 +248,10 @@ def receive(store: Store, key: str) -> str:
 
 
 def environment_store(seconds: float = RENDEZVOUS_SECONDS, job: str = "") -> Store | None:
-    """Meet the ranks that the launcher's environment describes: in a file if it was `pipe`, else at
-    MASTER_ADDR and MASTER_PORT (torchrun's variables). None when there is no launcher. Waits at
-    most `seconds` for the others. Ranks of another `job` of a scheduler, whose port happens to be
-    the same, do not meet the ranks of this one."""
+    """Meet the ranks that the launcher's environment describes: in a file if it was `pipe` on one
+    machine, else at MASTER_ADDR and MASTER_PORT (torchrun's variables). None when there is no
+    launcher. Waits at most `seconds` for the others. Ranks of another `job` of a scheduler, whose
+    port happens to be the same, do not meet the ranks of this one."""
     from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
@@ -264,11 +264,24 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS, job: str = "") -> Sto
         return store
     if not is_worker():
         return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if environment.ROUND in os.environ:  # the store of the nodes, which outlives rounds
+        joined = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return PrefixStore(os.environ[environment.ROUND], joined)
     # of their job, and of this one of torchrun's starts, whose own store outlives its ranks
     keys = f"{job}/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        with _listening(host, port) as server:  # else torch listens at every address
+        place = f"rank 0 cannot listen at MASTER_ADDR={host} and MASTER_PORT={port}"
+        hint = "give an address of the machine that rank 0 runs on"
+        with listening(host, port, place, hint) as server:  # else torch listens at every address
+            address = server.getsockname()[0]
+            # bound to the loopback by the launcher, as where all nodes are this machine
+            stays_here = is_single_node() or os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK
+            if ipaddress.ip_address(address).is_loopback and not stays_here:
+                raise UsageError(
+                    f"{place}: that is {address} here, which other machines do not reach",
+                    hint="name an address that they reach, or set LOCAL_WORLD_SIZE if all is here",
+                )
             served = TCPStore(
                 host, port, world_size=world_size, is_master=True, timeout=timeout,
                 master_listen_fd=server.detach(),
@@ -278,22 +291,15 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS, job: str = "") -> Sto
     return PrefixStore(keys, store)
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    place = f"rank 0 cannot listen at MASTER_ADDR={host} and MASTER_PORT={port}"
+def listening(host: str, port: int, place: str, hint: str) -> socket.socket:
+    """A socket that listens at this address only. Raises UsageError, with `place` as its first
+    words, where none can, and RunFailed while another process has the port."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # bound to the loopback by the launcher, as where all nodes are this machine
-        stays_here = is_single_node() or os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK
-        if ipaddress.ip_address(address[0]).is_loopback and not stays_here:
-            raise UsageError(
-                f"{place}: that is {address[0]} here, which other machines do not reach",
-                hint="name an address that they reach, or set LOCAL_WORLD_SIZE if all is here",
-            )
         return socket.create_server(address, family=family, backlog=1024)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:  # another start has another port
             raise RunFailed(f"{place}: {error.strerror}", restart="always") from error
-        hint = "give an address of the machine that rank 0 runs on"
         raise UsageError(f"{place}: {error.strerror}", hint=hint) from error
 
 

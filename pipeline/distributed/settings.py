@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -17,15 +18,17 @@ Device = Annotated[
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600), Unit("s")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Nodes:
-    """Bounds of the number of nodes of an elastic run."""
+Count = Annotated[int, Field(ge=1, le=65_536)]
 
-    min: Annotated[int, Field(ge=1, le=65_536)] = 1
-    """Nodes without which the run does not continue."""
-    max: Annotated[int, Field(ge=1, le=65_536)]
-    """Nodes that the run starts with, if all come in time, and returns to when lost ones come
-    back."""
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Bounds of the number of workers of an elastic run."""
+
+    min: Count
+    """Workers without which the run does not continue."""
+    max: Count
+    """Workers that the run has where the cluster has room for them."""
 
     def __post_init__(self) -> None:
         if self.min > self.max:
@@ -78,8 +81,8 @@ class Timeouts:
     rendezvous: Seconds = 600.0
     """Time for all processes and nodes to meet."""
     node: Annotated[float, Field(ge=3, le=7 * 24 * 3600), Unit("s")] = 10.0
-    """Time without a message of a node, about one a second, after which it counts as lost; give a
-    loaded machine or network more. Node 0 needs none to itself, and its value holds for all."""
+    """Time without a sign of life of a node, about two a second, after which it counts as lost;
+    give a loaded machine or network more. Node 0's value holds for all."""
     collectives: Seconds = 1800.0
     """Time of one collective operation, after which torch ends the process."""
     step: Seconds = 1800.0
@@ -95,11 +98,22 @@ class Timeouts:
 class Launch:
     """Processes and devices of a run."""
 
-    procs: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    procs: Count | None = None
     """Processes on each node; null is one per GPU, or one on the CPU."""
-    nodes: Annotated[int, Field(ge=1, le=65_536)] | Nodes | None = None
-    """Nodes, or `{min, max}` for a run that continues with the nodes that are left; null is as many
-    as the launcher has, or one."""
+    nodes: Count | None = None
+    """Nodes; null is as many as the launcher has, or one."""
+    engine: Literal["ray"] | None = None
+    """Engine that starts the ranks, over all nodes of its cluster: ray is Ray Train; null leaves it
+    to `pipe`, or to the launcher that has started it."""
+    workers: Count | Workers | None = None
+    """Ranks under an engine, or `{min, max}` for as many as its cluster has room for; null is
+    `procs` times `nodes`."""
+    resources_per_worker: Mapping[str, Annotated[float, Field(ge=0)]] | None = None
+    """What an engine reserves for each rank, by its names; null is one GPU or one core. With
+    `GPU: 1` device auto is cuda."""
+    max_failures: Annotated[int, Field(ge=0)] = 3
+    """Restarts by an engine after failures; preemptions do not count. Without an engine, see
+    `restarts`."""
     device: Device = "auto"
     """Device to compute on; auto is cuda if there is a GPU, and gpu is another name of cuda."""
     threads: Annotated[int, Field(ge=1)] | None = None
@@ -109,20 +123,25 @@ class Launch:
     timeouts: Timeouts = Timeouts()
     """Time limits, after which a run counts as stalled."""
 
+    def __post_init__(self) -> None:
+        if self.engine is None and (self.workers or self.resources_per_worker):
+            raise ValueError("workers and resources_per_worker are an engine's (engine: ray)")
+        if self.engine and self.workers and (self.procs or self.nodes):
+            raise ValueError(
+                "workers says how many ranks an engine starts; leave out procs and nodes"
+            )
+
     @property
     def ranks(self) -> int | None:
-        """Processes that the run starts with; None if the recipe does not say."""
-        return None if self.procs is None else self.procs * (self.most_nodes or 1)
+        """Processes that the run has at most; None if the recipe does not say."""
+        if self.workers is not None:
+            return self.workers.max if isinstance(self.workers, Workers) else self.workers
+        return None if self.procs is None else self.procs * (self.nodes or 1)
 
     @property
-    def most_nodes(self) -> int | None:
-        """Nodes that the run starts with; None if the recipe does not say."""
-        return self.nodes.max if isinstance(self.nodes, Nodes) else self.nodes
-
-    @property
-    def fewest_nodes(self) -> int | None:
-        """Nodes without which the run does not continue; None if the recipe does not say."""
-        return self.nodes.min if isinstance(self.nodes, Nodes) else self.nodes
+    def fewest(self) -> int | None:
+        """Processes without which the run does not continue; None if the recipe does not say."""
+        return self.workers.min if isinstance(self.workers, Workers) else self.ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,4 +153,4 @@ class ProcessCounts:
     per_node: int | None = None
     """On each node."""
     nodes: int | None = None
-    """Nodes; the most of an elastic run."""
+    """Nodes."""

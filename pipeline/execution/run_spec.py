@@ -23,8 +23,9 @@ from pipeline.execution.resume import ResumePlan, digests
 from pipeline.recipe.fields import build
 from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.load import HEADER_KEYS, RecipeSettings, recipe_of
-from pipeline.recipe.nodes import RESERVED, KeyPath, node_of
+from pipeline.recipe.nodes import RESERVED, KeyPath, leaves, mapped, node_of
 from pipeline.utils import terminal
+from pipeline.utils.text import in_short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,3 +159,36 @@ class RunSpec:
             raise RecipeError(wrong)
         settings, *stages = built
         return settings, [Step(**o, stage=stage) for o, stage in zip(facts, stages, strict=True)]
+
+
+A_PATH = "a path"
+
+
+def recipe_differences(here: Mapping[str, Any], there: Mapping[str, Any], place: str) -> list[str]:
+    """A sentence for each value of two recipes that is not the same here and at the other `place`.
+    Absolute paths may differ, as machines may keep files in different places; so may
+    `launch`: how a machine starts."""
+
+    def values(recipe: Mapping[str, Any]) -> dict[str, str]:
+        found = {".".join(map(str, path)): value for path, value in leaves(recipe)}
+        alike = mapped(found, lambda one: A_PATH if is_path(one) else one)
+        return {
+            name.removeprefix("stages."): json.dumps(value, sort_keys=True, default=str)
+            for name, value in alike.items()
+            if name.partition(".")[0] != "launch"
+        }
+
+    def shown(known: Mapping[str, str], name: str) -> str:
+        return in_short(json.loads(known[name])) if name in known else "not there"
+
+    own, other = values(here), values(there)
+    return [
+        f"{name} is {shown(own, name)} here, {shown(other, name)} {place}"
+        for name in dict.fromkeys([*own, *other])
+        if own.get(name) != other.get(name)
+    ]
+
+
+def is_path(value: Any) -> bool:
+    """Whether a recipe's value is the path of a file or folder on one machine."""
+    return isinstance(value, str) and value.startswith(("/", "~"))

@@ -33,7 +33,7 @@ from pipeline.errors import Location, StageError
 from pipeline.execution.gpu_records import record_memory
 from pipeline.execution.journal import Journal
 from pipeline.execution.rank_logging import IN_DISPLAY
-from pipeline.execution.run_spec import Step
+from pipeline.execution.run_spec import A_PATH, Step, is_path
 from pipeline.recipe.load import RecipeSettings
 from pipeline.recipe.nodes import leaves, mapped, node_of, texts_in
 from pipeline.utils.files import remove_folder
@@ -137,9 +137,6 @@ class Runner:
             gc.collect()
 
 
-A_PATH = "a path"
-
-
 def require_same_recipe(
     settings: RecipeSettings, written: Mapping[str, Any], steps: Sequence[Step], ctx: Context
 ) -> None:
@@ -160,8 +157,8 @@ def require_same_recipe(
         facts[f"{step.slot}.use"] = step.use
         for path, value in leaves(dataclasses.asdict(step.stage), (step.slot,)):
             name, given = ".".join(map(str, path)), public.written(path)
-            paths[name] = [*filter(_is_path, texts_in(value))]
-            facts[name] = mapped(value, lambda one: A_PATH if _is_path(one) else one)
+            paths[name] = [*filter(is_path, texts_in(value))]
+            facts[name] = mapped(value, lambda one: A_PATH if is_path(one) else one)
             if "${" in json.dumps(given, default=str) and facts[name] != A_PATH:
                 text = json.dumps(facts[name], sort_keys=True, default=str)
                 facts[name] = f"{given} ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
@@ -174,10 +171,6 @@ def require_same_recipe(
             "tokenizer are compared: %s",
             in_one(apart),
         )
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith(("/", "~"))
 
 
 def require_same_artifact(artifact: Any, ctx: Context) -> None:

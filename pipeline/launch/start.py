@@ -68,8 +68,8 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
         with stoppable(force_after=3.0 if is_worker() else None):
             if is_worker():
                 _run_as_rank0(job, scheduler_job)
-            elif isinstance(found, NodePlacement) and found.max_nodes > 1:
-                from pipeline.launch.node import start_node
+            elif isinstance(found, NodePlacement) and found.nodes > 1:
+                from pipeline.launch.nodes import start_node
 
                 start_node(job, found)
             else:

@@ -67,11 +67,11 @@ def interface_of(address: str) -> str:
 def test_nodes_listen_at_the_addresses_alone_by_which_they_meet(pipe: Pipe) -> None:
     with network.network(2) as hosts:
         recipe = trials.write_recipe(pipe.folder)
-        cluster = trials.Cluster(hosts, recipe, "2", pipe.environment)
+        cluster = trials.Cluster(hosts, recipe, pipe.environment)
         cluster.wait_for_step(3)
         for host in hosts:
             assert host.address in host.listening()
             assert host.listening() <= {host.address, "127.0.0.1"}
-        for agent in cluster.agents:
+        for agent in cluster.agents.values():
             agent.terminate()
-        assert [agent.wait(60) for agent in cluster.agents] == [75, 75]
+        assert [agent.wait(60) for agent in cluster.agents.values()] == [75, 75]

@@ -41,14 +41,16 @@ class Ended:
     """Output of node 0."""
 
 
-def write_recipe(folder: Path, *, procs: int = 1, wrap: str = "wrap.ddp") -> Path:
+def write_recipe(
+    folder: Path, *, procs: int = 1, wrap: str = "wrap.ddp", rendezvous: float = 25
+) -> Path:
     """Write a recipe that saves every five steps and is started again at once."""
     stages = training(wrap=wrap, checkpoint={"every": 5, "keep": 2}, train={"steps": STEPS})
     launch = {
         "procs": procs,
         "device": "cpu",
         "restarts": {"backoff": 0.5},
-        "timeouts": {"rendezvous": 25},
+        "timeouts": {"rendezvous": rendezvous},
     }
     path = folder / "recipe.yaml"
     path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages | EXPORT}))
@@ -59,27 +61,35 @@ class Cluster:
     """A run on several hosts."""
 
     def __init__(
-        self, hosts: Sequence[Host], recipe: Path, nodes: str, environment: dict[str, str]
-    ) -> None:
-        self.hosts, self.recipe, self.nodes = hosts, recipe, nodes
+        self, hosts: Sequence[Host], recipe: Path, environment: dict[str, str],
+        late: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Start all hosts but the `late` ones."""
+        self.hosts, self.recipe = hosts, recipe
         self.run_dir = recipe.parent / "run"
         self.environment = environment | {"READ_SECONDS": "0.05", TOKEN: "of this cluster"}
         self.disturbed = 0.0
-        self.agents: list[subprocess.Popen[str]] = [self.start(n) for n in range(len(hosts))]
+        self.agents: dict[int, subprocess.Popen[str]] = {}
+        for number in range(len(hosts)):
+            if number not in late:
+                self.start(number)
 
-    def start(self, number: int) -> subprocess.Popen[str]:
-        """Start the agent of a host."""
+    def start(self, number: int, *overrides: str, **environment: str | None) -> None:
+        """Start the agent of a host, with changes to its recipe and its environment."""
         where = ["--node-rank", str(number), "--rdzv", f"{self.hosts[0].address}:{PORT}"]
-        command = ["run", str(self.recipe), "--run-dir", str(self.run_dir), "--nodes", self.nodes]
+        command = ["run", str(self.recipe), *overrides, "--run-dir", str(self.run_dir)]
+        changed = self.environment | environment
+        own = {name: value for name, value in changed.items() if value is not None}
+        nodes = ["--nodes", str(len(self.hosts))]
         with self.said(number).open("a") as output:
-            return self.hosts[number].start(
-                [sys.executable, "-m", "pipetrain", *command, *where], self.environment, output
+            self.agents[number] = self.hosts[number].start(
+                [sys.executable, "-m", "pipetrain", *command, *nodes, *where], own, output
             )
 
     def again(self, number: int) -> None:
         """Start the agent of a host anew once it is gone, as a scheduler does."""
         self.agents[number].wait(LIMIT)
-        self.agents[number] = self.start(number)
+        self.start(number)
 
     def said(self, number: int) -> Path:
         """Return the file with a host's output."""
@@ -109,7 +119,7 @@ class Cluster:
     def end(self) -> Ended:
         """Wait for all agents, and look at what they leave."""
         codes: list[int | None] = []
-        for agent in self.agents:
+        for _, agent in sorted(self.agents.items()):
             try:
                 codes.append(agent.wait(max(0.1, self.disturbed + LIMIT - time.monotonic())))
             except subprocess.TimeoutExpired:
@@ -141,12 +151,12 @@ def trial(
     environment: dict[str, str],
     *,
     hosts: int = 2,
-    nodes: str = "",
+    rendezvous: float = 25,
 ) -> Ended:
     """Run on `hosts` hosts, and commit the fault in the middle."""
     chance = random.Random(seed)
     with network(hosts) as made:
-        cluster = Cluster(made, write_recipe(folder), nodes or str(hosts), environment)
+        cluster = Cluster(made, write_recipe(folder, rendezvous=rendezvous), environment)
         cluster.wait_for_step(chance.randrange(4, 20))
         cluster.disturbed = time.monotonic()
         fault(cluster, chance)
@@ -180,12 +190,17 @@ def freeze(cluster: Cluster, chance: random.Random) -> None:
     host.send(signal.SIGCONT)
 
 
-def cut_link(cluster: Cluster, chance: random.Random) -> None:
+def cut_link(cluster: Cluster, chance: random.Random, seconds: float = 5) -> None:
     """Take a host's link down, and up after a while."""
     host = cluster.hosts[chance.randrange(1, len(cluster.hosts))]
     host.link("down")
-    time.sleep(chance.uniform(3, 18))
+    time.sleep(seconds)
     host.link("up")
+    cluster.disturbed = time.monotonic()
+
+
+def cut_link_for_a_minute(cluster: Cluster, chance: random.Random) -> None:
+    cut_link(cluster, chance, 60)
 
 
 def lose_host(cluster: Cluster, chance: random.Random) -> None:
@@ -196,9 +211,13 @@ def lose_host(cluster: Cluster, chance: random.Random) -> None:
 
 
 def come_back(cluster: Cluster, chance: random.Random) -> None:
-    """Lose a host's processes; it comes back when the others have gone on without it."""
+    """Lose a host with its link; it comes back when the others have noticed."""
     number = chance.randrange(1, len(cluster.hosts))
-    cluster.hosts[number].send(signal.SIGKILL)
-    assert becomes(lambda: "restored" in cluster.said(0).read_text(), LIMIT)
+    host = cluster.hosts[number]
+    host.link("down")
+    host.send(signal.SIGKILL)
+    lost = f"node {number} ({host.name}, {host.address}) was lost"
+    assert becomes(lambda: lost in cluster.said(0).read_text(), LIMIT), cluster.said(0).read_text()
+    host.link("up")
     cluster.again(number)
     cluster.disturbed = time.monotonic()  # its return is one more thing to recover from

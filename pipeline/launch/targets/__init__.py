@@ -54,8 +54,7 @@ class Job:
     name: str
     arguments: Sequence[str]
     """Arguments of `pipe`: `run RECIPE ... --run-dir DIR`."""
-    fewest_nodes: int
-    most_nodes: int
+    nodes: int
     procs: int | None
     """Processes on each node; None is one per GPU that is there."""
     gpus: int
@@ -92,7 +91,7 @@ class Job:
     @property
     def needs_token(self) -> bool:
         """Whether nodes meet that must share a secret."""
-        return self.most_nodes > 1 and self.tasks == "node"
+        return self.nodes > 1 and self.tasks == "node"
 
     @property
     def variables(self) -> list[str]:

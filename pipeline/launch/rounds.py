@@ -1,0 +1,297 @@
+"""The decisions of a run of several nodes: when a round of its ranks begins and ends, and whether
+another follows.
+
+Each node writes its state about once a second, and node 0, which decides, its orders. A round is
+one start of the ranks of all nodes; a failure ends it on all of them, and the next begins when all
+are there. Nothing here touches the network or the clock."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from pipeline.distributed.settings import Attempts, Timeouts
+from pipeline.errors import Memory, Restart, RunFailed
+from pipeline.execution.failures import ON_EVERY_NODE
+
+SUSPENDED_SECONDS = 5.0
+"""Seconds without a look at the clock after which this process must have been suspended."""
+GATHER_SECONDS = 2.0
+"""Seconds to wait for further ends after the first failure, and for a state of nodes that have
+written none since: a lost peer makes others fail first."""
+FAILURE_PRIORITY = ("raised", "stalled", "died", "lost")
+"""Kinds of failures: of several in a round, the last of these is the cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The end of a node's part in a round."""
+
+    kind: Literal["finished", "stopped", "raised", "stalled", "died", "lost"]
+    text: str = ""
+    """The failure, or the signal that asked for the stop, for people."""
+    restart: Restart = "never"
+    """When another start may succeed, as in RunFailed."""
+    memory: Memory = ""
+    """Kind of memory that ran out."""
+    time: float = 0.0
+    """Time of the failure, in seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Over:
+    """The end of a run."""
+
+    kind: Literal["finished", "stopped", "failed", "refused"]
+    text: str = ""
+    """The failure, or what asked for the stop, for people."""
+    memory: Memory = ""
+    """Kind of memory that ran out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """A node's state, which it writes."""
+
+    agent: str
+    """Identity of this start of its process."""
+    host: str
+    """Name of the machine."""
+    procs: int
+    """Its ranks."""
+    address: str = ""
+    """Its address on the way to node 0."""
+    session: str = ""
+    """Of the orders that it follows; empty as long as node 0 has not greeted it."""
+    number: int = 0
+    """Counts what this process has written, so that nothing counts twice."""
+    round: int = 0
+    """Round in which it takes part, or whose end it reports; 0 if it waits for one."""
+    end: End | None = None
+    stopping: str = ""
+    """The signal that asked this node to stop; empty if none has."""
+    landmarks: int = 0
+    """Checkpoints and durable results of this round, as far as this node's ranks count them."""
+    knows: bool = False
+    """Whether it knows how the run has ended."""
+
+    @classmethod
+    def of(cls, procs: int) -> State:
+        """The state of a start of this process, which has done nothing."""
+        return cls(agent=secrets.token_hex(8), host=socket.gethostname(), procs=procs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What all nodes are to do, as node 0 writes it."""
+
+    session: str
+    """Identity of this start of node 0's process."""
+    number: int = 0
+    """Counts the orders."""
+    round: int = 0
+    """The round that runs, or ended last."""
+    runs: bool = False
+    """Whether ranks of this round are to run."""
+    stop: bool = False
+    """Whether these are to save and end."""
+    over: Over | None = None
+    lost_seconds: float = Timeouts().node
+    """Seconds without a new state after which a node counts as lost, as node 0's recipe says."""
+
+
+class Greeting(NamedTuple):
+    """Node 0's answer to a process that is new to it."""
+
+    agent: str
+    session: str
+    refusal: str = ""
+    """Why it cannot take part; empty if it can."""
+
+
+class Restarted(NamedTuple):
+    """A failure after which the run continues."""
+
+    text: str
+    number: int
+    """Number of the restart in a row."""
+    seconds: float
+    """Seconds until then."""
+
+
+@dataclass(kw_only=True)
+class _Node:
+    """A node that has been greeted."""
+
+    state: State
+    seen: float
+    rivals: dict[str, float] = field(default_factory=dict)
+    """Other processes for the same node: when each was first seen."""
+
+
+@dataclass(kw_only=True)
+class Rounds:
+    """Decides for all nodes: tell it their states by `greet` and `note`, and ask for `orders`."""
+
+    nodes: int
+    procs: int
+    """Ranks of each node."""
+    attempts: Attempts
+    timeouts: Timeouts
+    notes: list[Restarted] = field(default_factory=list)
+    """Restarts that no one has recorded yet."""
+    _orders: Orders = field(init=False)
+    _known: dict[int, _Node] = field(default_factory=dict, init=False)
+    """By node rank."""
+    _members: dict[int, str] = field(default_factory=dict, init=False)
+    """Processes of the round, by node rank."""
+    _failed_at: float | None = field(default=None, init=False)
+    _not_before: float = field(default=0.0, init=False)
+    _waits_since: float | None = field(default=None, init=False)
+    _looked: float = field(default=float("inf"), init=False)
+
+    def __post_init__(self) -> None:
+        limit = self.timeouts.node
+        self._orders = Orders(session=secrets.token_hex(8), lost_seconds=limit)
+
+    @property
+    def session(self) -> str:
+        """Identity of this start of node 0's process."""
+        return self._orders.session
+
+    def greet(self, node: int, state: State, now: float) -> Greeting | None:
+        """Answer a process that does not know the session yet; None if it has to wait, since the
+        one before it on this node may still be there."""
+        known = self._known.get(node)
+        if known is not None and known.state.agent != state.agent and not self._is_lost(node, now):
+            since = known.rivals.setdefault(state.agent, now)
+            if now - since < 2 * self.timeouts.node:
+                return None
+            text = f"node rank {node} is taken by {self._name(node)}: each node needs its own "
+            return Greeting(state.agent, self.session, f"{text}(--node-rank)")
+        if state.procs != self.procs:
+            text = f"{state.host} has {state.procs} processes, but node 0 has {self.procs}: all "
+            return Greeting(state.agent, self.session, f"{text}need the same number (launch.procs)")
+        if known is None or known.state.agent != state.agent:
+            self._known[node] = _Node(state=state, seen=now)
+        known = self._known[node]
+        known.seen = now
+        return Greeting(state.agent, self.session)
+
+    def note(self, node: int, state: State, now: float) -> None:
+        """Take note of a node's state, if it is new and of a process that was greeted."""
+        known = self._known.get(node)
+        if known is None or state.agent != known.state.agent or state.session != self.session:
+            return
+        if state.number > known.state.number:
+            known.state, known.seen = state, now
+
+    def orders(self, now: float) -> Orders:
+        """Decide what is due, and return what all are to do."""
+        if now - self._looked > SUSPENDED_SECONDS:
+            for node in self._known.values():
+                node.seen = now
+        self._looked = now
+        if self._orders.over is None:
+            self._look_at_round(now) if self._orders.runs else self._gather(now)
+        self._orders = replace(self._orders, number=self._orders.number + 1)
+        return self._orders
+
+    def end(self, over: Over) -> None:
+        """End the run, unless it has ended."""
+        if self._orders.over is None:
+            self._orders = replace(self._orders, over=over, runs=False)
+
+    def known_by_all(self, fewest: int = 0) -> bool:
+        """Whether all nodes that are alive, and `fewest` at least without node 0, know that the run
+        is over."""
+        knows = [number for number, node in self._known.items() if number and node.state.knows]
+        alive = [n for n in self._known if n and not self._is_lost(n, self._looked)]
+        return len(knows) >= fewest and set(knows) >= set(alive)
+
+    def _gather(self, now: float) -> None:
+        """Begin a round when all nodes wait for one."""
+        if any(node.state.stopping for node in self._known.values()):
+            self._end_by_stop()
+            return
+        self._waits_since = now if self._waits_since is None else self._waits_since
+        there = [
+            number
+            for number, node in self._known.items()
+            if node.state.round == 0 and not self._is_lost(number, now)
+        ]
+        if len(there) == self.nodes and now >= self._not_before:
+            self._orders = replace(self._orders, round=self._orders.round + 1, runs=True)
+            self._members = {n: node.state.agent for n, node in self._known.items()}
+            self._failed_at = self._waits_since = None
+        elif len(there) < self.nodes and now - self._waits_since > self.timeouts.rendezvous:
+            missing = (number for number in range(self.nodes) if number not in there)
+            names = ", ".join(map(self._name, missing))
+            text = f"not all of {self.nodes} nodes were there within "
+            text += f"{self.timeouts.rendezvous:.0f} s: without {names}\n{ON_EVERY_NODE}"
+            self.end(Over(kind="failed", text=text))
+
+    def _look_at_round(self, now: float) -> None:
+        ends = {number: self._end(number, now) for number in self._known}
+        given = [end for end in ends.values() if end is not None]
+        kinds = {end.kind for end in given}
+        if any(node.state.stopping for node in self._known.values()) or "stopped" in kinds:
+            self._orders = replace(self._orders, stop=True)
+        if kinds & set(FAILURE_PRIORITY):
+            self._failed_at = now if self._failed_at is None else self._failed_at
+            since = self._failed_at + GATHER_SECONDS
+            seen = {n: self._looked if n == 0 else self._known[n].seen for n in ends}
+            if all(end or seen[number] >= since for number, end in ends.items()):
+                self._decide(given, now)
+        elif len(given) == len(ends):
+            self.end(Over(kind="finished")) if kinds == {"finished"} else self._end_by_stop()
+
+    def _end(self, number: int, now: float) -> End | None:
+        """How a node's part in this round has ended; None while it continues."""
+        state = self._known[number].state
+        if self._is_lost(number, now) or state.agent != self._members[number]:
+            limit = f"no sign of life for {self.timeouts.node:g} s"
+            text = f"{self._name(number)} was lost: {limit}"
+            return End(kind="lost", text=text, restart="always")
+        return state.end if state.round == self._orders.round else None
+
+    def _is_lost(self, number: int, now: float) -> bool:
+        """Node 0 is not, whatever its load: who would notice is gone with it."""
+        return number > 0 and now - self._known[number].seen >= self.timeouts.node
+
+    def _end_by_stop(self) -> None:
+        """End the run with the signal and the node that got it, where that is known: a rank that
+        got it does not say so."""
+        text = ""
+        for number, node in sorted(self._known.items(), reverse=True):
+            end = node.state.end
+            said = end.text if end is not None and end.kind == "stopped" else ""
+            if cause := node.state.stopping or said:
+                text = f"{cause} to {self._name(number)}"
+        self.end(Over(kind="stopped", text=text))
+
+    def _decide(self, ends: list[End], now: float) -> None:
+        """Continue after a failure, or give up."""
+        failed = [end for end in ends if end.kind in FAILURE_PRIORITY]
+        cause = max(failed, key=lambda end: (FAILURE_PRIORITY.index(end.kind), -end.time))
+        stop = self._orders.stop
+        # a stop has that consequence: ranks lost a peer which had nothing to save
+        if stop and all(one.kind == "raised" and one.restart != "never" for one in failed):
+            self._end_by_stop()
+            return
+        wait = None
+        if not stop:
+            progressed = any(node.state.landmarks for node in self._known.values())
+            error = RunFailed(cause.text, restart=cause.restart)
+            wait = self.attempts.wait_after(error, progressed=progressed)
+        if wait is None:
+            self.end(Over(kind="failed", text=cause.text, memory=cause.memory))
+            return
+        self.notes.append(Restarted(cause.text, self.attempts.number, wait))
+        self._orders, self._not_before = replace(self._orders, runs=False), now + wait
+
+    def _name(self, number: int) -> str:
+        known = self._known.get(number)
+        return f"node {number}" + (f" ({known.state.host}, {known.state.address})" if known else "")
