@@ -353,7 +353,9 @@ def impossible_here(launch: Launch, started: ProcessCounts) -> tuple[str, str, s
     """Key of `launch`, message and hint where the recipe cannot run here, or as it was started; of
     an engine's cluster this machine knows nothing."""
     if launch.engine is not None:
-        return None
+        same = started.procs is None and started.nodes is None
+        hint = "start the command once, without a launcher and --nodes"
+        return None if same else ("engine", "it starts all ranks, and so does a launcher", hint)
     gpus, procs = gpu_count(), launch.procs or 1
     if launch.device == "cuda" and not gpus:
         hint = "use launch.device=cpu or auto"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,10 @@ start_options = options.together(
     option("--rdzv", "Address of node 0, to which all nodes connect.", metavar="HOST:PORT"),
     option("--hostfile", "DeepSpeed hostfile: one line `HOST slots=N` per node, node 0 first.",
            type=FILE),
+    option("--engine", "Engine that starts the ranks: Ray Train. Sets launch.engine.",
+           type=click.Choice(["ray"])),
+    option("--address", "Address of the engine's cluster.", metavar="HOST:PORT",
+           show_default="$RAY_ADDRESS, the one on this machine, or a new one"),
     options.selection, options.dry_run, options.pinned, options.display, options.trust,
 )  # fmt: skip
 """Options of both commands; `_start` takes their values."""
@@ -44,7 +49,8 @@ start_options = options.together(
 @start_options
 def run(
     recipe: Path, overrides: tuple[str, ...], run_dir: Path | None, group: str | None, fresh: bool,
-    runs: Path, planned: Path | None, selection: Selection, dry_run: bool, **start: Any,
+    runs: Path, planned: Path | None, selection: Selection, dry_run: bool, engine: str | None,
+    address: str | None, **start: Any,
 ) -> None:  # fmt: skip
     """Run all stages of RECIPE, from loading the model to exporting it.
 
@@ -56,6 +62,8 @@ def run(
     from pipeline.execution.journal import Journal
     from pipeline.execution.saved_plan import require_planned
     from pipeline.importing.translator import plan_recipe
+
+    overrides = _under(engine, address, overrides)
 
     def plan(started: ProcessCounts) -> Plan:
         made = plan_recipe(recipe, overrides, for_this_machine=True, started=started)
@@ -99,7 +107,7 @@ ACCEPTABLE = (
 @start_options
 def resume(
     run_dir: Path, overrides: tuple[str, ...], recipe: Path | None, selection: Selection,
-    **start: Any,
+    engine: str | None, address: str | None, **start: Any,
 ) -> None:  # fmt: skip
     """Continue RUN, by default the newest run in ./runs, where it stopped.
 
@@ -111,6 +119,8 @@ def resume(
     from pipeline.execution import rundir
     from pipeline.importing.translator import plan_recipe
 
+    overrides = _under(engine, address, overrides)
+
     def plan(started: ProcessCounts) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE
         made = plan_recipe(path, overrides, for_this_machine=True, started=started)
@@ -121,6 +131,13 @@ def resume(
         return rundir.existing(run_dir).resolve()
 
     _start(plan, folder, run_dir, selection, **start)
+
+
+def _under(engine: str | None, address: str | None, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """The overrides with the engine; its cluster's address goes into Ray's own variable."""
+    if address is not None:
+        os.environ["RAY_ADDRESS"] = address
+    return overrides if engine is None else (*overrides, f"launch.engine={engine}")
 
 
 def _start(

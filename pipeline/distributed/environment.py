@@ -33,6 +33,8 @@ class Shared:
     no one else can open, and that end with the two."""
 
     heartbeats: int
+    number: int
+    """Place of this rank's heartbeat among them."""
     failures: int
     """Reports of failures that the run's disk does not take."""
     stacks: int

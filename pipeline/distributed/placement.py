@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Sequence
@@ -213,3 +214,12 @@ def addresses_of(host: str) -> set[str]:
         return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
         return set()
+
+
+def interfaces(address: str) -> dict[str, str]:
+    """Variables that bind gloo and NCCL to the interface with this address, unless they are set."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in {entry.address for entry in addresses}:
+            variables = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+            return {key: os.environ.get(key, value) for key, value in variables.items()}
+    return {}

@@ -339,5 +339,5 @@ def environment_dist(
     return DistContext(
         rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
         device=place, store=common,
-        heartbeat=heartbeats(own.heartbeats)[local_rank] if own else Heartbeat(),
+        heartbeat=heartbeats(own.heartbeats)[own.number] if own else Heartbeat(),
     )  # fmt: skip

@@ -29,6 +29,8 @@ class Workers:
     """Workers without which the run does not continue."""
     max: Count
     """Workers that the run has where the cluster has room for them."""
+    look_every: Seconds = 60.0
+    """Time between two looks at whether the cluster has room for another number."""
 
     def __post_init__(self) -> None:
         if self.min > self.max:

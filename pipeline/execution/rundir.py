@@ -14,6 +14,8 @@ activity.json     what rank 0 is doing
 logs/             rank-N.log
 failures/         rank-N.json and rank-N.txt (the traceback) of the newest failure
 stalls/           one folder for each stall: the stacks of all ranks and report.json
+ray.json          the attempt of Ray's that runs, of a run under Ray
+stop              asks its ranks to save and end
 lock              held by the process that works in the folder
 checkpoints/      step-NNNNNNNN; checkpoints-SLOT/ of each further training, by the slot that trains
 checkpoints.at    where they are
@@ -61,6 +63,8 @@ METRICS = "metrics.jsonl"
 LEFT = ("checkpoints", "checkpoints.at", JOURNAL, METRICS)
 """Files of a run that a new run in the same folder would take for its own."""
 LOCK = "lock"
+STOP = "stop"
+"""File by which ranks of an engine are asked to save and end; the signal that asked for it."""
 LOCK_SECONDS = 1.0
 """Seconds to ask for the lock before another process is taken to hold it."""
 

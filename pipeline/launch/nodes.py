@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 import secrets
 import shlex
@@ -19,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import psutil
 from pydantic import TypeAdapter
 
 from pipeline.chain.plan import Plan, resolved
 from pipeline.distributed.environment import ROUND, TOKEN
-from pipeline.distributed.placement import NodePlacement
+from pipeline.distributed.placement import NodePlacement, interfaces
 from pipeline.distributed.process_group import in_one
 from pipeline.distributed.settings import Attempts, ProcessCounts
 from pipeline.distributed.signals import Interrupted
@@ -320,7 +318,7 @@ class Agent:
                 spec = spec.starting(self.left or plan_resume(self.plan, journal))
             self.left = None
             set_threads(settings, per_node)
-            common = _interfaces(link.address)
+            common = interfaces(link.address)
             common |= {name: str(value) for name, value in place.items()}
             if self.plan.view.device == "cuda":
                 common |= for_gpus(run_dir)
@@ -484,12 +482,3 @@ def own_address(node: NodePlacement) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # which sends nothing
         return str(probe.getsockname()[0])
-
-
-def _interfaces(address: str) -> dict[str, str]:
-    """Variables that bind gloo and NCCL to the interface with this address, unless they are set."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in {entry.address for entry in addresses}:
-            variables = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-            return {key: os.environ.get(key, value) for key, value in variables.items()}
-    return {}

@@ -82,16 +82,17 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
         """Start all ranks of the run. They meet in the file `store`, if given; prints of rank 0 go
         to `output`, if given. Raises StageError where the system starts no more processes."""
         message = {"spec": asdict(spec), "hidden": hidden_variables()}
-        for place, stacks in zip(self.places, self._stacks, strict=True):
+        for number, (place, stacks) in enumerate(zip(self.places, self._stacks, strict=True)):
+            files = [self._beats, self._failures, stacks, *([] if store is None else [store])]
             shared = Shared(
-                heartbeats=self._beats, failures=self._failures, stacks=stacks, store=store
-            )
-            files = asdict(shared)
+                heartbeats=self._beats, number=number, failures=self._failures, stacks=stacks,
+                store=store,
+            )  # fmt: skip
             prints = output if int(place["RANK"]) == 0 else None
             try:
                 process = start_child(
-                    "pipeline.execution.worker", {**message, "shared": files}, spec.run_dir,
-                    pass_fds=[file for file in files.values() if file is not None],
+                    "pipeline.execution.worker", {**message, "shared": asdict(shared)}, spec.run_dir,
+                    pass_fds=files,
                     env=os.environ | place, stdin=subprocess.DEVNULL, stdout=prints, stderr=prints,
                     start_new_session=True,
                 )  # fmt: skip

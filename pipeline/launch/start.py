@@ -93,8 +93,6 @@ def _start_here(job: Job, procs: int | None) -> None:
         left = left_to_run(plan, folder)
         if left is None:
             return
-        from pipeline.launch.ranks import run_with_restarts
-
         with (
             job.display.to_the_end(),
             recorded_start_and_end(plan, folder),
@@ -102,7 +100,14 @@ def _start_here(job: Job, procs: int | None) -> None:
             job.display.shown(plan, folder) as screen,
         ):
             spec = RunSpec.of(plan, folder, job.accept).starting(left)
-            run_with_restarts(plan, spec, screen)
+            if plan.recipe.launch.engine is not None:
+                from pipeline.launch.ray_train import run_with_ray
+
+                run_with_ray(plan, spec, screen)
+            else:
+                from pipeline.launch.ranks import run_with_restarts
+
+                run_with_restarts(plan, spec, screen)
 
 
 def _run_as_rank0(job: Job, scheduler_job: str) -> None:

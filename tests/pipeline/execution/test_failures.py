@@ -140,7 +140,7 @@ def test_a_full_disk_has_its_sentence_and_no_traceback(
     run, memory = tmp_path / "run", memory_file("failures")
     run.mkdir()
     (run / "failures").touch()
-    shared = Shared(heartbeats=-1, failures=memory, stacks=-1, store=None)
+    shared = Shared(heartbeats=-1, number=0, failures=memory, stacks=-1, store=None)
     monkeypatch.setattr(environment, "shared", shared)
     fail(run, 1, OSError(errno.ENOSPC, "No space left on device", f"{run}/metrics.jsonl"))
     assert told(run, (1, 1)) == [

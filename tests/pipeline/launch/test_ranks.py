@@ -43,7 +43,7 @@ def test_a_rank_whose_launcher_is_dead_already_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = RunSpec(run_dir=str(tmp_path), recipe={"name": "x", "stages": {}})
-    shared = dataclasses.asdict(Shared(heartbeats=0, failures=0, stacks=0, store=None))
+    shared = dataclasses.asdict(Shared(heartbeats=0, number=0, failures=0, stacks=0, store=None))
     monkeypatch.setattr(os, "getpid", lambda: 1)
     message = {"spec": spec.dump(), "shared": shared, "hidden": []}
     process = start_child("pipeline.execution.worker", message, str(tmp_path))

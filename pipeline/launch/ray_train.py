@@ -1,0 +1,363 @@
+"""Ranks as workers of Ray Train (V2): Ray says who takes part, starts them again after failures,
+and changes their number; each worker is one rank of the run, and trains on from its checkpoint.
+
+Ray's documentation: https://docs.ray.io/en/latest/train/train.html. Its workers run a function in a
+thread, where no signal arrives; so each starts its rank as a process, and watches it, as `pipe`
+does on one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.chain.plan import Plan
+from pipeline.checkpoint import location
+from pipeline.contracts.metrics import is_record, kind_of
+from pipeline.distributed.placement import interfaces
+from pipeline.distributed.settings import Attempts, Launch, ProcessCounts, Restarts, Workers
+from pipeline.distributed.signals import Interrupted
+from pipeline.errors import RunFailed, UsageError, in_words
+from pipeline.execution import failures, rundir
+from pipeline.execution.journal import Journal
+from pipeline.execution.rank_logging import say
+from pipeline.execution.resume import plan_resume
+from pipeline.execution.run_spec import RunSpec
+from pipeline.launch.ranks import LocalRanks, for_gpus, set_threads, supervise
+from pipeline.utils.files import private_folder, replace_text
+from pipeline.utils.foreign import json_object, read_tail
+from pipeline.utils.processes import kill_descendants
+from pipeline.utils.terminal import shown
+from pipeline.utils.text import plural
+from pipeline.view.screen import Screen
+
+STATE = "ray.json"
+"""File in the run's folder: which attempt of Ray's runs, and what it was asked."""
+OUTPUT = "logs/output.txt"
+"""What rank 0 prints, for the process that has started the run."""
+TURN_SECONDS = 2.0
+"""Seconds between two turns of all workers, in which rank 0's reports its news."""
+POLL_SECONDS = 0.1
+INSTALL = "pip install 'pipetrain[ray]'"
+SETTINGS = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""Ray's variables, in this process and in workers."""
+
+
+def run_with_ray(plan: Plan, spec: RunSpec, screen: Screen) -> None:
+    """Run every rank to its end as a worker of Ray, in the cluster of RAY_ADDRESS or of this
+    machine, or in one that this process starts.
+
+    Raises RunFailed with the first failing rank's error, and Interrupted once a signal has stopped
+    the ranks.
+    """
+    run_dir = Path(spec.run_dir)
+    start = secrets.token_hex(8)
+    message = {"spec": dataclasses.asdict(spec), "start": start}
+    (run_dir / rundir.STOP).unlink(missing_ok=True)
+    results: list[Any] = []
+    with _cluster(plan) as room, _output(run_dir, screen.output) as copy_output:
+        fit = threading.Thread(
+            target=lambda: results.append(_fit(plan, message)), name="ray-train", daemon=True
+        )
+        fit.start()
+        began, stop = time.monotonic(), None
+        while fit.is_alive():
+            try:
+                fit.join(POLL_SECONDS)
+                copy_output()
+                screen.refresh()
+                limit = plan.recipe.launch.timeouts.rendezvous
+                if not _state(run_dir, start) and time.monotonic() - began > limit:
+                    raise RunFailed(f"Ray has started no worker within {limit:.0f} s: {room}")
+            except Interrupted as interrupted:
+                stop = interrupted
+                replace_text(run_dir / rundir.STOP, interrupted.cause)
+                say(f"{interrupted.cause}: saving after this step, then stopping")
+        copy_output()
+    (run_dir / rundir.STOP).unlink(missing_ok=True)
+    outcome = results[0] if results else None
+    if outcome == "stopped":
+        raise stop or Interrupted
+    if outcome != "finished":
+        error = failures.first(run_dir, [])
+        raise RunFailed(outcome, memory=error.memory) if outcome else error
+
+
+def _fit(plan: Plan, message: Mapping[str, Any]) -> str:
+    """Have Ray run all workers to their end: "finished", "stopped", or why they could not."""
+    import ray.train
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    launch, run_dir = plan.recipe.launch, Path(message["spec"]["run_dir"])
+    workers = launch.workers if isinstance(launch.workers, Workers) else None
+    most = launch.ranks or 1
+    (run_dir / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # of an earlier start
+    trainer = DataParallelTrainer(
+        work,
+        train_loop_config=dict(message),
+        backend_config=_backend(),
+        scaling_config=ScalingConfig(
+            num_workers=(workers.min, workers.max) if workers else most,
+            use_gpu=plan.view.device == "cuda",
+            resources_per_worker=launch.resources_per_worker and dict(launch.resources_per_worker),
+            elastic_resize_monitor_interval_s=workers.look_every if workers else 60.0,
+        ),
+        run_config=RunConfig(
+            name=run_dir.name, storage_path=str(run_dir.parent),
+            failure_config=FailureConfig(max_failures=launch.max_failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=None),  # the run's own rules say which
+        ),
+    )  # fmt: skip
+    try:
+        trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        return "" if failures.reports(run_dir) else in_words(error)
+    return str(_state(run_dir, message["start"]).get("ended", ""))
+
+
+def _backend() -> Any:
+    """Ray's settings of a worker: it sees all GPUs of its node, and takes that of its local
+    rank."""
+    from ray.train.backend import Backend, BackendConfig
+
+    class SharedDevices(Backend):  # type: ignore[misc]
+        share_cuda_visible_devices = True
+
+    class Config(BackendConfig):  # type: ignore[misc]
+        @property
+        def backend_cls(self) -> type[Backend]:
+            return SharedDevices
+
+    return Config()
+
+
+@contextlib.contextmanager
+def _cluster(plan: Plan) -> Iterator[str]:
+    """Be connected to Ray; yields what it has, in words. Raises UsageError without it."""
+    os.environ |= SETTINGS
+    try:
+        import ray
+        import ray.train
+    except ImportError as error:
+        raise UsageError(f"engine: ray needs Ray Train ({error})", hint=INSTALL) from error
+    launch = plan.recipe.launch
+    env = {name: os.environ[name] for name in plan.recipe.env if name in os.environ}
+    env |= {name: value for name, value in os.environ.items() if name.startswith("PIPE_TRUST")}
+    common: dict[str, Any] = {
+        "runtime_env": {"env_vars": {**SETTINGS, **env}}, "log_to_driver": False,
+        "logging_level": "ERROR", "configure_logging": False,
+    }  # fmt: skip
+    try:
+        try:
+            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **common)
+        except ConnectionError:
+            if "RAY_ADDRESS" in os.environ:
+                raise
+            each = (launch.resources_per_worker or {}).get("CPU", 1.0)
+            cores = max(os.cpu_count() or 1, int(each * (launch.ranks or 1)))
+            ray.init(address="local", num_cpus=cores, **common)
+    except Exception as error:
+        raise UsageError(f"no connection to Ray: {in_words(error)}", hint="--address HOST:6379 "
+                         "names a cluster; without it one is started here") from error  # fmt: skip
+    try:
+        found = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
+        has = ", ".join(f"{number:g} {name}" for name, number in sorted(found.items()))
+        room = f"its cluster has {plural(len(ray.nodes()), 'node')} with {has}, and the run asks "
+        room += f"for {plural(launch.fewest or 1, 'worker')}"
+        say(f"Ray at {ray.get_runtime_context().gcs_address}: {has}")
+        yield room
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _output(run_dir: Path, output: int | None) -> Iterator[Any]:
+    """Copy what rank 0 prints to `output`, or to this process's own, whenever that is called."""
+    private_folder(run_dir / "logs")
+    (run_dir / OUTPUT).write_bytes(b"")
+    with (run_dir / OUTPUT).open("rb", buffering=0) as file:
+
+        def copy() -> None:
+            while text := file.read(1 << 16):
+                os.write(1 if output is None else output, text)
+
+        yield copy
+
+
+def _state(run_dir: Path, start: str) -> dict[str, Any]:
+    """What workers of this start have written; empty before the first attempt."""
+    found = json_object(run_dir / STATE) if (run_dir / STATE).exists() else {}
+    return found if found.get("start") == start else {}
+
+
+def work(message: dict[str, Any]) -> None:
+    """Be one worker of Ray's: run one rank to its end. Raises RunFailed where Ray may start all
+    again."""
+    import ray.train
+    import ray.train.collective
+
+    context, spec = ray.train.get_context(), RunSpec(**message["spec"])
+    rank, size, run_dir = context.get_world_rank(), context.get_world_size(), Path(spec.run_dir)
+    orders = _begin(spec, message["start"], size) if rank == 0 else None
+    orders = ray.train.collective.broadcast_from_rank_zero(orders)
+    if orders["over"]:
+        return
+    address = ray.util.get_node_ip_address()
+    place = {
+        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": context.get_local_rank(),
+        "LOCAL_WORLD_SIZE": context.get_local_world_size(),
+        "MASTER_ADDR": orders["host"], "MASTER_PORT": orders["port"],
+    }  # fmt: skip
+    launch = Launch(**orders["launch"])
+    common = interfaces(address) | {name: str(value) for name, value in place.items()}
+    if spec.device == "cuda":
+        common |= for_gpus(run_dir)
+    set_threads(launch, context.get_local_world_size())
+    turns, ranks = Turns(run_dir, message["start"], rank), LocalRanks([common])
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(kill_descendants())
+            stack.enter_context(ranks)
+            output = stack.enter_context((run_dir / OUTPUT).open("ab"))
+            spec = dataclasses.replace(spec, todo=orders["todo"], restore=orders["restore"])
+            ranks.start(spec, output=output.fileno())
+            supervise(ranks, launch, run_dir, lambda asked: turns.look(ranks, asked))
+        turns.end("finished")
+    except Interrupted:
+        turns.end("stopped")
+        while turns.preempted:  # until Ray takes the worker away, and starts all elsewhere
+            time.sleep(1)
+    except RunFailed as error:
+        if failures.first_rank(run_dir) is None:
+            failures.record(run_dir, rank, "", error)
+        raise
+
+
+def _begin(spec: RunSpec, start: str, size: int) -> dict[str, Any]:
+    """Rank 0's decisions at the start of an attempt: what is left to run, and where all meet."""
+    import ray.util
+
+    run_dir, address = Path(spec.run_dir), ray.util.get_node_ip_address()
+    last, journal = _state(run_dir, start), Journal(run_dir / rundir.JOURNAL)
+    plan, attempt = spec.plan(ProcessCounts(procs=size)), int(last.get("attempt", 0)) + 1
+    over = False
+    if last:
+        errors, lost = failures.reports(run_dir), f"Ray started {plural(size, 'worker')} again"
+        settings = Restarts(limit=1, backoff=0)
+        error = failures.first(run_dir, []) if errors else RunFailed(lost, restart="always")
+        over = Attempts(settings).wait_after(error, progressed=last["progressed"]) is None
+    state = {"start": start, "attempt": attempt, "progressed": False}
+    if over:
+        return {"over": True}
+    if last:
+        problem = failures.without_continuation(str(error), run_dir)
+        journal.write("run failed", problem=shown(problem), restarting=True)
+        failures.clear(run_dir, restart=True)
+        journal.write("run started", procs=size, device=spec.device, restart=attempt - 1)
+        spec = spec.starting(plan_resume(plan, journal))
+    replace_text(run_dir / STATE, json.dumps(state))
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        port = probe.getsockname()[1]
+    launch = {"timeouts": plan.recipe.launch.timeouts, "threads": plan.recipe.launch.threads}
+    return {
+        "over": False, "host": address, "port": port, "launch": launch,
+        "todo": tuple(spec.todo), "restore": dict(spec.restore),
+    }  # fmt: skip
+
+
+class Turns:
+    """What all workers do together every few seconds: rank 0's has news, all report them to Ray,
+    which needs the same calls of each, and all ask whether a node is to be taken away."""
+
+    def __init__(self, run_dir: Path, start: str, rank: int) -> None:
+        self.preempted = False
+        """Whether Ray takes a node away soon."""
+        self._run_dir, self._start, self._rank = run_dir, start, rank
+        self._ended, self._over = "", threading.Event()
+        self._landmarks = self._reported = self._saved = 0
+        self._thread = threading.Thread(target=self._run, name="pipe-turns", daemon=True)
+        self._thread.start()
+
+    def look(self, ranks: LocalRanks, asked: Interrupted | None) -> None:
+        """Note what the rank has done, and raise Interrupted when it is to stop, unless it has been
+        `asked` already."""
+        done = ranks.landmarks()
+        if done != self._landmarks:
+            self._landmarks = done
+            if self._rank == 0:
+                self._write(progressed=True)
+        if asked is None and self.preempted:
+            raise Interrupted(told="Ray takes a node away")
+        if asked is None and self._rank == 0 and (self._run_dir / rundir.STOP).exists():
+            raise Interrupted
+
+    def end(self, how: str) -> None:
+        """Have a last turn, when all ranks have ended like this."""
+        if self._rank == 0 and not self.preempted:
+            self._write(ended=how)
+        self._ended = how
+        self._over.set()
+        self._thread.join()
+
+    def _write(self, **facts: Any) -> None:
+        state = _state(self._run_dir, self._start)
+        replace_text(self._run_dir / STATE, json.dumps(state | facts))
+
+    def _run(self) -> None:
+        import ray.train
+        import ray.train.collective
+
+        over = False
+        while not over:
+            if self._rank == 0:
+                self._over.wait(TURN_SECONDS)
+            news = self._news() if self._rank == 0 else None
+            news = ray.train.collective.broadcast_from_rank_zero(news)
+            if news["metrics"]:
+                self._report(news)
+            self.preempted = self.preempted or ray.train.get_preemption_info() is not None
+            over = news["over"]
+
+    def _news(self) -> dict[str, Any]:
+        """Rank 0's: the newest step since the last news, and its newest checkpoint."""
+        over, done = bool(self._ended), self._landmarks
+        steps = [one for one in read_tail(self._run_dir / rundir.METRICS) if is_record(one)]
+        newest: dict[str, Any] = next(
+            (one for one in reversed(steps) if kind_of(one) == "step"), {}
+        )
+        found: dict[str, Any] = {"metrics": {}, "checkpoint": "", "over": over}
+        if newest.get("step", 0) != self._reported:
+            self._reported = newest["step"]
+            kept = ("step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu")
+            found["metrics"] = {name: newest[name] for name in kept if newest.get(name) is not None}
+        place = location.known(self._run_dir) if done != self._saved and found["metrics"] else None
+        if place is not None and Path(place).is_relative_to(self._run_dir):
+            names = location.open_store(place).names()
+            found["checkpoint"] = f"{place}/{names[-1]}" if names else ""
+            self._saved = done
+        return found
+
+    def _report(self, news: Mapping[str, Any]) -> None:
+        import ray.train
+        from ray.train import Checkpoint
+        from ray.train.v2.api.report_config import CheckpointUploadMode
+
+        checkpoint = Checkpoint(news["checkpoint"]) if news["checkpoint"] else None
+        own = checkpoint if self._rank == 0 else None
+        mode = CheckpointUploadMode.NO_UPLOAD
+        ray.train.report(dict(news["metrics"]), checkpoint=own, checkpoint_upload_mode=mode)
