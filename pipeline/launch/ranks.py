@@ -91,7 +91,8 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
             prints = output if int(place["RANK"]) == 0 else None
             try:
                 process = start_child(
-                    "pipeline.execution.worker", {**message, "shared": asdict(shared)}, spec.run_dir,
+                    "pipeline.execution.worker",
+                    {**message, "shared": asdict(shared)}, spec.run_dir,
                     pass_fds=files,
                     env=os.environ | place, stdin=subprocess.DEVNULL, stdout=prints, stderr=prints,
                     start_new_session=True,

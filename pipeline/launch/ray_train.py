@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -25,7 +26,7 @@ from pipeline.checkpoint import location
 from pipeline.contracts.metrics import is_record, kind_of
 from pipeline.distributed.placement import interfaces
 from pipeline.distributed.settings import Attempts, Launch, ProcessCounts, Restarts, Workers
-from pipeline.distributed.signals import Interrupted
+from pipeline.distributed.signals import ENDING, Interrupted
 from pipeline.errors import RunFailed, UsageError, in_words
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
@@ -67,16 +68,20 @@ def run_with_ray(plan: Plan, spec: RunSpec, screen: Screen) -> None:
     start = secrets.token_hex(8)
     message = {"spec": dataclasses.asdict(spec), "start": start}
     (run_dir / rundir.STOP).unlink(missing_ok=True)
-    results: list[Any] = []
+    results: list[str | BaseException] = []
+
+    def fit() -> None:  # in a thread: Ray waits where no signal ends it
+        try:
+            results.append(_fit(plan, message))
+        except BaseException as error:
+            results.append(error)
+
     with _cluster(plan) as room, _output(run_dir, screen.output) as copy_output:
-        fit = threading.Thread(
-            target=lambda: results.append(_fit(plan, message)), name="ray-train", daemon=True
-        )
-        fit.start()
+        threading.Thread(target=fit, name="ray-train", daemon=True).start()
         began, stop = time.monotonic(), None
-        while fit.is_alive():
+        while not results:
             try:
-                fit.join(POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
                 copy_output()
                 screen.refresh()
                 limit = plan.recipe.launch.timeouts.rendezvous
@@ -88,12 +93,12 @@ def run_with_ray(plan: Plan, spec: RunSpec, screen: Screen) -> None:
                 say(f"{interrupted.cause}: saving after this step, then stopping")
         copy_output()
     (run_dir / rundir.STOP).unlink(missing_ok=True)
-    outcome = results[0] if results else None
-    if outcome == "stopped":
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    if results[0] == "stopped":
         raise stop or Interrupted
-    if outcome != "finished":
-        error = failures.first(run_dir, [])
-        raise RunFailed(outcome, memory=error.memory) if outcome else error
+    if results[0] != "finished":
+        raise RunFailed(results[0]) if results[0] else failures.first(run_dir, [])
 
 
 def _fit(plan: Plan, message: Mapping[str, Any]) -> str:
@@ -161,6 +166,7 @@ def _cluster(plan: Plan) -> Iterator[str]:
         "runtime_env": {"env_vars": {**SETTINGS, **env}}, "log_to_driver": False,
         "logging_level": "ERROR", "configure_logging": False,
     }  # fmt: skip
+    handlers = {number: signal.getsignal(number) for number in ENDING}
     try:
         try:
             ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **common)
@@ -173,6 +179,8 @@ def _cluster(plan: Plan) -> Iterator[str]:
     except Exception as error:
         raise UsageError(f"no connection to Ray: {in_words(error)}", hint="--address HOST:6379 "
                          "names a cluster; without it one is started here") from error  # fmt: skip
+    for number, handler in handlers.items():  # Ray has its own, which end this process at once
+        signal.signal(number, handler)
     try:
         found = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
         has = ", ".join(f"{number:g} {name}" for name, number in sorted(found.items()))

@@ -57,9 +57,7 @@ def test_a_run_recovers_bit_for_bit(
     hosts: int,
     seed: int,
 ) -> None:
-    ended = trials.trial(
-        pipe.folder, fault, seed, pipe.environment, hosts=hosts, rendezvous=90
-    )
+    ended = trials.trial(pipe.folder, fault, seed, pipe.environment, hosts=hosts, rendezvous=90)
     check(ended)
     assert ended.codes == [0] * hosts, ended.said
     assert len(ended.steps) == STEPS
