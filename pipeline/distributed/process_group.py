@@ -38,20 +38,22 @@ SHOWN = 4
 
 def differences(dist: DistContext, facts: Facts) -> list[str]:
     """A sentence for each fact that is not the same on all ranks, with its values and their ranks;
-    the same on every rank (collective). Only digests are exchanged where nothing differs. Nodes
-    that differ in one would train a mixture, and nothing would fail."""
+    the same on every rank (collective). Every rank compares its digest with rank 0's, and only
+    where one differs are facts exchanged. Nodes that differ in one would train a mixture, and
+    nothing would fail."""
     if dist.world_size == 1:
         return []
     text = json.dumps(facts, sort_keys=True, default=str)
     own = hashlib.sha256(text.encode()).hexdigest()
-    digests, local_ranks, hosts = zip(
-        *dist.gather([own, dist.local_rank, socket.gethostname()]), strict=True
-    )
-    if len(set(digests)) == 1:
+    same = own == dist.broadcast_str(own if dist.is_main else None)
+    dist.barrier()  # which waits longer than a collective may
+    if not dist.any(not same):
         return []
+    every = dist.gather([json.loads(text), dist.local_rank, socket.gethostname()])
+    found, local_ranks, hosts = zip(*every, strict=True)
     nodes = itertools.accumulate(int(local == 0) for local in local_ranks)
     places = [(node - 1, host) for node, host in zip(nodes, hosts, strict=True)]
-    return list(_differences(dist.gather(json.loads(text)), places))
+    return list(_differences(found, places))
 
 
 def _differences(facts: Sequence[Facts], places: Sequence[Place]) -> Iterator[str]:

@@ -140,13 +140,12 @@ class Runner:
 def require_same_recipe(
     settings: RecipeSettings, written: Mapping[str, Any], steps: Sequence[Step], ctx: Context
 ) -> None:
-    """Raise StageError if the ranks have other recipes, defaults of stages or versions of packages
-    (collective).
+    """Raise StageError if the ranks have other recipes or defaults of stages (collective).
 
-    Absolute paths may differ, which is logged: machines may keep files in different places, and
-    what lies there is compared when it is opened. So may `launch`: how a machine starts. Values
-    that depend on an environment variable, and may be secret, are compared by digest: in the slots
-    as `written` in the recipe they have their names."""
+    Versions of packages may differ, and absolute paths, which is logged: machines may keep files in
+    different places, and what lies there is compared when it is opened. So may `launch`: how a
+    machine starts. Values that depend on an environment variable, and may be secret, are compared
+    by digest: in the slots as `written` in the recipe they have their names."""
     public = node_of(written, Location(file=""))
     facts: dict[str, Any] = {
         "order of slots": ", ".join(step.slot for step in steps), "name": settings.name,
@@ -162,8 +161,9 @@ def require_same_recipe(
             if "${" in json.dumps(given, default=str) and facts[name] != A_PATH:
                 text = json.dumps(facts[name], sort_keys=True, default=str)
                 facts[name] = f"{given} ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
-    facts |= {f"version of {package}": version for package, version in versions().items()}
-    ctx.dist.require_same("recipe and packages", facts)
+    ctx.dist.require_same("recipe", facts)
+    if apart := differences(ctx.dist, versions()):
+        ctx.log.warning("the ranks have other versions: %s; losses may differ", in_one(apart))
     one_or_more = {key: own[0] if len(own) == 1 else own for key, own in paths.items() if own}
     if apart := differences(ctx.dist, one_or_more):
         ctx.log.warning(

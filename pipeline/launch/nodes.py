@@ -77,6 +77,7 @@ class Link(contextlib.AbstractContextManager["Link"]):
         """This node's address on the way to node 0."""
         self._node, self._secret = node, secret
         self._session, self._number = "", 0
+        self._written: State | None = None
         self._contact = self._turned = time.monotonic()
         self._failure: Exception | None = None
         self._wake, self._closed = threading.Event(), threading.Event()
@@ -91,6 +92,12 @@ class Link(contextlib.AbstractContextManager["Link"]):
         """Change this node's state, and write it at once."""
         self.state = replace(self.state, **changes)
         self._wake.set()
+
+    def flush(self) -> None:
+        """Wait until this node's state is written, for a few turns at most."""
+        deadline = time.monotonic() + 4 * TURN_SECONDS
+        while self._written is not self.state and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def silent_for(self) -> float:
         """Seconds since the last new orders, or since the start. Raises RunFailed where something
@@ -135,11 +142,13 @@ class Link(contextlib.AbstractContextManager["Link"]):
         rank, known = self._node.node_rank, self._session
         if time.monotonic() - self._contact > 4 * TURN_SECONDS:
             known = ""  # node 0 may have been started again
-        board.write(f"node/{rank}", _STATE.dump_json(self._numbered(known)).decode())
+        state = self.state
+        board.write(f"node/{rank}", _STATE.dump_json(self._numbered(state, known)).decode())
+        self._written = state
         if not known:
             self._greeted(board, board.read(f"greeting/{rank}"))
         text = board.read(ORDERS)
-        self.trouble = "" if text else f"{TOKEN} is another one there"
+        self.trouble = "" if text else f"{TOKEN}, or the run, is another one there"
         orders = _ORDERS.validate_json(text) if text else None
         last = self.orders
         if orders is None or orders.session != self._session:
@@ -156,10 +165,10 @@ class Link(contextlib.AbstractContextManager["Link"]):
             self.spec = board.read(SPEC) or ""
             self._session = greeting.session if self.spec else ""
 
-    def _numbered(self, session: str) -> State:
+    def _numbered(self, state: State, session: str) -> State:
         """The state as it is to be written now."""
         self._number += 1
-        return replace(self.state, session=session, number=self._number, address=self.address)
+        return replace(state, session=session, number=self._number, address=self.address)
 
 
 class Lead(Link):
@@ -203,7 +212,8 @@ class Lead(Link):
 
     def _lead(self) -> None:
         names = {f"node/{number}": number for number in range(1, self._node.nodes)}
-        states = {0: self._numbered(self.rounds.session)}
+        own = self.state
+        states = {0: self._numbered(own, self.rounds.session)}
         for name, sealed in self._board.read_sealed([*names]):
             text = self._board.opened(name, sealed) if self._seen.get(name) != sealed else None
             self._seen[name] = sealed
@@ -217,7 +227,7 @@ class Lead(Link):
                     greetings[number] = self.rounds.greet(number, state, now)
                 self.rounds.note(number, state, now)
             orders = self.rounds.orders(now)
-        self.orders = orders
+        self.orders, self._written = orders, own
         self._board.write(SPEC, self.spec)
         self._board.write(ORDERS, _ORDERS.dump_json(orders).decode())  # after what it needs
         for number, greeting in greetings.items():
@@ -252,6 +262,7 @@ class Agent:
                     continue
                 begun = last
             link.tell(knows=True)
+            link.flush()
             assert begun.over is not None
             return begun.over
 
@@ -281,7 +292,7 @@ class Agent:
             time.sleep(0.05)
         except Interrupted as interrupted:
             link.tell(stopping=str(interrupted))
-            time.sleep(4 * TURN_SECONDS)  # until node 0 has heard of it
+            link.flush()
             raise
         limit = self.plan.recipe.launch.timeouts.rendezvous
         if link.silent_for() > limit:
@@ -404,9 +415,8 @@ def start_node(job: Job, found: NodePlacement) -> None:
     if found.node_rank > 0:
         plan = job.plan(given)
         try:
-            with Link(found, secret or "", State.of(plan.per_node)) as link:
+            with Link(found, sealing(plan, found, secret), State.of(plan.per_node)) as link:
                 _conclude(Agent(plan, found, lambda: None, Screen()).run(link))
-                time.sleep(2 * TURN_SECONDS)  # until node 0 has read that this one knows
         except Interrupted as interrupted:
             raise RunStopped(f"stopped by {interrupted}") from None
         return
@@ -427,8 +437,8 @@ def start_node(job: Job, found: NodePlacement) -> None:
             while rounds.notes:
                 restarted(folder, plan, *rounds.notes.pop(0))
 
-        own = State.of(plan.per_node)
-        with _led(Lead(found, secret, own, rounds, spec.dump())) as link:
+        own, sealed_with = State.of(plan.per_node), sealing(plan, found, secret)
+        with _led(Lead(found, sealed_with, own, rounds, spec.dump())) as link:
             left = left_to_run(plan, folder)
             if left is None:
                 over = Over(kind="finished")
@@ -441,6 +451,11 @@ def start_node(job: Job, found: NodePlacement) -> None:
                 job.display.shown(plan, folder) as screen,
             ):
                 _conclude(Agent(plan, found, record, screen, left).run(link))
+
+
+def sealing(plan: Plan, found: NodePlacement, secret: str | None) -> str:
+    """What nodes of this run seal with, and none of another: two may come by one port."""
+    return "\0".join((secret or "", plan.recipe.name, found.job))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from pipeline.execution.rank_logging import say
 from pipeline.execution.resume import plan_resume
 from pipeline.execution.run_spec import RunSpec
 from pipeline.launch.ranks import LocalRanks, for_gpus, set_threads, supervise
+from pipeline.launch.rounds import GATHER_SECONDS
 from pipeline.utils.files import private_folder, replace_text
 from pipeline.utils.foreign import json_object, read_tail
 from pipeline.utils.processes import kill_descendants
@@ -98,7 +99,9 @@ def run_with_ray(plan: Plan, spec: RunSpec, screen: Screen) -> None:
     if results[0] == "stopped":
         raise stop or Interrupted
     if results[0] != "finished":
-        raise RunFailed(results[0]) if results[0] else failures.first(run_dir, [])
+        error = _failure(run_dir, start) or RunFailed(results[0] or "Ray has ended the run")
+        error.args = (f"{error}\n{failures.continuation(run_dir)}",)
+        raise error
 
 
 def _fit(plan: Plan, message: Mapping[str, Any]) -> str:
@@ -125,12 +128,13 @@ def _fit(plan: Plan, message: Mapping[str, Any]) -> str:
             name=run_dir.name, storage_path=str(run_dir.parent),
             failure_config=FailureConfig(max_failures=launch.max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=None),  # the run's own rules say which
+            callbacks=[_cause()],
         ),
     )  # fmt: skip
     try:
         trainer.fit()
     except ray.train.TrainingFailedError as error:
-        return "" if failures.reports(run_dir) else in_words(error)
+        return in_words(error)
     return str(_state(run_dir, message["start"]).get("ended", ""))
 
 
@@ -148,6 +152,45 @@ def _backend() -> Any:
             return SharedDevices
 
     return Config()
+
+
+def _cause() -> Any:
+    """A callback that notes why an attempt has failed, in the one process that sees all workers."""
+    from ray.train import UserCallback
+
+    class Cause(UserCallback):  # type: ignore[misc]
+        def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Any]) -> None:
+            message = run_context.train_loop_config
+            lost = [rank for rank, error in worker_exceptions.items() if _is_lost(error)]
+            note_failure(Path(message["spec"]["run_dir"]), message["start"], lost)
+
+    return Cause()
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether a worker has not raised this, but is gone."""
+    return "HealthCheck" in type(error).__name__
+
+
+def note_failure(run_dir: Path, start: str, lost: Sequence[int]) -> None:
+    """Write down the cause of an attempt's end, for the next one: workers that are lost, a rank
+    that died, or the rank that raised first, as the others raise when they lose a peer."""
+    found = failures.reports(run_dir)
+    died = next((one.message for one in found if one.restart == "always"), "")
+    if lost:
+        died = f"the workers of ranks {', '.join(map(str, lost))} were lost"
+    error = RunFailed(died, restart="always") if died else failures.first(run_dir, [])
+    text = failures.without_continuation(str(error), run_dir)
+    facts = {"start": start, "text": text, "restart": error.restart, "memory": error.memory}
+    replace_text(private_folder(run_dir / failures.FOLDER) / STATE, json.dumps(facts))
+
+
+def _failure(run_dir: Path, start: str) -> RunFailed | None:
+    """The failure that has ended the attempt before, if one has."""
+    found = json_object(run_dir / failures.FOLDER / STATE)
+    if found.get("start") != start:
+        return None
+    return RunFailed(found["text"], restart=found["restart"], memory=found["memory"])
 
 
 @contextlib.contextmanager
@@ -250,7 +293,9 @@ def work(message: dict[str, Any]) -> None:
         while turns.preempted:  # until Ray takes the worker away, and starts all elsewhere
             time.sleep(1)
     except RunFailed as error:
-        if failures.first_rank(run_dir) is None:
+        if error.kind == "raised":  # a lost peer makes others fail first
+            time.sleep(GATHER_SECONDS)
+        else:
             failures.record(run_dir, rank, "", error)
         raise
 
@@ -262,21 +307,18 @@ def _begin(spec: RunSpec, start: str, size: int) -> dict[str, Any]:
     run_dir, address = Path(spec.run_dir), ray.util.get_node_ip_address()
     last, journal = _state(run_dir, start), Journal(run_dir / rundir.JOURNAL)
     plan, attempt = spec.plan(ProcessCounts(procs=size)), int(last.get("attempt", 0)) + 1
-    over = False
-    if last:
-        errors, lost = failures.reports(run_dir), f"Ray started {plural(size, 'worker')} again"
-        settings = Restarts(limit=1, backoff=0)
-        error = failures.first(run_dir, []) if errors else RunFailed(lost, restart="always")
-        over = Attempts(settings).wait_after(error, progressed=last["progressed"]) is None
-    state = {"start": start, "attempt": attempt, "progressed": False}
-    if over:
-        return {"over": True}
-    if last:
-        problem = failures.without_continuation(str(error), run_dir)
-        journal.write("run failed", problem=shown(problem), restarting=True)
+    error = _failure(run_dir, start)
+    if error is not None:
+        once = Attempts(Restarts(limit=1))  # Ray counts them
+        if once.wait_after(error, progressed=last.get("progressed", False)) is None:
+            return {"over": True}
+        journal.write("run failed", problem=shown(str(error)), restarting=True)
         failures.clear(run_dir, restart=True)
+        (run_dir / failures.FOLDER / STATE).unlink()
+    if last:  # also of another number of workers, without a failure
         journal.write("run started", procs=size, device=spec.device, restart=attempt - 1)
         spec = spec.starting(plan_resume(plan, journal))
+    state = {"start": start, "attempt": attempt, "progressed": False}
     replace_text(run_dir / STATE, json.dumps(state))
     with socket.socket() as probe:
         probe.bind((address, 0))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import re
+import shlex
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,12 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.distributed.settings import Attempts, Restarts
 from pipeline.execution import failures
-from pipeline.execution.run_spec import RunSpec
-from pipeline.launch.coordinator import Coordinator
-from pipeline.launch.exchange import Link, Server
-from pipeline.launch.messages import Beat
 from tests.support.pipe import Forked, Outcome, Pipe
 from tests.support.ports import free_port
 from tests.support.tiny_recipe import losses, training
@@ -31,9 +28,9 @@ Start = Callable[..., list[Forked]]
 def start(pipe: Pipe, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Start a recipe on two nodes."""
 
-    def both(recipe: Path, nodes: str = "2") -> list[Forked]:
+    def both(recipe: Path) -> list[Forked]:
         where = f"127.0.0.1:{free_port()}"
-        command = ("run", str(recipe), "--run-dir", str(pipe.run_dir), "--nodes", nodes)
+        command = ("run", str(recipe), "--run-dir", str(pipe.run_dir), "--nodes", "2")
         said = [tmp_path_factory.mktemp("said") for _ in range(2)]
         return [
             pipe.fork(said[n], *command, "--rdzv", where, "--node-rank", str(n)) for n in range(2)
@@ -95,86 +92,104 @@ def test_a_rank_that_dies_while_its_node_stops_is_a_failure(pipe: Pipe, start: S
     assert pipe.events()[-1]["event"] == "run failed"
 
 
-def test_an_elastic_run_loses_a_node_before_its_first_checkpoint(pipe: Pipe, start: Start) -> None:
-    """The rank that is left raises an error at once, before the node is known to be lost."""
-    recipe = tiny(pipe, timeouts={"node": 4}, restarts={"backoff": 0})
-    nodes = start(recipe, "1:2")
-    pipe.wait_for(lambda: len(losses(pipe.run_dir)) >= 2)
-    nodes[1].send(signal.SIGKILL)
-    nodes[1].end()
-    pipe.wait_for(lambda: any("restart" in event for event in pipe.events()), limit=60)
-    before = len(losses(pipe.run_dir))
-    pipe.wait_for(lambda: len(losses(pipe.run_dir)) > before, limit=60)
-    nodes[0].send(signal.SIGTERM)
-    found = nodes[0].end()
-    assert found.code == 75, found
-    assert re.search(r"node 1 \(.+, 127.0.0.1\) was lost: no sign of life for 4 s", found.stderr)
-    restarted = next(event for event in pipe.events() if "restart" in event)
-    assert (restarted["restart"], restarted["procs"]) == (1, 2)
-
-
-def test_a_folder_that_everybody_can_write_in_is_run_by_no_node(pipe: Pipe, tmp_path: Path) -> None:
+def test_a_folder_that_everybody_can_write_in_is_run_by_no_node(pipe: Pipe, start: Start) -> None:
     """Node 0 may be somebody else where nodes share no secret."""
-    recipe = tiny(pipe)
     pipe.run_dir.mkdir()
+    (pipe.folder / "group").touch()
+    nodes = start(tiny(pipe))
+    pipe.wait_for((pipe.run_dir / "recipe.yaml").exists)
     pipe.run_dir.chmod(0o777)
-    (pipe.run_dir / "recipe.yaml").write_text(recipe.read_text())
-    running = Coordinator(
-        fewest=2, most=2, attempts=Attempts(Restarts()), rendezvous_seconds=60, run="tiny",
-        spec=RunSpec(run_dir=str(pipe.run_dir), recipe={}).dump(),
-    )  # fmt: skip
-    with Server(running, "127.0.0.1", 0) as server:
-        port = server._http.server_address[1]
-        with Link(
-            "127.0.0.1", port, Beat(agent="x", run="tiny", node=0, host="h", procs=1, port=1)
-        ):
-            command = ("run", str(recipe), "--nodes", "2", "--rdzv", f"127.0.0.1:{port}")
-            found = pipe.fork(tmp_path, *command, "--node-rank", "1").end()
-    assert found.code == 1, found
-    assert f"everybody can write in {pipe.run_dir}" in found.stderr
-    assert not (pipe.run_dir / "logs").exists()
+    found = ends(nodes)
+    assert [node.code for node in found] == [1, 1], found
+    assert f"everybody can write in {pipe.run_dir}" in found[1].stderr
 
 
-def test_nodes_without_a_secret_listen_to_nobody(pipe: Pipe, tmp_path: Path) -> None:
-    """Node 0 refuses before it makes a folder, the other before it waits for node 0."""
-    recipe = tiny(pipe)
-    for node, host in enumerate(("0.0.0.0", "192.0.2.1")):
-        where = ("--nodes", "2", "--rdzv", f"{host}:{free_port()}", "--node-rank", str(node))
-        found = pipe("run", str(recipe), "--run-dir", str(pipe.run_dir), *where)
-        assert found.code == 2, found
-        assert f"error: PIPE_RDZV_TOKEN is not set, so whoever reaches node 0 at {host}" in (
-            found.stderr
-        )
-        assert "set PIPE_RDZV_TOKEN to it on every node" in found.stderr
+def test_another_recipe_of_a_node_ends_the_run_with_both_machines(
+    pipe: Pipe, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    recipe, where = tiny(pipe), f"127.0.0.1:{free_port()}"
+    command = ("run", str(recipe), "--run-dir", str(pipe.run_dir), "--nodes", "2", "--rdzv", where)
+    said = [tmp_path_factory.mktemp("said") for _ in range(2)]
+    nodes = [
+        pipe.fork(said[0], *command, "--node-rank", "0"),
+        pipe.fork(said[1], *command, "--node-rank", "1", "optimizer.lr=0.3"),
+    ]
+    found = ends(nodes)
+    assert [node.code for node in found] == [1, 1], found
+    words = f"node 1 ({socket.gethostname()}): this node's recipe is not node 0's: "
+    words += "optimizer.lr is 0.3 here, 0.01 on node 0 (127.0.0.1)"
+    assert all(words in node.stderr for node in found), found
+    assert not losses(pipe.run_dir)
+
+
+def test_only_node_0_makes_a_token_and_prints_the_command_for_the_others(
+    pipe: Pipe, tmp_path: Path
+) -> None:
+    address = next(
+        found.address
+        for found in itertools.chain.from_iterable(psutil.net_if_addrs().values())
+        if found.family == socket.AF_INET and not found.address.startswith("127.")
+    )
+    where = ("--nodes", "2", "--rdzv", f"{address}:{free_port()}")
+    command = ("run", str(tiny(pipe)), "--run-dir", str(pipe.run_dir), *where)
+    refused = pipe(*command, "--node-rank", "1")
+    assert refused.code == 2, refused
+    assert f"error: PIPE_RDZV_TOKEN is not set, so whoever reaches node 0 at {address}" in (
+        refused.stderr
+    )
     assert not pipe.run_dir.exists()
+    first = pipe.fork(tmp_path, *command, "--node-rank", "0")
+    said = tmp_path / "stderr"
+    pipe.wait_for(lambda: said.exists() and "--node-rank NUMBER" in said.read_text())
+    [printed] = [line for line in said.read_text().splitlines() if "NUMBER" in line]
+    given, *words = shlex.split(printed)
+    name, _, secret = given.partition("=")
+    assert (name, words[:2], len(secret)) == ("PIPE_RDZV_TOKEN", ["pipe", "run"], 32)
+    other = pipe.fork(
+        tmp_path.parent, *(word.replace("NUMBER", "1") for word in words[1:]), **{name: secret}
+    )
+    pipe.wait_for(lambda: len(losses(pipe.run_dir)) >= 2)
+    first.send(signal.SIGTERM)
+    assert [node.code for node in ends([first, other])] == [75, 75]
+    journal = (pipe.run_dir / "journal.jsonl").read_text()
+    assert secret not in journal
+
+
+def test_a_number_of_nodes_that_changes_is_of_engines(pipe: Pipe) -> None:
+    command = ("run", str(tiny(pipe)), "--nodes", "1:2", "--rdzv", "127.0.0.1", "--node-rank", "0")
+    found = pipe(*command)
+    assert found.code == 2
+    assert "--nodes=1:2: nodes that `pipe` starts are a fixed number" in found.stderr
+    assert "Ray Train and torchrun" in found.stderr
 
 
 BROKEN = """
 from pathlib import Path
-from pipeline.launch.coordinator import Coordinator
+from pipeline.launch.rounds import Rounds
 
-look = Coordinator._look_at_round
+look = Rounds._look_at_round
 
 def broken(self, now):
     if Path("broken").exists():
         raise KeyError("unexpected")
     look(self, now)
 
-Coordinator._look_at_round = broken
+Rounds._look_at_round = broken
 """
-"""Breaks the coordinator of a process once there is a file of that name."""
+"""Breaks node 0's decisions once there is a file of that name."""
 
 
-def test_nothing_waits_for_a_coordinator_that_is_broken(pipe: Pipe, tmp_path: Path) -> None:
+def test_nothing_waits_for_decisions_that_are_broken(pipe: Pipe, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     path = os.pathsep.join([str(tmp_path), pipe.environment["PYTHONPATH"]])
-    command = ("-m", "pipetrain", "run", str(tiny(pipe)), "--run-dir", str(pipe.run_dir))
+    recipe = tiny(pipe, timeouts={"node": 4, "rendezvous": 8})
+    command = ("-m", "pipetrain", "run", str(recipe), "--run-dir", str(pipe.run_dir))
     options = ("--nodes", "2", "--rdzv", f"127.0.0.1:{free_port()}", "--node-rank")
     nodes = [pipe.start(*command, *options, str(n), PYTHONPATH=path) for n in range(2)]
     pipe.wait_for(lambda: len(losses(pipe.run_dir)) >= 2)
     (pipe.folder / "broken").touch()
     found = [pipe.end(node, limit=100) for node in nodes]
     assert [node.code for node in found] == [1, 1], found
-    for node in found:
-        assert "error: node 0 cannot take part any more: KeyError: 'unexpected'" in node.stderr
-        assert "Traceback" not in node.stderr
+    assert "error: node 0 cannot take part any more: KeyError: 'unexpected'" in found[0].stderr
+    assert "node 0 has not answered at 127.0.0.1:" in found[1].stderr
+    assert all("Traceback" not in node.stderr for node in found), found
