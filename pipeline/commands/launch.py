@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
     from pipeline.launch.targets import Job, Target
 
-TARGETS = ("slurm", "kubeflow", "skypilot", "dstack", "docker")
+TARGETS = ("slurm", "kubeflow", "jobset", "kuberay", "ray", "skypilot", "dstack", "docker")
 FLAGS = {
     "kind": "--gpu-kind", "image": "--image", "setup": "--setup", "mounts": "--mount",
     "time_limit": "--time-limit", "grace": "--grace", "tasks": "--tasks", "extra": "--extra",
@@ -47,7 +47,7 @@ DEFAULTS: dict[str, Any] = {"grace": 300, "tasks": "node"}
 @option("--image", "Container image that holds this program (on Slurm: through pyxis).")
 @option("--setup", "Command that installs this program, or activates it on Slurm.")
 @option("--mount", "mounts",
-        "Mount a folder (Kubeflow: volume claim, SkyPilot: bucket). May be repeated.",
+        "Mount a folder (Kubernetes: volume claim, SkyPilot: bucket). May be repeated.",
         multiple=True, metavar="SOURCE:TARGET")  # fmt: skip
 @option("--time-limit", "Time limit in Slurm's format, such as 24:00:00.")
 @option("--grace", "Seconds before the end at which to save and stop.", type=Count(1),
@@ -86,6 +86,8 @@ def launch(
         )
     if nodes is not None:
         overrides = (*overrides, f"launch.nodes={node_count(nodes, '--nodes')}")
+    if kind.engine:
+        overrides = (*overrides, f"launch.engine={kind.engine}")
     plan = plan_recipe(recipe, overrides, forecast=True)
     if not kind.takes_folder:  # the current folder may be another one there
         overrides = tuple(map(with_absolute_paths, overrides))
@@ -95,6 +97,8 @@ def launch(
     if kind.takes_folder and place.is_relative_to(Path.cwd()):
         place = place.relative_to(Path.cwd())
     elsewhere = bool(given["image"]) or kind.forgets or kind.fresh
+    if kind.engine:
+        given["tasks"] = "engine"
     job = _job(
         plan, gpus, given | _surroundings(target, kind, plan, run_dir, mounted, elsewhere),
         ["run", str(place), *overrides, "--run-dir", str(run_dir), *options.permissions()],
@@ -188,6 +192,7 @@ def _job(plan: Plan, gpus: int | None, given: dict[str, Any], arguments: Sequenc
     }
     return Job(
         name=plan.recipe.name, arguments=arguments, nodes=launch.nodes or 1,
+        ranks=launch.ranks or plan.view.procs, fewest_ranks=launch.fewest or plan.view.procs,
         procs=launch.procs, gpus=gpus or 0, env=plan.recipe.env, **fields,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from typing import Any
 import click
 import psutil
 
+from pipeline.distributed.settings import FIXED
 from pipeline.errors import UsageError, system_errors_as
 from pipeline.utils.foreign import read_whole
 
@@ -142,12 +143,7 @@ def node_count(text: str, where: str) -> int:
     """A number of nodes. Raises UsageError naming `where` it is from."""
     found = text.strip()
     if re.fullmatch(r"\d+:\d+", found):
-        raise UsageError(
-            f"{where}={text}: nodes that `pipe` starts are a fixed number; engines that go on with "
-            "fewer, and take back those that return, are Ray Train and torchrun",
-            hint="pipe run RECIPE --engine ray launch.workers='{min: 2, max: 4}', or "
-            "torchrun --nnodes 2:4 -m pipetrain run RECIPE",
-        )
+        raise UsageError(f"{where}={text}: {FIXED}")
     if not found.isdecimal() or not int(found):
         raise UsageError(f"{where}={text} is not a number of nodes, such as 2")
     return int(found)

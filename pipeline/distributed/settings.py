@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Unit
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from pipeline.errors import RunFailed
 
@@ -16,6 +16,19 @@ Device = Annotated[
     AfterValidator(lambda device: "cuda" if device == "gpu" else device),
 ]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600), Unit("s")]
+
+
+FIXED = (
+    "nodes that `pipe` starts are a fixed number; Ray Train (engine: ray, workers: {min: 2, max: 4}) "
+    "and torchrun (--nnodes 2:4) go on with fewer and take back those that return"
+)
+
+
+def _fixed(value: Any) -> Any:
+    """The value, unless it is a range. Raises ValueError."""
+    if isinstance(value, Mapping) or (isinstance(value, str) and ":" in value):
+        raise ValueError(FIXED)
+    return value
 
 
 Count = Annotated[int, Field(ge=1, le=65_536)]
@@ -102,7 +115,7 @@ class Launch:
 
     procs: Count | None = None
     """Processes on each node; null is one per GPU, or one on the CPU."""
-    nodes: Count | None = None
+    nodes: Annotated[Count | None, BeforeValidator(_fixed)] = None
     """Nodes; null is as many as the launcher has, or one."""
     engine: Literal["ray"] | None = None
     """Engine that starts the ranks, over all nodes of its cluster: ray is Ray Train; null leaves it

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from pipeline.checkpoint.formats import Reading
 from pipeline.checkpoint.manifest import _FRAME, Manifest
 from pipeline.execution.journal import Journal
-from pipeline.launch.exchange import _BEATS
+from pipeline.launch.nodes import _STATE
 from pipeline.recipe import read_recipe
 from stages.formats.formats import Canonical, Dcp, DeepSpeed
 from stages.model.files import weight_files
@@ -181,4 +181,4 @@ def test_a_recipe(data: Any) -> None:
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
 def test_a_message_of_a_node(content: bytes) -> None:
     with contextlib.suppress(pydantic.ValidationError):
-        _BEATS.validate_json(content)
+        _STATE.validate_json(content)

@@ -55,6 +55,10 @@ class Job:
     arguments: Sequence[str]
     """Arguments of `pipe`: `run RECIPE ... --run-dir DIR`."""
     nodes: int
+    ranks: int
+    """Ranks, at most."""
+    fewest_ranks: int
+    """Ranks without which the run does not continue."""
     procs: int | None
     """Processes on each node; None is one per GPU that is there."""
     gpus: int
@@ -72,7 +76,8 @@ class Job:
     grace: int
     """Seconds before the time limit at which the run is asked to save and stop."""
     tasks: str
-    """`node`: one process a node starts the others; `gpu`: the scheduler starts each rank."""
+    """`node`: one process a node starts the others; `gpu`: the scheduler starts each rank;
+    `engine`: one process starts all."""
     paths: Sequence[str]
     """Absolute paths that the recipe names, its own files too, and that no mount brings."""
     files: Sequence[str]
@@ -133,6 +138,8 @@ class Target:
     """Option that `{env}` puts before each name."""
     secret: str = ""
     """Template of a shell command that hands over the nodes' secret before that one."""
+    engine: str = ""
+    """Engine that starts all ranks there; empty for none."""
     carries_out: bool = False
     """Whether the client carries out the run itself, and ends with its exit code."""
 
@@ -140,6 +147,8 @@ class Target:
     def uses(self) -> frozenset[str]:
         """Fields of a job that it uses."""
         text = (TEMPLATES / f"{self.name}.j2").read_text("utf-8")
+        for part in re.findall(r'import "([\w.-]+)"', text):
+            text += (TEMPLATES / part).read_text("utf-8")
         return frozenset(re.findall(r"\bjob\.(\w+)", text))
 
     @property
@@ -237,8 +246,17 @@ TARGETS: Mapping[str, Target] = {
         ),
         Target(
             name="kubeflow", submit=("kubectl", "create", "-f", "{file}"), client="kubectl",
-            secret="kubeflow-secret", needs=frozenset({"image"}), mount=CLAIM,
+            secret="secret", needs=frozenset({"image"}), mount=CLAIM,
         ),
+        Target(
+            name="jobset", submit=("kubectl", "create", "-f", "{file}"), client="kubectl",
+            secret="secret", needs=frozenset({"image"}), mount=CLAIM,
+        ),
+        Target(
+            name="kuberay", submit=("kubectl", "create", "-f", "{file}"), client="kubectl",
+            needs=frozenset({"image"}), mount=CLAIM, engine="ray",
+        ),
+        Target(name="ray", submit=("bash", "{file}"), client="ray", engine="ray"),
         Target(
             name="skypilot", submit=("sky", "jobs", "launch", "--yes", "{env}", "{file}"),
             client="sky", env_option="--secret", fresh=True, takes_folder=True,

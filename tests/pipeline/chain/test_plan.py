@@ -198,8 +198,39 @@ def test_device_and_processes(
 def test_processes_that_a_launcher_decided(plan: Callable[..., Plan]) -> None:
     made = plan("launch.procs=2", started=ProcessCounts(procs=16, per_node=2))
     assert (made.view.procs, made.per_node) == (16, 2)
-    elastic = plan("launch.procs=2", "launch.nodes={min: 1, max: 4}")
-    assert (elastic.view.procs, elastic.per_node) == (8, 2)
+    nodes = plan("launch.procs=2", "launch.nodes=4")
+    assert (nodes.view.procs, nodes.per_node) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("launch", "procs"),
+    [
+        (["launch.workers=6"], 6), (["launch.workers={min: 2, max: 8}"], 8), ([], 1),
+        (["launch.procs=2", "launch.nodes=3"], 6),
+    ],
+)  # fmt: skip
+def test_workers_of_an_engine(plan: Callable[..., Plan], launch: list[str], procs: int) -> None:
+    assert plan("launch.engine=ray", *launch).view.procs == procs
+
+
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        (["launch.workers=2"], "workers and resources_per_worker are an engine's (engine: ray)"),
+        (["launch.engine=ray", "launch.workers=2", "launch.procs=2"], "leave out procs and nodes"),
+        (["launch.engine=ray", "launch.workers={min: 4, max: 2}"], "min is 4, but max is 2"),
+    ],
+)
+def test_workers_that_contradict(
+    problem: Callable[..., Problem], launch: list[str], words: str
+) -> None:
+    assert words in str(problem(*launch))
+
+
+def test_a_launcher_starts_no_engine(problem: Callable[..., Problem]) -> None:
+    found = problem("launch.engine=ray", for_this_machine=True, started=ProcessCounts(procs=2))
+    assert found.key == "launch.engine"
+    assert "it starts all ranks, and so does a launcher" in str(found)
 
 
 def test_cuda_is_asked_for_where_there_is_none(
@@ -244,11 +275,6 @@ def problems_on_8_gpus(folder: Path, launch: str, started: ProcessCounts) -> dic
             "there are)",
         ),
         (
-            "device: cpu, nodes: {min: 2, max: 4}", ProcessCounts(nodes=5), "nodes",
-            "2 to 4 nodes, but 5 nodes were started (set launch.nodes=5, or null to take as many "
-            "as there are)",
-        ),
-        (
             "device: cpu, nodes: 8", ProcessCounts(), "nodes",
             "8 nodes, but this is one (on every node: pipe run RECIPE --nodes NODES --node-rank "
             "NUMBER --rdzv HOST:PORT, or have `pipe launch` write a script; or set launch.nodes=1)",
@@ -268,9 +294,8 @@ def test_what_was_started_and_the_recipe_agree(
         ProcessCounts(procs=16, per_node=8),
         ProcessCounts(nodes=2),
         ProcessCounts(procs=16),
-        ProcessCounts(procs=8, nodes=1),
     ],
 )
 def test_what_was_started_as_the_recipe_says(tmp_path: Path, started: ProcessCounts) -> None:
-    found = problems_on_8_gpus(tmp_path, "procs: 8, nodes: {min: 1, max: 2}", started)
+    found = problems_on_8_gpus(tmp_path, "procs: 8, nodes: 2", started)
     assert [*found] == ["stages"]

@@ -78,8 +78,7 @@ def node(
     job: str = "",
 ) -> NodePlacement:  # fmt: skip
     return NodePlacement(
-        source=source, node_rank=rank, min_nodes=nodes, max_nodes=nodes, host=host, port=port,
-        procs=procs, job=job,
+        source=source, node_rank=rank, nodes=nodes, host=host, port=port, procs=procs, job=job,
     )  # fmt: skip
 
 
@@ -115,16 +114,16 @@ def test_whole_environments(variables: Variables, expected: RankPlacement | Node
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        (KUBEFLOW | {"PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "auto"}, (2, 4, None)),
-        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"}, (1, 1, 4)),
+        (KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, (4, None)),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"}, (1, 4)),
     ],
 )
 def test_nodes_and_processes_of_kubeflow(
-    variables: Variables, expected: tuple[int, int, int | None]
+    variables: Variables, expected: tuple[int, int | None]
 ) -> None:
     found = placement(variables)
     assert isinstance(found, NodePlacement)
-    assert (found.min_nodes, found.max_nodes, found.procs) == expected
+    assert (found.nodes, found.procs) == expected
 
 
 def test_ranks_of_mpi_on_one_machine_meet_on_its_loopback() -> None:
@@ -174,7 +173,7 @@ def test_a_process_by_itself(variables: Variables) -> None:
         (TASKS | {"SLURM_STEP_NODELIST": "n[0-"}, "the host list n[0- is not one of Slurm's"),
         (without(OPEN_MPI, "MASTER_ADDR"), "Open MPI does not say where rank 0 is"),
         (without(OPEN_MPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_SIZE=4 is set by a launcher"),
-        (KUBEFLOW | {"PET_NNODES": "4:2"}, "PET_NNODES=4:2: MIN is above MAX"),
+        (KUBEFLOW | {"PET_NNODES": "2:4"}, "PET_NNODES=2:4: nodes that `pipe` starts are a fixed"),
         (KUBEFLOW | {"PET_NODE_RANK": "4"}, "node 4 of 4 (Kubeflow's PET_* variables): node ranks"),
         (KUBEFLOW | {"PET_NPROC_PER_NODE": "all"}, "PET_NPROC_PER_NODE=all is neither a number"),
         (KUBEFLOW | {"PET_NPROC_PER_NODE": "0"}, "PET_NPROC_PER_NODE=0 is neither a number above"),
@@ -184,7 +183,7 @@ def test_a_process_by_itself(variables: Variables) -> None:
         (TASKS | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
         (OPEN_MPI | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
         (SKYPILOT | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
-        ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is set by a launcher of several processes, but not "
+        ({"PET_NNODES": "4"}, "PET_NNODES=4 is set by a launcher of several processes, but not "
          "PET_MASTER_ADDR, PET_NODE_RANK"),
         (SKYPILOT | {"SKYPILOT_NODE_IPS": "10.0.0.1"}, "SKYPILOT_NUM_NODES=2, but "
          "SKYPILOT_NODE_IPS has 1 addresses"),

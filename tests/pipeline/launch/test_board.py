@@ -70,7 +70,7 @@ def test_a_store_is_served_at_one_address_only(port: int) -> None:
     with pytest.raises(RunFailed, match=f"node 0 cannot listen at 127.0.0.2:{port}: Address alr"):
         served("127.0.0.2", port)
     del store
-    with pytest.raises(UsageError, match="203.0.113.1:1: Cannot assign"):
+    with pytest.raises(UsageError, match=r"203\.0\.113\.1:1: Cannot assign"):
         served("203.0.113.1", 1)
 
 
