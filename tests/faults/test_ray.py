@@ -65,10 +65,11 @@ def cluster(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A cluster of two nodes with two cores each; no process of it is left."""
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setattr(os, "environ", os.environ)
-    for name in ("PYTHONPATH", "READ_SECONDS"):
-        monkeypatch.setenv(name, pipe.environment.get(name, "0.05"))
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    monkeypatch.setenv("PYTHONPATH", pipe.environment["PYTHONPATH"])
+    monkeypatch.setenv("READ_SECONDS", "0.05")
+    notice = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+    head = {"num_cpus": 2, "_system_config": notice}
+    made = Cluster(initialize_head=True, head_node_args=head)
     try:
         made.add_node(num_cpus=2)
         yield made
@@ -119,12 +120,16 @@ def test_lost_workers(pipe: Pipe, cluster: Any) -> None:
 @pytest.mark.full
 def test_lost_nodes_of_an_elastic_run(pipe: Pipe, cluster: Any) -> None:
     """Six times a raylet is killed and another comes: four workers, two, and four again."""
-    steps, workers = 150, {"min": 2, "max": 4, "look_every": 5}
+    steps, workers = 400, {"min": 2, "max": 4, "look_every": 5}
+    os.environ["READ_SECONDS"] = "0.3"  # of the nodes that are to come
+    cluster.remove_node(cluster.list_all_nodes()[-1])
+    cluster.add_node(num_cpus=2)
     recipe = write(pipe, "wrap.fsdp", steps, workers=workers, **LOST)
     process = start(pipe, recipe, "--address", cluster.address)
     for kill in range(6):
         sizes(pipe, 4)
-        wait_for_step(pipe, 10 * kill + 8)
+        there = len(losses(pipe.run_dir))
+        assert becomes(lambda there=there: len(losses(pipe.run_dir)) > there + 3, LIMIT), kill
         cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
         sizes(pipe, 2)
         there = len(losses(pipe.run_dir))
@@ -132,6 +137,8 @@ def test_lost_nodes_of_an_elastic_run(pipe: Pipe, cluster: Any) -> None:
         cluster.add_node(num_cpus=2)
     found = pipe.end(process)
     assert found.code == 0, found
+    used = [event["procs"] for event in pipe.events() if event["event"] == "run started"]
+    assert used[:13] == [4, 2] * 6 + [4], used
     _, own = outcome(pipe.run_dir, steps)
     _, undisturbed = outcome(calm(pipe, 4, "wrap.fsdp", steps), steps)
     assert own == pytest.approx(undisturbed, rel=1e-6)
