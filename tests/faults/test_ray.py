@@ -21,6 +21,9 @@ from tests.support.waiting import becomes
 
 ray = pytest.importorskip("ray")
 LIMIT = 120.0
+pytestmark = pytest.mark.filterwarnings(  # files that Ray leaves to the garbage collector
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 LOST = {"resources_per_worker": {"CPU": 1.0}, "max_failures": 30}
 
 
@@ -80,7 +83,8 @@ def cluster(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def rays() -> list[str]:
     """Return the names of Ray's processes on this machine."""
-    found = (process.name() for process in psutil.process_iter())
+    there = psutil.process_iter(["name", "status"])
+    found = [one.info["name"] for one in there if one.info["status"] != psutil.STATUS_ZOMBIE]
     return [name for name in found if name in ("raylet", "gcs_server") or name.startswith("ray::")]
 
 
@@ -184,9 +188,7 @@ def test_a_killed_command_leaves_no_process(pipe: Pipe) -> None:
 
 @pytest.mark.full
 def test_an_error_that_comes_again_is_not_repeated(pipe: Pipe, cluster: Any) -> None:
-    recipe = pipe.recipe(
-        launch={"workers": 2, "engine": "ray"}, train={"fault": "raise", "rank": 1}
-    )
+    recipe = pipe.recipe(procs=2, launch={"engine": "ray"}, train={"fault": "raise", "rank": 1})
     found = pipe.end(start(pipe, recipe, "--address", cluster.address))
     assert found.code == 1, found
     assert "rank 1 failed in slot `train`: ValueError: boom" in found.stderr

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support import network, trials
 from tests.support.pipe import Outcome, Pipe
 from tests.support.ports import free_port
 from tests.support.tiny_recipe import EXPORT, losses, outcome, training, write
@@ -115,3 +118,44 @@ def test_ranks_die_with_a_killed_torchrun(pipe: Pipe) -> None:
     assert (run["slot"], Path(run["folder"])) == ("train", pipe.run_dir)
     # Linux closes torchrun's store before it kills the ranks, and one of them may have seen that.
     assert run["state"] in ("stopped", "failed")
+
+
+STATIC = ("--master-addr", "{HOST}", "--master-port", "{PORT}", "--node-rank", "{NUMBER}")
+C10D = (
+    "--rdzv-backend", "c10d", "--rdzv-id", "x", "--rdzv-endpoint", "{HOST}:{PORT}",
+    "--rdzv-conf", "is_host={FIRST}", "--local-addr", "{OWN}",
+)  # fmt: skip
+TRIALS = [
+    (fault, options, nodes, hosts, seed)
+    for fault in (trials.lose_worker, trials.lose_agent)
+    for options in (STATIC, C10D)
+    for nodes, hosts in (("2", 2), ("3", 3))
+    for seed in range(2)
+]
+TRIALS += [
+    (fault, C10D, nodes, hosts, 2)
+    for fault in (trials.lose_worker, trials.lose_follower)
+    for nodes, hosts in (("1:2", 2), ("2:3", 3))
+]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(network.why_not()), reason=network.why_not())
+@pytest.mark.parametrize(("fault", "options", "nodes", "hosts", "seed"), TRIALS)
+def test_a_fault_of_one_of_several_machines(
+    pipe: Pipe, fault: Any, options: tuple[str, ...], nodes: str, hosts: int, seed: int
+) -> None:
+    """All end: recovered, with every step once, or failed, within a minute; none hangs."""
+    start = functools.partial(trials.Torchrun, options=options, nodes=nodes)
+    environment = pipe.environment | {"GLOO_SOCKET_IFNAME": "eth0"}
+    ended = trials.trial(pipe.folder, fault, seed, environment, hosts=hosts, start=start)
+    assert None not in ended.codes, ended.said
+    assert ended.left == 0
+    assert ended.seconds < trials.LIMIT
+    recovered = len(ended.steps) == trials.STEPS and bool(ended.weights)
+    print(f"TRIAL {fault.__name__} {options[1]} {nodes} {seed}: {ended.codes}, {recovered}")
+    assert recovered or 0 not in ended.codes, ended.said
+    if recovered:
+        assert ended.steps == list(range(1, trials.STEPS + 1))
+    if fault is trials.lose_worker or ":" in nodes:
+        assert recovered, ended.said

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.contracts.metrics import records
 from pipeline.distributed.environment import TOKEN
@@ -76,15 +77,21 @@ class Cluster:
 
     def start(self, number: int, *overrides: str, **environment: str | None) -> None:
         """Start the agent of a host, with changes to its recipe and its environment."""
-        where = ["--node-rank", str(number), "--rdzv", f"{self.hosts[0].address}:{PORT}"]
-        command = ["run", str(self.recipe), *overrides, "--run-dir", str(self.run_dir)]
         changed = self.environment | environment
         own = {name: value for name, value in changed.items() if value is not None}
-        nodes = ["--nodes", str(len(self.hosts))]
         with self.said(number).open("a") as output:
-            self.agents[number] = self.hosts[number].start(
-                [sys.executable, "-m", "pipetrain", *command, *nodes, *where], own, output
-            )
+            command = [sys.executable, *self.command(number, *overrides)]
+            self.agents[number] = self.hosts[number].start(command, own, output)
+
+    def command(self, number: int, *overrides: str) -> list[str]:
+        """Return what Python is to do on a host."""
+        where = ["--node-rank", str(number), "--rdzv", f"{self.hosts[0].address}:{PORT}"]
+        nodes = ["--nodes", str(len(self.hosts))]
+        return ["-m", "pipetrain", *self.run(*overrides), *nodes, *where]
+
+    def run(self, *overrides: str) -> list[str]:
+        """Return the command of `pipe`, without where this host is."""
+        return ["run", str(self.recipe), *overrides, "--run-dir", str(self.run_dir)]
 
     def again(self, number: int) -> None:
         """Start the agent of a host anew once it is gone, as a scheduler does."""
@@ -136,6 +143,35 @@ class Cluster:
         )
 
 
+class Torchrun(Cluster):
+    """The same under torchrun, with a rank on each host."""
+
+    def __init__(self, *given: Any, options: Sequence[str], nodes: str, **more: Any) -> None:
+        self.options, self.nodes = options, nodes
+        super().__init__(*given, **more)
+
+    def command(self, number: int, *overrides: str) -> list[str]:
+        first = self.hosts[0].address
+        places = {
+            "HOST": first, "PORT": str(PORT), "NUMBER": str(number), "FIRST": str(int(number == 0)),
+            "OWN": self.hosts[number].address,
+        }  # fmt: skip
+        own = [option.format(**places) for option in self.options]
+        program = ["-m", "torch.distributed.run", "--nnodes", self.nodes, "--nproc-per-node", "1"]
+        return [*program, *own, "--max-restarts", "3", "-m", "pipetrain", *self.run(*overrides)]
+
+    def ranks(self, number: int) -> list[int]:
+        pids = self.hosts[number].processes()
+        return [
+            pid
+            for pid in pids
+            if "pipetrain run" in line(pid) and "distributed.run" not in line(pid)
+        ]
+
+    def agent(self, number: int) -> int:
+        return next(pid for pid in self.hosts[number].processes() if "distributed.run" in line(pid))
+
+
 def line(pid: int) -> str:
     """Return the command line of a process; empty if it is gone."""
     try:
@@ -152,11 +188,12 @@ def trial(
     *,
     hosts: int = 2,
     rendezvous: float = 25,
+    start: Callable[..., Cluster] = Cluster,
 ) -> Ended:
     """Run on `hosts` hosts, and commit the fault in the middle."""
     chance = random.Random(seed)
     with network(hosts) as made:
-        cluster = Cluster(made, write_recipe(folder, rendezvous=rendezvous), environment)
+        cluster = start(made, write_recipe(folder, rendezvous=rendezvous), environment)
         cluster.wait_for_step(chance.randrange(4, 20))
         cluster.disturbed = time.monotonic()
         fault(cluster, chance)
@@ -180,6 +217,11 @@ def lose_agent(cluster: Cluster, chance: random.Random) -> None:
     os.kill(cluster.agent(number), signal.SIGKILL)
     time.sleep(chance.uniform(0, 3))
     cluster.again(number)
+
+
+def lose_follower(cluster: Cluster, chance: random.Random) -> None:
+    """Kill an agent other than the first for good."""
+    os.kill(cluster.agent(len(cluster.hosts) - 1), signal.SIGKILL)
 
 
 def freeze(cluster: Cluster, chance: random.Random) -> None:
