@@ -12,10 +12,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import click
 from pydantic import TypeAdapter
@@ -36,7 +35,7 @@ from pipeline.execution.run_spec import RunSpec, recipe_differences
 from pipeline.launch.board import CONTACT_SECONDS, Board, connected, served, token
 from pipeline.launch.job import Job, left_to_run, recorded_start_and_end
 from pipeline.launch.ranks import LocalRanks, for_gpus, restarted, set_threads, supervise
-from pipeline.launch.rounds import End, Greeting, Orders, Over, Rounds, State
+from pipeline.launch.rounds import End, Greeting, Orders, Rounds, State
 from pipeline.utils.processes import kill_descendants
 from pipeline.view.screen import Screen
 
@@ -59,21 +58,23 @@ ORDERS, SPEC = "orders", "spec"
 _STATE, _ORDERS, _GREETING = TypeAdapter(State), TypeAdapter(Orders), TypeAdapter(Greeting)
 
 
-class Link(contextlib.AbstractContextManager["Link"]):
+class Link:
     """This node's state for node 0 and the orders from there, exchanged in another thread: work of
     the main thread and a network that does not answer keep no one waiting."""
 
-    def __init__(self, node: NodePlacement, secret: str, state: State) -> None:
+    def __init__(
+        self, node: NodePlacement, secret: str, state: State, spec: str = "", address: str = ""
+    ) -> None:
         self.state = state
         self.orders: Orders | None = None
         """The newest orders of the session that has greeted this node."""
-        self.spec = ""
+        self.spec = spec
         """The run (`RunSpec.dump`)."""
         self.refusal = ""
         """Why node 0 does not take this node."""
         self.trouble = ""
         """Why there are no orders, as far as that is known."""
-        self.address = ""
+        self.address = address
         """This node's address on the way to node 0."""
         self._node, self._secret = node, secret
         self._session, self._number = "", 0
@@ -84,7 +85,10 @@ class Link(contextlib.AbstractContextManager["Link"]):
         self._talks = 0
         threading.Thread(target=self._run, name="pipe-nodes", daemon=True).start()
 
-    def __exit__(self, *error: object) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
         self._closed.set()
         self._wake.set()
 
@@ -172,24 +176,30 @@ class Link(contextlib.AbstractContextManager["Link"]):
 
 
 class Lead(Link):
-    """Node 0's: it serves the store, reads all states and writes the orders."""
+    """Node 0's: it serves the store, reads all states and writes the orders. Left, it waits until
+    the other nodes know how the run has ended."""
 
-    def __init__(
-        self, node: NodePlacement, secret: str, state: State, rounds: Rounds, spec: str
-    ) -> None:
+    def __init__(self, node: NodePlacement, secret: str, rounds: Rounds, spec: str) -> None:
         """Raises UsageError if nothing can listen at the node's address."""
         self.rounds, self._lock = rounds, threading.Lock()
         self._board = Board(served(node.host, node.port), secret)
         self._seen: dict[str, bytes] = {}
-        super().__init__(node, secret, state)
-        self.spec, self.address = spec, own_address(node)
+        super().__init__(node, secret, State.of(rounds.procs), spec, own_address(node))
+
+    def __exit__(self, *error: Any) -> None:
+        kind, text = ("finished", "") if error[0] is None else ("raised", str(error[1]))
+        if isinstance(error[1], Interrupted | RunStopped):
+            kind = "stopped"
+        end: Any = {"kind": kind, "text": text[:MOST_TEXT]}
+        self.end(End(**end), seconds=LINGER_SECONDS)
+        super().__exit__()
 
     def silent_for(self) -> float:
         """None: a loaded machine or a full network cannot cut this link."""
         super().silent_for()
         return 0.0
 
-    def end(self, over: Over, *, seconds: float, nodes: int = 0) -> None:
+    def end(self, over: End, *, seconds: float, nodes: int = 0) -> None:
         """End the run, unless it has ended, and wait until all nodes, at least as many as `nodes`,
         know; at most for so long."""
         with self._lock:
@@ -212,24 +222,23 @@ class Lead(Link):
 
     def _lead(self) -> None:
         names = {f"node/{number}": number for number in range(1, self._node.nodes)}
-        own = self.state
-        states = {0: self._numbered(own, self.rounds.session)}
+        own, session = self.state, self.rounds.orders.session
+        states, greetings = {0: self._numbered(own, session)}, dict[int, Greeting | None]()
         for name, sealed in self._board.read_sealed([*names]):
             text = self._board.opened(name, sealed) if self._seen.get(name) != sealed else None
             self._seen[name] = sealed
             if text:
                 states[names[name]] = _STATE.validate_json(text)
-        now, greetings = time.monotonic(), dict[int, Greeting | None]()
+        now = time.monotonic()
         with self._lock:
-            self.rounds.greet(0, states[0], now)
             for number, state in states.items():
-                if state.session != self.rounds.session:
+                if number == 0 or state.session != session:
                     greetings[number] = self.rounds.greet(number, state, now)
                 self.rounds.note(number, state, now)
-            orders = self.rounds.orders(now)
-        self.orders, self._written = orders, own
+            orders = self.rounds.decide(now)
         self._board.write(SPEC, self.spec)
         self._board.write(ORDERS, _ORDERS.dump_json(orders).decode())  # after what it needs
+        self.orders, self._written = orders, own
         for number, greeting in greetings.items():
             if greeting is not None:
                 self._board.write(f"greeting/{number}", _GREETING.dump_json(greeting).decode())
@@ -241,114 +250,100 @@ class Agent:
 
     plan: Plan
     found: NodePlacement
-    between: Callable[[], None]
-    """Called now and then while no rank runs here."""
-    screen: Screen
+    link: Link
+    screen: Screen = field(default_factory=Screen)
+    folder: Path | None = None
+    """The run's, on node 0, which records there what happens."""
     left: ResumePlan | None = None
     """What node 0 has found left to run; None once that has begun, and on other nodes."""
 
-    def run(self, link: Link) -> Over:
-        """Take part in the run to its end, and return that. Raises RunFailed when node 0 is not
-        there."""
-        begun: Orders | None = None
-        while True:
-            begun = self._awaited(link, begun, begins=True)
-            if begun.over is None:
-                link.tell(round=begun.round, end=None, landmarks=0)
-                link.tell(end=self._run_round(link, begun))
-                last = self._awaited(link, begun, begins=False)
-                if last.over is None:
-                    link.tell(round=0, end=None, landmarks=0)
-                    continue
-                begun = last
-            link.tell(knows=True)
-            link.flush()
-            assert begun.over is not None
-            return begun.over
+    def run(self) -> None:
+        """Take part in the run to its end. Raises RunFailed if it fails or node 0 is not there, and
+        Interrupted if it was stopped."""
+        link, begun = self.link, self._awaited(None, begins=True)
+        while begun.over is None:
+            link.tell(round=begun.round, end=None, landmarks=0)
+            link.tell(end=self._run_round(begun))
+            last = self._awaited(begun, begins=False)
+            if last.over is None:
+                if self.folder is not None:
+                    rundir.require_kept(self.folder)
+                    restarted(self.folder, self.plan, last.failure, last.restart, last.wait)
+                link.tell(round=0, end=None, landmarks=0)
+                last = self._awaited(begun, begins=True)
+            begun = last
+        link.tell(knows=True)
+        link.flush()
+        if begun.over.kind == "stopped":
+            raise Interrupted(told=begun.over.text)
+        if begun.over.kind != "finished":
+            raise RunFailed(begun.over.text, memory=begun.over.memory)
 
-    def _awaited(self, link: Link, begun: Orders | None, *, begins: bool) -> Orders:
+    def _awaited(self, begun: Orders | None, *, begins: bool) -> Orders:
         """The first orders by which another round than the one `begun` begins, or by which that has
         ended; or those that end the run. Says after a while that it waits for a round."""
+        link, where = self.link, f"{self.found.host}:{self.found.port}"
         say_at = time.monotonic() + SOON if begins else math.inf
+        limit = self.plan.recipe.launch.timeouts.rendezvous
         while True:
+            orders = link.orders
             if link.refusal:
                 raise UsageError(link.refusal)
-            orders = link.orders
             if orders is not None:
-                runs_begun = orders.runs and same(orders, begun)
-                due = orders.runs and not runs_begun if begins else not runs_begun
-                if due or orders.over is not None:
+                runs_begun = orders.is_round_of(begun)
+                if orders.over or (orders.runs and not runs_begun if begins else not runs_begun):
                     return orders
+            why = f": {link.trouble}" if link.trouble else ""
             if time.monotonic() > say_at:
-                where = f"{self.found.host}:{self.found.port}"
-                why = f" ({link.trouble})" if link.trouble else ""
                 say(f"node {self.found.node_rank} waits for the other nodes at {where}{why}")
                 say_at = math.inf
-            self._pause(link)
+            if link.silent_for() > limit:
+                text = f"node 0 has not answered at {where} for {limit:.0f} s{why}"
+                raise RunFailed(f"{text}\n{ON_EVERY_NODE}", restart="always")
+            try:
+                time.sleep(0.05)
+            except Interrupted as interrupted:
+                link.tell(end=End(kind="stopped", text=str(interrupted)))
+                link.flush()
+                raise
 
-    def _pause(self, link: Link) -> None:
-        self.between()
-        try:
-            time.sleep(0.05)
-        except Interrupted as interrupted:
-            link.tell(stopping=str(interrupted))
-            link.flush()
-            raise
-        limit = self.plan.recipe.launch.timeouts.rendezvous
-        if link.silent_for() > limit:
-            reason = f": {link.trouble}" if link.trouble else ""
-            raise RunFailed(
-                f"node 0 has not answered at {self.found.host}:{self.found.port} for {limit:.0f} s"
-                f"{reason}\n{ON_EVERY_NODE}",
-                restart="always",
-            )
-
-    def _run_round(self, link: Link, orders: Orders) -> End:
+    def _run_round(self, orders: Orders) -> End:
         """Run this node's ranks to their end. Whatever keeps it from that is reported: the other
         nodes would wait for this one."""
-        spec, settings, per_node = (
-            RunSpec.load(link.spec),
+        spec, settings, here = (
+            RunSpec.load(self.link.spec),
             self.plan.recipe.launch,
             self.plan.per_node,
         )
-        run_dir, first_rank = Path(spec.run_dir), self.found.node_rank * per_node
-        place = {
-            "LOCAL_WORLD_SIZE": per_node, "WORLD_SIZE": per_node * self.found.nodes,
-            "MASTER_ADDR": self.found.host, "MASTER_PORT": self.found.port,
+        run_dir, first_rank = Path(spec.run_dir), self.found.node_rank * here
+        common = interfaces(self.link.address) | {
+            "LOCAL_WORLD_SIZE": str(here), "WORLD_SIZE": str(here * self.found.nodes),
+            "MASTER_ADDR": self.found.host, "MASTER_PORT": str(self.found.port),
             ROUND: f"{orders.session}/{orders.round}",
         }  # fmt: skip
-
-        def obey(interrupted: Interrupted | None) -> None:
-            self.screen.refresh()
-            self._obey(link, orders, ranks, interrupted)
-
+        places = [{"RANK": str(first_rank + n), "LOCAL_RANK": str(n)} for n in range(here)]
         try:
             self._require_same_run(spec)
             if first_rank == 0:  # what rank 0 is to run, all are
                 journal = Journal(run_dir / rundir.JOURNAL)
                 spec = spec.starting(self.left or plan_resume(self.plan, journal))
             self.left = None
-            set_threads(settings, per_node)
-            common = interfaces(link.address)
-            common |= {name: str(value) for name, value in place.items()}
+            set_threads(settings, here)
             if self.plan.view.device == "cuda":
                 common |= for_gpus(run_dir)
-            numbers = range(per_node)
-            ranks = LocalRanks(
-                [common | {"RANK": str(first_rank + n), "LOCAL_RANK": str(n)} for n in numbers]
-            )
+            ranks = LocalRanks([common | place for place in places])
             with kill_descendants(self.screen.refresh), ranks:
                 ranks.start(spec, output=self.screen.output)
-                supervise(ranks, settings, run_dir, obey)
+                supervise(ranks, settings, run_dir, lambda stop: self._obey(orders, ranks, stop))
         except Interrupted as interrupted:
             return End(kind="stopped", text=interrupted.cause)
         except RunFailed as error:
             return End(
-                kind=error.kind, text=str(error)[:MOST_TEXT], restart=error.restart,
-                memory=error.memory, time=time.time(),
+                kind=error.kind, text=str(error)[:MOST_TEXT], memory=error.memory, time=time.time(),
+                restart="never" if error.stopping else error.restart,
             )  # fmt: skip
         except (PipeError, OSError) as error:
-            text = f"node {self.found.node_rank} ({link.state.host}): {in_words(error)}"
+            text = f"node {self.found.node_rank} ({self.link.state.host}): {in_words(error)}"
             return End(kind="raised", text=text[:MOST_TEXT], time=time.time())
         return End(kind="finished")
 
@@ -370,35 +365,24 @@ class Agent:
                 hint="give every node the same recipe and overrides",
             )
 
-    def _obey(
-        self, link: Link, begun: Orders, ranks: LocalRanks, interrupted: Interrupted | None
-    ) -> None:
-        """Do as node 0 orders: raise Interrupted for a stop, unless the ranks have been
-        `interrupted` already, and RunFailed for the end of the round. A signal to this process is
-        written for the others, however its ranks end."""
-        if interrupted is not None and interrupted.cause != link.state.stopping:
-            link.tell(stopping=interrupted.cause)
-        done = ranks.landmarks()
+    def _obey(self, begun: Orders, ranks: LocalRanks, stop: Interrupted | None) -> None:
+        """Do as node 0 orders: raise Interrupted for a stop, unless the ranks have been asked
+        already, and RunFailed for the end of the round."""
+        self.screen.refresh()
+        link, limit, done = self.link, SILENCE * begun.lost_seconds, ranks.landmarks()
         if done != link.state.landmarks:
             link.tell(landmarks=done)
-        orders = link.orders
-        assert orders is not None
-        limit = SILENCE * begun.lost_seconds
         if link.silent_for() > limit:
             raise RunFailed(
                 f"node {self.found.node_rank} has lost its link to node 0 at {self.found.host}:"
                 f"{self.found.port}: no answer for {limit:g} s (launch.timeouts.node)",
                 restart="always",
             )
-        if orders.over or not orders.runs or not same(orders, begun):
+        assert link.orders is not None
+        if not link.orders.is_round_of(begun):
             raise RunFailed("the round has ended", restart="always")
-        if orders.stop and interrupted is None:
+        if link.orders.stop and stop is None:
             raise Interrupted
-
-
-def same(orders: Orders, other: Orders | None) -> bool:
-    """Whether these are orders of one round."""
-    return other is not None and (orders.session, orders.round) == (other.session, other.round)
 
 
 def start_node(job: Job, found: NodePlacement) -> None:
@@ -416,33 +400,23 @@ def start_node(job: Job, found: NodePlacement) -> None:
         plan = job.plan(given)
         try:
             with Link(found, sealing(plan, found, secret), State.of(plan.per_node)) as link:
-                _conclude(Agent(plan, found, lambda: None, Screen()).run(link))
+                Agent(plan, found, link).run()
         except Interrupted as interrupted:
             raise RunStopped(f"stopped by {interrupted}") from None
         return
     with job.locked_folder(given) as (plan, folder):
-        launch, spec = plan.recipe.launch, RunSpec.of(plan, folder, job.accept)
-        attempts = Attempts(launch.restarts)
-        rounds = Rounds(
-            nodes=found.nodes, procs=plan.per_node, attempts=attempts, timeouts=launch.timeouts
-        )
         if secret is None:
             secret = secrets.token_hex(16)
             _print_command(secret)
-
-        def record() -> None:
-            """Record restarts, while no rank runs here."""
-            if rounds.notes:
-                rundir.require_kept(folder)
-            while rounds.notes:
-                restarted(folder, plan, *rounds.notes.pop(0))
-
-        own, sealed_with = State.of(plan.per_node), sealing(plan, found, secret)
-        with _led(Lead(found, sealed_with, own, rounds, spec.dump())) as link:
+        launch, spec = plan.recipe.launch, RunSpec.of(plan, folder, job.accept)
+        rounds = Rounds(
+            nodes=found.nodes, procs=plan.per_node, attempts=Attempts(launch.restarts),
+            timeouts=launch.timeouts,
+        )  # fmt: skip
+        with Lead(found, sealing(plan, found, secret), rounds, spec.dump()) as link:
             left = left_to_run(plan, folder)
             if left is None:
-                over = Over(kind="finished")
-                link.end(over, seconds=ARRIVAL_SECONDS, nodes=found.nodes - 1)
+                link.end(End(kind="finished"), seconds=ARRIVAL_SECONDS, nodes=found.nodes - 1)
                 return
             with (
                 job.display.to_the_end(),
@@ -450,37 +424,12 @@ def start_node(job: Job, found: NodePlacement) -> None:
                 job.meanwhile(plan, folder),
                 job.display.shown(plan, folder) as screen,
             ):
-                _conclude(Agent(plan, found, record, screen, left).run(link))
+                Agent(plan, found, link, screen, folder, left).run()
 
 
 def sealing(plan: Plan, found: NodePlacement, secret: str | None) -> str:
     """What nodes of this run seal with, and none of another: two may come by one port."""
     return "\0".join((secret or "", plan.recipe.name, found.job))
-
-
-@contextlib.contextmanager
-def _led(link: Lead) -> Iterator[Lead]:
-    """Lead the other nodes, until they know how the run has ended."""
-    with link:
-        over = Over(kind="finished")
-        try:
-            yield link
-        except BaseException as error:
-            kind: Any = "stopped" if isinstance(error, Interrupted | RunStopped) else "failed"
-            over = Over(kind=kind, text=(str(error) or type(error).__name__)[:MOST_TEXT])
-            raise
-        finally:
-            link.end(over, seconds=LINGER_SECONDS)
-
-
-def _conclude(over: Over) -> None:
-    """Raise the error that a run's end stands for, if it does."""
-    if over.kind == "failed":
-        raise RunFailed(over.text, memory=over.memory)
-    if over.kind == "refused":
-        raise UsageError(over.text)
-    if over.kind == "stopped":
-        raise Interrupted(told=over.text)
 
 
 def _print_command(secret: str) -> None:

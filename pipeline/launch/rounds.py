@@ -27,7 +27,7 @@ FAILURE_PRIORITY = ("raised", "stalled", "died", "lost")
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """The end of a node's part in a round."""
+    """The end of a node's part in a round, or of the run."""
 
     kind: Literal["finished", "stopped", "raised", "stalled", "died", "lost"]
     text: str = ""
@@ -38,17 +38,6 @@ class End:
     """Kind of memory that ran out."""
     time: float = 0.0
     """Time of the failure, in seconds since 1970."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Over:
-    """The end of a run."""
-
-    kind: Literal["finished", "stopped", "failed", "refused"]
-    text: str = ""
-    """The failure, or what asked for the stop, for people."""
-    memory: Memory = ""
-    """Kind of memory that ran out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +59,6 @@ class State:
     round: int = 0
     """Round in which it takes part, or whose end it reports; 0 if it waits for one."""
     end: End | None = None
-    stopping: str = ""
-    """The signal that asked this node to stop; empty if none has."""
     landmarks: int = 0
     """Checkpoints and durable results of this round, as far as this node's ranks count them."""
     knows: bool = False
@@ -96,10 +83,22 @@ class Orders:
     runs: bool = False
     """Whether ranks of this round are to run."""
     stop: bool = False
-    """Whether these are to save and end."""
-    over: Over | None = None
+    """Whether they are to save and end, as those of a node have."""
+    over: End | None = None
+    """How the run has ended."""
+    failure: str = ""
+    """What has ended the round, where another follows."""
+    restart: int = 0
+    """Number of that restart in a row."""
+    wait: float = 0.0
+    """Seconds until then."""
     lost_seconds: float = Timeouts().node
     """Seconds without a new state after which a node counts as lost, as node 0's recipe says."""
+
+    def is_round_of(self, other: Orders | None) -> bool:
+        """Whether ranks are to run in the round that began with the `other` orders."""
+        begun = other and (other.session, other.round)
+        return self.runs and (self.session, self.round) == begun
 
 
 class Greeting(NamedTuple):
@@ -109,16 +108,6 @@ class Greeting(NamedTuple):
     session: str
     refusal: str = ""
     """Why it cannot take part; empty if it can."""
-
-
-class Restarted(NamedTuple):
-    """A failure after which the run continues."""
-
-    text: str
-    number: int
-    """Number of the restart in a row."""
-    seconds: float
-    """Seconds until then."""
 
 
 @dataclass(kw_only=True)
@@ -133,16 +122,14 @@ class _Node:
 
 @dataclass(kw_only=True)
 class Rounds:
-    """Decides for all nodes: tell it their states by `greet` and `note`, and ask for `orders`."""
+    """Decides for all nodes: tell it their states by `greet` and `note`, and ask for `decide`."""
 
     nodes: int
     procs: int
     """Ranks of each node."""
     attempts: Attempts
     timeouts: Timeouts
-    notes: list[Restarted] = field(default_factory=list)
-    """Restarts that no one has recorded yet."""
-    _orders: Orders = field(init=False)
+    orders: Orders = field(init=False)
     _known: dict[int, _Node] = field(default_factory=dict, init=False)
     """By node rank."""
     _members: dict[int, str] = field(default_factory=dict, init=False)
@@ -154,99 +141,91 @@ class Rounds:
 
     def __post_init__(self) -> None:
         limit = self.timeouts.node
-        self._orders = Orders(session=secrets.token_hex(8), lost_seconds=limit)
-
-    @property
-    def session(self) -> str:
-        """Identity of this start of node 0's process."""
-        return self._orders.session
+        self.orders = Orders(session=secrets.token_hex(8), lost_seconds=limit)
 
     def greet(self, node: int, state: State, now: float) -> Greeting | None:
         """Answer a process that does not know the session yet; None if it has to wait, since the
         one before it on this node may still be there."""
-        known = self._known.get(node)
+        known, session = self._known.get(node), self.orders.session
         if known is not None and known.state.agent != state.agent and not self._is_lost(node, now):
             since = known.rivals.setdefault(state.agent, now)
             if now - since < 2 * self.timeouts.node:
                 return None
             text = f"node rank {node} is taken by {self._name(node)}: each node needs its own "
-            return Greeting(state.agent, self.session, f"{text}(--node-rank)")
+            return Greeting(state.agent, session, f"{text}(--node-rank)")
         if state.procs != self.procs:
             text = f"{state.host} has {state.procs} processes, but node 0 has {self.procs}: all "
-            return Greeting(state.agent, self.session, f"{text}need the same number (launch.procs)")
+            return Greeting(state.agent, session, f"{text}need the same number (launch.procs)")
         if known is None or known.state.agent != state.agent:
             self._known[node] = _Node(state=state, seen=now)
-        known = self._known[node]
-        known.seen = now
-        return Greeting(state.agent, self.session)
+        self._known[node].seen = now
+        return Greeting(state.agent, session)
 
     def note(self, node: int, state: State, now: float) -> None:
         """Take note of a node's state, if it is new and of a process that was greeted."""
-        known = self._known.get(node)
-        if known is None or state.agent != known.state.agent or state.session != self.session:
+        known, source = self._known.get(node), (state.agent, state.session)
+        if known is None or source != (known.state.agent, self.orders.session):
             return
         if state.number > known.state.number:
             known.state, known.seen = state, now
 
-    def orders(self, now: float) -> Orders:
+    def decide(self, now: float) -> Orders:
         """Decide what is due, and return what all are to do."""
         if now - self._looked > SUSPENDED_SECONDS:
             for node in self._known.values():
                 node.seen = now
         self._looked = now
-        if self._orders.over is None:
-            self._look_at_round(now) if self._orders.runs else self._gather(now)
-        self._orders = replace(self._orders, number=self._orders.number + 1)
-        return self._orders
+        if self.orders.over is None:
+            self._look_at_round(now) if self.orders.runs else self._gather(now)
+        self.orders = replace(self.orders, number=self.orders.number + 1)
+        return self.orders
 
-    def end(self, over: Over) -> None:
+    def end(self, over: End) -> None:
         """End the run, unless it has ended."""
-        if self._orders.over is None:
-            self._orders = replace(self._orders, over=over, runs=False)
+        if self.orders.over is None:
+            self.orders = replace(self.orders, over=over, runs=False)
 
     def known_by_all(self, fewest: int = 0) -> bool:
         """Whether all nodes that are alive, and `fewest` at least without node 0, know that the run
         is over."""
-        knows = [number for number, node in self._known.items() if number and node.state.knows]
-        alive = [n for n in self._known if n and not self._is_lost(n, self._looked)]
-        return len(knows) >= fewest and set(knows) >= set(alive)
+        knows = {number for number, node in self._known.items() if number and node.state.knows}
+        alive = {n for n in self._known if n and not self._is_lost(n, self._looked)}
+        return len(knows) >= fewest and knows >= alive
 
     def _gather(self, now: float) -> None:
         """Begin a round when all nodes wait for one."""
-        if any(node.state.stopping for node in self._known.values()):
-            self._end_by_stop()
-            return
         self._waits_since = now if self._waits_since is None else self._waits_since
-        there = [
-            number
+        there = {
+            number: node.state.agent
             for number, node in self._known.items()
             if node.state.round == 0 and not self._is_lost(number, now)
-        ]
-        if len(there) == self.nodes and now >= self._not_before:
-            self._orders = replace(self._orders, round=self._orders.round + 1, runs=True)
-            self._members = {n: node.state.agent for n, node in self._known.items()}
-            self._failed_at = self._waits_since = None
+        }
+        stopped = self._stopped()
+        if stopped is not None:
+            self.end(stopped)
+        elif len(there) == self.nodes and now >= self._not_before:
+            self.orders = replace(self.orders, round=self.orders.round + 1, runs=True)
+            self._members, self._failed_at, self._waits_since = there, None, None
         elif len(there) < self.nodes and now - self._waits_since > self.timeouts.rendezvous:
             missing = (number for number in range(self.nodes) if number not in there)
             names = ", ".join(map(self._name, missing))
             text = f"not all of {self.nodes} nodes were there within "
             text += f"{self.timeouts.rendezvous:.0f} s: without {names}\n{ON_EVERY_NODE}"
-            self.end(Over(kind="failed", text=text))
+            self.end(End(kind="lost", text=text))
 
     def _look_at_round(self, now: float) -> None:
-        ends = {number: self._end(number, now) for number in self._known}
+        ends = {number: self._end(number, now) for number in self._members}
         given = [end for end in ends.values() if end is not None]
-        kinds = {end.kind for end in given}
-        if any(node.state.stopping for node in self._known.values()) or "stopped" in kinds:
-            self._orders = replace(self._orders, stop=True)
-        if kinds & set(FAILURE_PRIORITY):
+        failed = [end for end in given if end.kind in FAILURE_PRIORITY]
+        self.orders = replace(self.orders, stop=self._stopped() is not None)
+        if failed:
             self._failed_at = now if self._failed_at is None else self._failed_at
             since = self._failed_at + GATHER_SECONDS
             seen = {n: self._looked if n == 0 else self._known[n].seen for n in ends}
             if all(end or seen[number] >= since for number, end in ends.items()):
-                self._decide(given, now)
+                self._decide(failed, now)
         elif len(given) == len(ends):
-            self.end(Over(kind="finished")) if kinds == {"finished"} else self._end_by_stop()
+            self.end(self._stopped() or End(kind="finished"))
 
     def _end(self, number: int, now: float) -> End | None:
         """How a node's part in this round has ended; None while it continues."""
@@ -255,42 +234,38 @@ class Rounds:
             limit = f"no sign of life for {self.timeouts.node:g} s"
             text = f"{self._name(number)} was lost: {limit}"
             return End(kind="lost", text=text, restart="always")
-        return state.end if state.round == self._orders.round else None
+        return state.end if state.round == self.orders.round else None
 
     def _is_lost(self, number: int, now: float) -> bool:
         """Node 0 is not, whatever its load: who would notice is gone with it."""
         return number > 0 and now - self._known[number].seen >= self.timeouts.node
 
-    def _end_by_stop(self) -> None:
-        """End the run with the signal and the node that got it, where that is known: a rank that
-        got it does not say so."""
-        text = ""
-        for number, node in sorted(self._known.items(), reverse=True):
-            end = node.state.end
-            said = end.text if end is not None and end.kind == "stopped" else ""
-            if cause := node.state.stopping or said:
-                text = f"{cause} to {self._name(number)}"
-        self.end(Over(kind="stopped", text=text))
+    def _stopped(self) -> End | None:
+        """The stop that a node reports, with its name; rather one that has got the signal."""
+        ends = {number: node.state.end for number, node in self._known.items()}
+        stopped = [(n, end.text) for n, end in ends.items() if end and end.kind == "stopped"]
+        number, cause = max(stopped, key=lambda one: bool(one[1]), default=(-1, ""))
+        text = f"{cause} to {self._name(number)}" if cause else ""
+        return End(kind="stopped", text=text) if stopped else None
 
-    def _decide(self, ends: list[End], now: float) -> None:
+    def _decide(self, failed: list[End], now: float) -> None:
         """Continue after a failure, or give up."""
-        failed = [end for end in ends if end.kind in FAILURE_PRIORITY]
         cause = max(failed, key=lambda end: (FAILURE_PRIORITY.index(end.kind), -end.time))
-        stop = self._orders.stop
+        stopped = self._stopped()
         # a stop has that consequence: ranks lost a peer which had nothing to save
-        if stop and all(one.kind == "raised" and one.restart != "never" for one in failed):
-            self._end_by_stop()
+        if stopped and all(one.kind == "raised" and one.restart != "never" for one in failed):
+            self.end(stopped)
             return
-        wait = None
-        if not stop:
-            progressed = any(node.state.landmarks for node in self._known.values())
-            error = RunFailed(cause.text, restart=cause.restart)
-            wait = self.attempts.wait_after(error, progressed=progressed)
+        error = RunFailed(cause.text, restart=cause.restart)
+        progressed = any(node.state.landmarks for node in self._known.values())
+        wait = None if stopped else self.attempts.wait_after(error, progressed=progressed)
         if wait is None:
-            self.end(Over(kind="failed", text=cause.text, memory=cause.memory))
+            self.end(cause)
             return
-        self.notes.append(Restarted(cause.text, self.attempts.number, wait))
-        self._orders, self._not_before = replace(self._orders, runs=False), now + wait
+        self.orders = replace(
+            self.orders, runs=False, failure=cause.text, restart=self.attempts.number, wait=wait
+        )
+        self._not_before = now + wait
 
     def _name(self, number: int) -> str:
         known = self._known.get(number)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.distributed.settings import Attempts, Restarts, Timeouts
-from pipeline.launch.rounds import GATHER_SECONDS, End, Greeting, Orders, Over, Rounds, State
+from pipeline.launch.rounds import GATHER_SECONDS, End, Greeting, Orders, Rounds, State
 from tests.support.tier import examples
 
 DIED = End(kind="died", text="rank 1 was killed", restart="always", time=5.0)
@@ -50,11 +50,11 @@ class Nodes:
             for node, state in self.states.items():
                 if node not in self.silent:
                     self._write(node, state)
-            self.orders = self.rounds.orders(self.now)
+            self.orders = self.rounds.decide(self.now)
 
     def _write(self, node: int, state: State) -> None:
         self.number += 1
-        if state.session != self.rounds.session:
+        if state.session != self.rounds.orders.session:
             greeting = self.rounds.greet(node, state, self.now)
             self.greetings[state.agent] = greeting
             if greeting and not greeting.refusal:
@@ -74,7 +74,7 @@ class Nodes:
         return self.orders.round if self.orders.runs else 0
 
     @property
-    def over(self) -> Over | None:
+    def over(self) -> End | None:
         return self.orders.over
 
 
@@ -101,7 +101,7 @@ def test_a_run_of_two_nodes() -> None:
     assert nodes.over is None
     nodes.say(1, end=End(kind="finished"))
     nodes.run(2)
-    assert nodes.over == Over(kind="finished")
+    assert nodes.over == End(kind="finished")
     assert not nodes.rounds.known_by_all()
     nodes.say(1, knows=True)
     nodes.run(1)
@@ -114,7 +114,7 @@ def test_a_rank_that_died_is_the_cause_and_all_start_again(nodes: Nodes) -> None
     nodes.say(1, end=DIED)
     nodes.run(1)
     assert nodes.runs == 0
-    assert [note[:2] for note in nodes.rounds.notes] == [("rank 1 was killed", 1)]
+    assert (nodes.orders.failure, nodes.orders.restart) == ("rank 1 was killed", 1)
     nodes.run(3)
     assert nodes.runs == 2
 
@@ -124,23 +124,24 @@ def test_restarts_without_progress_are_counted(nodes: Nodes) -> None:
         nodes.run(5)
         nodes.say(1, end=DIED)
         nodes.run(4)
-        assert nodes.rounds.notes[-1].number == number
+        assert nodes.orders.restart == number
     nodes.run(5)
     nodes.say(0, landmarks=1)
     nodes.say(1, end=DIED)
     nodes.run(4)
-    assert nodes.rounds.notes[-1].number == 1
+    assert nodes.orders.restart == 1
     for _ in range(2):
         nodes.run(5)
         nodes.say(1, end=DIED)
         nodes.run(4)
-    assert nodes.over == Over(kind="failed", text="rank 1 was killed")
+    assert nodes.over == DIED
 
 
 def test_an_error_that_a_person_has_to_act_on_ends_the_run(nodes: Nodes) -> None:
-    nodes.say(1, end=End(kind="raised", text="disk full", restart="never"), landmarks=3)
+    full = End(kind="raised", text="disk full", restart="never")
+    nodes.say(1, end=full, landmarks=3)
     nodes.run(4)
-    assert nodes.over == Over(kind="failed", text="disk full")
+    assert nodes.over == full
 
 
 @pytest.mark.parametrize("seconds", [LOST, 40.0])
@@ -154,7 +155,7 @@ def test_a_node_that_is_lost_and_comes_back(seconds: float) -> None:
     assert nodes.runs == 1
     nodes.run(GATHER_SECONDS + 3)
     assert nodes.runs == 0
-    text = nodes.rounds.notes[0].text
+    text = nodes.orders.failure
     assert text == f"node 1 (h1, 10.0.0.1) was lost: no sign of life for {seconds:g} s"
     nodes.run(30)
     assert nodes.runs == 0
@@ -181,17 +182,16 @@ def test_the_error_of_a_rank_whose_node_is_lost_waits_for_that_verdict(
     nodes.run(before)
     nodes.say(0, end=RAISED)
     nodes.run(LOST - 2 - before)
-    assert (nodes.over, nodes.rounds.notes) == (None, [])
+    assert (nodes.over, nodes.orders.failure) == (None, "")
     nodes.run(3)
     assert nodes.over is None
-    (note,) = nodes.rounds.notes
-    assert note.text == "node 1 (h1, 10.0.0.1) was lost: no sign of life for 10 s"
+    assert nodes.orders.failure == "node 1 (h1, 10.0.0.1) was lost: no sign of life for 10 s"
 
 
 def test_the_error_of_a_rank_ends_the_run_soon_while_all_nodes_write(nodes: Nodes) -> None:
     nodes.say(0, end=RAISED)
     nodes.run(GATHER_SECONDS + 1)
-    assert nodes.over == Over(kind="failed", text="connection closed")
+    assert nodes.over == RAISED
 
 
 def test_too_few_nodes() -> None:
@@ -205,27 +205,25 @@ def test_too_few_nodes() -> None:
 
 
 def test_a_stop_reaches_all(nodes: Nodes) -> None:
-    nodes.say(1, stopping="SIGTERM")
+    nodes.say(1, end=End(kind="stopped", text="SIGTERM"))
     nodes.run(1)
     assert nodes.orders.stop
-    nodes.say(1, end=End(kind="stopped"))
-    nodes.run(1)
     nodes.say(0, end=RAISED)  # it has lost its peer
     nodes.run(3)
-    assert nodes.over == Over(kind="stopped", text="SIGTERM to node 1 (h1, 10.0.0.1)")
+    assert nodes.over == End(kind="stopped", text="SIGTERM to node 1 (h1, 10.0.0.1)")
 
 
 def test_a_node_0_that_was_frozen_blames_nobody(nodes: Nodes) -> None:
     nodes.now += 300
     nodes.run(3)
-    assert (nodes.runs, nodes.rounds.notes) == (1, [])
+    assert (nodes.runs, nodes.orders.failure) == (1, "")
 
 
 def test_node_0_is_not_lost_to_itself(nodes: Nodes) -> None:
     """Its states come late on a loaded machine, where its decisions are made too."""
     nodes.silent.add(0)
     nodes.run(5 * LOST)
-    assert (nodes.runs, nodes.rounds.notes) == (1, [])
+    assert (nodes.runs, nodes.orders.failure) == (1, "")
 
 
 def test_a_process_that_is_started_again_waits_until_the_one_before_is_lost(nodes: Nodes) -> None:
@@ -233,7 +231,7 @@ def test_a_process_that_is_started_again_waits_until_the_one_before_is_lost(node
     nodes.run(LOST - 2)
     assert nodes.greetings[nodes.states[1].agent] is None
     nodes.run(GATHER_SECONDS + 6)
-    assert nodes.rounds.notes[0].text.startswith("node 1 (h1, 10.0.0.1) was lost")
+    assert nodes.orders.failure.startswith("node 1 (h1, 10.0.0.1) was lost")
     assert nodes.runs == 2
 
 
@@ -254,7 +252,7 @@ def test_a_second_machine_for_the_same_node_is_refused(nodes: Nodes) -> None:
     assert answers[0] is None
     assert answers[-1] is not None
     assert answers[-1].refusal.startswith("node rank 1 is taken by node 1 (h1, 10.0.0.1): each")
-    assert (nodes.runs, nodes.rounds.notes) == (1, [])
+    assert (nodes.runs, nodes.orders.failure) == (1, "")
 
 
 def test_a_node_with_another_number_of_ranks_is_refused() -> None:
@@ -270,7 +268,7 @@ def test_a_node_with_another_number_of_ranks_is_refused() -> None:
 
 def test_what_was_written_before_counts_for_nothing(nodes: Nodes) -> None:
     """Who has read the traffic can write an old state again."""
-    old = replace(nodes.states[1], stopping="SIGTERM", number=1)
+    old = replace(nodes.states[1], end=End(kind="stopped"), number=1)
     other = replace(old, number=10**6, session="of another start")
     stranger = replace(old, number=10**6, agent="stranger")
     for state in (old, other, stranger):
