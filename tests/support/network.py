@@ -56,9 +56,20 @@ class Host:
 
     def listening(self) -> set[str]:
         """Return the addresses on which anything here listens."""
-        table = Path(f"/proc/{self.processes()[0]}/net/tcp").read_text().splitlines()[1:]
-        places = [line.split()[1] for line in table if line.split()[3] == "0A"]
-        return {socket.inet_ntoa(bytes.fromhex(place[:8])[::-1]) for place in places}
+        return {address for address, _ in self._listening()}
+
+    def ports(self) -> set[int]:
+        """Return the ports at which others reach what listens here."""
+        return {port for address, port in self._listening() if address != "127.0.0.1"}
+
+    def _listening(self) -> list[tuple[str, int]]:
+        found = []
+        for pid in self.processes()[:1]:
+            table = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+            places = [line.split()[1] for line in table if line.split()[3] == "0A"]
+            for address, port in (place.split(":") for place in places):
+                found.append((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
+        return found
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all processes of this host."""
