@@ -341,8 +341,10 @@ def _of_fewer(recipe: Recipe, stages: Mapping[str, Any], view: PlanView) -> Iter
     """Mistakes of an elastic run at other sizes than its largest: at the least, and with one
     worker more, where what has to divide the ranks does not."""
     fewest = recipe.launch.fewest if recipe.launch.engine else None
-    known = {problem.message for problem in _checked(recipe, stages, view)} if fewest else set()
-    for size in range(fewest or 0, min((fewest or 0) + 2, view.procs)):
+    if fewest is None:
+        return
+    known = {problem.message for problem in _checked(recipe, stages, view)}
+    for size in range(fewest, min(fewest + 2, view.procs)):
         for problem in _checked(recipe, stages, replace(view, procs=size)):
             if problem.message not in known and not problem.warning:
                 known.add(problem.message)

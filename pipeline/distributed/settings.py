@@ -20,7 +20,7 @@ Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600), Unit("s")]
 
 FIXED = (
     "nodes that `pipe` starts are a fixed number; Ray Train (engine: ray, workers: {min: 2, max: "
-    "4}) and torchrun (--nnodes 2:4) go on with fewer and take back those that return"
+    "4}) and torchrun (--nnodes 2:4) continue with fewer and take back those that return"
 )
 
 

@@ -170,7 +170,7 @@ class Link:
             self._session = greeting.session if self.spec else ""
 
     def _numbered(self, state: State, session: str) -> State:
-        """The state as it is to be written now."""
+        """The state with what counts it."""
         self._number += 1
         return replace(state, session=session, number=self._number, address=self.address)
 

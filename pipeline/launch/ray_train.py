@@ -139,8 +139,8 @@ def _fit(plan: Plan, message: Mapping[str, Any]) -> str:
 
 
 def _backend() -> Any:
-    """Ray's settings of a worker: it sees all GPUs of its node, and takes that of its local
-    rank."""
+    """Ray's settings of a worker: it sees all GPUs of its node, and takes the one of its
+    local rank."""
     from ray.train.backend import Backend, BackendConfig
 
     class SharedDevices(Backend):  # type: ignore[misc]
@@ -332,7 +332,7 @@ def _begin(spec: RunSpec, start: str, size: int) -> dict[str, Any]:
 
 class Turns:
     """What all workers do together every few seconds: rank 0's has news, all report them to Ray,
-    which needs the same calls of each, and all ask whether a node is to be taken away."""
+    which needs the same calls of each, and all ask whether Ray takes a node away."""
 
     def __init__(self, run_dir: Path, start: str, rank: int) -> None:
         self.preempted = False

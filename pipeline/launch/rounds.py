@@ -83,7 +83,7 @@ class Orders:
     runs: bool = False
     """Whether ranks of this round are to run."""
     stop: bool = False
-    """Whether they are to save and end, as those of a node have."""
+    """Whether they are to save and end, as the ranks of a node have."""
     over: End | None = None
     """How the run has ended."""
     failure: str = ""

@@ -80,7 +80,7 @@ def test_every_exit_code_of_an_error_is_in_the_table() -> None:
 
 
 def test_limits_are_the_defaults() -> None:
-    found = (yaml.safe_load(one.text) for one in blocks(RUNNING, "yaml") if "launch:" in one.text)
+    found = (yaml.safe_load(one.text) for one in blocks(RUNNING, "yaml") if "timeouts:" in one.text)
     (shown,) = found
     assert shown["launch"]["restarts"] == asdict(Restarts())
     assert shown["launch"]["timeouts"] == asdict(Timeouts())

@@ -160,7 +160,7 @@ def test_a_number_of_nodes_that_changes_is_of_engines(pipe: Pipe) -> None:
     found = pipe(*command)
     assert found.code == 2
     assert "--nodes=1:2: nodes that `pipe` starts are a fixed number" in found.stderr
-    assert "and torchrun (--nnodes 2:4) go on" in found.stderr
+    assert "and torchrun (--nnodes 2:4) continue with fewer" in found.stderr
 
 
 BROKEN = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -64,12 +63,15 @@ def wait_for_step(pipe: Pipe, step: int) -> None:
 
 
 @pytest.fixture
-def cluster(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A cluster of two nodes with two cores each; no process of it is left."""
+def cluster(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Any]:
+    """A cluster of two nodes with two cores each; no process of it is left. Its parameter is the
+    time of a read of the data."""
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("PYTHONPATH", pipe.environment["PYTHONPATH"])
-    monkeypatch.setenv("READ_SECONDS", "0.05")
+    monkeypatch.setenv("READ_SECONDS", getattr(request, "param", "0.05"))
     notice = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
     head = {"num_cpus": 2, "_system_config": notice}
     made = Cluster(initialize_head=True, head_node_args=head)
@@ -78,6 +80,9 @@ def cluster(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield made
     finally:
         made.shutdown()
+        for process in psutil.process_iter():  # Ray's own, of raylets that a test has killed
+            if process.name() in ("ray::DashboardAgent", "ray::RuntimeEnvAgent"):
+                process.kill()
     assert becomes(lambda: not rays(), 30), rays()
 
 
@@ -122,12 +127,10 @@ def test_lost_workers(pipe: Pipe, cluster: Any) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("cluster", ["0.3"], indirect=True)
 def test_lost_nodes_of_an_elastic_run(pipe: Pipe, cluster: Any) -> None:
     """Six times a raylet is killed and another comes: four workers, two, and four again."""
-    steps, workers = 400, {"min": 2, "max": 4, "look_every": 5}
-    os.environ["READ_SECONDS"] = "0.3"  # of the nodes that are to come
-    cluster.remove_node(cluster.list_all_nodes()[-1])
-    cluster.add_node(num_cpus=2)
+    steps, workers = 600, {"min": 2, "max": 4, "look_every": 5}
     recipe = write(pipe, "wrap.fsdp", steps, workers=workers, **LOST)
     process = start(pipe, recipe, "--address", cluster.address)
     for kill in range(6):
