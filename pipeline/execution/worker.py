@@ -8,6 +8,7 @@ import functools
 import gc
 import logging
 import os
+import resource
 import sys
 import threading
 from collections.abc import Iterator
@@ -83,6 +84,9 @@ def run_rank(spec: RunSpec, store: Store | None = None) -> None:
             stack.enter_context(rank_log(run_dir, rank, spec.display))
             settings, steps = spec.build()
             launch = settings.launch
+            if over_network:  # gloo connects each rank to every other
+                _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             if store is not None:  # rank 0 has looked at its own machine only
                 _require_possible(launch, run_dir)
             import torch
