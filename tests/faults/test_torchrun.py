@@ -123,11 +123,12 @@ def test_ranks_die_with_a_killed_torchrun(pipe: Pipe) -> None:
 STATIC = ("--master-addr", "{HOST}", "--master-port", "{PORT}", "--node-rank", "{NUMBER}")
 C10D = (
     "--rdzv-backend", "c10d", "--rdzv-id", "x", "--rdzv-endpoint", "{HOST}:{PORT}",
-    "--rdzv-conf", "is_host={FIRST}", "--local-addr", "{OWN}",
+    "--rdzv-conf", "is_host={FIRST},keep_alive_interval=1,last_call_timeout=3",
+    "--local-addr", "{OWN}",
 )  # fmt: skip
 TRIALS = [
     (fault, options, nodes, hosts, seed)
-    for fault in (trials.lose_worker, trials.lose_agent)
+    for fault in (trials.lose_worker, trials.lose_agent_of_a_scheduler)
     for options in (STATIC, C10D)
     for nodes, hosts in (("2", 2), ("3", 3))
     for seed in range(2)

@@ -219,6 +219,22 @@ def lose_agent(cluster: Cluster, chance: random.Random) -> None:
     cluster.again(number)
 
 
+def lose_agent_of_a_scheduler(cluster: Cluster, chance: random.Random) -> None:
+    """Kill an agent; a scheduler starts it again, and every other that fails, three times."""
+    number = chance.randrange(len(cluster.hosts))
+    os.kill(cluster.agent(number), signal.SIGKILL)
+    left = dict.fromkeys(cluster.agents, 3)
+    while time.monotonic() < cluster.disturbed + LIMIT:
+        codes = {each: agent.poll() for each, agent in cluster.agents.items()}
+        if all(code == 0 for code in codes.values()):
+            return
+        for each, code in codes.items():
+            if code and left[each]:
+                left[each] -= 1
+                cluster.start(each)
+        time.sleep(0.5)
+
+
 def lose_follower(cluster: Cluster, chance: random.Random) -> None:
     """Kill an agent other than the first for good."""
     os.kill(cluster.agent(len(cluster.hosts) - 1), signal.SIGKILL)
