@@ -123,7 +123,7 @@ def test_ranks_die_with_a_killed_torchrun(pipe: Pipe) -> None:
 STATIC = ("--master-addr", "{HOST}", "--master-port", "{PORT}", "--node-rank", "{NUMBER}")
 C10D = (
     "--rdzv-backend", "c10d", "--rdzv-id", "x", "--rdzv-endpoint", "{HOST}:{PORT}",
-    "--rdzv-conf", "is_host={FIRST},keep_alive_interval=1,last_call_timeout=3",
+    "--rdzv-conf", "is_host={FIRST},keep_alive_interval=1,last_call_timeout=3,join_timeout=15",
     "--local-addr", "{OWN}",
 )  # fmt: skip
 TRIALS = [
