@@ -25,20 +25,18 @@ NONCE = 12
 """Bytes of a value's nonce, which is random (NIST SP 800-38D, 8.2.2)."""
 
 
-def is_local(host: str) -> bool:
-    """Whether `host` is the loopback, which no other machine reaches."""
-    found = [ip_address(one.partition("%")[0]) for one in addresses_of(host)]
-    return bool(found) and all(one.is_loopback for one in found)
-
-
 def token(host: str) -> str | None:
-    """The secret of the nodes that meet at `host`, without spaces around it; None if there is none.
-    Raises UsageError if the variable is there and holds nothing, as it does when the file that was
-    to fill it is missing."""
+    """The secret of the nodes that meet at `host`, without spaces around it; None if there is none,
+    and empty where none is needed: on the loopback, which no other machine reaches. Raises
+    UsageError if the variable is there and holds nothing, as it does when the file that was to fill
+    it is missing."""
     value = os.environ.get(TOKEN)
     if value is not None and not value.strip():
         raise UsageError(f"{TOKEN} is set, but empty", hint="unset it on node 0, which makes one")
-    return "" if value is None and is_local(host) else value and value.strip()
+    if value is not None:
+        return value.strip()
+    found = [ip_address(one.partition("%")[0]) for one in addresses_of(host)]
+    return "" if found and all(one.is_loopback for one in found) else None
 
 
 class Board:

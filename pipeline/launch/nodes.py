@@ -407,7 +407,10 @@ def start_node(job: Job, found: NodePlacement) -> None:
     with job.locked_folder(given) as (plan, folder):
         if secret is None:
             secret = secrets.token_hex(16)
-            _print_command(secret)
+            command = shlex.join(["pipe", *sys.argv[1:]])
+            others = re.sub(r"--node-rank[= ]0\b", "--node-rank NUMBER", command)
+            how = f"{TOKEN} is not set, so this run has a new one. On every other node:"
+            click.echo(f"{how}\n  {TOKEN}={secret} {others}", err=True)
         launch, spec = plan.recipe.launch, RunSpec.of(plan, folder, job.accept)
         rounds = Rounds(
             nodes=found.nodes, procs=plan.per_node, attempts=Attempts(launch.restarts),
@@ -430,14 +433,6 @@ def start_node(job: Job, found: NodePlacement) -> None:
 def sealing(plan: Plan, found: NodePlacement, secret: str | None) -> str:
     """What nodes of this run seal with, and none of another: two may come by one port."""
     return "\0".join((secret or "", plan.recipe.name, found.job))
-
-
-def _print_command(secret: str) -> None:
-    """Print the command that the other nodes need: this one's, with the token."""
-    command = shlex.join(["pipe", *sys.argv[1:]])
-    others = re.sub(r"--node-rank[= ]0\b", "--node-rank NUMBER", command)
-    click.echo(f"{TOKEN} is not set, so this run has a new one. On every other node:", err=True)
-    click.echo(f"  {TOKEN}={secret} {others}", err=True)
 
 
 def own_address(node: NodePlacement) -> str:

@@ -147,9 +147,7 @@ def _backend() -> Any:
         share_cuda_visible_devices = True
 
     class Config(BackendConfig):  # type: ignore[misc]
-        @property
-        def backend_cls(self) -> type[Backend]:
-            return SharedDevices
+        backend_cls = SharedDevices
 
     return Config()
 
@@ -161,15 +159,12 @@ def _cause() -> Any:
     class Cause(UserCallback):  # type: ignore[misc]
         def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Any]) -> None:
             message = run_context.train_loop_config
-            lost = [rank for rank, error in worker_exceptions.items() if _is_lost(error)]
+            kinds = {rank: type(error).__name__ for rank, error in worker_exceptions.items()}
+            # not what a worker has raised, but that it is gone
+            lost = [rank for rank, kind in kinds.items() if "HealthCheck" in kind]
             note_failure(Path(message["spec"]["run_dir"]), message["start"], lost)
 
     return Cause()
-
-
-def _is_lost(error: Exception) -> bool:
-    """Whether a worker has not raised this, but is gone."""
-    return "HealthCheck" in type(error).__name__
 
 
 def note_failure(run_dir: Path, start: str, lost: Sequence[int]) -> None:

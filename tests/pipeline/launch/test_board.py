@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.distributed.environment import TOKEN
 from pipeline.errors import RunFailed, UsageError
-from pipeline.launch.board import Board, connected, is_local, served, token
+from pipeline.launch.board import Board, connected, served, token
 from tests.support.ports import free_port
 
 SECRET = "correct horse"
@@ -86,7 +86,6 @@ def test_beyond_the_loopback_there_must_be_a_token(
     monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
-    assert not is_local(host)
     assert token(host) is None
     monkeypatch.setenv(TOKEN, f"{SECRET}\n")  # as a file holds it
     assert token(host) == SECRET
