@@ -27,7 +27,7 @@ from pipeline.contracts.metrics import is_record, kind_of
 from pipeline.distributed.placement import interfaces
 from pipeline.distributed.settings import Attempts, Launch, ProcessCounts, Restarts, Workers
 from pipeline.distributed.signals import ENDING, Interrupted
-from pipeline.errors import RunFailed, UsageError, in_words
+from pipeline.errors import PipeError, RunFailed, UsageError, in_words
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
 from pipeline.execution.rank_logging import say
@@ -90,6 +90,8 @@ def run_with_ray(plan: Plan, spec: RunSpec, screen: Screen) -> None:
                     raise RunFailed(f"Ray has started no worker within {limit:.0f} s: {room}")
             except Interrupted as interrupted:
                 stop = interrupted
+                if not _state(run_dir, start):  # no rank is there to save
+                    raise
                 replace_text(run_dir / rundir.STOP, interrupted.cause)
                 say(f"{interrupted.cause}: saving after this step, then stopping")
         copy_output()
@@ -162,19 +164,23 @@ def _cause() -> Any:
             kinds = {rank: type(error).__name__ for rank, error in worker_exceptions.items()}
             # not what a worker has raised, but that it is gone
             lost = [rank for rank, kind in kinds.items() if "HealthCheck" in kind]
-            note_failure(Path(message["spec"]["run_dir"]), message["start"], lost)
+            said = [str(error).strip().splitlines()[-1] for error in worker_exceptions.values()]
+            note_failure(Path(message["spec"]["run_dir"]), message["start"], lost, said[0])
 
     return Cause()
 
 
-def note_failure(run_dir: Path, start: str, lost: Sequence[int]) -> None:
+def note_failure(run_dir: Path, start: str, lost: Sequence[int], said: str = "") -> None:
     """Write down the cause of an attempt's end, for the next one: workers that are lost, a rank
-    that died, or the rank that raised first, as the others raise when they lose a peer."""
+    that died, or the rank that raised first, as the others raise when they lose a peer; what a
+    worker `said` where none has written a report."""
     found = failures.reports(run_dir)
     died = next((one.message for one in found if one.restart == "always"), "")
     if lost:
         died = f"the workers of ranks {', '.join(map(str, lost))} were lost"
-    error = RunFailed(died, restart="always") if died else failures.first(run_dir, [])
+    error = failures.first(run_dir, []) if found else RunFailed(said)
+    if died:
+        error = RunFailed(died, restart="always")
     text = failures.without_continuation(str(error), run_dir)
     facts = {"start": start, "text": text, "restart": error.restart, "memory": error.memory}
     replace_text(private_folder(run_dir / failures.FOLDER) / STATE, json.dumps(facts))
@@ -258,6 +264,9 @@ def work(message: dict[str, Any]) -> None:
 
     context, spec = ray.train.get_context(), RunSpec(**message["spec"])
     rank, size, run_dir = context.get_world_rank(), context.get_world_size(), Path(spec.run_dir)
+    if not (run_dir / rundir.RECIPE).is_file():
+        where = f"is not to be seen on {socket.gethostname()}"
+        raise UsageError(f"the run's folder {run_dir} {where}: all workers need it (--run-dir)")
     orders = _begin(spec, message["start"], size) if rank == 0 else None
     orders = ray.train.collective.broadcast_from_rank_zero(orders)
     if orders["over"]:
@@ -287,9 +296,9 @@ def work(message: dict[str, Any]) -> None:
         turns.end("stopped")
         while turns.preempted:  # until Ray takes the worker away, and starts all elsewhere
             time.sleep(1)
-    except RunFailed as error:
-        if error.kind == "raised":  # a lost peer makes others fail first
-            time.sleep(GATHER_SECONDS)
+    except (PipeError, OSError) as error:
+        if isinstance(error, RunFailed) and error.kind == "raised":  # by the rank, which records it
+            time.sleep(GATHER_SECONDS)  # a lost peer makes others fail first
         else:
             failures.record(run_dir, rank, "", error)
         raise

@@ -37,7 +37,8 @@ class Ended:
     weights: bytes
     """The exported model; empty without one."""
     left: int
-    """Processes that were left."""
+    """Processes that were left; of these, ranks."""
+    ranks: int
     said: str
     """Output of node 0."""
 
@@ -139,6 +140,7 @@ class Cluster:
             steps=self.steps(),
             weights=model.read_bytes() if model.exists() else b"",
             left=sum(len(host.processes()) for host in self.hosts),
+            ranks=sum(len(self.ranks(number)) for number in range(len(self.hosts))),
             said=self.said(0).read_text(),
         )
 
