@@ -173,7 +173,14 @@ def _surroundings(
 def _job(plan: Plan, gpus: int | None, given: dict[str, Any], arguments: Sequence[str]) -> Job:
     from pipeline.launch.targets import Job
 
-    launch = plan.recipe.launch
+    launch, by_engine = plan.recipe.launch, given["tasks"] == "engine"
+    if launch.engine and not by_engine:
+        raise UsageError(
+            f"the recipe has launch.engine: {launch.engine}, which this target does not run",
+            hint="add launch.engine=null, or take a target of that engine",
+        )
+    if by_engine and launch.ranks is None:
+        raise UsageError("the number of ranks is not known", hint="add launch.workers=N")
     if launch.device == "cpu":
         if gpus:
             raise UsageError(f"--gpus {gpus}, but the recipe computes on CPUs (launch.device: cpu)")

@@ -114,14 +114,13 @@ def _fit(plan: Plan, message: Mapping[str, Any]) -> str:
 
     launch, run_dir = plan.recipe.launch, Path(message["spec"]["run_dir"])
     workers = launch.workers if isinstance(launch.workers, Workers) else None
-    most = launch.ranks or 1
     (run_dir / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # of an earlier start
     trainer = DataParallelTrainer(
         work,
         train_loop_config=dict(message),
         backend_config=_backend(),
         scaling_config=ScalingConfig(
-            num_workers=(workers.min, workers.max) if workers else most,
+            num_workers=(workers.min, workers.max) if workers else plan.view.procs,
             use_gpu=plan.view.device == "cuda",
             resources_per_worker=launch.resources_per_worker and dict(launch.resources_per_worker),
             elastic_resize_monitor_interval_s=workers.look_every if workers else 60.0,
@@ -218,7 +217,7 @@ def _cluster(plan: Plan) -> Iterator[str]:
             if "RAY_ADDRESS" in os.environ:
                 raise
             each = (launch.resources_per_worker or {}).get("CPU", 1.0)
-            cores = max(os.cpu_count() or 1, int(each * (launch.ranks or 1)))
+            cores = max(os.cpu_count() or 1, int(each * plan.view.procs))
             ray.init(address="local", num_cpus=cores, **common)
     except Exception as error:
         raise UsageError(f"no connection to Ray: {in_words(error)}", hint="--address HOST:6379 "
@@ -229,7 +228,7 @@ def _cluster(plan: Plan) -> Iterator[str]:
         found = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
         has = ", ".join(f"{number:g} {name}" for name, number in sorted(found.items()))
         room = f"its cluster has {plural(len(ray.nodes()), 'node')} with {has}, and the run asks "
-        room += f"for {plural(launch.fewest or 1, 'worker')}"
+        room += f"for {plural(launch.fewest or plan.view.procs, 'worker')}"
         say(f"Ray at {ray.get_runtime_context().gcs_address}: {has}")
         yield room
     finally:

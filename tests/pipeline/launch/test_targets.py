@@ -471,6 +471,8 @@ def _run(script: str) -> list[str]:
         ("slurm", "--nodes 2:4", "--nodes=2:4: nodes that `pipe` starts are a fixed number"),
         ("slurm", "--nodes two", "--nodes=two is not a number of nodes, such as 2"),
         ("ray", "--tasks gpu", "--tasks has no effect on ray"),
+        ("slurm", "launch.engine=ray", "launch.engine: ray, which this target does not run"),
+        ("ray", "launch.procs=null", "the number of ranks is not known (add launch.workers=N)"),
     ],
 )
 def test_options_that_do_not_fit(target: str, options: str, words: str) -> None:
