@@ -313,6 +313,8 @@ def _begin(spec: RunSpec, start: str, size: int) -> dict[str, Any]:
     error = _failure(run_dir, start)
     if error is not None:
         once = Attempts(Restarts(limit=1))  # Ray counts them
+        if (run_dir / rundir.STOP).exists():
+            return {"over": True}
         if once.wait_after(error, progressed=last.get("progressed", False)) is None:
             return {"over": True}
         journal.write("run failed", problem=shown(str(error)), restarting=True)
@@ -361,7 +363,7 @@ class Turns:
 
     def end(self, how: str) -> None:
         """Have a last turn, when all ranks have ended like this."""
-        if self._rank == 0 and not self.preempted:
+        if self._rank == 0 and (how == "finished" or not self.preempted):
             self._write(ended=how)
         self._ended = how
         self._over.set()
@@ -388,21 +390,20 @@ class Turns:
 
     def _news(self) -> dict[str, Any]:
         """Rank 0's: the newest step since the last news, and its newest checkpoint."""
-        over, done = bool(self._ended), self._landmarks
-        steps = [one for one in read_tail(self._run_dir / rundir.METRICS) if is_record(one)]
-        newest: dict[str, Any] = next(
-            (one for one in reversed(steps) if kind_of(one) == "step"), {}
-        )
-        found: dict[str, Any] = {"metrics": {}, "checkpoint": "", "over": over}
-        if newest.get("step", 0) != self._reported:
-            self._reported = newest["step"]
+        found: dict[str, Any] = {"metrics": {}, "checkpoint": "", "over": bool(self._ended)}
+        with contextlib.suppress(PipeError, OSError):  # of a disk that does not answer
+            tail = read_tail(self._run_dir / rundir.METRICS)
+            steps = [one for one in tail if is_record(one) and kind_of(one) == "step"]
+            done, newest = self._landmarks, steps[-1] if steps else {"step": self._reported}
+            if newest["step"] == self._reported and done == self._saved:
+                return found
+            place = location.known(self._run_dir) if done != self._saved else None
+            if place is not None and Path(place).is_relative_to(self._run_dir):
+                names = location.open_store(place).names()
+                found["checkpoint"] = f"{place}/{names[-1]}" if names else ""
             kept = ("step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu")
             found["metrics"] = {name: newest[name] for name in kept if newest.get(name) is not None}
-        place = location.known(self._run_dir) if done != self._saved and found["metrics"] else None
-        if place is not None and Path(place).is_relative_to(self._run_dir):
-            names = location.open_store(place).names()
-            found["checkpoint"] = f"{place}/{names[-1]}" if names else ""
-            self._saved = done
+            self._reported, self._saved = newest["step"], done
         return found
 
     def _report(self, news: Mapping[str, Any]) -> None:

@@ -157,7 +157,9 @@ class Rounds:
             text = f"{state.host} has {state.procs} processes, but node 0 has {self.procs}: all "
             return Greeting(state.agent, session, f"{text}need the same number (launch.procs)")
         if known is None or known.state.agent != state.agent:
-            self._known[node] = _Node(state=state, seen=now)
+            # whoever has read the traffic of an earlier session can write its states again
+            new = replace(state, round=0, end=None, landmarks=0, knows=False)
+            self._known[node] = _Node(state=new, seen=now)
         self._known[node].seen = now
         return Greeting(state.agent, session)
 

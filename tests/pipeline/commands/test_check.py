@@ -57,6 +57,10 @@ seed: 0
 launch:
   procs: null
   nodes: null
+  engine: null
+  workers: null
+  resources_per_worker: null
+  max_failures: 3
   device: auto
   threads: null
   restarts:
