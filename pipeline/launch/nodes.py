@@ -166,7 +166,7 @@ class Link:
             return
         self.refusal = greeting.refusal
         if self._session != greeting.session:
-            self.spec = board.read(SPEC) or ""
+            self.spec = board.read(f"{SPEC}/{greeting.session}") or ""
             self._session = greeting.session if self.spec else ""
 
     def _numbered(self, state: State, session: str) -> State:
@@ -236,7 +236,7 @@ class Lead(Link):
                     greetings[number] = self.rounds.greet(number, state, now)
                 self.rounds.note(number, state, now)
             orders = self.rounds.decide(now)
-        self._board.write(SPEC, self.spec)
+        self._board.write(f"{SPEC}/{session}", self.spec)
         self._board.write(ORDERS, _ORDERS.dump_json(orders).decode())  # after what it needs
         self.orders, self._written = orders, own
         for number, greeting in greetings.items():
