@@ -291,8 +291,8 @@ def _draft(
         wiring=wiring, forecast=how.get("forecast", False),
     )  # fmt: skip
     if not how.get("skip_checks"):
-        problems += _checked(recipe, stages, view)
-        problems += _of_fewer(recipe, stages, view)
+        found = [*_checked(recipe, stages, view)]
+        problems += [*found, *_of_fewer(recipe, stages, view, {one.message for one in found})]
         if pins_asked():
             problems += [replace(one, warning=False) for one in unpinned(recipe, stages)]
     if not recipe.stages and not incomplete:
@@ -337,13 +337,14 @@ def _checked(recipe: Recipe, stages: Mapping[str, Any], view: PlanView) -> Itera
             yield replace(problem, key=key, location=problem.location or place)
 
 
-def _of_fewer(recipe: Recipe, stages: Mapping[str, Any], view: PlanView) -> Iterator[Problem]:
-    """Mistakes of an elastic run at other sizes than its largest: at the least, and with one
-    worker more, where what has to divide the ranks does not."""
+def _of_fewer(
+    recipe: Recipe, stages: Mapping[str, Any], view: PlanView, known: set[str]
+) -> Iterator[Problem]:
+    """Mistakes of an elastic run at other sizes than its largest, whose messages are `known`: at
+    the least, and with one worker more, where what has to divide the ranks does not."""
     fewest = recipe.launch.fewest if recipe.launch.engine else None
     if fewest is None:
         return
-    known = {problem.message for problem in _checked(recipe, stages, view)}
     for size in range(fewest, min(fewest + 2, view.procs)):
         for problem in _checked(recipe, stages, replace(view, procs=size)):
             if problem.message not in known and not problem.warning:
