@@ -171,10 +171,9 @@ def recipe_differences(here: Mapping[str, Any], there: Mapping[str, Any], place:
 
     def values(recipe: Mapping[str, Any]) -> dict[str, str]:
         found = {".".join(map(str, path)): value for path, value in leaves(recipe)}
-        alike = mapped(found, lambda one: A_PATH if is_path(one) else one)
         return {
             name.removeprefix("stages."): json.dumps(value, sort_keys=True, default=str)
-            for name, value in alike.items()
+            for name, value in without_paths(found).items()
             if name.partition(".")[0] != "launch"
         }
 
@@ -187,6 +186,11 @@ def recipe_differences(here: Mapping[str, Any], there: Mapping[str, Any], place:
         for name in dict.fromkeys([*own, *other])
         if own.get(name) != other.get(name)
     ]
+
+
+def without_paths(value: Any) -> Any:
+    """A recipe's value with A_PATH for each path in it."""
+    return mapped(value, lambda one: A_PATH if is_path(one) else one)
 
 
 def is_path(value: Any) -> bool:

@@ -33,9 +33,9 @@ from pipeline.errors import Location, StageError
 from pipeline.execution.gpu_records import record_memory
 from pipeline.execution.journal import Journal
 from pipeline.execution.rank_logging import IN_DISPLAY
-from pipeline.execution.run_spec import A_PATH, Step, is_path
+from pipeline.execution.run_spec import A_PATH, Step, is_path, without_paths
 from pipeline.recipe.load import RecipeSettings
-from pipeline.recipe.nodes import leaves, mapped, node_of, texts_in
+from pipeline.recipe.nodes import leaves, node_of, texts_in
 from pipeline.utils.files import remove_folder
 from pipeline.utils.packages import gc_as_usual, versions
 
@@ -157,7 +157,7 @@ def require_same_recipe(
         for path, value in leaves(dataclasses.asdict(step.stage), (step.slot,)):
             name, given = ".".join(map(str, path)), public.written(path)
             paths[name] = [*filter(is_path, texts_in(value))]
-            facts[name] = mapped(value, lambda one: A_PATH if is_path(one) else one)
+            facts[name] = without_paths(value)
             if "${" in json.dumps(given, default=str) and facts[name] != A_PATH:
                 text = json.dumps(facts[name], sort_keys=True, default=str)
                 facts[name] = f"{given} ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
