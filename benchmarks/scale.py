@@ -14,6 +14,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import sys
 import tempfile
 import threading
 import time
@@ -28,11 +29,14 @@ import raw
 import torch.distributed as dist
 from tables import markdown
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from pipeline.distributed.settings import Attempts, Restarts, Timeouts
 from pipeline.execution import failures
 from pipeline.launch.board import Board, connected, served
 from pipeline.launch.nodes import _ORDERS, _STATE
 from pipeline.launch.rounds import End, Rounds, State
+from tests.support.ports import free_port
 
 PER_NODE = 8
 SPEC_BYTES = 30_000
@@ -40,14 +44,6 @@ SPEC_BYTES = 30_000
 MESH = 32
 """Ranks with which gloo's full mesh is made here."""
 Row = dict[str, Any]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def seconds_of(work: Callable[[], object]) -> float:
