@@ -3,7 +3,7 @@
 Interrupted     raised here, by a signal or by `StopRequest.end`; a rank's exit code is then 75
 CommandStopped  made of Interrupted by `stoppable`; exit code 128 plus the signal's number
 RunStopped      made of Interrupted by `launch/job.py` once the end is recorded, and on further
-                nodes by `launch/node.py`; of CommandStopped by `launch/start.py`; exit code 75
+                nodes by `launch/nodes.py`; of CommandStopped by `launch/start.py`; exit code 75
 """
 
 from __future__ import annotations

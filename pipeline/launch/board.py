@@ -1,5 +1,5 @@
-"""What the nodes of a run write for each other: sealed values in a store of torch's, which node 0
-serves at the address where they meet."""
+"""Encrypted values that the nodes of a run exchange through torch's TCPStore, which node 0 serves
+at the address where they meet."""
 
 from __future__ import annotations
 
@@ -78,20 +78,18 @@ class Board:
 
 
 def served(host: str, port: int) -> Store:
-    """Serve the store, at this address only. Raises UsageError if nothing can listen there."""
+    """Serve the store, at this address only. Raises UsageError if nothing can listen there, and
+    RunFailed while another process does."""
     from pipeline.distributed.process_group import listening
 
     place = f"node 0 cannot listen at {host}:{port}"
     hint = "--rdzv names an address of node 0 and a port that is free there"
-    return _store(host, port, listening(host, port, place, hint).detach())
+    return connected(host, port, listening(host, port, place, hint).detach())
 
 
-def connected(host: str, port: int) -> Store:
-    """Connect to the store. Raises RuntimeError (torch's) where none answers."""
-    return _store(host, port)
-
-
-def _store(host: str, port: int, listener: int | None = None) -> Store:
+def connected(host: str, port: int, listener: int | None = None) -> Store:
+    """Connect to the store; serve it too at the socket `listener`, if given. Raises RuntimeError
+    (torch's) where none answers."""
     given = os.environ.get(LOG_LEVEL)
     if given is None:  # torch reads it once; its stacks of lost connections are not for users
         os.environ[LOG_LEVEL] = "ERROR"

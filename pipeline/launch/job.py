@@ -48,7 +48,7 @@ from pipeline.utils.foreign import read_tail, read_whole
 from pipeline.utils.terminal import shown, typed
 from pipeline.utils.text import align, duration, shown_path
 from pipeline.view.ending import next_lines, outcome
-from pipeline.view.screen import Display
+from pipeline.view.screen import Display, Screen
 
 Meanwhile = Callable[[Plan, Path], AbstractContextManager[None]]
 
@@ -84,6 +84,18 @@ class Job:
             typed(str(folder))
             self.selection.set_aside(plan, Journal(folder / rundir.JOURNAL))
             yield self.selection.cut(plan), folder
+
+    @contextlib.contextmanager
+    def running(self, plan: Plan, folder: Path) -> Iterator[Screen]:
+        """Run the body as the run: recorded, shown on the screen that it yields, and surrounded by
+        what this machine does for it meanwhile."""
+        with (
+            self.display.to_the_end(),
+            recorded_start_and_end(plan, folder),
+            self.meanwhile(plan, folder),
+            self.display.shown(plan, folder) as screen,
+        ):
+            yield screen
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from pipeline.execution.rank_logging import say
 from pipeline.execution.resume import ResumePlan, plan_resume
 from pipeline.execution.run_spec import RunSpec, recipe_differences
 from pipeline.launch.board import CONTACT_SECONDS, Board, connected, served, token
-from pipeline.launch.job import Job, left_to_run, recorded_start_and_end
+from pipeline.launch.job import Job, left_to_run
 from pipeline.launch.ranks import LocalRanks, for_gpus, restarted, set_threads, supervise
 from pipeline.launch.rounds import End, Greeting, Orders, Rounds, State
 from pipeline.utils.processes import kill_descendants
@@ -180,18 +180,19 @@ class Lead(Link):
     the other nodes know how the run has ended."""
 
     def __init__(self, node: NodePlacement, secret: str, rounds: Rounds, spec: str) -> None:
-        """Raises UsageError if nothing can listen at the node's address."""
+        """Raises UsageError if nothing can listen at the node's address, and RunFailed while
+        another process does."""
         self.rounds, self._lock = rounds, threading.Lock()
         self._board = Board(served(node.host, node.port), secret)
         self._seen: dict[str, bytes] = {}
         super().__init__(node, secret, State.of(rounds.procs), spec, own_address(node))
 
     def __exit__(self, *error: Any) -> None:
-        kind, text = ("finished", "") if error[0] is None else ("raised", str(error[1]))
-        if isinstance(error[1], Interrupted | RunStopped):
-            kind = "stopped"
-        end: Any = {"kind": kind, "text": text[:MOST_TEXT]}
-        self.end(End(**end), seconds=LINGER_SECONDS)
+        over = End(kind="finished")
+        if error[0] is not None:
+            stopped = isinstance(error[1], Interrupted | RunStopped)
+            over = End(kind="stopped" if stopped else "raised", text=str(error[1])[:MOST_TEXT])
+        self.end(over, seconds=LINGER_SECONDS)
         super().__exit__()
 
     def silent_for(self) -> float:
@@ -231,16 +232,17 @@ class Lead(Link):
                 states[names[name]] = _STATE.validate_json(text)
         now = time.monotonic()
         with self._lock:
+            self.rounds.greet(0, states[0], now)
             for number, state in states.items():
-                if number == 0 or state.session != session:
+                if state.session != session:
                     greetings[number] = self.rounds.greet(number, state, now)
                 self.rounds.note(number, state, now)
             orders = self.rounds.decide(now)
-        self._board.write(f"{SPEC}/{session}", self.spec)
-        self._board.write(ORDERS, _ORDERS.dump_json(orders).decode())  # after what it needs
+        self._board.write(ORDERS, _ORDERS.dump_json(orders).decode())
         self.orders, self._written = orders, own
         for number, greeting in greetings.items():
-            if greeting is not None:
+            if greeting is not None:  # which is read before the run that it leads to
+                self._board.write(f"{SPEC}/{session}", self.spec)
                 self._board.write(f"greeting/{number}", _GREETING.dump_json(greeting).decode())
 
 
@@ -310,11 +312,8 @@ class Agent:
     def _run_round(self, orders: Orders) -> End:
         """Run this node's ranks to their end. Whatever keeps it from that is reported: the other
         nodes would wait for this one."""
-        spec, settings, here = (
-            RunSpec.load(self.link.spec),
-            self.plan.recipe.launch,
-            self.plan.per_node,
-        )
+        spec, here = RunSpec.load(self.link.spec), self.plan.per_node
+        settings = self.plan.recipe.launch
         run_dir, first_rank = Path(spec.run_dir), self.found.node_rank * here
         common = interfaces(self.link.address) | {
             "LOCAL_WORLD_SIZE": str(here), "WORLD_SIZE": str(here * self.found.nodes),
@@ -421,17 +420,12 @@ def start_node(job: Job, found: NodePlacement) -> None:
             if left is None:
                 link.end(End(kind="finished"), seconds=ARRIVAL_SECONDS, nodes=found.nodes - 1)
                 return
-            with (
-                job.display.to_the_end(),
-                recorded_start_and_end(plan, folder),
-                job.meanwhile(plan, folder),
-                job.display.shown(plan, folder) as screen,
-            ):
+            with job.running(plan, folder) as screen:
                 Agent(plan, found, link, screen, folder, left).run()
 
 
 def sealing(plan: Plan, found: NodePlacement, secret: str | None) -> str:
-    """What nodes of this run seal with, and none of another: two may come by one port."""
+    """The secret with which nodes of this run encrypt, and of no other: two may use one port."""
     return "\0".join((secret or "", plan.recipe.name, found.job))
 
 

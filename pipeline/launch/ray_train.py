@@ -79,18 +79,19 @@ def run_with_ray(plan: Plan, spec: RunSpec, screen: Screen) -> None:
 
     with _cluster(plan) as room, _output(run_dir, screen.output) as copy_output:
         threading.Thread(target=fit, name="ray-train", daemon=True).start()
-        began, stop = time.monotonic(), None
+        began, stop, started = time.monotonic(), None, False
+        limit = plan.recipe.launch.timeouts.rendezvous
         while not results:
             try:
                 time.sleep(POLL_SECONDS)
                 copy_output()
                 screen.refresh()
-                limit = plan.recipe.launch.timeouts.rendezvous
-                if not _state(run_dir, start) and time.monotonic() - began > limit:
+                started = started or bool(_state(run_dir, start))
+                if not started and time.monotonic() - began > limit:
                     raise RunFailed(f"Ray has started no worker within {limit:.0f} s: {room}")
             except Interrupted as interrupted:
                 stop = interrupted
-                if not _state(run_dir, start):  # no rank is there to save
+                if not (started or _state(run_dir, start)):  # no rank is there to save
                     raise
                 replace_text(run_dir / rundir.STOP, interrupted.cause)
                 say(f"{interrupted.cause}: saving after this step, then stopping")
@@ -110,7 +111,14 @@ def _fit(plan: Plan, message: Mapping[str, Any]) -> str:
     """Have Ray run all workers to their end: "finished", "stopped", or why they could not."""
     import ray.train
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.backend import Backend, BackendConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    class SharedDevices(Backend):  # type: ignore[misc]
+        share_cuda_visible_devices = True  # each takes the GPU of its local rank
+
+    class Config(BackendConfig):  # type: ignore[misc]
+        backend_cls = SharedDevices
 
     launch, run_dir = plan.recipe.launch, Path(message["spec"]["run_dir"])
     workers = launch.workers if isinstance(launch.workers, Workers) else None
@@ -118,7 +126,7 @@ def _fit(plan: Plan, message: Mapping[str, Any]) -> str:
     trainer = DataParallelTrainer(
         work,
         train_loop_config=dict(message),
-        backend_config=_backend(),
+        backend_config=Config(),
         scaling_config=ScalingConfig(
             num_workers=(workers.min, workers.max) if workers else plan.view.procs,
             use_gpu=plan.view.device == "cuda",
@@ -137,20 +145,6 @@ def _fit(plan: Plan, message: Mapping[str, Any]) -> str:
     except ray.train.TrainingFailedError as error:
         return in_words(error)
     return str(_state(run_dir, message["start"]).get("ended", ""))
-
-
-def _backend() -> Any:
-    """Ray's settings of a worker: it sees all GPUs of its node, and takes the one of its
-    local rank."""
-    from ray.train.backend import Backend, BackendConfig
-
-    class SharedDevices(Backend):  # type: ignore[misc]
-        share_cuda_visible_devices = True
-
-    class Config(BackendConfig):  # type: ignore[misc]
-        backend_cls = SharedDevices
-
-    return Config()
 
 
 def _cause() -> Any:
@@ -250,8 +244,8 @@ def _output(run_dir: Path, output: int | None) -> Iterator[Any]:
 
 
 def _state(run_dir: Path, start: str) -> dict[str, Any]:
-    """What workers of this start have written; empty before the first attempt."""
-    found = json_object(run_dir / STATE) if (run_dir / STATE).exists() else {}
+    """The state file, if it is of this start; empty before the first attempt."""
+    found = json_object(run_dir / STATE)
     return found if found.get("start") == start else {}
 
 
@@ -336,8 +330,8 @@ def _begin(spec: RunSpec, start: str, size: int) -> dict[str, Any]:
 
 
 class Turns:
-    """What all workers do together every few seconds: rank 0's has news, all report them to Ray,
-    which needs the same calls of each, and all ask whether Ray takes a node away."""
+    """Calls of Ray that all workers have to make together, every two seconds in a thread: they
+    report rank 0's newest metrics and checkpoint, and ask whether Ray takes a node away."""
 
     def __init__(self, run_dir: Path, start: str, rank: int) -> None:
         self.preempted = False
@@ -411,7 +405,7 @@ class Turns:
         from ray.train import Checkpoint
         from ray.train.v2.api.report_config import CheckpointUploadMode
 
-        checkpoint = Checkpoint(news["checkpoint"]) if news["checkpoint"] else None
-        own = checkpoint if self._rank == 0 else None
+        is_reported = news["checkpoint"] and self._rank == 0
+        own = Checkpoint(news["checkpoint"]) if is_reported else None
         mode = CheckpointUploadMode.NO_UPLOAD
         ray.train.report(dict(news["metrics"]), checkpoint=own, checkpoint_upload_mode=mode)

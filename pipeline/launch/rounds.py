@@ -1,7 +1,7 @@
 """The decisions of a run of several nodes: when a round of its ranks begins and ends, and whether
 another follows.
 
-Each node writes its state about once a second, and node 0, which decides, its orders. A round is
+Each node writes its state twice a second, and node 0, which decides, its orders. A round is
 one start of the ranks of all nodes; a failure ends it on all of them, and the next begins when all
 are there. Nothing here touches the network or the clock."""
 
@@ -72,7 +72,7 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What all nodes are to do, as node 0 writes it."""
+    """Node 0's orders for all nodes."""
 
     session: str
     """Identity of this start of node 0's process."""

@@ -93,12 +93,7 @@ def _start_here(job: Job, procs: int | None) -> None:
         left = left_to_run(plan, folder)
         if left is None:
             return
-        with (
-            job.display.to_the_end(),
-            recorded_start_and_end(plan, folder),
-            job.meanwhile(plan, folder),
-            job.display.shown(plan, folder) as screen,
-        ):
+        with job.running(plan, folder) as screen:
             spec = RunSpec.of(plan, folder, job.accept).starting(left)
             if plan.recipe.launch.engine is not None:
                 from pipeline.launch.ray_train import run_with_ray

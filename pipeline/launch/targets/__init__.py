@@ -237,6 +237,7 @@ def _seconds(limit: str) -> int:
     return 60 * (60 * (24 * int(days or 0) + hours) + minutes) + seconds
 
 
+KUBECTL = ("kubectl", "create", "-f", "{file}")
 TARGETS: Mapping[str, Target] = {
     target.name: target
     for target in (
@@ -245,15 +246,15 @@ TARGETS: Mapping[str, Target] = {
             forms={"time_limit": TIME, "extra": FLAG},
         ),
         Target(
-            name="kubeflow", submit=("kubectl", "create", "-f", "{file}"), client="kubectl",
+            name="kubeflow", submit=KUBECTL, client="kubectl",
             secret="secret", needs=frozenset({"image"}), mount=CLAIM,
         ),
         Target(
-            name="jobset", submit=("kubectl", "create", "-f", "{file}"), client="kubectl",
+            name="jobset", submit=KUBECTL, client="kubectl",
             secret="secret", needs=frozenset({"image"}), mount=CLAIM,
         ),
         Target(
-            name="kuberay", submit=("kubectl", "create", "-f", "{file}"), client="kubectl",
+            name="kuberay", submit=KUBECTL, client="kubectl",
             needs=frozenset({"image"}), mount=CLAIM, engine="ray",
         ),
         Target(name="ray", submit=("bash", "{file}"), client="ray", engine="ray"),
