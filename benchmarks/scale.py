@@ -60,9 +60,10 @@ def meeting(ranks: int) -> Iterator[Row]:
     own = Board(connected("127.0.0.1", port), "secret")
     rounds = Rounds(nodes=nodes, procs=PER_NODE, attempts=Attempts(Restarts()), timeouts=Timeouts())
     states = [
-        replace(State.of(PER_NODE), agent=f"{n:016x}", address="10.0.0.1", session="s" * 16)
+        replace(State.of(PER_NODE), agent=f"{n:016x}", address="10.0.0.1",
+                session=rounds.orders.session, number=1)
         for n in range(nodes)
-    ]
+    ]  # fmt: skip
     text = _STATE.dump_json(states[0]).decode()
 
     def write() -> None:
@@ -76,7 +77,7 @@ def meeting(ranks: int) -> Iterator[Row]:
             assert opened is not None
             state = _STATE.validate_json(opened)
             rounds.greet(number, state, 1.0)
-            rounds.note(number, replace(state, number=1, session=rounds.orders.session), 1.0)
+            rounds.note(number, state, 1.0)
         lead.write("orders", _ORDERS.dump_json(rounds.decide(1.0)).decode())
 
     written = seconds_of(write)
@@ -91,10 +92,7 @@ def meeting(ranks: int) -> Iterator[Row]:
         "bytes": len(text), "messages": 1, "of": "the store, one client for all nodes",
     }  # fmt: skip
     for number in range(nodes):
-        stopped = replace(
-            states[number], number=2, round=1, session=rounds.orders.session,
-            end=End(kind="stopped"),
-        )  # fmt: skip
+        stopped = replace(states[number], number=2, round=1, end=End(kind="stopped"))
         rounds.note(number, stopped, 2.0)
     yield {
         "what": "a stop of all nodes judged", "ranks": ranks,

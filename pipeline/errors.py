@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -73,9 +73,9 @@ class PipeError(Exception):
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(f"{message} ({hint})" if hint else message)
 
-    def __reduce__(self) -> tuple[Callable[..., Exception], tuple[type[PipeError], str]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # Subclasses take other arguments than the text that they end up with.
-        return Exception.__new__, (type(self), str(self))
+        return Exception.__new__, (type(self), str(self)), vars(self)
 
 
 class UsageError(PipeError):

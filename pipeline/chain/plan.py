@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -356,9 +357,13 @@ def impossible_here(launch: Launch, started: ProcessCounts) -> tuple[str, str, s
     """Key of `launch`, message and hint where the recipe cannot run here, or as it was started; of
     an engine's cluster this machine knows nothing."""
     if launch.engine is not None:
-        same = started.procs is None and started.nodes is None
-        hint = "start the command once, without a launcher and --nodes"
-        return None if same else ("engine", "it starts all ranks, and so does a launcher", hint)
+        if started.procs is not None or started.nodes is not None:
+            hint = "start the command once, without a launcher and --nodes"
+            return "engine", "it starts all ranks, and so does a launcher", hint
+        if find_spec(launch.engine) is None:
+            hint = f"pip install 'pipetrain[{launch.engine}]'"
+            return "engine", f"the package {launch.engine} is not installed", hint
+        return None
     gpus, procs = gpu_count(), launch.procs or 1
     if launch.device == "cuda" and not gpus:
         hint = "use launch.device=cpu or auto"

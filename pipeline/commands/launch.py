@@ -200,7 +200,8 @@ def _job(plan: Plan, gpus: int | None, given: dict[str, Any], arguments: Sequenc
     return Job(
         name=plan.recipe.name, arguments=arguments, nodes=launch.nodes or 1,
         ranks=launch.ranks or plan.view.procs, fewest_ranks=launch.fewest or plan.view.procs,
-        procs=launch.procs, gpus=gpus or 0, env=plan.recipe.env, **fields,
+        procs=launch.procs, gpus=gpus or 0,
+        cpus=(launch.resources_per_worker or {}).get("CPU", 1.0), env=plan.recipe.env, **fields,
     )  # fmt: skip
 
 

@@ -68,6 +68,8 @@ class NodePlacement:
     """Ranks of each node; None leaves it to the recipe."""
     job: str = ""
     """Identity of the launcher's job, where the port follows from it."""
+    by_hand: bool = False
+    """Whether options or a hostfile say so, and no launcher."""
 
     def describe(self) -> str:
         """Its place, for messages."""
@@ -107,7 +109,7 @@ def combined(options: NodeOptions, found: Placement | None) -> Placement | None:
         host, slots = next(iter(hosts.items()))
         base = NodePlacement(
             source=str(options.hostfile), node_rank=rank, nodes=len(hosts), host=host,
-            port=RDZV_PORT, procs=slots,
+            port=RDZV_PORT, procs=slots, by_hand=found is None,
         )  # fmt: skip
         _require_same(base, found)
     own: dict[str, Any] = {}
@@ -126,7 +128,7 @@ def combined(options: NodeOptions, found: Placement | None) -> Placement | None:
         own["host"], own["port"] = address(options.rdzv, "--rdzv")
         if options.rdzv.strip("[]") == own["host"]:
             click.echo(f"--rdzv {options.rdzv} names no port: using {RDZV_PORT}", err=True)
-    made = replace(base, **own) if base else NodePlacement(source="options", **own)
+    made = replace(base, **own) if base else NodePlacement(source="options", by_hand=True, **own)
     _require_same(replace(made, source="the options"), base)
     if made.node_rank >= made.nodes:
         ranks = {1: "0", 2: "0 or 1"}.get(made.nodes, f"from 0 to {made.nodes - 1}")

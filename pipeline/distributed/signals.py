@@ -32,11 +32,11 @@ Handler = Callable[[int, FrameType | None], None]
 class Interrupted(BaseException):
     """A signal asked this process, or another rank, to end. No `except Exception` swallows it."""
 
-    def __init__(self, number: int | None = None, *, told: str = "") -> None:
+    def __init__(self, number: int | None = None, *, cause: str = "") -> None:
         self.number = signal.SIGTERM if number is None else signal.Signals(number)
         """The signal; SIGTERM if another process got it."""
-        self.cause = told if number is None else self.number.name
-        """Which signal it was, and where, as another process has `told`; empty if not known."""
+        self.cause = cause if number is None else self.number.name
+        """Which signal it was, and where; empty if another process got it and has not said."""
         super().__init__(self.cause or "a signal to one of the ranks")
 
 

@@ -4,6 +4,7 @@ makes the run's folder, holds its lock and decides; the others read from it what
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 import secrets
@@ -26,14 +27,14 @@ from pipeline.distributed.process_group import in_one
 from pipeline.distributed.settings import Attempts, ProcessCounts
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import PipeError, RunFailed, RunStopped, UsageError, in_words
-from pipeline.execution import rundir
+from pipeline.execution import failures, rundir
 from pipeline.execution.failures import ON_EVERY_NODE
 from pipeline.execution.journal import Journal
 from pipeline.execution.rank_logging import say
 from pipeline.execution.resume import ResumePlan, plan_resume
 from pipeline.execution.run_spec import RunSpec, recipe_differences
 from pipeline.launch.board import CONTACT_SECONDS, Board, connected, served, token
-from pipeline.launch.job import Job, left_to_run
+from pipeline.launch.job import Job, left_to_run, record_end
 from pipeline.launch.ranks import LocalRanks, for_gpus, restarted, set_threads, supervise
 from pipeline.launch.rounds import End, Greeting, Orders, Rounds, State
 from pipeline.utils.processes import kill_descendants
@@ -136,28 +137,27 @@ class Link:
     def _exchange(self, number: int) -> None:
         board = Board(connected(self._node.host, self._node.port), self._secret)
         self.address = own_address(self._node)
+        self._turned = -math.inf
         while number == self._talks and not self._closed.is_set():
+            if time.monotonic() - self._turned > 4 * TURN_SECONDS:
+                self._session = ""  # meanwhile another process may have taken this one's place
             self._turned = time.monotonic()
             self._wake.clear()
             self._turn(board)
             self._wake.wait(TURN_SECONDS)
 
     def _turn(self, board: Board) -> None:
-        rank, known = self._node.node_rank, self._session
-        if time.monotonic() - self._contact > 4 * TURN_SECONDS:
-            known = ""  # node 0 may have been started again
-        state = self.state
-        board.write(f"node/{rank}", _STATE.dump_json(self._numbered(state, known)).decode())
-        self._written = state
-        if not known:
-            self._greeted(board, board.read(f"greeting/{rank}"))
-        text = board.read(ORDERS)
+        rank, state, text = self._node.node_rank, self.state, board.read(ORDERS)
         self.trouble = "" if text else f"{TOKEN}, or the run, is another one there"
         orders = _ORDERS.validate_json(text) if text else None
-        last = self.orders
-        if orders is None or orders.session != self._session:
-            return
-        if last is None or last.session != orders.session or orders.number > last.number:
+        session = orders.session if orders else ""
+        greeted = bool(session) and session == self._session
+        own = replace(self._numbered(state), session=session, greeted=greeted)
+        board.write(f"node/{rank}", _STATE.dump_json(own).decode())
+        self._written = state
+        if not greeted:
+            self._greeted(board, board.read(f"greeting/{rank}"))
+        elif orders is not None and (self.orders is None or orders.is_after(self.orders)):
             self.orders, self._contact = orders, time.monotonic()
 
     def _greeted(self, board: Board, text: str | None) -> None:
@@ -169,10 +169,10 @@ class Link:
             self.spec = board.read(f"{SPEC}/{greeting.session}") or ""
             self._session = greeting.session if self.spec else ""
 
-    def _numbered(self, state: State, session: str) -> State:
+    def _numbered(self, state: State) -> State:
         """The state with what counts it."""
         self._number += 1
-        return replace(state, session=session, number=self._number, address=self.address)
+        return replace(state, number=self._number, address=self.address)
 
 
 class Lead(Link):
@@ -192,7 +192,8 @@ class Lead(Link):
         if error[0] is not None:
             stopped = isinstance(error[1], Interrupted | RunStopped)
             over = End(kind="stopped" if stopped else "raised", text=str(error[1])[:MOST_TEXT])
-        self.end(over, seconds=LINGER_SECONDS)
+        # the run's end is recorded: a signal changes no exit code any more
+        record_end(lambda: self.end(over, seconds=LINGER_SECONDS))
         super().__exit__()
 
     def silent_for(self) -> float:
@@ -224,7 +225,8 @@ class Lead(Link):
     def _lead(self) -> None:
         names = {f"node/{number}": number for number in range(1, self._node.nodes)}
         own, session = self.state, self.rounds.orders.session
-        states, greetings = {0: self._numbered(own, session)}, dict[int, Greeting | None]()
+        first = replace(self._numbered(own), session=session, greeted=True)
+        states, greetings = {0: first}, dict[int, Greeting | None]()
         for name, sealed in self._board.read_sealed([*names]):
             text = self._board.opened(name, sealed) if self._seen.get(name) != sealed else None
             self._seen[name] = sealed
@@ -232,9 +234,9 @@ class Lead(Link):
                 states[names[name]] = _STATE.validate_json(text)
         now = time.monotonic()
         with self._lock:
-            self.rounds.greet(0, states[0], now)
+            self.rounds.greet(0, first, now)
             for number, state in states.items():
-                if state.session != session:
+                if not state.greeted:
                     greetings[number] = self.rounds.greet(number, state, now)
                 self.rounds.note(number, state, now)
             orders = self.rounds.decide(now)
@@ -277,7 +279,7 @@ class Agent:
         link.tell(knows=True)
         link.flush()
         if begun.over.kind == "stopped":
-            raise Interrupted(told=begun.over.text)
+            raise Interrupted(cause=begun.over.text)
         if begun.over.kind != "finished":
             raise RunFailed(begun.over.text, memory=begun.over.memory)
 
@@ -324,6 +326,7 @@ class Agent:
         try:
             self._require_same_run(spec)
             if first_rank == 0:  # what rank 0 is to run, all are
+                failures.clear(run_dir, restart=True)  # also what ranks elsewhere wrote at the end
                 journal = Journal(run_dir / rundir.JOURNAL)
                 spec = spec.starting(self.left or plan_resume(self.plan, journal))
             self.left = None
@@ -331,9 +334,13 @@ class Agent:
             if self.plan.view.device == "cuda":
                 common |= for_gpus(run_dir)
             ranks = LocalRanks([common | place for place in places])
+            obey = functools.partial(self._obey, orders, ranks)
             with kill_descendants(self.screen.refresh), ranks:
                 ranks.start(spec, output=self.screen.output)
-                supervise(ranks, settings, run_dir, lambda stop: self._obey(orders, ranks, stop))
+                try:
+                    supervise(ranks, settings, run_dir, obey)
+                finally:
+                    self.link.tell(landmarks=ranks.landmarks())
         except Interrupted as interrupted:
             return End(kind="stopped", text=interrupted.cause)
         except RunFailed as error:
@@ -388,7 +395,7 @@ def start_node(job: Job, found: NodePlacement) -> None:
     """Take part in the run as this node. Raises RunFailed, RunStopped, UsageError where a token is
     missing, and what the job raises."""
     secret = token(found.host)
-    if secret is None and (found.node_rank or found.job):
+    if secret is None and (found.node_rank or not found.by_hand):
         raise UsageError(
             f"{TOKEN} is not set, so whoever reaches node 0 at {found.host} could take part",
             hint="node 0 of a run that is started by hand makes one and prints the command for the "

@@ -49,11 +49,14 @@ OUTPUT = "logs/output.txt"
 TURN_SECONDS = 2.0
 """Seconds between two turns of all workers, in which rank 0's reports its news."""
 POLL_SECONDS = 0.1
+PREEMPTED = "preempted"
+"""How an attempt has ended, in its state, after which Ray starts another."""
 INSTALL = "pip install 'pipetrain[ray]'"
 SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",  # the variables of `ray job submit` come again from here
 }
 """Ray's variables, in this process and in workers."""
 
@@ -79,19 +82,21 @@ def run_with_ray(plan: Plan, spec: RunSpec, screen: Screen) -> None:
 
     with _cluster(plan) as room, _output(run_dir, screen.output) as copy_output:
         threading.Thread(target=fit, name="ray-train", daemon=True).start()
-        began, stop, started = time.monotonic(), None, False
-        limit = plan.recipe.launch.timeouts.rendezvous
+        looked = worked = time.monotonic()
+        stop, limit = None, plan.recipe.launch.timeouts.rendezvous
         while not results:
             try:
                 time.sleep(POLL_SECONDS)
                 copy_output()
                 screen.refresh()
-                started = started or bool(_state(run_dir, start))
-                if not started and time.monotonic() - began > limit:
+                if time.monotonic() - looked > TURN_SECONDS:
+                    looked = time.monotonic()
+                    worked = looked if _is_at_work(run_dir, start) else worked
+                if looked - worked > limit:
                     raise RunFailed(f"Ray has started no worker within {limit:.0f} s: {room}")
             except Interrupted as interrupted:
                 stop = interrupted
-                if not (started or _state(run_dir, start)):  # no rank is there to save
+                if not _is_at_work(run_dir, start):  # no rank is there to save
                     raise
                 replace_text(run_dir / rundir.STOP, interrupted.cause)
                 say(f"{interrupted.cause}: saving after this step, then stopping")
@@ -157,21 +162,26 @@ def _cause() -> Any:
             kinds = {rank: type(error).__name__ for rank, error in worker_exceptions.items()}
             # not what a worker has raised, but that it is gone
             lost = [rank for rank, kind in kinds.items() if "HealthCheck" in kind]
-            said = [str(error).strip().splitlines()[-1] for error in worker_exceptions.values()]
-            note_failure(Path(message["spec"]["run_dir"]), message["start"], lost, said[0])
+            raised = [getattr(one, "_base_exc", one) for one in worker_exceptions.values()]
+            note_failure(Path(message["spec"]["run_dir"]), message["start"], lost, raised)
 
     return Cause()
 
 
-def note_failure(run_dir: Path, start: str, lost: Sequence[int], said: str = "") -> None:
+def note_failure(
+    run_dir: Path, start: str, lost: Sequence[int], raised: Sequence[BaseException] = ()
+) -> None:
     """Write down the cause of an attempt's end, for the next one: workers that are lost, a rank
-    that died, or the rank that raised first, as the others raise when they lose a peer; what a
-    worker `said` where none has written a report."""
+    that died, or the rank that raised first, as the others raise when they lose a peer; what
+    workers have `raised` where no report is to be seen, as a network file system may show a file
+    on another machine a minute later."""
     found = failures.reports(run_dir)
     died = next((one.message for one in found if one.restart == "always"), "")
     if lost:
         died = f"the workers of ranks {', '.join(map(str, lost))} were lost"
-    error = failures.first(run_dir, []) if found else RunFailed(said)
+    known = (one for one in raised if isinstance(one, RunFailed))
+    unknown = RunFailed(in_words(next(iter(raised), Exception("Ray does not say why"))))
+    error = failures.first(run_dir, []) if found else next(known, unknown)
     if died:
         error = RunFailed(died, restart="always")
     text = failures.without_continuation(str(error), run_dir)
@@ -243,6 +253,12 @@ def _output(run_dir: Path, output: int | None) -> Iterator[Any]:
         yield copy
 
 
+def _is_at_work(run_dir: Path, start: str) -> bool:
+    """Whether an attempt has begun, and has not been taken away or failed."""
+    state = _state(run_dir, start)
+    return bool(state) and state.get("ended") != PREEMPTED and _failure(run_dir, start) is None
+
+
 def _state(run_dir: Path, start: str) -> dict[str, Any]:
     """The state file, if it is of this start; empty before the first attempt."""
     found = json_object(run_dir / STATE)
@@ -283,7 +299,10 @@ def work(message: dict[str, Any]) -> None:
             output = stack.enter_context((run_dir / OUTPUT).open("ab"))
             spec = dataclasses.replace(spec, todo=orders["todo"], restore=orders["restore"])
             ranks.start(spec, output=output.fileno())
-            supervise(ranks, launch, run_dir, lambda asked: turns.look(ranks, asked))
+            try:
+                supervise(ranks, launch, run_dir, lambda asked: turns.look(ranks, asked))
+            finally:
+                turns.note(ranks)
         turns.end("finished")
     except Interrupted:
         turns.end("stopped")
@@ -337,50 +356,69 @@ class Turns:
         self.preempted = False
         """Whether Ray takes a node away soon."""
         self._run_dir, self._start, self._rank = run_dir, start, rank
-        self._ended, self._over = "", threading.Event()
+        self._ended, self._over, self._stop = "", threading.Event(), False
+        self._failure: Exception | None = None
         self._landmarks = self._reported = self._saved = 0
         self._thread = threading.Thread(target=self._run, name="pipe-turns", daemon=True)
         self._thread.start()
 
     def look(self, ranks: LocalRanks, asked: Interrupted | None) -> None:
         """Note what the rank has done, and raise Interrupted when it is to stop, unless it has been
-        `asked` already."""
+        `asked` already. Raises RunFailed where a turn was not possible."""
+        self.note(ranks)
+        self._require_turns()
+        if asked is None and self.preempted:
+            raise Interrupted(cause="Ray takes a node away")
+        if asked is None and self._stop:
+            raise Interrupted
+
+    def note(self, ranks: LocalRanks) -> None:
+        """Note what the rank has done."""
         done = ranks.landmarks()
         if done != self._landmarks:
             self._landmarks = done
             if self._rank == 0:
                 self._write(progressed=True)
-        if asked is None and self.preempted:
-            raise Interrupted(told="Ray takes a node away")
-        if asked is None and self._rank == 0 and (self._run_dir / rundir.STOP).exists():
-            raise Interrupted
 
     def end(self, how: str) -> None:
-        """Have a last turn, when all ranks have ended like this."""
-        if self._rank == 0 and (how == "finished" or not self.preempted):
-            self._write(ended=how)
+        """Have a last turn, when all ranks have ended like this. Raises RunFailed where a turn was
+        not possible, as `look` does: the other workers would wait for this one."""
+        if self._rank == 0:
+            self._write(ended=PREEMPTED if self.preempted and how != "finished" else how)
         self._ended = how
         self._over.set()
         self._thread.join()
+        self._require_turns()
+
+    def _require_turns(self) -> None:
+        if self._failure is not None:
+            raise RunFailed(in_words(self._failure), restart="always") from self._failure
 
     def _write(self, **facts: Any) -> None:
         state = _state(self._run_dir, self._start)
         replace_text(self._run_dir / STATE, json.dumps(state | facts))
 
     def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            self._failure = error
+
+    def _turn(self) -> bool:
+        """Make one turn; whether another follows."""
         import ray.train
         import ray.train.collective
 
-        over = False
-        while not over:
-            if self._rank == 0:
-                self._over.wait(TURN_SECONDS)
-            news = self._news() if self._rank == 0 else None
-            news = ray.train.collective.broadcast_from_rank_zero(news)
-            if news["metrics"]:
-                self._report(news)
-            self.preempted = self.preempted or ray.train.get_preemption_info() is not None
-            over = news["over"]
+        if self._rank == 0:
+            self._over.wait(TURN_SECONDS)
+            self._stop = (self._run_dir / rundir.STOP).exists()
+        news = self._news() if self._rank == 0 else None
+        news = ray.train.collective.broadcast_from_rank_zero(news)
+        if news["metrics"]:
+            self._report(news)
+        self.preempted = self.preempted or ray.train.get_preemption_info() is not None
+        return not news["over"]
 
     def _news(self) -> dict[str, Any]:
         """Rank 0's: the newest step since the last news, and its newest checkpoint."""

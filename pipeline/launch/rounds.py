@@ -53,7 +53,9 @@ class State:
     address: str = ""
     """Its address on the way to node 0."""
     session: str = ""
-    """Of the orders that it follows; empty as long as node 0 has not greeted it."""
+    """Of the newest orders that it has read, which none has who only repeats old states."""
+    greeted: bool = False
+    """Whether node 0 has greeted it in this session."""
     number: int = 0
     """Counts what this process has written, so that nothing counts twice."""
     round: int = 0
@@ -94,6 +96,10 @@ class Orders:
     """Seconds until then."""
     lost_seconds: float = Timeouts().node
     """Seconds without a new state after which a node counts as lost, as node 0's recipe says."""
+
+    def is_after(self, other: Orders) -> bool:
+        """Whether these are newer than the `other` orders, or of another session."""
+        return self.session != other.session or self.number > other.number
 
     def is_round_of(self, other: Orders | None) -> bool:
         """Whether ranks are to run in the round that began with the `other` orders."""
@@ -144,9 +150,11 @@ class Rounds:
         self.orders = Orders(session=secrets.token_hex(8), lost_seconds=limit)
 
     def greet(self, node: int, state: State, now: float) -> Greeting | None:
-        """Answer a process that does not know the session yet; None if it has to wait, since the
-        one before it on this node may still be there."""
+        """Answer a process that was not greeted yet; None if it has to wait, since the one before
+        it on this node may still be there, or if it has not read this session's orders."""
         known, session = self._known.get(node), self.orders.session
+        if state.session != session:  # someone may repeat what was read in an earlier session
+            return None
         if known is not None and known.state.agent != state.agent and not self._is_lost(node, now):
             since = known.rivals.setdefault(state.agent, now)
             if now - since < 2 * self.timeouts.node:
@@ -157,10 +165,8 @@ class Rounds:
             text = f"{state.host} has {state.procs} processes, but node 0 has {self.procs}: all "
             return Greeting(state.agent, session, f"{text}need the same number (launch.procs)")
         if known is None or known.state.agent != state.agent:
-            # whoever has read the traffic of an earlier session can write its states again
             new = replace(state, round=0, end=None, landmarks=0, knows=False)
             self._known[node] = _Node(state=new, seen=now)
-        self._known[node].seen = now
         return Greeting(state.agent, session)
 
     def note(self, node: int, state: State, now: float) -> None:

@@ -122,14 +122,30 @@ def test_another_recipe_of_a_node_ends_the_run_with_both_machines(
     assert not losses(pipe.run_dir)
 
 
-def test_only_node_0_makes_a_token_and_prints_the_command_for_the_others(
-    pipe: Pipe, tmp_path: Path
-) -> None:
-    address = next(
+def own_address() -> str:
+    """Return an address of this machine which others may reach."""
+    return next(
         found.address
         for found in itertools.chain.from_iterable(psutil.net_if_addrs().values())
         if found.family == socket.AF_INET and not found.address.startswith("127.")
     )
+
+
+def test_under_a_launcher_no_node_makes_a_token(pipe: Pipe) -> None:
+    """No one would see it, but for who reads the log."""
+    found = pipe(
+        "run", str(tiny(pipe)), "--run-dir", str(pipe.run_dir),
+        PET_NNODES="2", PET_NODE_RANK="0", PET_MASTER_ADDR=own_address(),
+    )  # fmt: skip
+    assert found.code == 2, found
+    assert "PIPE_RDZV_TOKEN is not set, so whoever reaches" in found.stderr
+    assert not pipe.run_dir.exists()
+
+
+def test_only_node_0_makes_a_token_and_prints_the_command_for_the_others(
+    pipe: Pipe, tmp_path: Path
+) -> None:
+    address = own_address()
     where = ("--nodes", "2", "--rdzv", f"{address}:{free_port()}")
     command = ("run", str(tiny(pipe)), "--run-dir", str(pipe.run_dir), *where)
     refused = pipe(*command, "--node-rank", "1")
@@ -182,7 +198,7 @@ Rounds._look_at_round = broken
 def test_nothing_waits_for_decisions_that_are_broken(pipe: Pipe, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     path = os.pathsep.join([str(tmp_path), pipe.environment["PYTHONPATH"]])
-    recipe = tiny(pipe, timeouts={"node": 4, "rendezvous": 8})
+    recipe = tiny(pipe, timeouts={"node": 4, "rendezvous": 20})
     command = ("-m", "pipetrain", "run", str(recipe), "--run-dir", str(pipe.run_dir))
     options = ("--nodes", "2", "--rdzv", f"127.0.0.1:{free_port()}", "--node-rank")
     nodes = [pipe.start(*command, *options, str(n), PYTHONPATH=path) for n in range(2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -229,24 +230,31 @@ def drain(address: str, node: str) -> None:
 
 @pytest.mark.full
 def test_ray_job_stop(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script of `pipe launch` gives the command time to save."""
+    """The script of `pipe launch` gives the command time to save, and variables of the recipe."""
     from ray.cluster_utils import Cluster
     from ray.job_submission import JobStatus, JobSubmissionClient
 
     monkeypatch.setenv("PYTHONPATH", pipe.environment["PYTHONPATH"])
+    monkeypatch.setenv("READ_SECONDS", "0.05")
     head = {"num_cpus": 4, "include_dashboard": True, "dashboard_port": 18265}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        client = JobSubmissionClient("http://127.0.0.1:18265")
+        where = {"RAY_ADDRESS": "http://127.0.0.1:18265", "SHAPE": "constant"}
         recipe = write(pipe, procs=2)
-        job = client.submit_job(
-            entrypoint=f"{sys.executable} -m pipetrain run {recipe} --engine ray "
-            f"--run-dir '{pipe.run_dir}'",
-            runtime_env={"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60", "READ_SECONDS": "0.05"}},
-        )
+        recipe.write_text(recipe.read_text().replace('"constant"', '"${oc.env:SHAPE}"'))
+        options = ("--print", "--run-dir", str(pipe.run_dir), "--grace", "60")
+        script = pipe("launch", str(recipe), "--target", "ray", *options, **where)
+        assert script.code == 0, script
+        program = script.stdout.replace("-- pipe", f"-- {sys.executable} -m pipetrain")
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        there = pipe.environment | where | {"PATH": path}
+        subprocess.run(["bash"], input=program, env=there, text=True, check=True)
+        client = JobSubmissionClient(where["RAY_ADDRESS"])
+        [job] = client.list_jobs()
         wait_for_step(pipe, 3)
-        client.stop_job(job)
-        assert becomes(lambda: client.get_job_status(job) == JobStatus.STOPPED, 60)
+        client.stop_job(job.submission_id)
+        stopped = JobStatus.STOPPED
+        assert becomes(lambda: client.get_job_status(job.submission_id) == stopped, 60)
     finally:
         cluster.shutdown()
     stopped = losses(pipe.run_dir)[-1][0]

@@ -63,6 +63,8 @@ class Job:
     """Processes on each node; None is one per GPU that is there."""
     gpus: int
     """GPUs of each node; 0 computes on CPUs."""
+    cpus: float
+    """Cores that an engine reserves for each rank."""
     kind: str
     """Kind of GPU, as the scheduler calls it; empty for any."""
     image: str

@@ -36,7 +36,7 @@ def found(options: NodeOptions, launcher: Placement | None = None) -> dict[str, 
 def test_options_by_themselves() -> None:
     assert found(OPTIONS) == {
         "source": "options", "node_rank": 1, "nodes": 2, "host": "n0", "port": 1234,
-        "procs": None, "job": "",
+        "procs": None, "job": "", "by_hand": True,
     }  # fmt: skip
     assert combined(NodeOptions(), None) is None
     other = found(NodeOptions(nodes="4", node_rank=3, rdzv="[fd00::1]:99"))
@@ -88,7 +88,7 @@ def test_a_hostfile_says_the_rest(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# ours\n\nworker-1 slots=4  # fast\n  worker-2   slots = 4\n")
     options = NodeOptions(hostfile=file, node_rank=1)
-    here = {"source": str(file), "host": "worker-1", "procs": 4}
+    here = {"source": str(file), "host": "worker-1", "procs": 4, "by_hand": True}
     assert found(options) == vars(CLOUD) | here
     with pytest.raises(UsageError, match=r"node 1 of 2 \(.*hosts\) contradicts node 0 of 2"):
         combined(options, NodePlacement(**vars(CLOUD) | {"node_rank": 0}))

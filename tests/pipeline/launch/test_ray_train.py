@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from pipeline.chain import plan as chain_plan
+from pipeline.cli import main
 from pipeline.commands.run import _under
 from pipeline.errors import RunFailed, UsageError
 from pipeline.execution import failures
 from pipeline.launch import ray_train
-from pipeline.launch.ray_train import _failure, _state, note_failure
+from pipeline.launch.ray_train import _failure, _is_at_work, _state, note_failure
 
 START = "of this command"
+RECIPE = str(Path(__file__).parents[3] / "recipes" / "quickstart.yaml")
 
 
 @pytest.fixture
@@ -60,6 +65,31 @@ def test_an_error_of_a_rank_says_whether_another_start_may_help(
     assert "pipe resume" not in str(error)
 
 
+def test_what_a_worker_has_raised_counts_where_no_report_is_seen(run_dir: Path) -> None:
+    """As on a network file system, which shows a file of another machine late."""
+    stalled = copy.copy(RunFailed("rank 1 stands still", restart="always"))  # as pickle would
+    note_failure(run_dir, START, [], [ValueError("a peer is gone"), stalled])
+    error = _failure(run_dir, START)
+    assert error is not None
+    assert (str(error), error.restart) == ("rank 1 stands still", "always")
+    note_failure(run_dir, START, [], [UsageError("the folder is not to be seen")])
+    error = _failure(run_dir, START)
+    assert error is not None
+    assert (str(error), error.restart) == ("the folder is not to be seen", "never")
+
+
+def test_an_attempt_is_at_work_until_it_fails_or_is_taken_away(run_dir: Path) -> None:
+    assert not _is_at_work(run_dir, START)
+    (run_dir / ray_train.STATE).write_text(json.dumps({"start": START, "attempt": 1}))
+    assert _is_at_work(run_dir, START)
+    state = {"start": START, "attempt": 1, "ended": ray_train.PREEMPTED}
+    (run_dir / ray_train.STATE).write_text(json.dumps(state))
+    assert not _is_at_work(run_dir, START)
+    (run_dir / ray_train.STATE).write_text(json.dumps({"start": START, "attempt": 2}))
+    note_failure(run_dir, START, [0])
+    assert not _is_at_work(run_dir, START)
+
+
 def test_what_an_earlier_command_has_left_counts_for_nothing(run_dir: Path) -> None:
     assert (_failure(run_dir, START), _state(run_dir, START)) == (None, {})
     note_failure(run_dir, "of another command", [0])
@@ -75,7 +105,18 @@ def test_the_command_sets_engine_and_address(monkeypatch: pytest.MonkeyPatch) ->
     assert ray_train.os.environ["RAY_ADDRESS"] == "h:6379"
 
 
-def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(chain_plan, "find_spec", lambda name: None)
+    command = ["run", RECIPE, "--engine", "ray", "--runs", str(tmp_path / "runs")]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 2
+    assert "the package ray is not installed (pip install 'pipetrain[ray]')" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_ray_train_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import builtins
 
     real = builtins.__import__

@@ -54,11 +54,11 @@ class Nodes:
 
     def _write(self, node: int, state: State) -> None:
         self.number += 1
-        if state.session != self.rounds.orders.session:
-            greeting = self.rounds.greet(node, state, self.now)
+        if not state.greeted:
+            self.say(node, session=self.rounds.orders.session)
+            greeting = self.rounds.greet(node, self.states[node], self.now)
             self.greetings[state.agent] = greeting
-            if greeting and not greeting.refusal:
-                self.say(node, session=greeting.session)
+            self.say(node, greeted=bool(greeting and not greeting.refusal))
         orders = self.orders
         if not orders.runs:
             self.say(node, round=0, end=None)
@@ -244,7 +244,7 @@ def test_a_lost_node_may_come_back_on_another_machine(nodes: Nodes) -> None:
 
 
 def test_a_second_machine_for_the_same_node_is_refused(nodes: Nodes) -> None:
-    rival = replace(nodes.states[1], agent="rival", host="h9", session="")
+    rival = replace(nodes.states[1], agent="rival", host="h9", greeted=False)
     answers = []
     for _ in range(50):
         answers.append(nodes.rounds.greet(1, rival, nodes.now))
@@ -275,6 +275,30 @@ def test_what_was_written_before_counts_for_nothing(nodes: Nodes) -> None:
         nodes.rounds.note(1, state, nodes.now)
     nodes.run(3)
     assert (nodes.runs, nodes.orders.stop) == (1, False)
+
+
+def test_states_of_an_earlier_session_are_no_node() -> None:
+    """Who has read the traffic of a run can write it again when another has the same token."""
+    nodes = Nodes()
+    nodes.start(0)
+    nodes.run(2)
+    old = State(agent="old", host="h1", procs=2, session="of an earlier start", number=5)
+    for state in (old, replace(old, number=6, greeted=True), replace(old, session="")):
+        assert nodes.rounds.greet(1, state, nodes.now) is None
+        nodes.rounds.note(1, state, nodes.now)
+    nodes.run(3)
+    assert nodes.runs == 0
+
+
+def test_a_state_that_is_repeated_keeps_no_lost_node_alive(nodes: Nodes) -> None:
+    first = replace(nodes.states[1], greeted=False, number=1)
+    nodes.silent.add(1)
+    for _ in range(2 * int(LOST + GATHER_SECONDS)):
+        nodes.rounds.greet(1, first, nodes.now)
+        nodes.rounds.note(1, first, nodes.now)
+        nodes.run(0.5)
+    nodes.run(2)
+    assert nodes.orders.failure.startswith("node 1 (h1, 10.0.0.1) was lost")
 
 
 EVENTS = st.tuples(st.sampled_from(["die", "raise", "silence", "back", "again", "wait"]),

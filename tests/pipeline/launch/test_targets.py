@@ -62,12 +62,20 @@ def printed(target: str, *options: str) -> str:
 def job(**fields: Any) -> Job:
     known: dict[str, Any] = {
         "name": "a", "arguments": ("run", "r.yaml"), "nodes": 1, "ranks": 8,
-        "fewest_ranks": 8, "procs": 8, "gpus": 8, "kind": "H100", "image": "img", "setup": "",
-        "mounts": (), "time_limit": "", "grace": 300, "tasks": "node", "env": (),
+        "fewest_ranks": 8, "procs": 8, "gpus": 8, "cpus": 1.0, "kind": "H100", "image": "img",
+        "setup": "", "mounts": (), "time_limit": "", "grace": 300, "tasks": "node", "env": (),
         "extra": (), "paths": (), "files": (),
         "folder": "/work", "run_dir": "", "activation": (),
     }  # fmt: skip
     return Job(**(known | fields))
+
+
+def test_pods_of_ray_have_the_cores_that_workers_reserve() -> None:
+    options = ("--nodes", "2", "launch.procs=4", "launch.resources_per_worker={CPU: 2.5, GPU: 1}")
+    [group] = yaml.safe_load(printed("kuberay", *options))["spec"]["rayClusterSpec"][
+        "workerGroupSpecs"
+    ]
+    assert group["rayStartParams"]["num-cpus"] == "10"
 
 
 def test_the_names_are_those_of_the_targets() -> None:
