@@ -33,6 +33,7 @@ FILES = {
     "any_to_any": "any_to_any-2026-11-21",
     "journey": "journey-2026-11-21",
     "soak": "soak-2026-11-25",
+    "scale": "scale-2026-12-01",
 }
 """Measurement -> the raw file that the page shows."""
 SETTINGS = {
@@ -234,6 +235,51 @@ def _range(ratios: Sequence[float]) -> str:
     return f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} runs)"
 
 
+SCALE = {
+    "nodes meet, and each look of node 0": "node 0 reads all states",
+    "a stop of all nodes judged": "it judges a stop",
+    "the run handed to all ranks": "ranks get the run",
+    "a barrier of all ranks": "a barrier",
+    "ranks agree on a checkpoint (first save)": "a first checkpoint's plan",
+    "a rank opens a checkpoint": "opening one",
+    "logs of all ranks begun": "logs",
+    "the first failure of all found": "reports of failures",
+    "a rank joins gloo's full mesh": "gloo's mesh",
+    "a rank joins gloo's lazy mesh": "the same, lazy",
+}
+"""What scale.py has simulated -> its words on the page."""
+
+
+def scale() -> str:
+    """Seconds by the number of ranks, and bytes and messages of one."""
+    found: dict[str, list[Row]] = {}
+    for one in rows("scale"):
+        found.setdefault(one["what"], []).append(one)
+    counts = [f"{one['ranks']:,}" for one in found[next(iter(SCALE))]]
+    lines = [
+        [
+            words, *(f"{one['seconds']:.2g}" for one in found[what]),
+            _between(*(_size(one["bytes"]) for one in found[what])),
+            _between(*(f"{one['messages']:,}" for one in found[what])),
+        ]
+        for what, words in SCALE.items()
+    ]  # fmt: skip
+    return markdown(["seconds", *counts, "bytes a rank", "messages a rank"], lines)
+
+
+def _between(*values: str) -> str:
+    return values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
+
+
+def _size(number: float) -> str:
+    number = float(f"{number:.2g}")
+    for unit, size in (("GB", 1e9), ("MB", MB), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:g} {unit}"
+    return f"{number:g}"
+
+
 TABLES = (
     gpu, smollm, overhead, start, checkpoint, export, loading, tokenising, memory, published,
+    scale,
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Measure what grows with the number of ranks, on this machine, for runs that it cannot hold.
 
-    python benchmarks/scale.py [--out FILE] [RANKS ...]
+    python benchmarks/scale.py [--json FILE] [RANKS ...]
 
 By default 1,024, 8,192 and 65,536 ranks, eight a node. Ranks are simulated: one process makes the
 messages of all of them, through the product's own functions and a real store of torch's, and times
@@ -191,13 +191,21 @@ def files(ranks: int) -> Iterator[Row]:
 
 def mesh(ranks: int) -> Iterator[Row]:
     """gloo's full mesh: each rank connects to every other, and reads the addresses that each has
-    written for all. Made with few, all on this machine."""
+    written for all; and with TORCH_GLOO_LAZY_INIT, where it reads one address of each, and connects
+    to those with whom it has to do. Made with few, all on this machine."""
+    for lazy in (False, True):
+        yield _mesh(ranks, lazy=lazy)
+
+
+def _mesh(ranks: int, *, lazy: bool) -> Row:
     few, port = MESH, free_port()
     server = served("127.0.0.1", port)
 
     def join(rank: int) -> None:
-        limit = datetime.timedelta(seconds=120)
-        dist.ProcessGroupGloo(connected("127.0.0.1", port), rank, few, limit)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = datetime.timedelta(seconds=120)
+        options._devices = [dist.ProcessGroupGloo.create_device("127.0.0.1", lazy_init=lazy)]
+        dist.ProcessGroupGloo(connected("127.0.0.1", port), rank, few, options)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(few)]
 
@@ -210,18 +218,20 @@ def mesh(ranks: int) -> Iterator[Row]:
     seconds = seconds_of(all_join)
     names = (name.removeprefix("/") for name in server.list_keys())
     sent = sum(len(server.get(name)) for name in names)
-    yield {
-        "what": "a rank joins gloo's full mesh", "ranks": ranks,
-        "seconds": seconds / few**2 * ranks, "bytes": sent / few**2 * ranks**2,
-        "messages": 2 * (ranks - 1), "sockets": ranks - 1,
-        "of": f"a rank, by {few} on this machine in {seconds:.2f} s; bytes by the square",
+    growth = ranks if lazy else ranks**2 / few
+    return {
+        "what": f"a rank joins gloo's {'lazy' if lazy else 'full'} mesh", "ranks": ranks,
+        "seconds": seconds / few**2 * ranks, "bytes": sent / few * growth,
+        "messages": (1 if lazy else 2) * (ranks - 1), "sockets": 0 if lazy else ranks - 1,
+        "of": f"a rank, by {few} on this machine in {seconds:.2f} s; bytes by the number of "
+        f"ranks{'' if lazy else ', squared'}",
     }  # fmt: skip
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), help="Raw file to write.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything here.")
 @click.argument("ranks", nargs=-1, type=int)
-def main(out: Path | None, ranks: tuple[int, ...]) -> None:
+def main(json_file: Path | None, ranks: tuple[int, ...]) -> None:
     """Print a table of seconds, bytes and messages."""
     rows: list[Row] = []
     for number in ranks or (1024, 8192, 65_536):
@@ -234,8 +244,8 @@ def main(out: Path | None, ranks: tuple[int, ...]) -> None:
         [one["what"], f"{one['ranks']:,}", f"{one['seconds']:.2f}", f"{one['bytes']:,.0f}",
          str(one["messages"])] for one in rows
     ]))  # fmt: skip
-    if out is not None:
-        raw.write(out, "scale", rows)
+    if json_file is not None:
+        raw.write(json_file, "scale", rows)
 
 
 if __name__ == "__main__":

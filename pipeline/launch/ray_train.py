@@ -173,8 +173,8 @@ def note_failure(
 ) -> None:
     """Write down the cause of an attempt's end, for the next one: workers that are lost, a rank
     that died, or the rank that raised first, as the others raise when they lose a peer; what
-    workers have `raised` where no report is to be seen, as a network file system may show a file
-    on another machine a minute later."""
+    workers have `raised` where there is no report: a network file system may show a file on another
+    machine a minute later."""
     found = failures.reports(run_dir)
     died = next((one.message for one in found if one.restart == "always"), "")
     if lost:

@@ -241,7 +241,8 @@ def test_ray_job_stop(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         where = {"RAY_ADDRESS": "http://127.0.0.1:18265", "SHAPE": "constant"}
         recipe = write(pipe, procs=2)
-        recipe.write_text(recipe.read_text().replace('"constant"', '"${oc.env:SHAPE}"'))
+        text = recipe.read_text().replace('"constant"', '"${oc.env:SHAPE}"')
+        recipe.write_text(text.replace('"launch"', '"env": ["SHAPE"], "launch"'))
         options = ("--print", "--run-dir", str(pipe.run_dir), "--grace", "60")
         script = pipe("launch", str(recipe), "--target", "ray", *options, **where)
         assert script.code == 0, script
