@@ -205,9 +205,10 @@ def test_an_error_that_comes_again_is_not_repeated(pipe: Pipe, cluster: Any) -> 
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("cluster", ["0.3"], indirect=True)
 def test_a_node_that_is_to_be_taken_away_loses_no_step(pipe: Pipe, cluster: Any) -> None:
-    workers = {"min": 2, "max": 4, "look_every": 600}
-    recipe = write(pipe, steps=40, workers=workers, **LOST)
+    steps, workers = 120, {"min": 2, "max": 4, "look_every": 600}
+    recipe = write(pipe, steps=steps, workers=workers, **LOST)
     process = start(pipe, recipe, "--address", cluster.address)
     wait_for_step(pipe, 6)
     node = cluster.list_all_nodes()[-1].node_id
@@ -217,8 +218,8 @@ def test_a_node_that_is_to_be_taken_away_loses_no_step(pipe: Pipe, cluster: Any)
     found = pipe.end(process)
     assert found.code == 0, found
     assert [step for step, _ in losses(pipe.run_dir)][: len(seen)] == [step for step, _ in seen]
-    _, own = outcome(pipe.run_dir, 40)
-    assert own == pytest.approx(outcome(calm(pipe, 4, steps=40), 40)[1], rel=1e-6)
+    _, own = outcome(pipe.run_dir, steps)
+    assert own == pytest.approx(outcome(calm(pipe, 4, steps=steps), steps)[1], rel=1e-6)
 
 
 def drain(address: str, node: str) -> None:
