@@ -137,10 +137,10 @@ class Link:
     def _exchange(self, number: int) -> None:
         board = Board(connected(self._node.host, self._node.port), self._secret)
         self.address = own_address(self._node)
-        self._turned = -math.inf
+        self._session = ""  # another process may have taken this one's place meanwhile
         while number == self._talks and not self._closed.is_set():
-            if time.monotonic() - self._turned > 4 * TURN_SECONDS:
-                self._session = ""  # meanwhile another process may have taken this one's place
+            if time.monotonic() - self._turned > 4 * TURN_SECONDS:  # as after a freeze
+                self._session = ""
             self._turned = time.monotonic()
             self._wake.clear()
             self._turn(board)

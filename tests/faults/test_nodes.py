@@ -92,6 +92,36 @@ def test_a_rank_that_dies_while_its_node_stops_is_a_failure(pipe: Pipe, start: S
     assert pipe.events()[-1]["event"] == "run failed"
 
 
+@pytest.mark.full
+def test_a_node_that_wakes_when_another_has_its_place_is_refused(
+    pipe: Pipe, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    recipe = tiny(pipe, timeouts={"node": 3, "rendezvous": 60})
+    command = ("run", str(recipe), "--run-dir", str(pipe.run_dir), "--nodes", "2")
+    where = ("--rdzv", f"127.0.0.1:{free_port()}", "--node-rank")
+
+    def node(rank: str) -> Forked:
+        return pipe.fork(tmp_path_factory.mktemp("said"), *command, *where, rank)
+
+    first, frozen = node("0"), node("1")
+    pipe.wait_for(lambda: len(losses(pipe.run_dir)) >= 2)
+    agent = psutil.Process(frozen.pid)
+    asleep = [agent, *agent.children(recursive=True)]
+    for process in asleep:
+        process.suspend()
+    other = node("1")
+    pipe.wait_for(lambda: any(event.get("restart") for event in pipe.events()))
+    there = len(losses(pipe.run_dir))
+    pipe.wait_for(lambda: len(losses(pipe.run_dir)) > there)
+    for process in asleep:
+        process.resume()
+    ended = frozen.end()
+    assert ended.code == 2, ended
+    assert "node rank 1 is taken by node 1 (" in ended.stderr
+    other.send(signal.SIGTERM)
+    assert [one.code for one in ends([first, other])] == [75, 75]
+
+
 def test_a_folder_that_everybody_can_write_in_is_run_by_no_node(pipe: Pipe, start: Start) -> None:
     """Node 0 may be somebody else where nodes share no secret."""
     pipe.run_dir.mkdir()
