@@ -30,7 +30,7 @@ LOST = {"resources_per_worker": {"CPU": 1.0}, "max_failures": 30}
 def write(pipe: Pipe, wrap: str = "wrap.ddp", steps: int = 20, **launch: Any) -> Path:
     """Write a recipe that saves every five steps, at a rate at which rounding does not grow."""
     stages = training(wrap=wrap, checkpoint={"every": 5, "keep": 2}, train={"steps": steps})
-    stages["optimizer"]["lr"] = 1e-4
+    stages["optimizer"]["lr"] = 1e-5
     path = pipe.folder / f"{'-'.join(launch)}.yaml"
     head = {"name": "tiny", "launch": {"device": "cpu", **launch}}
     path.write_text(json.dumps(head | {"stages": stages | EXPORT}))
