@@ -135,7 +135,7 @@ def test_lost_workers(pipe: Pipe, cluster: Any) -> None:
 @pytest.mark.parametrize("cluster", ["0.3"], indirect=True)
 def test_lost_nodes_of_an_elastic_run(pipe: Pipe, cluster: Any) -> None:
     """Six times a raylet is killed and another comes: four workers, two, and four again."""
-    steps, workers = 600, {"min": 2, "max": 4, "look_every": 5}
+    steps, workers = 400, {"min": 2, "max": 4, "look_every": 5}
     recipe = write(pipe, "wrap.fsdp", steps, workers=workers, **LOST)
     process = start(pipe, recipe, "--address", cluster.address)
     for kill in range(6):
