@@ -26,7 +26,7 @@ from pipeline.distributed.placement import NodePlacement, interfaces
 from pipeline.distributed.process_group import in_one
 from pipeline.distributed.settings import Attempts, ProcessCounts
 from pipeline.distributed.signals import Interrupted
-from pipeline.errors import PipeError, RunFailed, RunStopped, UsageError, in_words
+from pipeline.errors import RunFailed, RunStopped, UsageError, in_words
 from pipeline.execution import failures, rundir
 from pipeline.execution.failures import ON_EVERY_NODE
 from pipeline.execution.journal import Journal
@@ -157,7 +157,9 @@ class Link:
         self._written = state
         if not greeted:
             self._greeted(board, board.read(f"greeting/{rank}"))
-        elif orders is not None and (self.orders is None or orders.is_after(self.orders)):
+        if orders is None or session != self._session:
+            return
+        if self.orders is None or orders.is_after(self.orders):
             self.orders, self._contact = orders, time.monotonic()
 
     def _greeted(self, board: Board, text: str | None) -> None:
@@ -192,8 +194,10 @@ class Lead(Link):
         if error[0] is not None:
             stopped = isinstance(error[1], Interrupted | RunStopped)
             over = End(kind="stopped" if stopped else "raised", text=str(error[1])[:MOST_TEXT])
-        # the run's end is recorded: a signal changes no exit code any more
-        record_end(lambda: self.end(over, seconds=LINGER_SECONDS))
+        if over.kind == "stopped":  # a second Ctrl-C ends the process
+            self.end(over, seconds=LINGER_SECONDS)
+        else:  # the run's end is recorded: a signal changes no exit code any more
+            record_end(lambda: self.end(over, seconds=LINGER_SECONDS))
         super().__exit__()
 
     def silent_for(self) -> float:
@@ -263,7 +267,15 @@ class Agent:
 
     def run(self) -> None:
         """Take part in the run to its end. Raises RunFailed if it fails or node 0 is not there, and
-        Interrupted if it was stopped."""
+        Interrupted if it was stopped; node 0 hears of a signal to this process."""
+        try:
+            self._take_part()
+        except Interrupted as interrupted:
+            self.link.tell(end=End(kind="stopped", text=interrupted.cause))
+            self.link.flush()
+            raise
+
+    def _take_part(self) -> None:
         link, begun = self.link, self._awaited(None, begins=True)
         while begun.over is None:
             link.tell(round=begun.round, end=None, landmarks=0)
@@ -304,26 +316,22 @@ class Agent:
             if link.silent_for() > limit:
                 text = f"node 0 has not answered at {where} for {limit:.0f} s{why}"
                 raise RunFailed(f"{text}\n{ON_EVERY_NODE}", restart="always")
-            try:
-                time.sleep(0.05)
-            except Interrupted as interrupted:
-                link.tell(end=End(kind="stopped", text=str(interrupted)))
-                link.flush()
-                raise
+            time.sleep(0.05)
 
     def _run_round(self, orders: Orders) -> End:
         """Run this node's ranks to their end. Whatever keeps it from that is reported: the other
         nodes would wait for this one."""
-        spec, here = RunSpec.load(self.link.spec), self.plan.per_node
-        settings = self.plan.recipe.launch
-        run_dir, first_rank = Path(spec.run_dir), self.found.node_rank * here
-        common = interfaces(self.link.address) | {
-            "LOCAL_WORLD_SIZE": str(here), "WORLD_SIZE": str(here * self.found.nodes),
-            "MASTER_ADDR": self.found.host, "MASTER_PORT": str(self.found.port),
-            ROUND: f"{orders.session}/{orders.round}",
-        }  # fmt: skip
-        places = [{"RANK": str(first_rank + n), "LOCAL_RANK": str(n)} for n in range(here)]
+        here, settings = self.plan.per_node, self.plan.recipe.launch
+        first_rank = self.found.node_rank * here
         try:
+            spec = RunSpec.load(self.link.spec)
+            run_dir = Path(spec.run_dir)
+            common = interfaces(self.link.address) | {
+                "LOCAL_WORLD_SIZE": str(here), "WORLD_SIZE": str(here * self.found.nodes),
+                "MASTER_ADDR": self.found.host, "MASTER_PORT": str(self.found.port),
+                ROUND: f"{orders.session}/{orders.round}",
+            }  # fmt: skip
+            places = [{"RANK": str(first_rank + n), "LOCAL_RANK": str(n)} for n in range(here)]
             self._require_same_run(spec)
             if first_rank == 0:  # what rank 0 is to run, all are
                 failures.clear(run_dir, restart=True)  # also what ranks elsewhere wrote at the end
@@ -348,7 +356,7 @@ class Agent:
                 kind=error.kind, text=str(error)[:MOST_TEXT], memory=error.memory, time=time.time(),
                 restart="never" if error.stopping else error.restart,
             )  # fmt: skip
-        except (PipeError, OSError) as error:
+        except Exception as error:
             text = f"node {self.found.node_rank} ({self.link.state.host}): {in_words(error)}"
             return End(kind="raised", text=text[:MOST_TEXT], time=time.time())
         return End(kind="finished")

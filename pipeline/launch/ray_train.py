@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import secrets
 import signal
@@ -19,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.chain.plan import Plan
 from pipeline.checkpoint import location
@@ -49,8 +50,8 @@ OUTPUT = "logs/output.txt"
 TURN_SECONDS = 2.0
 """Seconds between two turns of all workers, in which rank 0's reports its news."""
 POLL_SECONDS = 0.1
-PREEMPTED = "preempted"
-"""How an attempt has ended, in its state, after which Ray starts another."""
+NOTICE_SECONDS = 120.0
+"""Seconds in which Ray takes a node away, where it does not say when."""
 INSTALL = "pip install 'pipetrain[ray]'"
 SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",
@@ -80,23 +81,26 @@ def run_with_ray(plan: Plan, spec: RunSpec, screen: Screen) -> None:
         except BaseException as error:
             results.append(error)
 
-    with _cluster(plan) as room, _output(run_dir, screen.output) as copy_output:
+    with _cluster(plan), _output(run_dir, screen) as copy_output:
         threading.Thread(target=fit, name="ray-train", daemon=True).start()
-        looked = worked = time.monotonic()
+        looked = seen = time.monotonic()
         stop, limit = None, plan.recipe.launch.timeouts.rendezvous
         while not results:
             try:
                 time.sleep(POLL_SECONDS)
                 copy_output()
-                screen.refresh()
                 if time.monotonic() - looked > TURN_SECONDS:
                     looked = time.monotonic()
-                    worked = looked if _is_at_work(run_dir, start) else worked
-                if looked - worked > limit:
-                    raise RunFailed(f"Ray has started no worker within {limit:.0f} s: {room}")
+                    seen = seen if phase(run_dir, start) == "waits" else looked
+                if looked - seen > limit:
+                    cause = _failure(run_dir, start)
+                    raise RunFailed(
+                        f"{cause}\n" * (cause is not None) + "Ray has started no worker within "
+                        f"{limit:.0f} s: {_room(plan)}\n{failures.continuation(run_dir)}"
+                    )
             except Interrupted as interrupted:
                 stop = interrupted
-                if not _is_at_work(run_dir, start):  # no rank is there to save
+                if phase(run_dir, start) != "works":  # no rank is there to save
                     raise
                 replace_text(run_dir / rundir.STOP, interrupted.cause)
                 say(f"{interrupted.cause}: saving after this step, then stopping")
@@ -162,7 +166,7 @@ def _cause() -> Any:
             kinds = {rank: type(error).__name__ for rank, error in worker_exceptions.items()}
             # not what a worker has raised, but that it is gone
             lost = [rank for rank, kind in kinds.items() if "HealthCheck" in kind]
-            raised = [getattr(one, "_base_exc", one) for one in worker_exceptions.values()]
+            raised = [*worker_exceptions.values()]
             note_failure(Path(message["spec"]["run_dir"]), message["start"], lost, raised)
 
     return Cause()
@@ -198,8 +202,8 @@ def _failure(run_dir: Path, start: str) -> RunFailed | None:
 
 
 @contextlib.contextmanager
-def _cluster(plan: Plan) -> Iterator[str]:
-    """Be connected to Ray; yields what it has, in words. Raises UsageError without it."""
+def _cluster(plan: Plan) -> Iterator[None]:
+    """Be connected to Ray. Raises UsageError without it."""
     os.environ |= SETTINGS
     try:
         import ray
@@ -229,34 +233,53 @@ def _cluster(plan: Plan) -> Iterator[str]:
     for number, handler in handlers.items():  # Ray has its own, which end this process at once
         signal.signal(number, handler)
     try:
-        found = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
-        has = ", ".join(f"{number:g} {name}" for name, number in sorted(found.items()))
-        room = f"its cluster has {plural(len(ray.nodes()), 'node')} with {has}, and the run asks "
-        room += f"for {plural(launch.fewest or plan.view.procs, 'worker')}"
-        say(f"Ray at {ray.get_runtime_context().gcs_address}: {has}")
-        yield room
+        say(f"Ray at {ray.get_runtime_context().gcs_address}: {_resources()}")
+        yield
     finally:
         ray.shutdown()
 
 
+def _resources() -> str:
+    import ray
+
+    found = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
+    return ", ".join(f"{number:g} {name}" for name, number in sorted(found.items()))
+
+
+def _room(plan: Plan) -> str:
+    """What the cluster has, and what the run needs, in words."""
+    import ray
+
+    nodes = plural(sum(node["Alive"] for node in ray.nodes()), "node")
+    needs = plural(plan.recipe.launch.fewest or plan.view.procs, "worker")
+    return f"its cluster has {nodes} with {_resources()}, and the run asks for {needs}"
+
+
 @contextlib.contextmanager
-def _output(run_dir: Path, output: int | None) -> Iterator[Any]:
-    """Copy what rank 0 prints to `output`, or to this process's own, whenever that is called."""
+def _output(run_dir: Path, screen: Screen) -> Iterator[Any]:
+    """Copy what rank 0 prints to the screen, whenever that is called, and show it."""
+    output = 1 if screen.output is None else screen.output
     private_folder(run_dir / "logs")
     (run_dir / OUTPUT).write_bytes(b"")
     with (run_dir / OUTPUT).open("rb", buffering=0) as file:
 
         def copy() -> None:
-            while text := file.read(1 << 16):
-                os.write(1 if output is None else output, text)
+            screen.refresh()
+            while text := file.read(1 << 15):
+                os.write(output, text)
+                screen.refresh()  # which reads there: more would wait for it
 
         yield copy
 
 
-def _is_at_work(run_dir: Path, start: str) -> bool:
-    """Whether an attempt has begun, and has not been taken away or failed."""
+def phase(run_dir: Path, start: str) -> Literal["waits", "works", "saved"]:
+    """Whether the run waits for Ray to start workers, works, or is saved, since Ray takes a node
+    away, which it does at a known time."""
     state = _state(run_dir, start)
-    return bool(state) and state.get("ended") != PREEMPTED and _failure(run_dir, start) is None
+    over = time.time() > state.get("until", math.inf)
+    if not state or over or _failure(run_dir, start) is not None:
+        return "waits"
+    return "saved" if "until" in state else "works"
 
 
 def _state(run_dir: Path, start: str) -> dict[str, Any]:
@@ -291,7 +314,7 @@ def work(message: dict[str, Any]) -> None:
     if spec.device == "cuda":
         common |= for_gpus(run_dir)
     set_threads(launch, context.get_local_world_size())
-    turns, ranks = Turns(run_dir, message["start"], rank), LocalRanks([common])
+    turns, ranks = Turns(run_dir, rank, orders["state"]), LocalRanks([common])
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(kill_descendants())
@@ -306,7 +329,7 @@ def work(message: dict[str, Any]) -> None:
         turns.end("finished")
     except Interrupted:
         turns.end("stopped")
-        while turns.preempted:  # until Ray takes the worker away, and starts all elsewhere
+        while turns.notice and not turns.stop:  # until Ray takes the worker, and starts all again
             time.sleep(1)
     except (PipeError, OSError) as error:
         if isinstance(error, RunFailed) and error.kind == "raised":  # by the rank, which records it
@@ -331,9 +354,9 @@ def _begin(spec: RunSpec, start: str, size: int) -> dict[str, Any]:
         if once.wait_after(error, progressed=last.get("progressed", False)) is None:
             return {"over": True}
         journal.write("run failed", problem=shown(str(error)), restarting=True)
-        failures.clear(run_dir, restart=True)
         (run_dir / failures.FOLDER / STATE).unlink()
     if last:  # also of another number of workers, without a failure
+        failures.clear(run_dir, restart=True)  # also of ranks that have lost a peer then
         journal.write("run started", procs=size, device=spec.device, restart=attempt - 1)
         spec = spec.starting(plan_resume(plan, journal))
     state = {"start": start, "attempt": attempt, "progressed": False}
@@ -343,7 +366,7 @@ def _begin(spec: RunSpec, start: str, size: int) -> dict[str, Any]:
         port = probe.getsockname()[1]
     launch = {"timeouts": plan.recipe.launch.timeouts, "threads": plan.recipe.launch.threads}
     return {
-        "over": False, "host": address, "port": port, "launch": launch,
+        "over": False, "host": address, "port": port, "launch": launch, "state": state,
         "todo": tuple(spec.todo), "restore": dict(spec.restore),
     }  # fmt: skip
 
@@ -352,11 +375,14 @@ class Turns:
     """Calls of Ray that all workers have to make together, every two seconds in a thread: they
     report rank 0's newest metrics and checkpoint, and ask whether Ray takes a node away."""
 
-    def __init__(self, run_dir: Path, start: str, rank: int) -> None:
-        self.preempted = False
-        """Whether Ray takes a node away soon."""
-        self._run_dir, self._start, self._rank = run_dir, start, rank
-        self._ended, self._over, self._stop = "", threading.Event(), False
+    def __init__(self, run_dir: Path, rank: int, state: Mapping[str, Any]) -> None:
+        """`state` is what rank 0, its only writer, has written of this attempt."""
+        self.notice = 0.0
+        """When Ray takes a node away, in seconds since 1970; 0 if it does not."""
+        self.stop = False
+        """Whether the command was asked to stop."""
+        self._run_dir, self._rank, self._state = run_dir, rank, state
+        self._ended, self._over = "", threading.Event()
         self._failure: Exception | None = None
         self._landmarks = self._reported = self._saved = 0
         self._thread = threading.Thread(target=self._run, name="pipe-turns", daemon=True)
@@ -367,9 +393,9 @@ class Turns:
         `asked` already. Raises RunFailed where a turn was not possible."""
         self.note(ranks)
         self._require_turns()
-        if asked is None and self.preempted:
+        if asked is None and self.notice:
             raise Interrupted(cause="Ray takes a node away")
-        if asked is None and self._stop:
+        if asked is None and self._rank == 0 and self.stop:
             raise Interrupted
 
     def note(self, ranks: LocalRanks) -> None:
@@ -383,20 +409,21 @@ class Turns:
     def end(self, how: str) -> None:
         """Have a last turn, when all ranks have ended like this. Raises RunFailed where a turn was
         not possible, as `look` does: the other workers would wait for this one."""
-        if self._rank == 0:
-            self._write(ended=PREEMPTED if self.preempted and how != "finished" else how)
         self._ended = how
         self._over.set()
         self._thread.join()
         self._require_turns()
+        if self._rank == 0:
+            waits = how == "stopped" and self.notice and not self.stop
+            self._write(**{"until": self.notice} if waits else {"ended": how})
 
     def _require_turns(self) -> None:
         if self._failure is not None:
             raise RunFailed(in_words(self._failure), restart="always") from self._failure
 
     def _write(self, **facts: Any) -> None:
-        state = _state(self._run_dir, self._start)
-        replace_text(self._run_dir / STATE, json.dumps(state | facts))
+        self._state = {**self._state, **facts}
+        replace_text(self._run_dir / STATE, json.dumps(self._state))
 
     def _run(self) -> None:
         try:
@@ -412,17 +439,24 @@ class Turns:
 
         if self._rank == 0:
             self._over.wait(TURN_SECONDS)
-            self._stop = (self._run_dir / rundir.STOP).exists()
         news = self._news() if self._rank == 0 else None
         news = ray.train.collective.broadcast_from_rank_zero(news)
+        self.stop = news["stop"]
         if news["metrics"]:
             self._report(news)
-        self.preempted = self.preempted or ray.train.get_preemption_info() is not None
+        notice = ray.train.get_preemption_info()
+        if notice is not None:
+            at = notice.deadline_ms and notice.deadline_ms / 1000
+            self.notice = at or self.notice or time.time() + NOTICE_SECONDS
         return not news["over"]
 
     def _news(self) -> dict[str, Any]:
-        """Rank 0's: the newest step since the last news, and its newest checkpoint."""
-        found: dict[str, Any] = {"metrics": {}, "checkpoint": "", "over": bool(self._ended)}
+        """Rank 0's: the newest step since the last news, its newest checkpoint, and whether the
+        command was asked to stop."""
+        found: dict[str, Any] = {
+            "metrics": {}, "checkpoint": "", "over": bool(self._ended),
+            "stop": (self._run_dir / rundir.STOP).exists(),
+        }  # fmt: skip
         with contextlib.suppress(PipeError, OSError):  # of a disk that does not answer
             tail = read_tail(self._run_dir / rundir.METRICS)
             steps = [one for one in tail if is_record(one) and kind_of(one) == "step"]

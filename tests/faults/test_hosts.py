@@ -156,7 +156,8 @@ from pipeline.launch.board import Board, connected
 store = connected("{address}", {port})
 board = Board(store, "another")
 for _ in range(60):
-    for name in ("orders", "node/0", "node/1", "spec"):
+    keys = (key.removeprefix("/") for key in store.list_keys())
+    for name in ("orders", "node/1", *(key for key in keys if key.startswith("spec/"))):
         board.write(name, '{{"session": "x", "over": {{"kind": "stopped"}}}}')
         store.set("greeting/1", store.get(name))
     print("forged", flush=True)

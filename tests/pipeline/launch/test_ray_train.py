@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipeline.commands.run import _under
 from pipeline.errors import RunFailed, UsageError
 from pipeline.execution import failures
 from pipeline.launch import ray_train
-from pipeline.launch.ray_train import _failure, _is_at_work, _state, note_failure
+from pipeline.launch.ray_train import _failure, _state, note_failure, phase
 
 START = "of this command"
 RECIPE = str(Path(__file__).parents[3] / "recipes" / "quickstart.yaml")
@@ -78,16 +79,21 @@ def test_what_a_worker_has_raised_counts_where_no_report_is_seen(run_dir: Path) 
     assert (str(error), error.restart) == ("the folder is not to be seen", "never")
 
 
-def test_an_attempt_is_at_work_until_it_fails_or_is_taken_away(run_dir: Path) -> None:
-    assert not _is_at_work(run_dir, START)
-    (run_dir / ray_train.STATE).write_text(json.dumps({"start": START, "attempt": 1}))
-    assert _is_at_work(run_dir, START)
-    state = {"start": START, "attempt": 1, "ended": ray_train.PREEMPTED}
-    (run_dir / ray_train.STATE).write_text(json.dumps(state))
-    assert not _is_at_work(run_dir, START)
-    (run_dir / ray_train.STATE).write_text(json.dumps({"start": START, "attempt": 2}))
+def test_an_attempt_works_until_it_fails_or_is_taken_away(run_dir: Path) -> None:
+    def write(**facts: Any) -> None:
+        state = {"start": START, "attempt": 1, **facts}
+        (run_dir / ray_train.STATE).write_text(json.dumps(state))
+
+    assert phase(run_dir, START) == "waits"
+    write()
+    assert phase(run_dir, START) == "works"
+    write(until=time.time() + 60)
+    assert phase(run_dir, START) == "saved"
+    write(until=time.time() - 1)
+    assert phase(run_dir, START) == "waits"
+    write(attempt=2)
     note_failure(run_dir, START, [0])
-    assert not _is_at_work(run_dir, START)
+    assert phase(run_dir, START) == "waits"
 
 
 def test_what_an_earlier_command_has_left_counts_for_nothing(run_dir: Path) -> None:
