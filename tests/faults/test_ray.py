@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -222,12 +223,30 @@ def test_a_node_that_is_to_be_taken_away_loses_no_step(pipe: Pipe, cluster: Any)
     assert own == pytest.approx(outcome(calm(pipe, 4, steps=steps), steps)[1], rel=1e-6)
 
 
-def drain(address: str, node: str) -> None:
-    """Tell Ray that a node is taken away in twenty seconds."""
+@pytest.mark.full
+@pytest.mark.parametrize("cluster", ["0.3"], indirect=True)
+@pytest.mark.parametrize("seconds", [0, 4, 12])
+def test_a_stop_while_a_node_is_taken_away_loses_no_step(
+    pipe: Pipe, cluster: Any, seconds: int
+) -> None:
+    """However far the ranks have come with what the notice asks of them."""
+    process = start(pipe, write(pipe, steps=120, workers=4), "--address", cluster.address)
+    wait_for_step(pipe, 6)
+    drain(cluster.address, cluster.list_all_nodes()[-1].node_id, 90)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGTERM)
+    found = pipe.end(process, 60)
+    assert found.code == 75, found
+    stopped = losses(pipe.run_dir)[-1][0]
+    assert (pipe.run_dir / "checkpoints" / f"step-{stopped:08d}").is_dir()
+
+
+def drain(address: str, node: str, seconds: int = 20) -> None:
+    """Tell Ray that a node is taken away in so many seconds."""
     options = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
     command = ["drain-node", "--address", address, "--node-id", node, *options]
     program = [sys.executable, "-m", "ray.scripts.scripts", *command]
-    subprocess.run([*program, "--deadline-remaining-seconds", "20"], check=True)
+    subprocess.run([*program, "--deadline-remaining-seconds", str(seconds)], check=True)
 
 
 @pytest.mark.full
