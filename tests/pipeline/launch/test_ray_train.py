@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import os
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +21,7 @@ from pipeline.commands.run import _under
 from pipeline.errors import RunFailed, UsageError
 from pipeline.execution import failures
 from pipeline.launch import ray_train
-from pipeline.launch.ray_train import _failure, _state, note_failure, phase
+from pipeline.launch.ray_train import _failure, _output, _state, note_failure, phase
 
 START = "of this command"
 RECIPE = str(Path(__file__).parents[3] / "recipes" / "quickstart.yaml")
@@ -94,6 +98,29 @@ def test_an_attempt_works_until_it_fails_or_is_taken_away(run_dir: Path) -> None
     write(attempt=2)
     note_failure(run_dir, START, [0])
     assert phase(run_dir, START) == "waits"
+
+
+def test_prints_reach_a_display_that_reads_them_between_two_writes(run_dir: Path) -> None:
+    """More than a pipe holds, as after a command that was suspended."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    seen: list[bytes] = []
+
+    def refresh() -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                seen.append(os.read(reader, 1 << 16))
+
+    screen: Any = SimpleNamespace(output=writer, refresh=refresh)
+    with _output(run_dir, screen) as copy_output:
+        (run_dir / ray_train.OUTPUT).write_bytes(b"x" * (1 << 20))
+        thread = threading.Thread(target=copy_output, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert sum(map(len, seen)) == 1 << 20
+    os.close(reader)
+    os.close(writer)
 
 
 def test_what_an_earlier_command_has_left_counts_for_nothing(run_dir: Path) -> None:
