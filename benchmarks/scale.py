@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from pipeline.distributed.settings import Attempts, Restarts, Timeouts
 from pipeline.execution import failures
 from pipeline.launch.board import Board, connected, served
-from pipeline.launch.nodes import _ORDERS, _STATE
+from pipeline.launch.nodes import _ORDERS, _STATE, HELLO, NODE
 from pipeline.launch.rounds import End, Rounds, State
 from tests.support.ports import free_port
 
@@ -68,14 +68,15 @@ def meeting(ranks: int) -> Iterator[Row]:
 
     def write() -> None:
         for number in range(nodes):
-            own.write(f"node/{number}", _STATE.dump_json(states[number]).decode())
+            own.write(f"{HELLO}/{number}", _STATE.dump_json(states[number]).decode())
+            own.write(f"{NODE}/{number}", _STATE.dump_json(states[number]).decode())
 
     def turn() -> None:
-        names = [f"node/{number}" for number in range(nodes)]
-        for number, (name, sealed) in enumerate(lead.read_sealed(names)):
+        names = [f"{kind}/{number}" for number in range(nodes) for kind in (HELLO, NODE)]
+        for name, sealed in lead.read_sealed(names):
             opened = lead.opened(name, sealed)
             assert opened is not None
-            state = _STATE.validate_json(opened)
+            state, number = _STATE.validate_json(opened), int(name.partition("/")[2])
             rounds.greet(number, state, 1.0)
             rounds.note(number, state, 1.0)
         lead.write("orders", _ORDERS.dump_json(rounds.decide(1.0)).decode())

@@ -55,7 +55,7 @@ ARRIVAL_SECONDS = 30.0
 """Seconds that node 0 waits for the others to arrive when there is nothing to do."""
 MOST_TEXT = 8000
 """Characters of a failure that are written."""
-ORDERS, SPEC = "orders", "spec"
+ORDERS, SPEC, HELLO, NODE = "orders", "spec", "hello", "node"
 _STATE, _ORDERS, _GREETING = TypeAdapter(State), TypeAdapter(Orders), TypeAdapter(Greeting)
 
 
@@ -152,8 +152,9 @@ class Link:
         orders = _ORDERS.validate_json(text) if text else None
         session = orders.session if orders else ""
         greeted = bool(session) and session == self._session
-        own = replace(self._numbered(state), session=session, greeted=greeted)
-        board.write(f"node/{rank}", _STATE.dump_json(own).decode())
+        own = replace(self._numbered(state), session=session)
+        # a process that waits for another's place writes over nothing of it
+        board.write(f"{NODE if greeted else HELLO}/{rank}", _STATE.dump_json(own).decode())
         self._written = state
         if not greeted:
             self._greeted(board, board.read(f"greeting/{rank}"))
@@ -227,29 +228,29 @@ class Lead(Link):
             self._failure = error
 
     def _lead(self) -> None:
-        names = {f"node/{number}": number for number in range(1, self._node.nodes)}
+        names = [f"{kind}/{n}" for n in range(1, self._node.nodes) for kind in (HELLO, NODE)]
         own, session = self.state, self.rounds.orders.session
-        first = replace(self._numbered(own), session=session, greeted=True)
-        states, greetings = {0: first}, dict[int, Greeting | None]()
-        for name, sealed in self._board.read_sealed([*names]):
+        states = {f"{HELLO}/0": replace(self._numbered(own), session=session)}
+        greetings = dict[int, Greeting | None]()
+        for name, sealed in self._board.read_sealed(names):
             text = self._board.opened(name, sealed) if self._seen.get(name) != sealed else None
             self._seen[name] = sealed
             if text:
-                states[names[name]] = _STATE.validate_json(text)
+                states[name] = _STATE.validate_json(text)
         now = time.monotonic()
         with self._lock:
-            self.rounds.greet(0, first, now)
-            for number, state in states.items():
-                if not state.greeted:
-                    greetings[number] = self.rounds.greet(number, state, now)
-                self.rounds.note(number, state, now)
+            for name, state in states.items():
+                kind, _, number = name.partition("/")
+                if kind == HELLO:
+                    greetings[int(number)] = self.rounds.greet(int(number), state, now)
+                self.rounds.note(int(number), state, now)
             orders = self.rounds.decide(now)
         self._board.write(ORDERS, _ORDERS.dump_json(orders).decode())
         self.orders, self._written = orders, own
-        for number, greeting in greetings.items():
-            if greeting is not None:  # which is read before the run that it leads to
+        for node, greeting in greetings.items():
+            if node and greeting is not None:  # which is read before the run that it leads to
                 self._board.write(f"{SPEC}/{session}", self.spec)
-                self._board.write(f"greeting/{number}", _GREETING.dump_json(greeting).decode())
+                self._board.write(f"greeting/{node}", _GREETING.dump_json(greeting).decode())
 
 
 @dataclass(eq=False)

@@ -54,8 +54,6 @@ class State:
     """Its address on the way to node 0."""
     session: str = ""
     """Of the newest orders that it has read, which none has who only repeats old states."""
-    greeted: bool = False
-    """Whether node 0 has greeted it in this session."""
     number: int = 0
     """Counts what this process has written, so that nothing counts twice."""
     round: int = 0

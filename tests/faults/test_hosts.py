@@ -157,7 +157,7 @@ store = connected("{address}", {port})
 board = Board(store, "another")
 for _ in range(60):
     keys = (key.removeprefix("/") for key in store.list_keys())
-    for name in ("orders", "node/1", *(key for key in keys if key.startswith("spec/"))):
+    for name in ("orders", "hello/1", "node/1", *(key for key in keys if key.startswith("spec/"))):
         board.write(name, '{{"session": "x", "over": {{"kind": "stopped"}}}}')
         store.set("greeting/1", store.get(name))
     print("forged", flush=True)

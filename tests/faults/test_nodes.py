@@ -96,7 +96,7 @@ def test_a_rank_that_dies_while_its_node_stops_is_a_failure(pipe: Pipe, start: S
 def test_a_node_that_wakes_when_another_has_its_place_is_refused(
     pipe: Pipe, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    recipe = tiny(pipe, timeouts={"node": 3, "rendezvous": 60})
+    recipe = tiny(pipe, timeouts={"node": 5, "rendezvous": 60})
     command = ("run", str(recipe), "--run-dir", str(pipe.run_dir), "--nodes", "2")
     where = ("--rdzv", f"127.0.0.1:{free_port()}", "--node-rank")
 

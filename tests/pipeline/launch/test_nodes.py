@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 
@@ -50,6 +51,20 @@ def test_a_node_gets_the_run_and_orders(lead: Lead) -> None:
         link.flush()
 
 
+def test_a_process_that_waits_for_a_place_writes_over_nothing(lead: Lead) -> None:
+    """Otherwise node 0 might see only its states, and take the node for lost."""
+    with Link(placed(1, port_of(lead)), SECRET, State.of(1)) as link:
+        assert becomes(lambda: lead._board.read("node/1") is not None, 15)
+        with Link(placed(1, port_of(lead)), SECRET, State.of(1)) as rival:
+            assert becomes(lambda: rival._written is not None, 15)
+            found = set()
+            for _ in range(300):
+                text = lead._board.read("node/1")
+                found.add(text and json.loads(text)["agent"])
+                time.sleep(0.01)
+    assert found == {link.state.agent}
+
+
 def test_a_network_on_which_every_operation_takes_long_is_no_silence(
     lead: Lead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +73,7 @@ def test_a_network_on_which_every_operation_takes_long_is_no_silence(
         read = board.Board.read
 
         def slow(self: board.Board, name: str) -> str | None:
-            time.sleep(1.2)
+            time.sleep(0.8)
             return read(self, name)
 
         monkeypatch.setattr(board.Board, "read", slow)

@@ -54,11 +54,11 @@ class Nodes:
 
     def _write(self, node: int, state: State) -> None:
         self.number += 1
-        if not state.greeted:
+        greeted = self.greetings.get(state.agent)
+        if greeted is None or greeted.refusal:
             self.say(node, session=self.rounds.orders.session)
             greeting = self.rounds.greet(node, self.states[node], self.now)
             self.greetings[state.agent] = greeting
-            self.say(node, greeted=bool(greeting and not greeting.refusal))
         orders = self.orders
         if not orders.runs:
             self.say(node, round=0, end=None)
@@ -244,7 +244,7 @@ def test_a_lost_node_may_come_back_on_another_machine(nodes: Nodes) -> None:
 
 
 def test_a_second_machine_for_the_same_node_is_refused(nodes: Nodes) -> None:
-    rival = replace(nodes.states[1], agent="rival", host="h9", greeted=False)
+    rival = replace(nodes.states[1], agent="rival", host="h9")
     answers = []
     for _ in range(50):
         answers.append(nodes.rounds.greet(1, rival, nodes.now))
@@ -283,7 +283,7 @@ def test_states_of_an_earlier_session_are_no_node() -> None:
     nodes.start(0)
     nodes.run(2)
     old = State(agent="old", host="h1", procs=2, session="of an earlier start", number=5)
-    for state in (old, replace(old, number=6, greeted=True), replace(old, session="")):
+    for state in (old, replace(old, number=6), replace(old, session="")):
         assert nodes.rounds.greet(1, state, nodes.now) is None
         nodes.rounds.note(1, state, nodes.now)
     nodes.run(3)
@@ -291,7 +291,7 @@ def test_states_of_an_earlier_session_are_no_node() -> None:
 
 
 def test_a_state_that_is_repeated_keeps_no_lost_node_alive(nodes: Nodes) -> None:
-    first = replace(nodes.states[1], greeted=False, number=1)
+    first = replace(nodes.states[1], number=1)
     nodes.silent.add(1)
     for _ in range(2 * int(LOST + GATHER_SECONDS)):
         nodes.rounds.greet(1, first, nodes.now)
