@@ -11,6 +11,8 @@ from gpu.page import mfu, ratio, step_seconds
 from memories import DRAWN
 from tables import markdown
 
+from pipeline.utils.text import human
+
 GIB = 1 << 30
 MB = 1e6
 FILES = {
@@ -259,7 +261,7 @@ def scale() -> str:
     lines = [
         [
             words, *(f"{one['seconds']:.2g}" for one in found[what]),
-            _between(*(_size(one["bytes"]) for one in found[what])),
+            _between(*(human(one["bytes"]) for one in found[what])),
             _between(*(f"{one['messages']:,}" for one in found[what])),
         ]
         for what, words in SCALE.items()
@@ -269,14 +271,6 @@ def scale() -> str:
 
 def _between(*values: str) -> str:
     return values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
-
-
-def _size(number: float) -> str:
-    number = float(f"{number:.2g}")
-    for unit, size in (("GB", 1e9), ("MB", MB), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:g} {unit}"
-    return f"{number:g}"
 
 
 TABLES = (

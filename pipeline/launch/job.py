@@ -155,7 +155,7 @@ def recorded_start_and_end(plan: Plan, folder: Path) -> Iterator[None]:
 
 
 def left_to_run(plan: Plan, folder: Path) -> ResumePlan | None:
-    """What is left to run; None if every stage has finished already, which it says."""
+    """The slots that are left to run; None, and a line on the screen, if all have finished."""
     journal = Journal(folder / rundir.JOURNAL)
     found = plan_resume(plan, journal)
     if found.run:

@@ -168,9 +168,8 @@ class Link:
         if greeting is None or greeting.agent != self.state.agent:
             return
         self.refusal = greeting.refusal
-        if self._session != greeting.session:
-            self.spec = board.read(f"{SPEC}/{greeting.session}") or ""
-            self._session = greeting.session if self.spec else ""
+        self.spec = board.read(f"{SPEC}/{greeting.session}") or ""
+        self._session = greeting.session if self.spec else ""
 
     def _numbered(self, state: State) -> State:
         """The state with what counts it."""
@@ -230,8 +229,8 @@ class Lead(Link):
     def _lead(self) -> None:
         names = [f"{kind}/{n}" for n in range(1, self._node.nodes) for kind in (HELLO, NODE)]
         own, session = self.state, self.rounds.orders.session
-        states = {f"{HELLO}/0": replace(self._numbered(own), session=session)}
-        greetings = dict[int, Greeting | None]()
+        first = replace(self._numbered(own), session=session)
+        states, greetings = dict[str, State](), dict[str, Greeting | None]()
         for name, sealed in self._board.read_sealed(names):
             text = self._board.opened(name, sealed) if self._seen.get(name) != sealed else None
             self._seen[name] = sealed
@@ -239,18 +238,21 @@ class Lead(Link):
                 states[name] = _STATE.validate_json(text)
         now = time.monotonic()
         with self._lock:
+            self.rounds.greet(0, first, now)
+            self.rounds.note(0, first, now)
             for name, state in states.items():
                 kind, _, number = name.partition("/")
                 if kind == HELLO:
-                    greetings[int(number)] = self.rounds.greet(int(number), state, now)
+                    greetings[number] = self.rounds.greet(int(number), state, now)
                 self.rounds.note(int(number), state, now)
             orders = self.rounds.decide(now)
         self._board.write(ORDERS, _ORDERS.dump_json(orders).decode())
         self.orders, self._written = orders, own
-        for node, greeting in greetings.items():
-            if node and greeting is not None:  # which is read before the run that it leads to
-                self._board.write(f"{SPEC}/{session}", self.spec)
-                self._board.write(f"greeting/{node}", _GREETING.dump_json(greeting).decode())
+        if any(greetings.values()):  # which are read before the run that they lead to
+            self._board.write(f"{SPEC}/{session}", self.spec)
+        for number, greeting in greetings.items():
+            if greeting is not None:
+                self._board.write(f"greeting/{number}", _GREETING.dump_json(greeting).decode())
 
 
 @dataclass(eq=False)

@@ -93,11 +93,9 @@ def run_with_ray(plan: Plan, spec: RunSpec, screen: Screen) -> None:
                     looked = time.monotonic()
                     seen = seen if phase(run_dir, start) == "waits" else looked
                 if looked - seen > limit:
-                    cause = _failure(run_dir, start)
-                    raise RunFailed(
-                        f"{cause}\n" * (cause is not None) + "Ray has started no worker within "
-                        f"{limit:.0f} s: {_room(plan)}\n{failures.continuation(run_dir)}"
-                    )
+                    why = f"Ray has started no worker within {limit:.0f} s: {_room(plan)}"
+                    lines = [_failure(run_dir, start), why, failures.continuation(run_dir)]
+                    raise RunFailed("\n".join(str(line) for line in lines if line))
             except Interrupted as interrupted:
                 stop = interrupted
                 if phase(run_dir, start) != "works":  # no rank is there to save
@@ -183,11 +181,13 @@ def note_failure(
     died = next((one.message for one in found if one.restart == "always"), "")
     if lost:
         died = f"the workers of ranks {', '.join(map(str, lost))} were lost"
-    known = (one for one in raised if isinstance(one, RunFailed))
-    unknown = RunFailed(in_words(next(iter(raised), Exception("Ray does not say why"))))
-    error = failures.first(run_dir, []) if found else next(known, unknown)
     if died:
         error = RunFailed(died, restart="always")
+    elif found:
+        error = failures.first(run_dir, [])
+    else:
+        known = [one for one in raised if isinstance(one, RunFailed)]
+        error = known[0] if known else RunFailed(in_words(raised[0]))
     text = failures.without_continuation(str(error), run_dir)
     facts = {"start": start, "text": text, "restart": error.restart, "memory": error.memory}
     replace_text(private_folder(run_dir / failures.FOLDER) / STATE, json.dumps(facts))
@@ -247,7 +247,7 @@ def _resources() -> str:
 
 
 def _room(plan: Plan) -> str:
-    """What the cluster has, and what the run needs, in words."""
+    """Describe the cluster's nodes and resources, and the workers that the run asks for."""
     import ray
 
     nodes = plural(sum(node["Alive"] for node in ray.nodes()), "node")
@@ -382,7 +382,7 @@ class Turns:
         self.stop = False
         """Whether the command was asked to stop."""
         self._run_dir, self._rank, self._state = run_dir, rank, state
-        self._ended, self._over = "", threading.Event()
+        self._over = threading.Event()
         self._failure: Exception | None = None
         self._landmarks = self._reported = self._saved = 0
         self._thread = threading.Thread(target=self._run, name="pipe-turns", daemon=True)
@@ -409,7 +409,6 @@ class Turns:
     def end(self, how: str) -> None:
         """Have a last turn, when all ranks have ended like this. Raises RunFailed where a turn was
         not possible, as `look` does: the other workers would wait for this one."""
-        self._ended = how
         self._over.set()
         self._thread.join()
         self._require_turns()
@@ -454,7 +453,7 @@ class Turns:
         """Rank 0's: the newest step since the last news, its newest checkpoint, and whether the
         command was asked to stop."""
         found: dict[str, Any] = {
-            "metrics": {}, "checkpoint": "", "over": bool(self._ended),
+            "metrics": {}, "checkpoint": "", "over": self._over.is_set(),
             "stop": (self._run_dir / rundir.STOP).exists(),
         }  # fmt: skip
         with contextlib.suppress(PipeError, OSError):  # of a disk that does not answer

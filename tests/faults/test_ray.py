@@ -275,8 +275,8 @@ def test_ray_job_stop(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
         [job] = client.list_jobs()
         wait_for_step(pipe, 3)
         client.stop_job(job.submission_id)
-        stopped = JobStatus.STOPPED
-        assert becomes(lambda: client.get_job_status(job.submission_id) == stopped, 60)
+        ended = JobStatus.STOPPED
+        assert becomes(lambda: client.get_job_status(job.submission_id) == ended, 60)
     finally:
         cluster.shutdown()
     stopped = losses(pipe.run_dir)[-1][0]
