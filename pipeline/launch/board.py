@@ -97,7 +97,10 @@ def connected(host: str, port: int, listener: int | None = None) -> Store:
 
     if given is None:  # ranks have their own
         os.environ.pop(LOG_LEVEL, None)
-    return TCPStore(
-        host, port, is_master=listener is not None, wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=CONTACT_SECONDS), master_listen_fd=listener,
+    limit = datetime.timedelta(seconds=CONTACT_SECONDS)
+    store = TCPStore(  # which tries to connect twice, for half of the limit each
+        host, port, is_master=listener is not None, wait_for_workers=False, timeout=limit / 2,
+        master_listen_fd=listener,
     )  # fmt: skip
+    store.set_timeout(limit)
+    return store

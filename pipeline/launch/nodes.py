@@ -84,7 +84,8 @@ class Link:
         self._failure: Exception | None = None
         self._wake, self._closed = threading.Event(), threading.Event()
         self._talks = 0
-        threading.Thread(target=self._run, name="pipe-nodes", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="pipe-nodes", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Self:
         return self
@@ -92,6 +93,8 @@ class Link:
     def __exit__(self, *error: Any) -> None:
         self._closed.set()
         self._wake.set()
+        # a thread that comes back from torch's client while Python ends would abort the process
+        self._thread.join(2 * CONTACT_SECONDS)
 
     def tell(self, **changes: Any) -> None:
         """Change this node's state, and write it at once."""
@@ -194,11 +197,15 @@ class Lead(Link):
         if error[0] is not None:
             stopped = isinstance(error[1], Interrupted | RunStopped)
             over = End(kind="stopped" if stopped else "raised", text=str(error[1])[:MOST_TEXT])
-        if over.kind == "stopped":  # a second Ctrl-C ends the process
+
+        def close() -> None:
             self.end(over, seconds=LINGER_SECONDS)
+            Link.__exit__(self)
+
+        if over.kind == "stopped":  # a second Ctrl-C ends the process
+            close()
         else:  # the run's end is recorded: a signal changes no exit code any more
-            record_end(lambda: self.end(over, seconds=LINGER_SECONDS))
-        super().__exit__()
+            record_end(close)
 
     def silent_for(self) -> float:
         """None: a loaded machine or a full network cannot cut this link."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 
@@ -81,6 +82,14 @@ def test_a_network_on_which_every_operation_takes_long_is_no_silence(
         first = link.orders.number if link.orders else 0
         assert becomes(lambda: link.orders is not None and link.orders.number > first + 10, 20)
         assert link.silent_for() < 8
+
+
+def test_no_thread_is_left_in_torch_where_node_0_is_not_there() -> None:
+    """It would abort the process at its end, whose exit code then says nothing."""
+    before = {*threading.enumerate()}
+    with Link(placed(1, free_port()), SECRET, State.of(1)):
+        time.sleep(0.5)
+    assert {*threading.enumerate()} <= before
 
 
 def test_another_token_is_the_reason_for_silence(lead: Lead) -> None:
